@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.seeds import seed_generator
+from tests.support.seeds import seed_generator
 
 __all__ = ["KINDS", "OUTPUTS", "Model", "Opaque", "Part", "build_model", "called_parts", "inputs", "outputs_of"]
 

@@ -42,7 +42,7 @@ from property_tests.rules import (
     failing,
     set_frozen,
 )
-from tests.reference import mean_in_rank_order
+from tests.support.reference import mean_in_rank_order
 
 __all__ = ["Replicas", "differences", "is_reordered"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from property_tests.modules import Model, called_parts, inputs, outputs_of
 from property_tests.programs import Chain
-from tests.seeds import seed_generator
+from tests.support.seeds import seed_generator
 
 __all__ = [
     "Accumulate",

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
-from tests.models import Language
-from tests.seeds import seed_generator
 from tests.simulation import axis
+from tests.support.models import Language
+from tests.support.seeds import seed_generator
 from zero_fn.values.mesh import root_of
 from zero_fn.values.tiers import Tier, is_accelerator
 

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from property_tests.programs import Leaf, Link, Node, Tree, batch, build
 from property_tests.strategies import chains, trees
-from tests.composition.grids import differing, grid
-from tests.profiles import examples
-from tests.ranks import Ranks, axis
+from tests.axes.grids import differing, grid
+from tests.support.profiles import examples
+from tests.support.ranks import Ranks, axis
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 

@@ -17,15 +17,15 @@ from torch import nn
 import zero_fn as zf
 from property_tests.programs import Leaf, Node, Tree, build
 from property_tests.strategies import leaves
-from tests.checkpoint.worlds import differing, everything
-from tests.groups import alone
-from tests.profiles import examples
-from zero_fn.checkpoint.boxes import Box, Holding, ranges, spans, whole_box
-from zero_fn.checkpoint.catalog import Catalog
-from zero_fn.checkpoint.files import StoredBox, TensorFile, write_json
-from zero_fn.checkpoint.folders import part_name, tensors_name, write_manifest
-from zero_fn.checkpoint.of_deepspeed import _cut_all, _cut_each
-from zero_fn.checkpoint.pickles import ByteRange, PlacedTensor
+from tests.support.groups import alone
+from tests.support.profiles import examples
+from tests.units.checkpoint.worlds import differing, everything
+from zero_fn.checkpoint.format.boxes import Box, Holding, ranges, spans, whole_box
+from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint.format.files import StoredBox, TensorFile, write_json
+from zero_fn.checkpoint.format.folders import part_name, tensors_name, write_manifest
+from zero_fn.checkpoint.others.of_deepspeed import _cut_all, _cut_each
+from zero_fn.checkpoint.others.pickles import ByteRange, PlacedTensor
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)

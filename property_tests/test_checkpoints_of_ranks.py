@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from property_tests.programs import Chain, Link, Tree, apply, build
 from property_tests.strategies import FLOATS, chains, trees
-from tests.checkpoint.test_atomic import before_each_call, killed_at
-from tests.checkpoint.worlds import differing, everything
-from tests.profiles import examples
-from tests.ranks import Ranks
-from tests.ranks import axis as gloo_axis
 from tests.simulation import Fault, Simulated, axis
+from tests.support.profiles import examples
+from tests.support.ranks import Ranks
+from tests.support.ranks import axis as gloo_axis
+from tests.units.checkpoint.test_atomic import before_each_call, killed_at
+from tests.units.checkpoint.worlds import differing, everything
 
 MODELS = trees(dtypes=(*FLOATS, torch.int64, torch.bool))
 ONE = Link("shard_params")

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.deepspeed.configs import CONFIGS, Json, changed, leaves, shifted
-from tests.profiles import examples
+from tests.support.profiles import examples
+from tests.units.deepspeed.configs import CONFIGS, Json, changed, leaves, shifted
 from zero_fn.deepspeed.settings import Settings, settings_of
 from zero_fn.errors import ConfigError
 

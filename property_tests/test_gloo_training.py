@@ -9,8 +9,8 @@ from property_tests.on_ranks import Seen, run_program
 from property_tests.replicas import differences
 from property_tests.rules import Program
 from property_tests.strategies_of_programs import programs
-from tests.profiles import SIZES, examples
-from tests.ranks import Ranks, axis
+from tests.support.profiles import SIZES, examples
+from tests.support.ranks import Ranks, axis
 
 
 def run_programs(several: list[Program]) -> list[list[Seen]]:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from property_tests.strategies import axis_sizes, memory_orders, shapes
-from tests.profiles import examples
+from tests.support.profiles import examples
 from zero_fn.values.layout import (
     ALIGNMENT_NBYTES,
     TOLERATED_PADDING_NUMEL,

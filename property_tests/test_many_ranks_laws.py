@@ -16,10 +16,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import zero_fn as zf
 from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch, build
 from property_tests.strategies import FLOATS, chains, leaves, trees
-from tests.local_tensor import LocalTensors, World
-from tests.profiles import PROFILE, examples
+from tests.support.local_tensor import LocalTensors, World
+from tests.support.profiles import PROFILE, examples
+from zero_fn.dtensor.refused import note_mesh
 from zero_fn.resting import on_spec, resting_parameter
-from zero_fn.runtime.refused import note_mesh
 from zero_fn.values.layout import ShardLayout, is_shardable, shard_layout
 
 SIZES = st.sampled_from([8, 8, 8, 9, 12, 16, 16, 31])  # a case takes n * n copies; 64 ranks are among the examples

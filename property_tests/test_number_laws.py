@@ -1,6 +1,6 @@
 """An expression over parameters and gradients at rest gives the number of the whole tensors, or raises: never another number.
 
-Torch alone has some of them wrong: `zero_fn/runtime/refused.py` has a row for each.
+Torch alone has some of them wrong: `zero_fn/dtensor/refused.py` has a row for each.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.training import STAGES
-from tests.local_tensor import LocalTensors, World
-from tests.profiles import examples
+from tests.support.local_tensor import LocalTensors, World
+from tests.support.profiles import examples
 
 SHAPES = ((4, 6), (7, 6), (1, 6), (5,), (1,), (), (2, 3))
 """Even rows, uneven ones, one row, which all ranks but one lack, and a scalar."""

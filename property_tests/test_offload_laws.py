@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from property_tests.streamed_programs import own
-from tests.models import Language
-from tests.profiles import examples
-from tests.seeds import seed_generator
 from tests.simulation import Simulated
 from tests.simulation.simulated import axis
+from tests.support.models import Language
+from tests.support.profiles import examples
+from tests.support.seeds import seed_generator
 
 STAGES = ("plain", "replicate", "zero1", "zero2", "zero3")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from property_tests.programs import Chain, Tree, apply, batch, build
 from property_tests.strategies import chains, trees
-from tests.groups import pretended
-from tests.profiles import examples
-from tests.ranks import Ranks, axis
+from tests.support.groups import pretended
+from tests.support.profiles import examples
+from tests.support.ranks import Ranks, axis
 
 Program = tuple[Tree, Chain, int]
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from tests.profiles import examples
 from tests.simulation import Simulated
 from tests.simulation.simulated import axis
+from tests.support.profiles import examples
 from zero_fn.runtime.slot import slot_of
 
 STAGES = ("plain", "replicate", "zero1", "zero2", "zero3")

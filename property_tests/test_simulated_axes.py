@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
-from tests.profiles import examples
-from tests.seeds import seed_generator
 from tests.simulation import Simulated, axis
+from tests.support.profiles import examples
+from tests.support.seeds import seed_generator
 from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.values.mesh import root_of

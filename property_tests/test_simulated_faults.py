@@ -17,8 +17,8 @@ from property_tests.on_ranks import Held, Seen, run_program
 from property_tests.programs import Chain, Link
 from property_tests.rules import Accumulate, Backward, Evaluate, Program, Step
 from property_tests.strategies_of_programs import backwards, chains_for, faults, models, schedules, steps
-from tests.profiles import examples
 from tests.simulation import Fault, Report, Simulated
+from tests.support.profiles import examples
 from zero_fn.transport.exchange import REDUCE
 
 timings = st.sampled_from(["early", "late"])

@@ -17,8 +17,8 @@ from property_tests.on_ranks import OnRank, Seen
 from property_tests.replicas import Replicas
 from property_tests.rules import Evaluate, Fail, Freeze, Optimizer, Program, Rule, ZeroGrad
 from property_tests.strategies_of_programs import backwards, chains_for, models, rules, schedules, steps
-from tests.profiles import machine_settings
 from tests.simulation import Simulated, axis
+from tests.support.profiles import machine_settings
 
 
 def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:

@@ -29,8 +29,8 @@ from property_tests.rules import (
     Transform,
 )
 from property_tests.strategies_of_programs import programs, schedules
-from tests.profiles import examples
 from tests.simulation import Simulated
+from tests.support.profiles import examples
 
 timings = st.sampled_from(["early", "late"])
 transports = st.sampled_from(["exchange", "native"])

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from property_tests.streamed_programs import Placed, places, programs, trained
-from tests.profiles import examples
 from tests.simulation import Simulated
+from tests.support.profiles import examples
 
 
 # The count that NAdam keeps beside each parameter was taken for a state of a scalar one.

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import zero_fn as zf
 from property_tests.programs import Chain, Link, Tree, apply, batch, build
 from property_tests.strategies import chains, trees
-from tests.profiles import examples
-from tests.ranks import Ranks, axis
+from tests.support.profiles import examples
+from tests.support.ranks import Ranks, axis
 
 REPLICAS: Chain = (Link("replicate"),)
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zero_fn as zf
 from property_tests.programs import Chain, Link, Tree, apply, batch, build
 from property_tests.strategies import chains, links, trees
-from tests.groups import alone, pretended
-from tests.profiles import examples
-from tests.ranks import Ranks, axis
+from tests.support.groups import alone, pretended
+from tests.support.profiles import examples
+from tests.support.ranks import Ranks, axis
 from zero_fn.errors import LayoutError, ZeroError
 
 HELD = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from tests.faults import FreshRanks
-from tests.local_tensor import LocalTensors
-from tests.profiles import load_profile
-from tests.ranks import Ranks, freeze, let_kernels_take_small_tensors
-from tests.seeds import seed_generator
 from tests.simulation import Simulated
+from tests.support.faults import FreshRanks
+from tests.support.local_tensor import LocalTensors
+from tests.support.profiles import load_profile
+from tests.support.ranks import Ranks, freeze, let_kernels_take_small_tensors
+from tests.support.seeds import seed_generator
 
 load_profile()
 torch.set_num_threads(1)  # [Note: one thread]
@@ -85,19 +85,19 @@ def simulated(request: pytest.FixtureRequest) -> Iterator[Tier]:
 
 @pytest.fixture(scope="session")
 def local_tensor(request: pytest.FixtureRequest) -> Iterator[Tier]:
-    """8 to 64 ranks in this process: `with local_tensor(16) as world:`. See `tests/local_tensor.py`."""
+    """8 to 64 ranks in this process: `with local_tensor(16) as world:`. See `tests/support/local_tensor.py`."""
     yield from _tier(request)
 
 
 @pytest.fixture(scope="session")
 def fresh_ranks(request: pytest.FixtureRequest) -> Iterator[Tier]:
-    """Processes of their own for each case, to be killed: `fresh_ranks(2, "zero3", fault)`. See `tests/faults.py`."""
+    """Processes of their own for each case, to be killed: `fresh_ranks(2, "zero3", fault)`. See `tests/support/faults.py`."""
     yield from _tier(request)
 
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Tier]:
-    """Persistent gloo ranks: `ranks(2).run(fn, *args)` returns the value of each rank. See `tests/ranks.py`."""
+    """Persistent gloo ranks: `ranks(2).run(fn, *args)` returns the value of each rank. See `tests/support/ranks.py`."""
     yield from _tier(request)
 
 

@@ -1,7 +1,5 @@
-"""The house stays small: lines of each folder of the package against its budget, no class that does everything, and one
-name for one thing.
-
-A folder above its budget fails until somebody raises the budget in a commit that says why. Lines are counted as the formatter
+"""The house stays small: lines of each folder of the package and of all tests against their budgets, no class that does
+everything, and one name for one thing. Lines are counted as the formatter
 leaves them, of Python and C.
 """
 
@@ -17,26 +15,49 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
-    "checkpoint": 5028,
-    "deepspeed": 1360,
-    "integrations": 1943,
-    "kernels": 941,
-    "local": 579,
-    "plan": 1072,
-    "runtime": 9427,
-    "storage": 1565,
-    "streamed": 2228,
-    "surface": 472,
-    "transforms": 3163,
-    "transport": 2559,
-    "values": 1970,
-    "": 555,
+    "checkpoint": 3600,
+    "deepspeed": 1100,
+    "dtensor": 500,
+    "integrations": 1500,
+    "kernels": 900,
+    "local": 560,
+    "looking": 1200,
+    "one_host": 700,
+    "runtime": 6200,
+    "storage": 1250,
+    "streamed": 1750,
+    "transforms": 2600,
+    "transport": 1400,
+    "values": 1750,
+    "": 550,
 }
-"""Most lines of each folder of the package; "" is the package itself. Together 2,409 more than on 2026-11-25: mends of faults
-that users met, most of them interrupts, parameters that a forward changes, and files that were made by hand; what the first
-GPU asked for: gathers behind their copies, deadlines of NCCL, norms by all threads, what torch refuses on CUDA; and the job
-by its config: models that are read where a config places them (half of its 980 lines are for accelerate and the Trainer),
-gradients in bfloat16, a rank's share of the cores."""
+"""Most lines of each folder of the package; "" is the package itself: 25,560 together. A later feature has its own budget."""
+
+DEBT = {
+    "": 92,
+    "checkpoint": 1444,
+    "deepspeed": 260,
+    "dtensor": 346,
+    "integrations": 443,
+    "kernels": 41,
+    "local": 19,
+    "looking": 290,
+    "one_host": 25,
+    "runtime": 2382,
+    "storage": 315,
+    "streamed": 478,
+    "transforms": 563,
+    "transport": 434,
+    "values": 220,
+}
+"""Lines above the budget today, of folders that are still to be rewritten. Each may fall and none may grow; the last to
+fall takes this table along."""
+
+TESTS = 33_000
+"""Most lines of Python in `tests` and `property_tests`."""
+
+TESTS_DEBT = 19_250
+"""... and as many above it today."""
 
 MOST = 15
 """Attributes, and methods, of one class."""
@@ -94,7 +115,13 @@ def shared_names(package: Path) -> dict[str, str]:
 def test_every_folder_keeps_to_its_budget() -> None:
     lines = lines_by_folder(PACKAGE)
     assert lines.keys() == BUDGET.keys()
-    assert {folder: count for folder, count in lines.items() if count > BUDGET[folder]} == {}
+    assert {folder: count for folder, count in lines.items() if count > BUDGET[folder] + DEBT.get(folder, 0)} == {}
+
+
+def test_the_tests_keep_to_their_budget() -> None:
+    root = PACKAGE.parent
+    paths = [path for folder in ("tests", "property_tests") for path in (root / folder).rglob("*.py")]
+    assert sum(len(path.read_bytes().splitlines()) for path in paths) <= TESTS + TESTS_DEBT
 
 
 def test_no_class_does_everything() -> None:

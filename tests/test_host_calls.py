@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.groups import pretended
+from tests.support.groups import pretended
 
 CALLS_PER_UNIT = {"replicate": 715, "zero1": 614, "zero2": 566, "zero3": 663}
 """Most calls of a unit of six parameters in a forward and a backward, with those of torch itself. Lower it with each gain."""

@@ -1,10 +1,10 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
     6 others        integrations
-    5 surface       surface, plan, launch, local, deepspeed, checkpoint
+    5 surface       recipes, looking, launch, local, deepspeed, checkpoint
     4 verbs         transforms, streamed
-    3 execution     runtime
-    2 bytes         transport, storage, kernels, resting
+    3 execution     runtime, dtensor
+    2 bytes         transport, one_host, storage, kernels, resting
     1 values        values: meshes, homes, tiers, layouts, units, schedules
     0 words         errors
 
@@ -24,10 +24,10 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("values",),
-    ("transport", "storage", "kernels", "resting"),
-    ("runtime",),
+    ("transport", "one_host", "storage", "kernels", "resting"),
+    ("runtime", "dtensor"),
     ("transforms", "streamed"),
-    ("surface", "plan", "launch", "local", "deepspeed", "checkpoint"),
+    ("recipes", "looking", "launch", "local", "deepspeed", "checkpoint"),
     ("integrations", "__main__"),
 )
 
@@ -95,15 +95,15 @@ def test_imports_point_down() -> None:
         ("errors", "import zero_fn.values.mesh", "errors (layer 0) imports values.mesh (layer 1)"),
         (
             "runtime.run",
-            "def f():\n    from zero_fn.plan import plan",
-            "runtime.run (layer 3) imports plan (layer 5)",
+            "def f():\n    from zero_fn.looking import plan",
+            "runtime.run (layer 3) imports looking (layer 5)",
         ),
         (
             "values.home",
             "if TYPE_CHECKING:\n    from zero_fn.runtime.unit import Unit",
             "values.home (layer 1) imports runtime.unit (layer 3)",
         ),
-        ("values.mesh", "from zero_fn import surface", "values.mesh (layer 1) imports surface (layer 5)"),
+        ("values.mesh", "from zero_fn import looking", "values.mesh (layer 1) imports looking (layer 5)"),
         ("values.mesh", "from zero_fn.novelty import x", "values.mesh (layer 1) imports novelty (layer None)"),
         ("novelty", "", "novelty has no layer"),
     ],

@@ -13,7 +13,17 @@ ROOT = Path(__file__).parents[1]
 
 def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Runs the tests of a folder, which has no other plugins, with this one."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-c", "/dev/null", f"--rootdir={folder}", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.support.skips",
+        "-c",
+        "/dev/null",
+        f"--rootdir={folder}",
+        *options,
+    ]
     environ = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run([*command, folder], env=environ, capture_output=True, text=True, check=False)
 

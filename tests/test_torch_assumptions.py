@@ -24,9 +24,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.groups import pretended
-from tests.ranks import Ranks, sent_by_value
-from tests.versions import IS_BEFORE_2_14
+from tests.support.groups import pretended
+from tests.support.ranks import Ranks, sent_by_value
+from tests.support.versions import IS_BEFORE_2_14
 from zero_fn.local.ranks import LocalRanks
 
 

@@ -24,12 +24,12 @@ from zero_fn.errors import (
 )
 from zero_fn.launch import launch
 from zero_fn.local.gloo import give_groups_one_thread
-from zero_fn.plan import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
+from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
+from zero_fn.looking.check import check, is_transformed
+from zero_fn.looking.describe import Description, describe
+from zero_fn.looking.held import Held, held
+from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import Streamed, streamed
-from zero_fn.surface.check import check, is_transformed
-from zero_fn.surface.describe import Description, describe
-from zero_fn.surface.held import Held, held
-from zero_fn.surface.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.evict import Evicted, evict

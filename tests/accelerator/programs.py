@@ -265,7 +265,7 @@ def parcels_are_large_where_they_are_stepped(tier: Tier) -> None:
 @program
 def what_moves_was_planned(tier: Tier) -> None:
     """Over the link, to the byte, wherever it rests; to and from the host as a tier, the same. Disks are counted in
-    tests/plan/test_tiers.py."""
+    tests/units/looking/test_tiers.py."""
     forms = ("optim", "params optim", "grads optim", "params grads optim", "params grads")
     for kinds, grads in itertools.product(forms, (None, torch.bfloat16)):
         for fraction in (1.0, 0.5):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import STEPS, Net, adamw, all_away, batches, net, trained
-from tests.profiles import PROFILE
+from tests.support.profiles import PROFILE
 from zero_fn.transport.links import open_transport
 from zero_fn.transport.native import Native
 from zero_fn.values.mesh import mesh_axis

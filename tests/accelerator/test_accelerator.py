@@ -16,7 +16,7 @@ from tests.accelerator.entries import PROGRAMS as ENTRIES
 from tests.accelerator.more import ON_PRETEND
 from tests.accelerator.programs import PROGRAMS
 from tests.accelerator.ranks import CASES
-from tests.profiles import PROFILE
+from tests.support.profiles import PROFILE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"dev": 10, "ci": 500}.get(PROFILE, 5_000)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.ranks import Ranks, axis
+from tests.support.ranks import Ranks, axis
 
 
 def a_model_that_failed_and_then_another() -> float:

@@ -15,11 +15,11 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.composition.grids import batch, grid, parallelized
+from tests.axes.grids import batch, grid, parallelized
 from tests.distributed.training import STAGES
-from tests.ranks import Ranks, axis
-from tests.wholes import full
-from tests.worlds import ALL, WIDTH, World, differences
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+from tests.support.worlds import ALL, WIDTH, World, differences
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.in_flight import Phase
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
-from tests.ranks import Ranks, axis
+from tests.support.ranks import Ranks, axis
 from zero_fn.kernels import nontemporal
 
 WIDTH, LAYERS = 512, 3

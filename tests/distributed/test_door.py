@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.groups import alone
-from tests.models import Block
-from tests.ranks import Ranks, axis
-from tests.wholes import full
-from tests.worlds import WIDTH, Tower, World, differences, noise
+from tests.support.groups import alone
+from tests.support.models import Block
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+from tests.support.worlds import WIDTH, Tower, World, differences, noise
 
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 

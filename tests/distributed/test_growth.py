@@ -19,9 +19,9 @@ from torch import nn
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, loss_of
-from tests.models import Language, Odd
-from tests.profiles import PROFILE
-from tests.ranks import Ranks, axis
+from tests.support.models import Language, Odd
+from tests.support.profiles import PROFILE
+from tests.support.ranks import Ranks, axis
 from zero_fn.transport.guarded import REMEMBERED_EVENTS
 from zero_fn.transport.links import Links
 from zero_fn.values.mesh import mesh_axis

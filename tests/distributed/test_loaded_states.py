@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, loss_of, parameters
-from tests.models import Language, Odd
-from tests.ranks import Ranks, axis
-from tests.wholes import full
+from tests.support.models import Language, Odd
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
 
 
 def _stepped(stage: str, streamed: bool) -> tuple[nn.Module, Any]:

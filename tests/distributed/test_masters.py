@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.ranks import Ranks, axis
+from tests.support.ranks import Ranks, axis
 
 STAGES = {"zero1": zf.zero1, "zero2": zf.zero2, "zero3": zf.zero3}
 

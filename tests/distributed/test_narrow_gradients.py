@@ -17,9 +17,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import SGD, AdamW, Optimizer, RMSprop, Rprop
 
 import zero_fn as zf
-from tests.composition.grids import grid
-from tests.models import Language, Odd
-from tests.ranks import Ranks, axis
+from tests.axes.grids import grid
+from tests.support.models import Language, Odd
+from tests.support.ranks import Ranks, axis
 from zero_fn.runtime.norms import clip_grad_norm
 
 NARROW = torch.bfloat16

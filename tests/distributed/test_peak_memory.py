@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.ranks import Ranks, axis
-from zero_fn.transport.one_host.arena import Arena
+from tests.support.ranks import Ranks, axis
+from zero_fn.one_host.arena import Arena
 
 WIDTH = 128
 

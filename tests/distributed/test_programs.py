@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests import worlds
-from tests.profiles import SIZES
-from tests.ranks import Ranks
-from tests.seeds import seed_generator
-from tests.worlds import World, differences
+from tests.support import worlds
+from tests.support.profiles import SIZES
+from tests.support.ranks import Ranks
+from tests.support.seeds import seed_generator
+from tests.support.worlds import World, differences
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.in_flight import Phase
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
-from tests.ranks import Ranks, axis
-from tests.worlds import WIDTH, World, differences, noise
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import WIDTH, World, differences, noise
 
 
 class Block(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, gradients, gradients_of_ddp, loss_of, train, train_ddp
-from tests.models import Language, Odd
-from tests.ranks import Ranks, axis
+from tests.support.models import Language, Odd
+from tests.support.ranks import Ranks, axis
 
 
 def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

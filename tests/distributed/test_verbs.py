@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.distributed.training import OPTIMIZERS, STAGES, gradients, loss_of, parameters
-from tests.models import Language, Odd
-from tests.ranks import Ranks, axis
-from tests.wholes import full, named_fulls
+from tests.support.models import Language, Odd
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full, named_fulls
 from zero_fn.runtime.entry import units_of
 
 ALL = list(STAGES)

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, loss_of, parameters
-from tests.groups import alone
-from tests.models import Odd
-from tests.ranks import Ranks, axis
-from tests.wholes import full, held, means, wholes
+from tests.support.groups import alone
+from tests.support.models import Odd
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full, held, means, wholes
 
 
 def _noise(seed: int) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
-from tests.models import batch
-from tests.ranks import axis
-from tests.seeds import seed_generator
-from tests.wholes import held, wholes
+from tests.support.models import batch
+from tests.support.ranks import axis
+from tests.support.seeds import seed_generator
+from tests.support.wholes import held, wholes
 
 __all__ = ["STAGES", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
 

@@ -41,15 +41,15 @@ from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
-from tests.groups import alone, pretended, pretended_grid
-from tests.ranks import Ranks, axis
-from tests.snapshot import assert_matches, is_writing
-from tests.storage.disks import answers
-from tests.subclasses import WIDTH, Short
-from zero_fn.checkpoint import files
-from zero_fn.checkpoint.catalog import Catalog
+from tests.support.groups import alone, pretended, pretended_grid
+from tests.support.ranks import Ranks, axis
+from tests.support.snapshot import assert_matches, is_writing
+from tests.support.subclasses import WIDTH, Short
+from tests.units.storage.disks import answers
 from zero_fn.checkpoint.converting import convert
-from zero_fn.checkpoint.opening import opened
+from zero_fn.checkpoint.format import files
+from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint.others.opening import opened
 from zero_fn.checkpoint.together import Agreed, Together
 from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.loss_scale import Scaler
@@ -2111,7 +2111,7 @@ def summaries_in(source: str) -> list[str]:
     return found
 
 
-# Needs torchrun, GPUs, dying ranks: tests/local/test_launch.py and tests/local/test_ranks.py have them.
+# Needs torchrun, GPUs, dying ranks: tests/units/local/test_launch.py and tests/units/local/test_ranks.py have them.
 ELSEWHERE = {"local", "launch.py", "guarded.py"}
 
 

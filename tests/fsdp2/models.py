@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.worlds import Trial, World, differences, noise
+from tests.support.worlds import Trial, World, differences, noise
 
 __all__ = ["DIM", "Mlp", "Stacked", "run_all", "stack", "train"]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.fsdp2.models import DIM, Mlp, run_all, train
-from tests.ranks import Ranks
-from tests.worlds import World
+from tests.support.ranks import Ranks
+from tests.support.worlds import World
 
 Pair = namedtuple("Pair", ["x", "note"])
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Stacked
-from tests.ranks import Ranks, axis
-from tests.worlds import noise
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import noise
 
 
 def _one_after_another() -> list[list[float]]:

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Stacked, run_all, stack, train
-from tests.ranks import Ranks, axis
-from tests.worlds import World, noise
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import World, noise
 
 
 def a_forward_may_run_several_times(world: World) -> None:

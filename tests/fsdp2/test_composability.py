@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Mlp
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def _saved_by_each_rank() -> None:

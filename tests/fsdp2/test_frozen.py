@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.fsdp2.models import Mlp, Stacked, run_all, train
-from tests.ranks import Ranks
-from tests.worlds import World
+from tests.support.ranks import Ranks
+from tests.support.worlds import World
 
 
 def whole_layers_are_frozen_and_thawed(world: World) -> None:

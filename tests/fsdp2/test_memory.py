@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.ranks import Ranks, axis
+from tests.support.ranks import Ranks, axis
 
 
 def _held() -> list[int]:

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Mlp
-from tests.ranks import Ranks, axis
-from tests.worlds import noise
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import noise
 
 
 class Normed(nn.Module):

@@ -14,8 +14,8 @@ import torch
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Stacked, run_all
-from tests.ranks import Ranks
-from tests.worlds import World, noise
+from tests.support.ranks import Ranks
+from tests.support.worlds import World, noise
 
 
 def pending_gradients_are_scaled_and_dropped(world: World) -> None:

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Mlp, run_all, stack
-from tests.ranks import Ranks, axis
-from tests.worlds import World, noise
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import World, noise
 
 
 def containers_may_be_roots(world: World) -> None:

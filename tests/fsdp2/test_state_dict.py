@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Stacked
-from tests.ranks import Ranks, axis
-from tests.wholes import named_fulls
-from tests.worlds import noise
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import named_fulls
+from tests.support.worlds import noise
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

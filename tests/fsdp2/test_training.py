@@ -38,8 +38,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Mlp, Stacked, run_all, stack, train
-from tests.ranks import Ranks, axis
-from tests.worlds import World, noise
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import World, noise
 
 
 class NoInputs(nn.Module):

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.fsdp2.models import DIM, Mlp, Stacked, run_all
-from tests.ranks import Ranks
-from tests.worlds import ALL, World, differences, noise
+from tests.support.ranks import Ranks
+from tests.support.worlds import ALL, World, differences, noise
 
 
 class Narrow(nn.Module):

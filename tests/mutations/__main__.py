@@ -27,8 +27,8 @@ from tests.mutations.bugs import BUGS, Bug, planted
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = [
-    *(f"tests/transport/test_{name}.py" for name in ("collectives", "arena", "agreement")),
-    "tests/values",
+    *(f"tests/units/transport/test_{name}.py" for name in ("collectives", "arena", "agreement")),
+    "tests/units/values",
     *("property_tests", "tests/errors", "tests/distributed", "tests"),
 ]
 UNPLANTED = ["--ignore=tests/test_mutations.py"]  # it would see every bug, as a text

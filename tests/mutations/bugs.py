@@ -21,8 +21,8 @@ class Bug:
 
     Attributes:
         name: Of the bug, in kebab case.
-        where: The function, as "Class.method"; with its file where others are called so ("plan/links.py:_least"); or a file
-            of C.
+        where: The function, as "Class.method"; with its file where others are called so ("looking/links.py:_least");
+            or a file of C.
         breaks: What it breaks.
         old, new: The text that is there, and what is put in its place.
         likely: Tests to run first, as pytest takes them.
@@ -87,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
         "the mean over ranks",
         "into.div_(len(parts))",
         "into.div_(len(parts) - 1)",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "wrong-divisor-in-c",
@@ -95,7 +95,7 @@ BUGS: tuple[Bug, ...] = (
         "the mean over ranks, of large tensors",
         "return sum / (float)count;",
         "return sum / (float)(count - 1);",
-        "tests/kernels/test_nontemporal.py",
+        "tests/units/kernels/test_nontemporal.py",
     ),
     Bug(
         "copies-forget-the-rest",
@@ -103,7 +103,7 @@ BUGS: tuple[Bug, ...] = (
         "copies whose bytes fill no whole line of the cache",
         "    memcpy(into, source, nbytes);\n    order_writes();",
         "    order_writes();",
-        "tests/kernels/test_nontemporal.py",
+        "tests/units/kernels/test_nontemporal.py",
     ),
     Bug(
         "sum-in-another-order",
@@ -111,7 +111,7 @@ BUGS: tuple[Bug, ...] = (
         "sums in the order of ranks, from 3 ranks on",
         "for rank in sorted(addends)]",
         "for rank in sorted(addends, reverse=True)]",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "sum-in-16-bits",
@@ -119,7 +119,7 @@ BUGS: tuple[Bug, ...] = (
         "sums of bfloat16 in float32",
         "if first.dtype == into.dtype:",
         "if others:",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "missed-wait-for-bytes",
@@ -127,7 +127,7 @@ BUGS: tuple[Bug, ...] = (
         "a collective is finished before its bytes are there",
         "        for work, peer in works:",
         "        for work, peer in works[1:]:",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "last-piece-not-cut",
@@ -135,7 +135,7 @@ BUGS: tuple[Bug, ...] = (
         "the piece of the last rank, where rows do not divide",
         "return start, min(self.piece_numel, self.numel - start)",
         "return start, self.piece_numel",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "any-is-all",
@@ -143,7 +143,7 @@ BUGS: tuple[Bug, ...] = (
         "which gradients exist on some rank",
         "torch.amax(rows, 0, out=bits)",
         "torch.amin(rows, 0, out=bits)",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "block-freed-early",
@@ -151,7 +151,7 @@ BUGS: tuple[Bug, ...] = (
         "a message that not all peers have read",
         "read_by_all = min(",
         "read_by_all = max(",
-        "tests/transport/test_mailbox.py",
+        "tests/units/transport/test_mailbox.py",
     ),
     Bug(
         "native-wrong-divisor",
@@ -159,7 +159,7 @@ BUGS: tuple[Bug, ...] = (
         "the mean over ranks, on other backends than gloo",
         "torch._foreach_div_(sums, self._size)",
         "torch._foreach_div_(sums, max(self._size - 1, 1))",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "second-axis-not-summed",
@@ -167,7 +167,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients that the second axis does not cut",
         "yield from self._last_hops([room.segment for room in rooms], what)",
         "yield from self._last_hops([], what)",
-        "tests/composition",
+        "tests/axes",
     ),
     Bug(
         "own-shard-not-copied",
@@ -179,7 +179,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-counted-wrong",
-        "transport/one_host/same_host.py:_Message.__init__",
+        "one_host/same_host.py:_Message.__init__",
         "bytes sent against the plan",
         "self.nbytes += sum(",
         "self.nbytes += 2 * sum(",
@@ -192,7 +192,7 @@ BUGS: tuple[Bug, ...] = (
         "bytes of another collective are used",
         "if mark != self._mark:",
         "if False:",
-        "tests/transport/test_desync.py",
+        "tests/units/transport/test_desync.py",
     ),
     Bug(
         "deadline-ignored",
@@ -200,7 +200,7 @@ BUGS: tuple[Bug, ...] = (
         "a stopped rank is waited for until the timeout of the group",
         "work.wait(_limit)",
         "work.wait()",
-        "tests/transport/test_collectives.py",
+        "tests/units/transport/test_collectives.py",
     ),
     Bug(
         "death-unnoticed",
@@ -208,7 +208,7 @@ BUGS: tuple[Bug, ...] = (
         "a killed rank is found at the deadline only",
         "if self._death.poll(0):",
         "if False:",
-        "tests/transport/test_mailbox.py",
+        "tests/units/transport/test_mailbox.py",
     ),
     Bug(
         "ring-overrun",
@@ -216,7 +216,7 @@ BUGS: tuple[Bug, ...] = (
         "headers that the peer has not taken are overwritten",
         ">= _SLOTS:\n            self._make_room()",
         "> _SLOTS:\n            self._make_room()",
-        "tests/transport/test_mailbox.py",
+        "tests/units/transport/test_mailbox.py",
     ),
     Bug(
         "failure-forgotten",
@@ -224,7 +224,7 @@ BUGS: tuple[Bug, ...] = (
         "collectives go on after a failure",
         "        if history.failure is not None:\n            raise history.failure\n        event",
         "        event",
-        "tests/transport/test_guarded.py",
+        "tests/units/transport/test_guarded.py",
     ),
     Bug(
         "comparison-forgotten",
@@ -232,7 +232,7 @@ BUGS: tuple[Bug, ...] = (
         "guard(compare=True) compares nothing",
         "        if _compares:\n",
         "        if False:\n",
-        "tests/transport/test_desync.py",
+        "tests/units/transport/test_desync.py",
     ),
     Bug(
         "agreement-with-rank-0-only",
@@ -240,7 +240,7 @@ BUGS: tuple[Bug, ...] = (
         "ranks that disagree with a later rank",
         "for rank in range(len(digests)):",
         "for rank in range(2):",
-        "tests/transport/test_agreement.py",
+        "tests/units/transport/test_agreement.py",
     ),
     Bug(
         "edits-not-compared",
@@ -289,7 +289,7 @@ BUGS: tuple[Bug, ...] = (
         "where a tensor that two axes cut along one dim has its rows",
         "found.append(Shard(cut.dim) if factor == 1 else _StridedShard(cut.dim, split_factor=factor))",
         "found.append(Shard(cut.dim))",
-        "tests/composition",
+        "tests/axes",
     ),
     Bug(
         "join-takes-the-less",
@@ -305,7 +305,7 @@ BUGS: tuple[Bug, ...] = (
         "a parameter of exactly persist_below bytes",
         "parameter.parameter.element_size() < persist_below",
         "parameter.parameter.element_size() <= persist_below",
-        "tests/transforms/test_promises.py",
+        "tests/units/transforms/test_promises.py",
     ),
     Bug(
         "tie-lost",
@@ -322,7 +322,7 @@ BUGS: tuple[Bug, ...] = (
         "a unit is gathered before it was freed, and then freed",
         "before.unit == event.unit:\n                break\n            at -= 1\n            if",
         "before.unit == event.unit + 1:\n                break\n            at -= 1\n            if",
-        "tests/values/test_schedule.py",
+        "tests/units/values/test_schedule.py",
     ),
     Bug(
         "gathered-freed-under-a-holder",
@@ -330,7 +330,7 @@ BUGS: tuple[Bug, ...] = (
         "who holds a part of a gathered buffer keeps it",
         "if _references(storage._cdata) != references or not storage.resizable():",
         "if not storage.resizable():",
-        "tests/runtime/test_gathered.py",
+        "tests/units/runtime/test_gathered.py",
     ),
     Bug(
         "saved-weight-not-packed",
@@ -394,7 +394,7 @@ BUGS: tuple[Bug, ...] = (
         "zero_grad() inside accumulate drops what was summed so far",
         "if self._slots[i].parameter.grad is not marker:",
         "if False:",
-        "tests/acceptance/test_accumulation.py",
+        "tests/promises/test_accumulation.py",
     ),
     Bug(
         "earlier-gradient-lost",
@@ -402,7 +402,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients of before an accumulate block stay in the sum",
         "self._slots[i].parameter.grad, marker.earlier = marker.earlier, None",
         "self._slots[i].parameter.grad, marker.earlier = None, None",
-        "tests/acceptance/test_accumulation.py",
+        "tests/promises/test_accumulation.py",
     ),
     Bug(
         "gradients-lost-in-unsharded",
@@ -434,7 +434,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients of norms under sequence parallelism",
         "if grad.placements != spec.placements:",
         "if any(p.is_shard() for p in spec.placements) and grad.placements != spec.placements:",
-        "tests/composition",
+        "tests/axes",
     ),
     Bug(
         "swapped-values-ignored",
@@ -442,7 +442,7 @@ BUGS: tuple[Bug, ...] = (
         "functional_call computes with the values it was given",
         "found[i] = swapped[0]",
         "pass",
-        "tests/acceptance/test_functional.py",
+        "tests/promises/test_functional.py",
     ),
     Bug(
         "frozen-parameter-reduced",
@@ -498,7 +498,7 @@ BUGS: tuple[Bug, ...] = (
         "states are taken from memory that a failed read has left",
         "if not is_whole:",
         "if False:",
-        "tests/streamed/test_streamed.py::test_states_that_could_not_be_read_are_read_again",
+        "tests/units/streamed/test_streamed.py::test_states_that_could_not_be_read_are_read_again",
     ),
     Bug(
         "chunk-read-over-what-is-written",
@@ -506,7 +506,7 @@ BUGS: tuple[Bug, ...] = (
         "a slow disk gets the bytes of another chunk",
         "_wait(self._puts.pop(later - BUFFERS, ()))",
         "pass",
-        "tests/streamed/test_pipeline.py",
+        "tests/units/streamed/test_pipeline.py",
     ),
     Bug(
         "conjugate-lost-in-a-tier",
@@ -514,7 +514,7 @@ BUGS: tuple[Bug, ...] = (
         "a complex parameter in a tier is its own conjugate",
         " or view.is_conj()",
         "",
-        "tests/transforms/test_offload.py::test_a_complex_parameter_away_is_not_read_as_its_own_conjugate",
+        "tests/units/transforms/test_offload.py::test_a_complex_parameter_away_is_not_read_as_its_own_conjugate",
     ),
     Bug(
         "notes-of-buffers-overwritten",
@@ -522,7 +522,7 @@ BUGS: tuple[Bug, ...] = (
         "buffers that an earlier backward told of stay different on ranks",
         "_is_due |= has",
         "_is_due = has",
-        "tests/acceptance/test_buffers.py",
+        "tests/promises/test_buffers.py",
     ),
     Bug(
         "shared-gradient-summed-in-place",
@@ -530,7 +530,7 @@ BUGS: tuple[Bug, ...] = (
         "a gradient that two parameters share is added to both",
         "have.to(slot.kind.sum_dtype, copy=True)",
         "have.to(slot.kind.sum_dtype)",
-        "tests/runtime/test_gradients.py",
+        "tests/units/runtime/test_gradients.py",
     ),
     Bug(
         "gradients-owned-after-they-were-taken",
@@ -538,7 +538,7 @@ BUGS: tuple[Bug, ...] = (
         "a gradient that two parameters share is added to both, after a step in which the unit had several uses",
         "self._is_owned = [False] * len(self._slots)",
         "pass",
-        "tests/runtime/test_gradients.py",
+        "tests/units/runtime/test_gradients.py",
     ),
     Bug(
         "what-travelled-not-remembered",
@@ -546,7 +546,7 @@ BUGS: tuple[Bug, ...] = (
         "autograd keeps what a class has gathered until backward",
         "remember_buffer(buffer, self, source, len(self.buffers))",
         "pass",
-        "tests/runtime/test_extended.py",
+        "tests/units/runtime/test_extended.py",
     ),
     Bug(
         "uneven-rows-travel",
@@ -554,7 +554,7 @@ BUGS: tuple[Bug, ...] = (
         "a class is given another shard than it takes",
         "path.is_in_order and path.numel == path.piece_numel * path.size",
         "path.is_in_order",
-        "tests/runtime/test_extended.py",
+        "tests/units/runtime/test_extended.py",
     ),
     Bug(
         "subclass-kept-whole-for-backward",
@@ -562,7 +562,7 @@ BUGS: tuple[Bug, ...] = (
         "quantized weights stay gathered from forward to backward",
         "return _PackedParts(tensor, names, context) if is_ours else None",
         "return None",
-        "tests/transforms/test_flatten_subclasses.py",
+        "tests/units/transforms/test_flatten_subclasses.py",
     ),
     Bug(
         "steps-not-counted",
@@ -570,7 +570,7 @@ BUGS: tuple[Bug, ...] = (
         "a rank that left out a step of the optimizer trains on, and replicas part",
         "self.backwards.updates += 1",
         "self.backwards.updates += 0",
-        "tests/transport/test_desync.py",
+        "tests/units/transport/test_desync.py",
     ),
     Bug(
         "uses-not-compared",
@@ -578,7 +578,7 @@ BUGS: tuple[Bug, ...] = (
         "ranks that ran the same units in another order share a backward",
         "check=passed, ",
         "",
-        "tests/transport/test_desync.py",
+        "tests/units/transport/test_desync.py",
     ),
     Bug(
         "nested-units-stay-gathered",
@@ -594,7 +594,7 @@ BUGS: tuple[Bug, ...] = (
         "a block gathers what a step has changed",
         "is_fresh = True",
         "is_fresh = False",
-        "tests/transforms/test_promises.py",
+        "tests/units/transforms/test_promises.py",
     ),
     Bug(
         "accumulate-forgets-to-reset",
@@ -610,7 +610,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients of a backward that raised leak into the next",
         "unit.gradients.take()",
         "pass",
-        "tests/transforms/test_promises.py",
+        "tests/units/transforms/test_promises.py",
     ),
     Bug(
         "failed-forward-ignored",
@@ -658,7 +658,7 @@ BUGS: tuple[Bug, ...] = (
         "rank 0's statistics are those of all ranks",
         "_is_due |= has",
         "_is_due &= has",
-        "tests/acceptance/test_buffers.py",
+        "tests/promises/test_buffers.py",
     ),
     Bug(
         "one-frozen-norm-hides-the-others",
@@ -666,7 +666,7 @@ BUGS: tuple[Bug, ...] = (
         "ranks evaluate with different statistics if one BatchNorm is frozen",
         "trains = any(modes)",
         "trains = all(modes)",
-        "tests/acceptance/test_buffers.py",
+        "tests/promises/test_buffers.py",
     ),
     Bug(
         "values-of-buffers-never-compared",
@@ -674,7 +674,7 @@ BUGS: tuple[Bug, ...] = (
         "buffers that change without a version drift apart",
         "self._has_changed |= self._changes_unseen or self._has_other_values()",
         "pass",
-        "tests/acceptance/test_buffers.py",
+        "tests/promises/test_buffers.py",
     ),
     Bug(
         "rates-that-are-tensors-read-late",
@@ -682,7 +682,7 @@ BUGS: tuple[Bug, ...] = (
         "a learning rate that is changed after a step changes that step",
         "value.clone() if isinstance(value, Tensor) else value",
         "value",
-        "tests/streamed/test_waiting.py",
+        "tests/units/streamed/test_waiting.py",
     ),
     Bug(
         "single-edits-lost",
@@ -698,7 +698,7 @@ BUGS: tuple[Bug, ...] = (
         "the backward of a forward before a load computes gradients with what was loaded",
         "refresh(model)",
         "pass",
-        "tests/checkpoint/test_resume.py",
+        "tests/units/checkpoint/test_resume.py",
     ),
     Bug(
         "load-counts-no-version",
@@ -706,7 +706,7 @@ BUGS: tuple[Bug, ...] = (
         "the backward of a plain module computes gradients with what was loaded since",
         "torch.autograd.graph.increment_version(local)",
         "pass",
-        "tests/checkpoint/test_resume.py",
+        "tests/units/checkpoint/test_resume.py",
     ),
     Bug(
         "units-run-on-after-an-interrupt",
@@ -739,7 +739,7 @@ BUGS: tuple[Bug, ...] = (
         "what a waiting step has stepped is in its tier before it is read there",
         "self.wait(self._lanes[-1])  #",
         "pass  #",
-        "tests/streamed/test_waiting.py",
+        "tests/units/streamed/test_waiting.py",
     ),
     Bug(
         "buffers-kept-after-a-failure",
@@ -747,7 +747,7 @@ BUGS: tuple[Bug, ...] = (
         "a read that failed leaves its memory with any bytes",
         "self._let_go(next(iter(self._held)))",
         "break",
-        "tests/streamed/test_streamed.py",
+        "tests/units/streamed/test_streamed.py",
     ),
     Bug(
         "place-given-out-while-it-is-read",
@@ -755,7 +755,7 @@ BUGS: tuple[Bug, ...] = (
         "a place that was given up has nothing under way when it is used again",
         "self._let_go(member.place)  # the memory of what was there before",
         "pass",
-        "tests/storage/test_store.py",
+        "tests/units/storage/test_store.py",
     ),
     Bug(
         "limit-of-the-host-for-each-growth",
@@ -763,7 +763,7 @@ BUGS: tuple[Bug, ...] = (
         "the limit of host memory bounds all that was taken of it",
         "None if limit is None else limit - self.nbytes",
         "limit",
-        "tests/storage/test_slab.py",
+        "tests/units/storage/test_slab.py",
     ),
     Bug(
         "staging-lent-while-it-is-written",
@@ -771,7 +771,7 @@ BUGS: tuple[Bug, ...] = (
         "staging buffers have nothing under way when they are lent again",
         "        self._carrier.settle(memory)\n",
         "",
-        "tests/storage/test_disk.py",
+        "tests/units/storage/test_disk.py",
     ),
     Bug(
         "windows-share-a-buffer",
@@ -779,7 +779,7 @@ BUGS: tuple[Bug, ...] = (
         "parcels of one chunk are written back before those of another take their memory",
         "self._turn += 1",
         "self._turn += 0",
-        "tests/runtime/test_compute_copies.py",
+        "tests/units/runtime/test_compute_copies.py",
     ),
     Bug(
         "visits-share-a-room",
@@ -795,7 +795,7 @@ BUGS: tuple[Bug, ...] = (
         "a copy in the compute dtype is behind once its original was written",
         "parcel.version = parcel.version + 1 if version is None else version",
         "parcel.version = 1 if version is None else version",
-        "tests/runtime/test_compute_copies.py",
+        "tests/units/runtime/test_compute_copies.py",
     ),
     Bug(
         "fetched-ahead-and-out-of-date",
@@ -803,7 +803,7 @@ BUGS: tuple[Bug, ...] = (
         "letting go of what was fetched before a write",
         "        self.drop()  # what was fetched ahead is out of date\n",
         "        pass\n",
-        "tests/runtime/test_record.py",
+        "tests/units/runtime/test_record.py",
     ),
     Bug(
         "read-while-it-is-written",
@@ -811,7 +811,7 @@ BUGS: tuple[Bug, ...] = (
         "waiting for what is written before the same is read",
         "        self.finish_writing()\n        if not parcel.is_stored:",
         "        if not parcel.is_stored:",
-        "tests/runtime/test_record.py",
+        "tests/units/runtime/test_record.py",
     ),
     Bug(
         "gradient-beside-is-lost",
@@ -819,7 +819,7 @@ BUGS: tuple[Bug, ...] = (
         "tensors of a parcel that are not written with the others",
         "[p for p in parcels if any(piece.parameter not in values for piece in p.pieces)]",
         "[]",
-        "tests/runtime/test_record.py",
+        "tests/units/runtime/test_record.py",
     ),
     Bug(
         "tensor-read-before-its-step",
@@ -827,7 +827,7 @@ BUGS: tuple[Bug, ...] = (
         "that whoever reads a tensor in a tier finds it stepped",
         "        self.settle()\n",
         "",
-        "tests/streamed/test_waiting.py",
+        "tests/units/streamed/test_waiting.py",
     ),
     Bug(
         "failures-along-one-axis",
@@ -835,7 +835,7 @@ BUGS: tuple[Bug, ...] = (
         "a disk that fails is an error along every axis of the mesh",
         "axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]",
         "axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in list(dims)[:1]]",
-        "tests/composition/test_tiers.py",
+        "tests/axes/test_tiers.py",
     ),
     Bug(
         "copy-not-sent",
@@ -843,7 +843,7 @@ BUGS: tuple[Bug, ...] = (
         "the kernel writes copies of what it steps",
         "sent = map(sends.get, parameters)",
         "sent = map({}.get, parameters)",
-        "tests/runtime/test_compute_copies.py",
+        "tests/units/runtime/test_compute_copies.py",
     ),
     Bug(
         "parked-and-fetched-too-early",
@@ -948,7 +948,7 @@ BUGS: tuple[Bug, ...] = (
         "other ranks are told of a disk that failed",
         "Told(transport, self.failure,",
         "Told(transport, None,",
-        "tests/transforms/test_offload.py",
+        "tests/units/transforms/test_offload.py",
     ),
     # -- plan ----------------------------------------------------------------------------------------------------------
     Bug(
@@ -965,7 +965,7 @@ BUGS: tuple[Bug, ...] = (
         "bytes that a step reads from a disk",
         "min(kept // 2, sum(sizes))",
         "0",
-        "tests/plan/test_tiers.py",
+        "tests/units/looking/test_tiers.py",
     ),
     Bug(
         "plan-forgets-microbatches",
@@ -982,7 +982,7 @@ BUGS: tuple[Bug, ...] = (
         "what is trained rests in float32",
         "is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)",
         "is_narrow = False",
-        "tests/deepspeed/test_setup.py",
+        "tests/units/deepspeed/test_setup.py",
     ),
     Bug(
         "placed-in-another-way-than-the-config",
@@ -990,7 +990,7 @@ BUGS: tuple[Bug, ...] = (
         "a model that was placed before rests as its DeepSpeed config says",
         "if found != said:",
         "if not said:",
-        "tests/integrations/test_placed_by_config.py",
+        "tests/outside/integrations/test_placed_by_config.py",
     ),
     Bug(
         "a-copy-in-16-bits-that-stays",
@@ -998,7 +998,7 @@ BUGS: tuple[Bug, ...] = (
         "a Trainer reads shards alone",
         "zf.load_pretrained(transformed, weights)",
         "transformed._kept = type(model).from_pretrained(weights).float(); zf.load_pretrained(transformed, weights)",
-        "tests/integrations/test_placed_by_config.py",
+        "tests/outside/integrations/test_placed_by_config.py",
     ),
     Bug(
         "steps-of-an-accelerator-that-do-not-clip",
@@ -1006,7 +1006,7 @@ BUGS: tuple[Bug, ...] = (
         "a step clips as the DeepSpeed config says",
         "if not self.is_clipped and (settings.max_norm or settings.skips_overflow):",
         "if not self.is_clipped and settings.skips_overflow and not settings.max_norm:",
-        "tests/integrations/test_accelerator_config.py",
+        "tests/outside/integrations/test_accelerator_config.py",
     ),
     Bug(
         "rates-that-move-once-a-rank",
@@ -1014,7 +1014,7 @@ BUGS: tuple[Bug, ...] = (
         "rates of a DeepSpeed config move once a step",
         "each.split_batches = True",
         "each.split_batches = False",
-        "tests/integrations/test_accelerator_config.py",
+        "tests/outside/integrations/test_accelerator_config.py",
     ),
     Bug(
         "samples-that-are-not-shared",
@@ -1022,7 +1022,7 @@ BUGS: tuple[Bug, ...] = (
         "a trainer gives no rank of a model axis other samples",
         "if prod(axis.size for axis in axes) != processes:",
         "if not axes:",
-        "tests/integrations/test_trainer.py",
+        "tests/outside/integrations/test_trainer.py",
     ),
     Bug(
         "one-checkpoint-too-few",
@@ -1030,7 +1030,7 @@ BUGS: tuple[Bug, ...] = (
         "so many checkpoints stay, also while there are fewer",
         "max(len(beside) - keep, 0)",
         "len(beside) - keep",
-        "tests/checkpoint/test_folders.py",
+        "tests/units/checkpoint/test_folders.py",
     ),
     Bug(
         "folder-not-synced",
@@ -1038,7 +1038,7 @@ BUGS: tuple[Bug, ...] = (
         "names of files are on the disk before the rename",
         "sync_folder(self.path / kind)",
         "pass",
-        "tests/checkpoint/test_atomic.py",
+        "tests/units/checkpoint/test_atomic.py",
     ),
     Bug(
         "saved-before-the-step",
@@ -1046,7 +1046,7 @@ BUGS: tuple[Bug, ...] = (
         "a checkpoint has the weights of a step that waits",
         "record.settle()",
         "pass",
-        "tests/streamed/test_waiting.py",
+        "tests/units/streamed/test_waiting.py",
     ),
     Bug(
         "stepped-after-the-load",
@@ -1054,7 +1054,7 @@ BUGS: tuple[Bug, ...] = (
         "states that are loaded are not those of the step before",
         "end_step(self.optimizer)",
         "pass",
-        "tests/streamed/test_waiting.py",
+        "tests/units/streamed/test_waiting.py",
     ),
     Bug(
         "ranks-named-across",
@@ -1062,7 +1062,7 @@ BUGS: tuple[Bug, ...] = (
         "the numbers of ranks of two axes, in errors",
         "for axis in reversed(self.axes):",
         "for axis in self.axes:",
-        "tests/transport/test_agreement.py",
+        "tests/units/transport/test_agreement.py",
     ),
     Bug(
         "entry-without-outcome",
@@ -1070,7 +1070,7 @@ BUGS: tuple[Bug, ...] = (
         "every entry has an outcome",
         "self.outcomes.append(TakenEntry(entry, shown(value), by_value))",
         "len(by_value)",
-        "tests/deepspeed/test_settings.py",
+        "tests/units/deepspeed/test_settings.py",
     ),
     Bug(
         "overflow-in-bfloat16-stepped",
@@ -1078,7 +1078,7 @@ BUGS: tuple[Bug, ...] = (
         "steps that are not finite are skipped",
         "is_taken = not self.skips_overflow or (norm is not None and isfinite(norm))",
         "is_taken = True",
-        "tests/deepspeed/test_setup.py",
+        "tests/units/deepspeed/test_setup.py",
     ),
     Bug(
         "scale-doubles-a-step-early",
@@ -1086,7 +1086,7 @@ BUGS: tuple[Bug, ...] = (
         "the scale of the loss moves when DeepSpeed's does",
         "since = self._steps - self._skipped_at - 1",
         "since = self._steps - self._skipped_at",
-        "tests/deepspeed/test_golden.py",
+        "tests/units/deepspeed/test_golden.py",
     ),
     Bug(
         "sums-of-microbatches-in-16-bits",

@@ -36,23 +36,34 @@ _TIERS = [
     "property_tests/test_offload_laws.py",
     "property_tests/test_streamed_laws.py",
     "tests/accelerator",
-    "tests/plan",
+    "tests/units/looking",
 ]
-_RANKS = ["tests/distributed", "tests/acceptance", "tests/fsdp2"]
+_RANKS = ["tests/distributed", "tests/promises", "tests/fsdp2"]
 TESTS = {
-    "storage": ["tests/storage", "tests/streamed", "tests/transforms", *_TIERS],
-    "streamed": ["tests/streamed", "tests/runtime", "tests/transforms", *_TIERS],
-    "transforms": ["tests/transforms", "tests/errors", *_SIMULATED, "property_tests/test_transform_laws.py", *_RANKS],
-    "checkpoint": ["tests/checkpoint", "tests/errors", "property_tests/test_checkpoint_laws.py", "tests/acceptance"],
+    "storage": ["tests/units/storage", "tests/units/streamed", "tests/units/transforms", *_TIERS],
+    "streamed": ["tests/units/streamed", "tests/units/runtime", "tests/units/transforms", *_TIERS],
+    "transforms": [
+        "tests/units/transforms",
+        "tests/errors",
+        *_SIMULATED,
+        "property_tests/test_transform_laws.py",
+        *_RANKS,
+    ],
+    "checkpoint": [
+        "tests/units/checkpoint",
+        "tests/errors",
+        "property_tests/test_checkpoint_laws.py",
+        "tests/promises",
+    ],
     "runtime": [
-        "tests/runtime",
-        "tests/values/test_schedule.py",
+        "tests/units/runtime",
+        "tests/units/values/test_schedule.py",
         *_SIMULATED,
         "tests/errors",
         *_RANKS,
-        "tests/streamed",
+        "tests/units/streamed",
         *_TIERS,
-        "tests/composition",
+        "tests/axes",
         "tests/test_host_calls.py",
     ],
 }

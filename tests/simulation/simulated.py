@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.seeds import seed_generator
 from tests.simulation.group import SimulatedGroup
 from tests.simulation.traces import Recorded, Traces
 from tests.simulation.turns import RankKilled, Turns
 from tests.simulation.wires import Fault, Timing, Wires
 from tests.simulation.world import own_world, worlds_by_thread
+from tests.support.seeds import seed_generator
 from zero_fn.transport import guarded
 from zero_fn.transport.exchange import Exchange
 from zero_fn.transport.links import BY_BACKEND

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tests.conftest as suite
 import zero_fn as zf
-from tests.groups import alone
 from tests.simulation import Desync, Fault, Simulated, axis
+from tests.support.groups import alone
 from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE
 from zero_fn.transport.segment import Sum
 

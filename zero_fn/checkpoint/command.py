@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.converting import Tell, convert, verify
-from zero_fn.checkpoint.folders import KINDS, checkpoints
-from zero_fn.checkpoint.opening import chosen, opened
+from zero_fn.checkpoint.format.contents import Contents
+from zero_fn.checkpoint.format.folders import KINDS, checkpoints
+from zero_fn.checkpoint.others.opening import chosen, opened
 from zero_fn.errors import ZeroError
 from zero_fn.values.tiers import bytes_text
 

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zero_fn.checkpoint.boxes import whole_box
-from zero_fn.checkpoint.contents import Contents
-from zero_fn.checkpoint.files import StoredBox, TensorFile, disk, require_dtype, write_json
-from zero_fn.checkpoint.folders import KINDS, Draft, part_name, tensors_name, write_manifest
-from zero_fn.checkpoint.pretrained import packed, weights_name, write_index
-from zero_fn.checkpoint.values import encoded
+from zero_fn.checkpoint.format.boxes import whole_box
+from zero_fn.checkpoint.format.contents import Contents
+from zero_fn.checkpoint.format.files import StoredBox, TensorFile, disk, require_dtype, write_json
+from zero_fn.checkpoint.format.folders import KINDS, Draft, part_name, tensors_name, write_manifest
+from zero_fn.checkpoint.format.values import encoded
+from zero_fn.checkpoint.huggingface.pretrained import packed, weights_name, write_index
 from zero_fn.errors import CheckpointError
 
 __all__ = ["Format", "Tell", "convert", "verify"]

@@ -19,11 +19,11 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.contents import Contents
-from zero_fn.checkpoint.fit import Fit
-from zero_fn.checkpoint.folders import KINDS
-from zero_fn.checkpoint.leaves import Named
-from zero_fn.checkpoint.opening import chosen, opened
+from zero_fn.checkpoint.format.contents import Contents
+from zero_fn.checkpoint.format.folders import KINDS
+from zero_fn.checkpoint.live.fit import Fit
+from zero_fn.checkpoint.live.leaves import Named
+from zero_fn.checkpoint.others.opening import chosen, opened
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import LayoutError

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.boxes import Box, Holding, ranges, whole_box
-from zero_fn.checkpoint.catalog import Catalog
-from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
-from zero_fn.checkpoint.folders import KINDS, Draft, part_name, prune, tensors_name, write_manifest
-from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
-from zero_fn.checkpoint.passing import each_state, leaf_in_chunks, states_in_chunks
+from zero_fn.checkpoint.format.boxes import Box, Holding, ranges, whole_box
+from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
+from zero_fn.checkpoint.format.folders import KINDS, Draft, part_name, prune, tensors_name, write_manifest
+from zero_fn.checkpoint.format.values import encoded
+from zero_fn.checkpoint.live.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
+from zero_fn.checkpoint.live.passing import each_state, leaf_in_chunks, states_in_chunks
 from zero_fn.checkpoint.together import Agreed, Together, failure_of
-from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of

@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_fn.checkpoint.pretrained import load_pretrained
+from zero_fn.checkpoint.huggingface.pretrained import load_pretrained
 from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
+from zero_fn.looking.describe import home_of
+from zero_fn.looking.table import table
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import same_along
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.streamed import streamed
-from zero_fn.surface.describe import home_of
-from zero_fn.surface.table import table
 from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision

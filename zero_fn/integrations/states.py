@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from zero_fn.checkpoint.folders import Draft
+from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.checkpoint.together import Together
 
 __all__ = [

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.jit import ScriptModule
 
+from zero_fn.dtensor.refused import note_mesh
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
@@ -29,7 +30,6 @@ from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.module_edits import watch_modules
 from zero_fn.runtime.optimizers import watch_optimizers
 from zero_fn.runtime.parcels import Form
-from zero_fn.runtime.refused import note_mesh
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of, slot_of

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.errors import DisagreementError, LostRankError, warn_once
+from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport.exchange import Alone
 from zero_fn.transport.guarded import Guarded, Watched
 from zero_fn.transport.messages import Gathering
 from zero_fn.transport.native import Native
-from zero_fn.transport.one_host.same_host import SameHost
 from zero_fn.transport.segment import Contribution, Contributions, Pending, Route, Segment, Transport
 from zero_fn.values.mesh import Axis
 

@@ -1,0 +1,295 @@
+"""`checkpoint_activations`: the same gradients, less memory, whole inputs or parts of them."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import zero_fn as zf
+from tests.axes.grids import Block, Decoder, grid, loss_of, parallelized
+from tests.distributed.training import STAGES, gradients
+from tests.simulation import Simulated
+from tests.support.ranks import Ranks, axis
+from zero_fn.transforms.parked import Parking
+
+
+class Dropped(nn.Module):
+    """A block that draws random numbers, takes two tensors and a switch, and returns a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.calls = 0
+
+    def forward(self, x: Tensor, shift: Tensor, *, doubles: bool = False) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        y = x + self.down(torch.dropout(torch.tanh(self.up(x + shift)), 0.3, self.training))
+        return (2 * y if doubles else y), shift + 1
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropped() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.ones(6)
+        for number, block in enumerate(self.blocks):
+            x, shift = block(x, shift, doubles=number == 1)
+        return x.square().mean() + shift.mean()
+
+
+def _alike(stage: str, order: str) -> tuple[bool, list[int]]:
+    """Whether gradients and losses are those without checkpoints; and how often each block ran."""
+    given: list[Any] = []
+    model: Any = None
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = Tower()
+        if is_checkpointed and order == "before":
+            model = zf.checkpoint_activations(model, units="blocks.*")
+        model = STAGES[stage](model, axis())
+        if is_checkpointed and order == "after":
+            model = zf.checkpoint_activations(model, units=Dropped)
+        if is_checkpointed and order == "twice":
+            model = zf.checkpoint_activations(zf.checkpoint_activations(model))
+        torch.manual_seed(5)
+        loss = model(torch.randn(4, 6))
+        loss.backward()
+        given.append((loss.item(), gradients(model)))
+    (one, one_grads), (other, other_grads) = given
+    is_equal = one == other and all(
+        grad is not None and torch.equal(grad, other_grads[name])  # type: ignore[arg-type]
+        for name, grad in one_grads.items()
+    )
+    return is_equal, [block.calls for block in model.blocks]
+
+
+@pytest.mark.parametrize(
+    ("stage", "order"),
+    [
+        ("replicate", "before"),
+        ("zero1", "after"),
+        ("zero2", "twice"),
+        *(("zero3", o) for o in ("before", "after", "twice")),
+    ],
+)
+def test_gradients_are_those_without_checkpoints(ranks: Ranks, stage: str, order: str) -> None:
+    assert ranks(2).run(_alike, stage, order) == [(True, [2, 2, 2])] * 2
+
+
+def _partitioned(stage: str) -> list[str]:
+    """Where a tensor parallel model with partitioned checkpoints differs from one without, to the bit."""
+    mesh = grid("dp", "tp")
+    seen = []
+    for partition in (None, mesh["tp"]):
+        model = STAGES[stage](parallelized(mesh["tp"]), mesh["dp"])
+        if partition is not None:
+            model = zf.checkpoint_activations(model, units=Block, partition=partition)
+        for number in range(2):
+            loss_of(model, number, mesh["dp"].get_local_rank()).backward()
+        seen.append({name: p.grad for name, p in model.named_parameters()})
+    one, other = seen
+    return [
+        name
+        for name, grad in one.items()
+        if grad is None or other[name] is None or not torch.equal(grad.full_tensor(), other[name].full_tensor())  # type: ignore[attr-defined, union-attr]
+    ]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(ranks: Ranks, stage: str) -> None:
+    assert ranks(4).run(_partitioned, stage) == [[]] * 4
+
+
+def _offloaded(stage: str, path: str, partition: bool) -> tuple[bool, list[int]]:
+    """Whether gradients are those of checkpoints that stay in memory, over two steps; and the bytes of activations that are
+    alive after forward, without and with offload."""
+    mesh = grid("dp", "tp")
+    given, alive = [], []
+    for tier in (None, zf.nvme(path)):
+        torch.manual_seed(0)
+        model = STAGES[stage](Tower(), mesh["dp"])
+        model = zf.checkpoint_activations(
+            model, units=Dropped, partition=mesh["tp"] if partition else None, offload=tier
+        )
+        inputs: list[weakref.ref[Tensor]] = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))  # noqa: B023
+        for step in range(2):
+            torch.manual_seed(5 + step)
+            inputs.clear()
+            loss = model(torch.randn(6, 4).t())  # not contiguous: it comes back as it was
+            alive.append(sum(x().nbytes for x in inputs if x() is not None))  # type: ignore[union-attr]
+            loss.backward()
+            given.append(gradients(model))
+            model.zero_grad()
+    equal = all(
+        torch.equal(grad, other[name])
+        for one, other in zip(given[:2], given[2:], strict=True)
+        for name, grad in one.items()
+        if grad is not None
+    )
+    return equal, alive
+
+
+@pytest.mark.parametrize(("stage", "partition"), [("zero1", False), ("zero3", False), ("zero3", True)])
+def test_inputs_that_wait_on_a_disk_give_the_same_gradients(
+    ranks: Ranks, tmp_path: Path, stage: str, partition: bool
+) -> None:
+    for equal, alive in ranks(4).run(_offloaded, stage, str(tmp_path), partition):
+        assert equal
+        assert all(alive[:2]) != partition
+        assert alive[2:] == [0, 0]
+
+
+def test_memory_of_the_host_is_the_devices_own_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    offloaded = zf.checkpoint_activations(model, units=Dropped, offload=zf.cpu())
+    for run in (model, offloaded):
+        torch.manual_seed(5)
+        run(torch.ones(4, 6)).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), offloaded.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_an_input_that_is_changed_after_its_module_is_refused_or_kept_as_it_was(tmp_path: Path) -> None:
+    """Recomputed from the changed input, gradients were silently wrong."""
+    found = []
+    for offload in (zf.nvme(tmp_path), zf.cpu(), None):
+        torch.manual_seed(0)
+        model = zf.checkpoint_activations(Tower().eval(), units=Dropped, offload=offload)
+        x, shift = torch.randn(4, 6).requires_grad_() * 1, torch.ones(6)
+        for block in model.blocks:
+            x += block(x, shift)[0]
+        if offload == zf.nvme(tmp_path):
+            x.square().mean().backward()
+            found = [p.grad for p in model.parameters()]
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                x.square().mean().backward()
+    torch.manual_seed(0)
+    plain = Tower().eval()
+    x = torch.randn(4, 6)
+    for block in plain.blocks:
+        x = x + block(x, torch.ones(6))[0]
+    x.square().mean().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(plain.parameters(), found, strict=True))  # type: ignore[arg-type]
+
+
+def test_places_on_the_disk_are_used_again(tmp_path: Path) -> None:
+    """Also by graphs that never had a backward; and one that was retained is read twice."""
+    parking = Parking(zf.nvme(tmp_path))
+    values = [torch.randn(700), torch.randn(3, 5).t(), torch.empty(0, 4), torch.randn(5000, dtype=torch.float64)]
+    for turn in range(5):
+        parked = [parking.park(value + turn) for value in values for _ in range(2)]
+        found = [one.take() for one in reversed(parked)]
+        again = parked[0].take()
+        assert torch.equal(again, values[0] + turn)
+        for value, expected in zip(found, [value + turn for value in reversed(values) for _ in range(2)], strict=True):
+            assert torch.equal(value, expected)
+            assert value.stride() == expected.stride()
+        del parked
+    assert parking.nbytes <= 2 * (4096 + 4096 + 40960)
+
+
+def _on_a_small_disk(path: str) -> None:
+    limit = "4096B" if torch.distributed.get_rank() else None  # no room for the second input
+    model = zf.checkpoint_activations(zf.zero3(Tower(), axis()), units=Dropped, offload=zf.nvme(path, limit=limit))
+    model(torch.ones(4, 6)).backward()
+
+
+def test_a_full_disk_is_told_on_every_rank(simulated: Simulated, tmp_path: Path) -> None:
+    here, there = simulated(2).report(_on_a_small_disk, str(tmp_path)).outcomes
+    assert isinstance(there.error, zf.TierError)
+    assert "activations" in str(there.error)
+    assert isinstance(here.error, zf.LostRankError)
+
+
+def test_a_flipped_bit_on_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parking = Parking(zf.nvme(tmp_path))
+    parked = [parking.park(torch.randn(10)) for _ in range(5)]
+    numbers = iter(range(1, 1000))
+    monkeypatch.setattr("zero_fn.storage.transfer._digest", lambda _request: next(numbers))
+    with pytest.raises(zf.StorageError, match="does not hold what was written"):
+        parked[0].take()
+
+
+def _kept(partition: bool) -> tuple[int, int]:
+    """Bytes of activations that wait for backward: what autograd saved, and whole inputs of blocks that are alive."""
+    mesh = grid("dp", "tp")
+    model = zf.checkpoint_activations(
+        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))),
+        units="?",
+        partition=mesh["tp"] if partition else None,
+    )
+    inputs: list[weakref.ref[Tensor]] = []
+    for block in model:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    saved = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        saved += tensor.nbytes
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(torch.ones(32, 64)).sum()
+    alive = sum(x().nbytes for x in inputs if x() is not None)  # type: ignore[union-attr]
+    loss.backward()
+    return saved, alive
+
+
+def test_partition_lets_go_of_whole_inputs(ranks: Ranks) -> None:
+    whole_nbytes = 32 * 64 * 4
+    for saved, alive in ranks(4).run(_kept, False):
+        assert saved == alive == 4 * whole_nbytes, "inputs, which torch keeps"
+    for saved, alive in ranks(4).run(_kept, True):
+        assert saved < whole_nbytes
+        assert alive == 0
+
+
+def _of_few_elements() -> bool:
+    """Whether a gradient is that without checkpoints, where each rank keeps one element of an input."""
+    mesh = grid("dp", "tp")
+    given = []
+    for partition in (None, mesh["tp"]):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+        if partition is not None:
+            model = zf.checkpoint_activations(model, units="?", partition=partition)
+        model(torch.tensor([1.0, 2.0])).sum().backward()
+        given.append(model[0][0].weight.grad)
+    return torch.equal(*given)
+
+
+def test_inputs_of_an_element_for_each_rank_come_back(ranks: Ranks) -> None:
+    assert all(ranks(4).run(_of_few_elements))
+
+
+def _refused() -> list[str]:
+    mesh = grid("dp", "tp")
+    said = []
+    model = zf.checkpoint_activations(Decoder(), units=Block, partition=mesh["dp"])
+    with pytest.raises(zf.DisagreementError) as caught:
+        loss_of(model, 0, mesh["dp"].get_local_rank())
+    said.append(str(caught.value).splitlines()[0])
+    with pytest.raises(zf.UnitError) as missing:
+        zf.checkpoint_activations(nn.Linear(2, 2))
+    said.append(str(missing.value).splitlines()[0])
+    with pytest.raises(zf.MeshError):
+        zf.checkpoint_activations(Decoder(), units=Block, partition=mesh)
+    return said
+
+
+def test_an_axis_along_which_activations_differ_is_refused(ranks: Ranks) -> None:
+    assert (
+        ranks(4).run(_refused)
+        == [["Ranks 0 and 1 hold different activations.", "checkpoint_activations found no module to recompute."]] * 4
+    )

@@ -1,0 +1,178 @@
+"""Experts on an axis along which the batch differs too: dense parameters over dp and ep, experts over dp, as one process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import zero_fn as zf
+from tests.axes.grids import grid
+from tests.support.ranks import Ranks
+
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+
+
+def _example() -> Any:
+    if EXAMPLES not in sys.path:
+        sys.path.append(EXAMPLES)
+    return importlib.import_module("moe")
+
+
+def _trained(stage: int, capacity: float | None) -> list[tuple[float, float]]:
+    example = _example()
+    options = example.Options(stage=stage, capacity=capacity, steps=4, device="cpu")
+    seen: list[tuple[float, float]] = example.train(options, torch.float64)
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "capacity"), [(0, None), (1, 0.5), (2, None), (3, None), (3, 0.5)])
+def test_experts_train_as_in_one_process(ranks: Ranks, stage: int, capacity: float | None) -> None:
+    """Losses and norms over all parameters, clipped; in float64, where orders of summation differ far below the bound."""
+    example = _example()
+    expected = example.train_alone(example.Options(capacity=capacity, steps=4, device="cpu"), torch.float64)
+    for seen in ranks(4).run(_trained, stage, capacity):
+        for one, other in zip(seen, expected, strict=True):
+            assert abs(one[0] - other[0]) < 1e-12
+            assert abs(one[1] - other[1]) < 1e-12
+
+
+def _sent(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of a step by axis, planned and counted."""
+    example, mesh = _example(), grid("dp", "ep")
+    options = example.Options(stage=stage, device="cpu")
+    model = example.build(options, mesh)
+    model(*example.batch(options, 0, dist.get_rank())).backward()
+    with zf.traffic() as sent:
+        model(*example.batch(options, 0, dist.get_rank())).backward()
+    return dict(zf.plan(model).sent_by_axis), dict(sent.by_axis)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_send_nothing_along_their_axis(ranks: Ranks, stage: int) -> None:
+    for planned, sent in ranks(4).run(_sent, stage):
+        assert sent == planned
+
+
+class Router(nn.Module):
+    """Only the rank that is chosen has work for its expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.expert = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor, *, is_chosen: bool) -> torch.Tensor:
+        y: torch.Tensor = self.dense(x)
+        return y * self.expert.to_local() if is_chosen else y  # type: ignore[operator]
+
+
+def _idle_expert(stage: int) -> list[bool]:
+    """An expert without a token has a gradient of zeros, or none; nobody waits for it."""
+    mesh = grid("dp", "ep")
+    model: nn.Module = Router()
+    model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), mesh["ep"], [Shard(0)]))  # type: ignore[arg-type]
+    shard = {1: zf.shard_optimizer, 2: zf.shard_grads, 3: zf.shard_params}[stage]
+    model = shard(shard(model, mesh["dp"]), mesh["ep"], where="dense.*")
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    chosen = tuple(coordinate) == (0, 1)
+    for _ in range(2):
+        model(torch.ones(3, 4), is_chosen=chosen).sum().backward()
+    grad = model.get_parameter("expert").grad
+    assert grad is not None
+    whole = grad.full_tensor()  # type: ignore[attr-defined]
+    return [bool((whole[0] == 0).all()), bool((whole[1] != 0).all())]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_without_tokens_wait_for_nobody(ranks: Ranks, stage: int) -> None:
+    assert ranks(4).run(_idle_expert, stage) == [[True, True]] * 4
+
+
+def _refused() -> list[str]:
+    mesh = grid("dp", "ep")
+    said = []
+    for shard in (
+        lambda model: zf.shard_params(model, mesh["ep"]),  # alone
+        lambda model: zf.shard_params(zf.shard_params(model, mesh["dp"]), mesh["ep"]),  # experts are not left out
+    ):
+        model = Router()
+        model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), mesh["ep"], [Shard(0)]))
+        with pytest.raises(zf.PlacementError) as caught:
+            shard(model)
+        said.append(str(caught.value).splitlines()[0])
+    return said
+
+
+def test_experts_on_no_data_axis_are_refused(ranks: Ranks) -> None:
+    assert ranks(4).run(_refused) == [["'expert' is sharded over the axis already."] * 2] * 4
+
+
+def _reloaded(folder: str) -> list[str]:
+    """What differs a step after a model was saved on 2 x 2 ranks in stage 3 and loaded on 4 x 1 in stage 1."""
+    example, losses, models = _example(), [], []
+    for shape, stage in (((2, 2), 3), ((4, 1), 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+        options = example.Options(stage=stage, dp=shape[0], ep=shape[1], device="cpu")
+        model = example.build(options, mesh, torch.float64)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        if not models:
+            _step(example, model, optimizer, 0)
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(state, checkpoint_id=folder)
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        losses.append(_step(example, model, optimizer, 1))
+        models.append({name: p.full_tensor() for name, p in model.named_parameters()})
+    one, other = models
+    found = [name for name, values in one.items() if (values - other[name]).abs().max() > 1e-12]
+    return found + ["loss"] * (abs(losses[0] - losses[1]) > 1e-12)
+
+
+def _step(example: Any, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    loss = model(*example.batch(example.Options(device="cpu"), number, dist.get_rank()))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def test_experts_saved_on_one_mesh_go_on_on_another(ranks: Ranks, tmp_path: Path) -> None:
+    """In float64, where the orders of sums of two meshes differ far below the bound."""
+    assert ranks(4).run(_reloaded, str(tmp_path)) == [[]] * 4
+
+
+def _in_bfloat16() -> list[str]:
+    """Where stages differ of a model that computes in bfloat16 below float32 at rest."""
+    example, mesh = _example(), grid("dp", "ep")
+    given = []
+    for stage in (1, 2, 3):
+        options = example.Options(stage=stage, device="cpu")
+        model = zf.precision(example.build(options, mesh), compute=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with zf.accumulate(model):
+            for number in range(2):
+                (model(*example.batch(options, number, dist.get_rank())) / 2).backward()
+        optimizer.step()
+        given.append({name: p.full_tensor() for name, p in model.named_parameters()})
+    return [name for name in given[0] for other in given[1:] if not torch.equal(given[0][name], other[name])]
+
+
+def test_stages_agree_to_the_bit_in_bfloat16_with_accumulation(ranks: Ranks) -> None:
+    assert ranks(4).run(_in_bfloat16) == [[]] * 4

@@ -1,0 +1,83 @@
+"""Numbers that are read from parameters and gradients in shards are those of the whole tensors, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import zero_fn as zf
+from tests.axes.grids import composed, loss_of
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+
+READ: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda t: t.sum().item(),
+    "norm": lambda t: t.norm().item(),
+    "1-norm": lambda t: float(torch.linalg.vector_norm(t, 1)),
+    "max": lambda t: t.max().item(),
+    "largest": lambda t: t.abs().max().item(),
+    "mean": lambda t: t.mean().item(),
+    "any": lambda t: bool((t > 0.2).any()),
+    "all": lambda t: bool(torch.isfinite(t).all()),
+    "count": lambda t: int(t.count_nonzero()),
+}
+
+
+def _read(composition: str) -> tuple[list[str], list[Any]]:
+    """What differs from the whole tensor, and all that was read."""
+    model, row = composed(composition)
+    loss_of(model, 0, row).backward()
+    wrong, values = [], []
+    one_of_each_shape = {parameter.shape: (name, parameter) for name, parameter in model.named_parameters()}
+    for name, parameter in one_of_each_shape.values():
+        for of, tensor in (("parameter", parameter.detach()), ("gradient", parameter.grad)):
+            whole = full(tensor)
+            rounding = 1e-6 * float(whole.abs().sum())  # of a sum whose terms cancel
+            for reading, read in READ.items():
+                values.append(read(tensor))
+                if values[-1] != pytest.approx(read(whole), rel=1e-5, abs=rounding):
+                    wrong.append(f"{reading} of the {of} of {name}: {values[-1]}, not {read(whole)}")
+    return wrong, values
+
+
+@pytest.mark.parametrize("composition", ["zero1", "zero3", "tp", "hybrid"])
+def test_a_number_is_that_of_the_whole_tensor_on_every_rank(ranks: Ranks, composition: str) -> None:
+    """Each rank once read its own part, silently: `p.grad.norm().item()`, `if p.grad.isnan().any():`."""
+    (wrong, values), *others = ranks(4).run(_read, composition)
+    assert not wrong
+    assert all(other == ([], values) for other in others)
+
+
+def _nan_on_one_rank() -> bool:
+    """Whether this rank skips a step, as loops without a scaler do."""
+    model = zf.zero3(torch.nn.Linear(4, 4), axis())
+    model(torch.ones(1, 4)).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    if dist.get_rank() == 1:
+        assert isinstance(grads[0], DTensor)
+        grads[0]._local_tensor[0] = torch.nan
+    return any(bool(grad.isnan().any()) for grad in grads if grad is not None)
+
+
+def test_ranks_take_the_same_branch(ranks: Ranks) -> None:
+    assert ranks(2).run(_nan_on_one_rank) == [True, True]
+
+
+def _one_rank_reads() -> None:
+    model = zf.zero3(torch.nn.Linear(4, 4), axis())
+    model(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        model.weight.sum().item()
+    else:
+        model(torch.ones(1, 4))
+
+
+def test_a_rank_that_reads_alone_is_told(ranks: Ranks) -> None:
+    with pytest.raises(zf.DisagreementError, match="are at different collectives"):
+        ranks(2).run(_one_rank_reads)

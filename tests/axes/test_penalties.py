@@ -1,0 +1,166 @@
+"""A loss that adds a penalty on resting parameters to what the model gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import zero_fn as zf
+from tests.axes.grids import composed, loss_of
+from tests.promises.models import Stack
+from tests.promises.oracle import Run, differences, noise
+from tests.support.profiles import SIZES
+from tests.support.ranks import Ranks, axis
+from tests.support.versions import IS_2_11
+from tests.support.wholes import full
+
+PENALTIES: dict[str, Callable[[Any], Tensor]] = {
+    "squares": lambda model: 0.01 * sum(p.square().sum() for p in model.parameters()),
+    "absolutes": lambda model: sum(p.abs().sum() for p in model.layers.parameters()) / 64,
+    "largest": lambda model: sum(p.abs().max() for p in model.parameters()) / 32,
+    "rows": lambda model: (model.enter.weight[1:] - model.enter.weight[:-1]).square().sum(),
+    "last rows": lambda model: sum(p[-1].square().sum() for p in model.parameters()),
+    "flat": lambda model: nn.utils.parameters_to_vector(model.parameters()).square().sum() / 64,
+}
+
+
+def _mse(model: nn.Module, seed: int) -> Tensor:
+    return F.mse_loss(model(noise(4, 6, seed=seed)), noise(4, 6, seed=seed + 10))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_is_added_to_the_mean_of_gradients(ranks: Ranks, n: int, name: str) -> None:
+    """As the refusal of a sum of both says: the penalty is brought together before."""
+
+    def program(model: nn.Module, run: Run, number: int) -> None:
+        loss, penalty = _mse(model, number), PENALTIES[name](model)
+        if isinstance(penalty, DTensor):
+            whole = penalty.full_tensor()
+            run.backward((loss + whole if number else whole + loss) * 0.5)
+        else:  # after the mean: the order of the sum
+            run.backward(loss * 0.5)
+            (penalty * 0.5).backward()
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+def test_a_penalty_on_frozen_parameters_has_no_gradient(ranks: Ranks) -> None:
+    def program(model: nn.Module, run: Run, number: int) -> None:
+        model.enter.requires_grad_(False)
+        penalty: Any = sum(p.square().sum() for p in model.enter.parameters())
+        run.backward((_mse(model, number) + full(penalty)) * 0.5)
+
+    assert ranks(2).run(differences, Stack, program) == [[]] * 2
+
+
+def test_a_penalty_in_a_block_of_accumulate_is_added(ranks: Ranks) -> None:
+    def program(model: nn.Module, run: Run, number: int) -> None:
+        with run.accumulate():
+            _mse(model, number).backward()
+            last = _mse(model, number + 1)
+            penalty = PENALTIES["squares"](model)
+            is_in_shards = isinstance(penalty, DTensor)
+            (last + penalty.full_tensor() if isinstance(penalty, DTensor) else last).backward()
+        if not is_in_shards:
+            penalty.backward()
+
+    assert ranks(2).run(differences, Stack, program) == [[]] * 2
+
+
+ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a sum": lambda p, anchor: F.mse_loss(p, anchor, reduction="sum"),
+    "norms of columns": lambda p, anchor: (p - anchor).norm(dim=0).sum(),
+    "norms stacked": lambda p, anchor: torch.stack([p.norm(dim=0), anchor.norm(dim=0)]).sum(),
+    "the largest": lambda p, anchor: (p - anchor).norm(torch.inf),
+    "the largest of all": lambda p, _: p.norm(torch.inf),
+    "a norm of everything": lambda p, _: p.norm() + p.norm(3),
+    "a quotient of sums": lambda p, anchor: anchor.sum() / p.square().sum(),
+    "no dims": lambda p, _: p.sum(dim=(), keepdim=True).square().sum() + p.amax(keepdim=True).sum(),
+    "cumulative sums": lambda p, _: p.cumsum(-2).square().sum(),
+    "cumulative logarithms": lambda p, _: p.logcumsumexp(-2).sum(),
+    "stacked at the end": lambda p, anchor: torch.stack([p, anchor], dim=-1)[..., 0].square().sum(),
+    "some are large": lambda p, anchor: p.sum() * ((p > 0.3).any(0) * 2).sum(),
+}
+
+
+_NOT_IN_2_11 = ("cumulative sums", "cumulative logarithms")
+
+
+def _anchored(rows: int, composition: str) -> list[str]:
+    """Penalties that are not those of the plain tensors, or whose gradients are not."""
+    wrong = []
+    for name, penalty in ANCHORED.items():
+        if IS_2_11 and name in _NOT_IN_2_11:
+            continue  # DTensor does not know them, or autograd does not
+        torch.manual_seed(0)
+        plain = nn.Linear(6, rows, bias=False)
+        weight: Any = getattr(zf, composition)(plain, axis()).weight
+        with torch.no_grad():
+            anchor = distribute_tensor(torch.randn(weight.shape), weight.device_mesh, weight.placements)
+            whole = full(anchor)
+        value, expected = penalty(weight, anchor), penalty(plain.weight, whole)
+        value.backward()  # type: ignore[no-untyped-call]
+        expected.backward()  # type: ignore[no-untyped-call]
+        for of, one, other in (
+            ("value", full(value.detach()), expected),
+            ("gradient", full(weight.grad), plain.weight.grad),
+        ):
+            assert other is not None
+            if not bool(((one - other).abs() <= 1e-6 * other.abs().sum()).all()):  # other orders of at most 42 terms
+                wrong.append(f"{of} of {name}")
+    return wrong
+
+
+@pytest.mark.parametrize(("rows", "composition"), [(4, "zero1"), (7, "zero3")])
+def test_penalties_over_shards_are_those_of_whole_tensors(ranks: Ranks, rows: int, composition: str) -> None:
+    """DTensor adds up norms of shards, and takes no dims for none."""
+    assert ranks(2).run(_anchored, rows, composition) == [[]] * 2
+
+
+def _gradients(composition: str, *, together: bool) -> list[Tensor]:
+    model, row = composed(composition)
+    loss, penalty = loss_of(model, 0, row), 0.01 * sum(p.square().sum() for p in model.parameters())
+    for part in (loss + penalty.full_tensor(),) if together else (loss, penalty):  # type: ignore[union-attr]
+        part.backward(retain_graph=together)  # type: ignore[union-attr]
+    return [full(p.grad) for p in model.parameters()]
+
+
+def _both(composition: str) -> bool:
+    return all(map(torch.equal, _gradients(composition, together=True), _gradients(composition, together=False)))
+
+
+@pytest.mark.parametrize("composition", ["tp", "hybrid"])
+def test_a_penalty_is_added_on_two_axes(ranks: Ranks, composition: str) -> None:
+    assert ranks(4).run(_both, composition) == [True] * 4
+
+
+def _alone(path: str) -> list[bool]:
+    """Steps on penalties on the last rows of uneven shards only: their gradients come whole."""
+    found = []
+    for make in (lambda o: o, lambda o: zf.streamed(o, zf.nvme(path)), lambda o: zf.streamed(o, zf.cpu())):
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 7)
+        model: Any = zf.zero3(plain, axis())
+        optimizers = [make(torch.optim.AdamW(model.parameters())), torch.optim.AdamW(plain.parameters())]
+        for _ in range(3):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                (each.weight[-2:].square().sum() + each.bias[1:].sum()).backward()
+                optimizer.step()
+        found.append(
+            all(torch.equal(full(p.detach()), q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        )
+    return found
+
+
+def test_steps_take_gradients_that_come_whole(ranks: Ranks, tmp_path: Path) -> None:
+    """A streamed optimizer had refused them."""
+    assert ranks(2).run(_alone, str(tmp_path)) == [[True] * 3] * 2

@@ -1,0 +1,315 @@
+"""Tensor parallelism on one axis of a mesh and every stage on the other: equal to replicas of the tensor-parallel model.
+
+Four ranks, dp x tp. On dp the sum is ours, so it is compared to the bit with replicas whose gradients are added in the order
+of the ranks; the whole is compared with one process in float64, where only errors of meaning are left.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import zero_fn as zf
+from tests.axes.grids import (
+    Decoder,
+    averaging,
+    differing,
+    grid,
+    loss_of,
+    parallelized,
+    snapshot,
+    step,
+    styles,
+)
+from tests.distributed.training import STAGES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+from tests.support.worlds import DAILY
+from zero_fn.runtime.entry import units_of
+
+KINDS = ("columns", "sequence")
+_TOLERANCE = 1e-11  # of float64
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def _average_over_dp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+    averaging(grid("dp", "tp")["dp"])(model)
+
+
+def _stages_are_replicas(kind: str) -> list[str]:
+    mesh = grid("dp", "tp")
+    rank = mesh["dp"].get_local_rank()
+    replica = parallelized(mesh["tp"], kind)
+    optimizer = _adam(replica)
+    expected = [step(replica, optimizer, number, rank, average=_average_over_dp) for number in range(2)]
+    lines = []
+    for stage, transform in STAGES.items():
+        model = transform(parallelized(mesh["tp"], kind), mesh["dp"])
+        optimizer = _adam(model)
+        for number, state in enumerate(expected):
+            found = step(model, optimizer, number, rank)
+            lines += [f"{stage}, step {number}: {name}" for name in differing(state, found)]
+    return lines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stage_is_bitwise_the_replicas_of_a_tensor_parallel_model(ranks: Ranks, kind: str) -> None:
+    assert ranks(4).run(_stages_are_replicas, kind) == [[]] * 4
+
+
+def _is_the_single_process(kind: str) -> list[str]:
+    mesh = grid("dp", "tp")
+    rank = mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    alone = Decoder().double()
+    optimizer = _adam(alone)
+    expected: list[dict[str, Tensor]] = []
+    for number in range(2 if kind == "sequence" else 1):
+        losses = [loss_of(alone, 2 * number + i, r) for i in range(2) for r in range(2)]
+        torch.stack(losses).mean().backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append({"norm": norm, **{name: p.detach().clone() for name, p in alone.named_parameters()}})
+    lines = []
+    for stage in DAILY:
+        model = STAGES[stage](parallelized(mesh["tp"], kind, torch.float64), mesh["dp"])
+        optimizer = _adam(model)
+        for number, state in enumerate(expected):
+            found = step(model, optimizer, number, rank, microbatches=2, clip=0.5)
+            for name, value in state.items():
+                other = full(found[name])
+                assert other is not None
+                if not torch.allclose(value, other, rtol=0, atol=_TOLERANCE):
+                    lines.append(f"{stage}, step {number}: {name} is off by {(value - other).abs().max():.1e}")
+    return lines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_training_is_that_of_one_process(ranks: Ranks, kind: str) -> None:
+    """With clipping by torch and two accumulated microbatches. A norm that counted a replicated part twice would differ."""
+    assert ranks(4).run(_is_the_single_process, kind) == [[]] * 4
+
+
+def _rests_on_the_full_mesh() -> None:
+    mesh = grid("dp", "tp")
+    plain = snapshot(parallelized(mesh["tp"], "sequence"))
+    model = zf.zero3(parallelized(mesh["tp"], "sequence"), mesh["dp"])
+    placements = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.device_mesh == mesh
+        placements[name] = parameter.placements
+    assert placements["scale"] == (Replicate(), Replicate())
+    assert placements["mix.weight"] == (Shard(0), Replicate())
+    assert placements["blocks.0.norm.weight"] == (Shard(0), Replicate())
+    assert placements["blocks.0.down.weight"] == (Shard(0), Shard(1))
+    for name in ("embedding.weight", "head.bias", "blocks.0.up.weight"):
+        assert placements[name] == (_StridedShard(0, split_factor=2), Shard(0))
+    assert differing(plain, snapshot(model)) == []
+    assert "S(0) S(0) S(0), tp: S(1)" in str(zf.describe(model))
+
+
+def test_parameters_rest_on_the_full_mesh(ranks: Ranks) -> None:
+    ranks(4).run(_rests_on_the_full_mesh)
+
+
+def _in_flight() -> None:
+    mesh = grid("dp", "tp")
+    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    seen: list[object] = []
+    freed: list[bool] = []
+    used: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def are_freed() -> list[bool]:
+        return [(storage := reference()) is None or not storage.nbytes() for reference in used]
+
+    def look(module: nn.Module, *_: object) -> None:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        assert weight.device_mesh == mesh["tp"]
+        assert weight.placements == (Shard(0),)
+        gathered = [unit.in_flight.memory for unit in units_of(model) if unit.in_flight.memory is not None]
+        memory = [buffer.untyped_storage().data_ptr() for each in gathered for buffer in each.buffers]
+        assert weight.to_local().untyped_storage().data_ptr() in memory
+        seen.append(type(model.mix.weight))
+        freed.extend(are_freed())
+        used.append(weakref.ref(weight.to_local().untyped_storage()))
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.up.register_forward_pre_hook(look)
+    for number in range(2):
+        loss_of(model, number, 0).backward()
+        freed.extend(are_freed())
+        used.clear()
+    assert seen == [Tensor] * 4
+    # Autograd remembers addresses, not DTensors: a block is freed before the next one runs, and both after backward.
+    assert freed == [True] * 6
+
+
+def test_a_placed_parameter_is_a_view_in_flight_and_freed_after(ranks: Ranks) -> None:
+    ranks(4).run(_in_flight)
+
+
+def _in_bf16(kind: str) -> list[str]:
+    mesh = grid("dp", "tp")
+    rank = mesh["dp"].get_local_rank()
+    master = parallelized(mesh["tp"], kind)
+    optimizer = _adam(master)
+    expected = []
+    for number in range(2):
+        compute = parallelized(mesh["tp"], kind)
+        with torch.no_grad():
+            for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
+                mine.copy_(theirs)
+        compute.bfloat16()
+        step_of = loss_of(compute, number, rank)
+        step_of.backward()
+        for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
+            grad = mine.grad
+            if isinstance(grad, DTensor) and isinstance(mine, DTensor):
+                grad = grad.redistribute(placements=mine.placements)
+            theirs.grad = grad.float() if grad is not None else None
+        _average_over_dp(master)
+        optimizer.step()
+        expected.append(snapshot(master))
+    lines = []
+    for stage in ("zero1", "zero3"):
+        model = zf.precision(STAGES[stage](parallelized(mesh["tp"], kind), mesh["dp"]), compute=torch.bfloat16)
+        optimizer = _adam(model)
+        for number, state in enumerate(expected):
+            loss_of(model, number, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            lines += [f"{stage}, step {number}: {name}" for name in differing(state, snapshot(model))]
+    return lines
+
+
+def test_computing_in_bf16_is_casting_by_hand(ranks: Ranks) -> None:
+    assert ranks(4).run(_in_bf16, "columns") == [[]] * 4
+
+
+def _without_a_data_axis() -> None:
+    mesh = grid("dp", "tp")
+    placed = parallelized(mesh["tp"], "columns")
+    model = zf.precision(placed, compute=torch.float32)
+    assert differing(snapshot(placed), snapshot(model)) == []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.device_mesh == mesh["tp"]
+    later = zf.zero2(model, mesh["dp"])
+    now = zf.zero2(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    for one, other in zip(later.parameters(), now.parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        assert isinstance(other, DTensor)
+        assert one.placements == other.placements
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_a_transform_without_an_axis_keeps_the_placements(ranks: Ranks) -> None:
+    ranks(4).run(_without_a_data_axis)
+
+
+def _verbs() -> None:
+    mesh = grid("dp", "tp")
+    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    before = snapshot(model)
+    with zf.unsharded(model, writeback=True), torch.no_grad():
+        weight = model.get_parameter("blocks.0.up.weight")
+        assert isinstance(weight.data, DTensor)
+        assert weight.data.device_mesh == mesh["tp"]
+        weight.mul_(2)
+    doubled = before["blocks.0.up.weight"]
+    assert doubled is not None
+    assert differing({**before, "blocks.0.up.weight": 2 * doubled}, snapshot(model)) == []
+    wholes = {name: value + 1 for name, value in before.items() if value is not None}
+    model.load_state_dict(wholes)
+    assert differing(wholes, snapshot(model)) == []
+    other = zf.zero1(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    other.load_state_dict(model.state_dict())
+    assert differing(wholes, snapshot(other)) == []
+
+
+def test_editing_and_loading_take_whole_parameters(ranks: Ranks) -> None:
+    ranks(4).run(_verbs)
+
+
+class Resettable(Decoder):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 1.5)
+
+
+def _from_meta() -> list[str]:
+    mesh = grid("dp", "tp")
+    with torch.device("meta"):
+        placed, plain = Resettable(), Resettable()
+    model = zf.zero3(parallelize_module(placed, mesh["tp"], styles("sequence")), mesh["dp"])
+    torch.manual_seed(3)
+    zf.materialize(model, "cpu")
+    torch.manual_seed(3)
+    return differing(snapshot(zf.materialize(zf.zero1(plain, axis()), "cpu")), snapshot(model))
+
+
+def test_a_placed_model_from_meta_has_the_values_of_one_process(ranks: Ranks) -> None:
+    assert ranks(4).run(_from_meta) == [[]] * 4
+
+
+def _three_axes() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
+    rank = 2 * mesh["outer"].get_local_rank() + mesh["inner"].get_local_rank()
+    replica = parallelized(mesh["tp"], "columns")
+
+    def average(model: nn.Module) -> None:
+        averaging(mesh["inner"], mesh["outer"])(model)
+
+    expected = step(replica, _adam(replica), 0, rank, average=average)
+    lines = []
+    for number, outer in enumerate((zf.replicate, zf.shard_grads)):
+        model = parallelized(mesh["tp"], "columns")
+        if number:
+            model = zf.shard_params(outer(model, mesh["outer"]), mesh["inner"])
+        else:
+            model = outer(zf.shard_params(model, mesh["inner"]), mesh["outer"])
+        found = step(model, _adam(model), 0, rank)
+        lines += [f"{outer.__name__}: {name}" for name in differing(expected, found)]
+        assert all(isinstance(p, DTensor) and p.device_mesh == mesh for p in model.parameters())
+    placements = model.get_parameter("blocks.0.down.weight").placements  # type: ignore[attr-defined]
+    assert placements == (_StridedShard(0, split_factor=2), Shard(0), Shard(1))
+    return lines
+
+
+def test_tensor_parallelism_below_two_data_axes(ranks: Ranks) -> None:
+    assert ranks(8).run(_three_axes) == [[]] * 8
+
+
+def _meshes_one_after_the_other() -> list[str]:
+    """DTensor gives the second model the first mesh of one axis that is equal, cut from another root."""
+    wrong = []
+    for shape, names in (((2, 2), ("dp", "tp")), ((2, 2), ("data", "tp")), ((2, 1, 2), ("dp", "cp", "tp"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        data = mesh[names[0]]
+        replica, model = parallelized(mesh["tp"], "columns"), parallelized(mesh["tp"], "columns")
+        rank = data.get_local_rank()
+        expected = step(replica, _adam(replica), 0, rank, average=averaging(data))
+        model = zf.zero3(model, data)
+        wrong += [f"{names}: {name}" for name in differing(expected, step(model, _adam(model), 0, rank))]
+    return wrong
+
+
+def test_a_process_may_build_another_mesh(ranks: Ranks) -> None:
+    """It was refused: the parameters were said to lie on another mesh."""
+    assert ranks(4).run(_meshes_one_after_the_other) == [[]] * 4

@@ -1,0 +1,276 @@
+"""Every block of Python in README.md and docs/ is run: the blocks of a page are one program, in their order.
+
+A page without a mark is run by one process, as a script. A page that begins with `<!-- ranks: N -->` is run by N ranks, after
+the lines of docs/guides/index.md. A block after `<!-- not run: why -->` needs what a test lacks: it is parsed. What
+pages and the package itself refer to is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.outside.examples.programs import ROOT as _ROOT
+from tests.outside.examples.programs import Interpreter
+from tests.outside.integrations.worlds import import_all
+from tests.support.ranks import Ranks
+
+_GUIDES = _ROOT / "docs" / "guides" / "index.md"
+_MADE = {"_build", "_generated"}
+_PAGES = [
+    _ROOT / "README.md",
+    *(path for path in sorted((_ROOT / "docs").rglob("*.md")) if not _MADE.intersection(path.parts)),
+]
+_BLOCK = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_RANKS = re.compile(r"\A<!-- ranks: (\d+) -->\n")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+_MENTION = re.compile(r"((?:[\w-]+/)*[\w-]+\.md|\bREADME\b)(?:, ([A-Z][\w ]+))?")
+"""A page in a text of the package, and the section if one is named: `docs/limits.md`, `README, Install`."""
+_FILE = re.compile(r"`(?:python )?((?:[\w.]+/)+\w+\.(?:py|c|txt|md|cpp))(?:::\w+)?`")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: its path below the root, its blocks that are run and those that are not, and how many ranks run it."""
+
+    name: str
+    run: tuple[tuple[int, str], ...]
+    parsed: tuple[tuple[int, str], ...]
+    ranks: int | None
+
+    def program(self) -> str:
+        """The blocks that are run, each in the lines of the page, so that a traceback names the page's lines."""
+        lines: list[str] = []
+        for line, code in self.run:
+            lines += [""] * (line - 1 - len(lines))
+            lines += code.splitlines()
+        return "\n".join(lines) + "\n"
+
+
+def page_of(path: Path) -> Page:
+    """Reads one page."""
+    text = path.read_text(encoding="utf-8")
+    run, parsed = [], []
+    for found in _BLOCK.finditer(text):
+        block = (text.count("\n", 0, found.start("code")) + 1, found["code"])
+        (parsed if found["mark"] else run).append(block)
+    ranks = _RANKS.match(text)
+    return Page(str(path.relative_to(_ROOT)), tuple(run), tuple(parsed), int(ranks[1]) if ranks else None)
+
+
+_ALL = [page_of(path) for path in _PAGES]
+_UNDER_TORCHRUN = ("docs/start/launching.md", "docs/reports.md")
+_ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def _ids(pages: list[Page]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=[page.name for page in pages])
+
+
+def test_pages_have_blocks() -> None:
+    assert sum(len(page.run) for page in _ALL) > 40
+    assert sum(len(page.parsed) for page in _ALL) < sum(len(page.run) for page in _ALL) / 3
+
+
+@_ids([page for page in _ALL if page.run or page.parsed])
+def test_blocks_of_a_page_are_python(page: Page) -> None:
+    for _, code in (*page.run, *page.parsed):
+        ast.parse(code)
+
+
+@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
+def test_no_block_is_in_a_list(path: Path) -> None:
+    """It would be neither run nor parsed."""
+    assert not re.search(r"^ +```python$", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def _on_a_rank(preamble: str, program: str, name: str, folder: str) -> str:
+    """Runs a page on a rank, in a folder of its own for all ranks; what it prints."""
+    before, printed = os.getcwd(), io.StringIO()
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # as by torchrun
+    os.chdir(folder)
+    try:
+        if state := sys.modules.get("accelerate.state"):  # of the page before
+            state.AcceleratorState._reset_state(True)
+        space: dict[str, object] = {"__name__": "__main__"}
+        with patch.dict(os.environ, told), contextlib.redirect_stdout(printed):
+            exec(compile(preamble, "docs/guides/index.md", "exec"), space)
+            exec(compile(program, name, "exec"), space)
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
+@_ids([page for page in _ALL if page.run and page.ranks])
+def test_a_page_runs_on_ranks(page: Page, ranks: Ranks, tmp_path: Path) -> None:
+    assert page.ranks is not None
+    case = ranks(page.ranks, deadline_s=240)
+    if "zero_fn.integrations" in page.program():
+        case.run(import_all)  # which may take longer than a collective may wait for a peer
+    case.run(_on_a_rank, page_of(_GUIDES).program(), page.program(), page.name, str(tmp_path))
+
+
+@_ids([page for page in _ALL if page.ranks])
+def test_a_page_on_ranks_says_where_its_names_come_from(page: Page) -> None:
+    assert "[these lines](" in (_ROOT / page.name).read_text(encoding="utf-8"), "link the lines of docs/guides/index.md"
+
+
+@_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
+def test_a_page_runs_as_a_script(page: Page, tmp_path: Path, interpreter: Interpreter) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(page.program())
+    said = interpreter.run(script, environ=_ONE_RANK if page.name in _UNDER_TORCHRUN else None)
+    assert said.ended == 0, said
+
+
+def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(
+    tmp_path: Path, interpreter: Interpreter
+) -> None:
+    """What the README promises of its fifteen lines: two ranks, whose losses differ, and fall."""
+    script = tmp_path / "page.py"
+    script.write_text(page_of(_ROOT / "README.md").program())
+    said = interpreter.run(script)
+    found = re.findall(r"rank (\d): loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes held", said.out)
+    assert [rank for rank, *_ in found] == ["0", "1"], said
+    assert all(float(last) < float(first) / 5 for _, first, last, _ in found), found
+    assert found[0][1] != found[1][1], "ranks trained on the same batch"
+
+
+@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
+def test_links_of_a_page_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target, place in _LINK.findall(text):
+        if not re.match(r"https?:|mailto:", target):
+            found = path.parent / target if target else path
+            assert found.exists(), f"{path.name} links to {target}, which is not there"
+            assert not place or place in _anchors(found), (
+                f"{path.name} links to #{place} of {found.name}, which is not there"
+            )
+
+
+def _headings(path: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE))
+
+
+def _anchors(path: Path) -> set[str]:
+    """What comes after `#` in links to a page: its headings; to a lesson: its pictures."""
+    if path.suffix == ".ipynb":
+        return {f"picture-{number + 1}" for number in range(path.read_text(encoding="utf-8").count('"image/png":'))}
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in _headings(path)}
+
+
+_TEXTS = [path for path in sorted((_ROOT / "zero_fn").rglob("*")) if path.suffix in (".py", ".txt", ".c")]
+
+
+def test_pages_that_the_package_names_are_there() -> None:
+    """In docstrings, in fixes of errors, and in the table of entries of a DeepSpeed config."""
+    found = [(path.name, *said) for path in _TEXTS for said in _MENTION.findall(path.read_text(encoding="utf-8"))]
+    assert len(found) > 5
+    for where, name, section in found:
+        page = _ROOT / (name if name.endswith(".md") else f"{name}.md")
+        assert page.is_file(), f"{where} names {name}, which is not there"
+        assert not section or section in _headings(page), f"{where} names {section} in {name}, which is not there"
+
+
+def test_names_that_the_package_tells_to_write_are_there() -> None:
+    """`zf.save_async`, `torch.profiler`: in docstrings, fixes and the table, where no linter looks."""
+    for path in _TEXTS:
+        for name in set(re.findall(r"\b(?:zf|torch)(?:\.[A-Za-z_]\w*)+", path.read_text(encoding="utf-8"))):
+            assert _named(name.replace("zf.", "zero_fn.", 1)), f"{path.name} names {name}"
+
+
+@cache
+def _named(name: str) -> Any:
+    """The module of this name, or what a module or class has under it."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    inside, _, last = name.rpartition(".")
+    return getattr(_named(inside), last)
+
+
+_MODELS = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("13 B", "70 B", "175 B"))]
+
+
+@pytest.mark.parametrize("model", _MODELS)
+def test_the_tables_of_sizes_are_what_their_program_computes(model: str) -> None:
+    path = _ROOT / "docs" / "guides" / "sizes.md"
+    space: dict[str, Any] = {"__name__": "sizes"}
+    exec(compile(page_of(path).program(), str(path), "exec"), space)
+    needs = cache(space["needs"])
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in path.read_text("utf-8").splitlines()
+        if line.startswith(f"| {model} |")
+    ]
+    assert [stage for _, stage, *_ in lines] == 3 * list(space["STAGES"])
+    for number, (_, stage, *cells) in enumerate(lines):
+        if number < 8:  # at rest and in flight, in bfloat16 and in float32
+            plans = [needs(model, stage, ranks, number < 4) for ranks in (8, 64, 1024)]
+            assert cells == [f"{plan.held.total / 1e9:,.1f} ({plan.peak_nbytes / 1e9:,.1f})" for plan in plans]
+        else:
+            bf16, fp32 = (needs(model, stage, 64, is_bf16).sent_nbytes / 1e9 for is_bf16 in (True, False))
+            seconds = [f"{bf16 / 50:.1f} s", f"{bf16 / 300:.2f} s"]
+            assert cells == [f"{bf16:,.1f}", *seconds, f"{fp32:,.1f}", f"{fp32 / 50:.1f} s"]
+
+
+def test_the_table_of_one_node_is_what_its_program_computes() -> None:
+    path = _ROOT / "docs" / "guides" / "one-node.md"
+    space: dict[str, Any] = {"__name__": "one node"}
+    exec(compile(page_of(path).program(), str(path), "exec"), space)
+    lines = [line.strip("| ").split(" | ") for line in path.read_text("utf-8").splitlines() if line.startswith("| ")]
+    rows = {row: cells for row, _, *cells in lines if row in space["ROWS"]}
+    assert list(rows) == list(space["ROWS"])
+    for row, cells in rows.items():
+        plans = [space["needs"](row, grads) for grads in (None, space["torch"].bfloat16)]
+        on_gpu = [f"{plan.held.on_device / 1e9:.1f} ({plan.peak_nbytes / 1e9:.1f})" for plan in plans]
+        assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
+
+
+@pytest.mark.parametrize("path", [path for path in _PAGES if path.parent.name != "log"], ids=lambda path: path.stem)
+def test_files_that_a_page_names_are_there(path: Path) -> None:
+    """`runtime/run.py` may be named below the root, the package or the tests. The log names files as they were then."""
+    for name in _FILE.findall(path.read_text(encoding="utf-8")):
+        assert any((_ROOT / folder / name).exists() for folder in ("", "zero_fn", "tests")), f"{path.name} names {name}"
+
+
+@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
+def test_rows_belong_to_a_table(path: Path) -> None:
+    """A row that was added below the end of its table would be shown as text."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    lines = ["", *text.splitlines(), ""]
+    for number, line in enumerate(lines):
+        if line.startswith("|") and not lines[number - 1].startswith("|"):
+            assert set(lines[number + 1]) <= set("|-: "), f"{path.name}: a row without a table: {line}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((_ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_a_block_that_fails_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ranks(2).run(_on_a_rank, "x = 0\n", "\n\n1 / x\n", "a page", str(tmp_path))
+
+
+def test_a_mark_moves_a_block_from_run_to_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "_ROOT", tmp_path)
+    path = tmp_path / "page.md"
+    path.write_text(
+        "<!-- ranks: 3 -->\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb = 2\n```\n"
+    )
+    assert page_of(path) == Page("page.md", ((4, "a = 1\n"),), ((9, "b = 2\n"),), 3)

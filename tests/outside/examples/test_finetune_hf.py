@@ -1,0 +1,100 @@
+"""`examples/finetune_hf.py` as a user runs it: a folder of transformers and some texts become another such folder."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.outside.examples.programs import ROOT
+from tests.outside.integrations.worlds import VOCABULARY, import_all, llama, start, tokenizer
+from tests.support.ranks import Ranks
+
+pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
+
+PROGRAM = ROOT / "examples" / "finetune_hf.py"
+HOST = {"device": "cpu"}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "bf16": {"enabled": "auto"},
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": HOST,
+        "offload_param": HOST,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+RUN = ["--length", "16", "--bf16", "--use_cpu", "--per_device_train_batch_size", "4", "--report_to", "none"]
+
+
+def _text(first: int) -> str:
+    return " ".join(str(3 + (first + i) % (VOCABULARY - 3)) for i in range(30))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model in 16 bits with its tokenizer, texts of numbers that count, and a config."""
+    llama(initializer_range=0.2).bfloat16().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": _text(7 * row)}) for row in range(40)))
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def loss_of(folder: Path) -> float:
+    """The loss of a model that plain transformers load, which must be in 16 bits, on a text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    tokens = AutoTokenizer.from_pretrained(folder)(_text(5), return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return float(model(input_ids=tokens, labels=tokens).loss)
+
+
+def test_all_weights_are_trained_as_a_config_says(folder: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    own = ["--model", "model", "--data", "texts.jsonl", "--output_dir", "out", "--config", "ds.json", *RUN]
+    command = [sys.executable, *torchrun, str(PROGRAM), *own, "--max_steps", "8", "--learning_rate", "1e-2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sent" in done.stdout and done.stdout.count("eval_loss") == 1, done.stdout
+    assert loss_of(folder / "out") < loss_of(folder / "model") - 0.5
+
+
+def _adapted(folder: str) -> None:
+    """The program on a rank."""
+    start()
+    own = ["--model", f"{folder}/model", "--data", f"{folder}/texts.jsonl", "--output_dir", f"{folder}/out", *RUN]
+    lora = ["--lora", "8", "--merge", "--offload", "--gradient_checkpointing", "--save_steps", "4"]
+    given = ["--max_steps", "8", "--learning_rate", "0.1", "--lr_scheduler_type", "constant"]
+    with patch.object(sys, "argv", [str(PROGRAM), *own, *lora, *given]):
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+def test_adapters_are_trained_merged_and_taken_up_again(ranks: Ranks, folder: Path) -> None:
+    pytest.importorskip("peft")
+    case = ranks(2, deadline_s=240)
+    case.run(import_all)
+    case.run(_adapted, str(folder))
+    out = folder / "out"
+    half_way = out / "checkpoint-4" / "trainer_state.json"
+    written_ns = half_way.stat().st_mtime_ns
+    wanted = (out / "adapter_model.safetensors").read_bytes()
+    assert loss_of(out / "merged") < loss_of(folder / "model") - 0.5
+    for path in [*out.glob("checkpoint-8"), *out.glob("adapter*"), out / "merged"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    case.run(_adapted, str(folder))
+    assert (out / "adapter_model.safetensors").read_bytes() == wanted
+    assert half_way.stat().st_mtime_ns == written_ns, "the run began anew"

@@ -1,0 +1,46 @@
+"""What the GitHub workflow runs is in the repository, on versions that the project supports."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+yaml = pytest.importorskip("yaml")
+
+
+def workflow() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    return found
+
+
+ROWS: list[dict[str, str]] = workflow()["jobs"]["run"]["strategy"]["matrix"]["include"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['run']}-{row['python']}")
+def test_a_row_runs_a_program_of_the_repository(row: dict[str, str]) -> None:
+    assert os.access(ROOT / row["run"], os.X_OK)
+
+
+def test_versions_are_those_that_the_project_supports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = re.search(r"torch>=([\d.]+)", " ".join(project["dependencies"]))
+    assert oldest is not None
+    assert f"torch=={oldest[1]}.0" in {row["torch"] for row in ROWS}, "the oldest torch is tested"
+    assert any(row["torch"].startswith("torch>=") for row in ROWS), "the newest torch is tested"
+    assert project["requires-python"].removeprefix(">=") in {row["python"] for row in ROWS}, (
+        "the oldest Python is tested"
+    )
+
+
+def test_steps_use_the_row() -> None:
+    """A step that named a value which no row has would run with an empty text."""
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"\$\{\{ matrix\.(\w+) \}\}", text))
+    assert named == set(ROWS[0])
+    assert all(set(row) == named for row in ROWS)

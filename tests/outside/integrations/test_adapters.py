@@ -1,0 +1,281 @@
+"""Adapters of peft over transformed models: the numbers of replicas, at every stage and tier; saved, merged, switched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import zero_fn as zf
+from tests.outside.integrations.worlds import (
+    STAGES,
+    Counting,
+    arguments,
+    llama,
+    numbers,
+    place,
+    require_close,
+    start,
+    zero_trainer,
+)
+from tests.support.ranks import Ranks, axis
+
+pytest.importorskip("peft", reason="the extra [transformers] is not installed")
+pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+
+_TARGETS = ["q_proj", "v_proj", "up_proj"]
+
+
+def adapted(kind: str) -> nn.Module:
+    """A small model with an adapter of a kind, whose values are none of its initial zeros."""
+    import peft
+
+    configs: dict[str, Callable[[], Any]] = {
+        "lora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
+        "dora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, use_dora=True),
+        "parameters": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"]),
+        "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "lora on int8 and nf4": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
+        "head beside": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, modules_to_save=["lm_head"]),
+    }
+    model: nn.Module = llama()
+    torch.manual_seed(3)
+    model = peft.get_peft_model(model, configs[kind]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name and "lm_head" not in name:
+                parameter.normal_(1.0 if kind == "ia3" else 0.0, 0.05)
+    if kind == "lora on int8 and nf4":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4  # type: ignore[import-untyped]
+
+        bases = {name: base for name, base in model.named_modules() if name.endswith("base_layer")}
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in bases and "up_proj" not in name)
+        for name, base in bases.items():
+            if "up_proj" in name:
+                base.weight = nn.Parameter(to_nf4(base.weight.detach(), 32, 16), requires_grad=False)
+        model = zf.flatten_subclasses(model)
+        assert {torch.int8, torch.uint8} <= {parameter.dtype for parameter in model.parameters()}
+    return model
+
+
+def _steps(model: nn.Module, optimizer: Any, *, averaged: bool) -> list[float]:
+    tokens = Counting(8).tokens[2 * dist.get_rank() :][:2]
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        if averaged:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def _trained(folder: str, kind: str) -> None:
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    start()
+    plain = adapted(kind)
+    wanted = _steps(plain, adam(plain), averaged=True)
+    disk = zf.nvme(folder)
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        **{stage: place(stage) for stage in STAGES},
+        "on a disk": lambda m: zf.offload(zf.zero3(m, axis()), params=disk, grads=disk, optim=disk),
+    }
+    for way, transform in ways.items():
+        model = transform(adapted(kind))
+        optimizer: Any = adam(model)
+        found = _steps(model, zf.streamed(optimizer) if way == "on a disk" else optimizer, averaged=False)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "kind", ["lora", "dora", "parameters", "ia3", "prompts", "lora on int8 and nf4", "head beside"]
+)
+def test_an_adapter_is_trained_as_by_replicas(prepared: Ranks, tmp_path: Path, kind: str) -> None:
+    if kind == "lora on int8 and nf4":
+        pytest.importorskip("torchao")
+    prepared(2).run(_trained, str(tmp_path), kind)
+
+
+def _logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=Counting(4).tokens[:2]).logits
+    return logits
+
+
+def _several() -> None:
+    """Two adapters: switched, off, merged and taken apart again, as in the plain model."""
+    import peft
+
+    def two() -> Any:
+        model = adapted("lora")
+        torch.manual_seed(5)
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))  # type: ignore[operator]
+        return model.eval()
+
+    start()
+    plain, ours = two(), place()(two())
+    for model in (plain, ours):
+        model.set_adapter("other")  # type: ignore[operator]
+    assert torch.equal(_logits(ours), _logits(plain))
+    assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
+        n for n, p in plain.named_parameters() if p.requires_grad
+    }
+    with plain.disable_adapter(), ours.disable_adapter():  # type: ignore[operator]
+        assert torch.equal(_logits(ours), _logits(plain))
+    for model in (plain, ours):
+        model.set_adapter("default")  # type: ignore[operator]
+    assert torch.equal(_logits(ours), _logits(plain))
+    with zf.unsharded(ours, writeback=True):
+        ours.merge_adapter()  # type: ignore[operator]
+    plain.merge_adapter()
+    assert torch.equal(_logits(ours), _logits(plain))
+    with zf.unsharded(ours, writeback=True):
+        ours.unmerge_adapter()  # type: ignore[operator]
+    plain.unmerge_adapter()
+    assert torch.equal(_logits(ours), _logits(plain))
+
+
+def test_adapters_are_switched_and_merged(prepared: Ranks) -> None:
+    prepared(2).run(_several)
+
+
+def _saved(folder: str, kind: str) -> None:
+    """A Trainer trains, saves the adapter alone; it is loaded into a plain base and one before a transform; resumed."""
+    import peft
+
+    options = {"save_strategy": "steps", "save_steps": 2}
+    ours = zero_trainer(folder, lambda: adapted(kind), "zero3", **options)
+    trained = numbers(ours)
+    resumed = zero_trainer(folder, lambda: adapted(kind), "zero3", **options)
+    assert numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2") == trained
+    ours.save_model(f"{folder}/out")
+    assert "model.safetensors" not in [path.name for path in Path(folder, "out").iterdir()]
+    wanted = _logits(ours.model.eval())
+    plain = peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()
+    assert torch.equal(_logits(plain), wanted)
+    again = place()(peft.PeftModel.from_pretrained(llama(), f"{folder}/out", is_trainable=kind != "prompts")).eval()
+    assert torch.equal(_logits(again), wanted)
+
+
+def _mixed_up(folder: str) -> None:
+    """Checkpoints of adapters and of whole models that are taken for one another; a merge that takes modules out."""
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+
+    def trainer(kind: str, build: Callable[[], nn.Module]) -> Any:
+        return zero_trainer(f"{folder}/{kind}", build, "zero3", **options)
+
+    numbers(trainer("adapters", lambda: adapted("lora")))
+    numbers(trainer("whole", llama))
+    for build, kind, fix in (
+        (llama, "adapters", "PeftModel.from_pretrained"),
+        (lambda: adapted("lora"), "whole", "get_peft_model"),
+    ):
+        with pytest.raises(zf.CheckpointError, match=fix):
+            trainer("other", build).train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-1")
+    merged = place()(adapted("lora")).merge_and_unload()  # type: ignore[operator]
+    with pytest.raises(zf.PlacementError, match=r"merge_adapter\(\)"):
+        merged(input_ids=Counting(4).tokens)
+
+
+def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_mixed_up, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["dora", "prompts", "head beside"])
+def test_an_adapter_is_saved_alone_and_loaded(prepared: Ranks, tmp_path: Path, kind: str) -> None:
+    prepared(2).run(_saved, str(tmp_path), kind)
+
+
+def _over_a_placed_base(folder: str) -> None:
+    """The base is read straight into shards, then come adapters, then the Trainer places these: the numbers of replicas."""
+    import peft
+    from transformers import AutoModelForCausalLM, Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer, placed
+
+    start()
+    if dist.get_rank() == 0:
+        llama().save_pretrained(f"{folder}/base")  # type: ignore[operator]
+    dist.barrier()
+
+    def adapters(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=_TARGETS))
+        return adapted
+
+    data = {"train_dataset": Counting()}
+    plain = adapters(AutoModelForCausalLM.from_pretrained(f"{folder}/base"))
+    wanted = numbers(Trainer(model=plain, args=arguments(folder), **data))
+    with placed(place()):
+        base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+    ours = ZeroTrainer(model=adapters(base), args=arguments(folder), place=place(), **data)  # type: ignore[arg-type]
+    require_close(numbers(ours), wanted)
+    assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
+    ours.save_model(f"{folder}/out")
+    trained = _logits(ours.model.eval())
+    torch.testing.assert_close(_logits(peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()), trained)
+    with placed(place()):
+        base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+    again = place()(peft.PeftModel.from_pretrained(base, f"{folder}/out"))
+    torch.testing.assert_close(_logits(again.eval()), trained)
+
+
+def test_adapters_come_after_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_over_a_placed_base, str(tmp_path))
+
+
+_READ: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "olora": {"init_lora_weights": "olora"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "rows": {"trainable_token_indices": {"embed_tokens": [3, 5]}},
+    "copies": {"modules_to_save": ["lm_head"]},
+}
+"""Adapters whose initial values are made of the base."""
+
+
+def _computed_from_a_placed_base() -> None:
+    """They are refused over shards, and are those of replicas where the base is whole, which freezes it for good, too."""
+    import peft
+
+    start()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+    def adapters(model: nn.Module, kind: str) -> nn.Module:
+        torch.manual_seed(1)
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **_READ[kind]))
+        return adapted
+
+    def trained(model: nn.Module, *, averaged: bool) -> list[float]:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return _steps(model, optimizer, averaged=averaged)
+
+    for kind in _READ:
+        wanted = trained(adapters(llama(), kind), averaged=True)
+        with pytest.raises((zf.PlacementError, zf.ShardedAccessError), match="before the transform"):
+            zf.zero3(adapters(zf.zero3(llama(), mesh), kind), mesh)
+        if kind != "copies":
+            base = zf.zero3(llama(), mesh)
+            with zf.unsharded(base, writeback=True):
+                model = adapters(base, kind)
+            found = trained(zf.zero3(model, mesh), averaged=False)
+            torch.testing.assert_close({kind: found}, {kind: wanted}, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_that_are_computed_from_a_placed_base_want_it_whole(prepared: Ranks) -> None:
+    prepared(2).run(_computed_from_a_placed_base)

@@ -1,0 +1,351 @@
+"""The Trainer of transformers over transformed models: the numbers of DDP, files that anybody reads, runs that go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero_fn as zf
+from tests.outside.integrations.worlds import (
+    COMMON,
+    Counting,
+    arguments,
+    gpt2,
+    import_all,
+    llama,
+    lora,
+    mixtral,
+    numbers,
+    place,
+    require_close,
+    start,
+    zero_trainer,
+)
+from tests.support.ranks import Ranks, axis
+from zero_fn.integrations.placing import place_module
+
+pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
+
+
+def _compare(
+    folder: str, build: Callable[[], nn.Module], stage: str, options: dict[str, Any], tolerance: float
+) -> None:
+    from transformers import Trainer
+
+    start()
+    data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+    wanted = numbers(Trainer(model=build(), args=arguments(folder, **options), **data))
+    ours = zero_trainer(folder, build, stage, **options)
+    require_close(numbers(ours), wanted, tolerance)
+    assert zf.is_transformed(ours.model)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
+    "zero3": (llama, "zero3", {}, 2e-5),
+    "zero1": (llama, "zero1", {}, 2e-5),
+    "accumulation": (llama, "zero3", {"gradient_accumulation_steps": 2, "max_steps": 3}, 2e-5),
+    "bf16": (llama, "zero3", {"bf16": True}, 2e-3),
+    "checkpointing": (llama, "zero3", {"activation_checkpointing": True}, 2e-5),
+    "evaluation": (llama, "zero2", {"eval_strategy": "steps", "eval_steps": 2}, 2e-5),
+    "gpt2": (gpt2, "zero3", {}, 2e-5),
+    "lora": (lora, "zero3", {}, 2e-5),
+    "without clipping": (llama, "zero3", {"max_grad_norm": 0.0}, 2e-5),
+    "mixtral": (mixtral, "zero3", {}, 2e-5),
+    "noise on embeddings": (llama, "zero3", {"neftune_noise_alpha": 5.0, "max_steps": 2}, 2e-5),
+    "smoothed labels": (llama, "zero3", {"label_smoothing_factor": 0.1, "max_steps": 2}, 2e-5),
+    "epochs of uneven steps": (
+        llama,
+        "zero3",
+        {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3},
+        2e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainer_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path, case: str) -> None:
+    build, stage, options, tolerance = CASES[case]
+    prepared(2).run(_compare, str(tmp_path), build, stage, options, tolerance)
+
+
+def _compare_compiled(folder: str) -> None:
+    from transformers import Trainer
+
+    def small() -> nn.Module:
+        return llama(num_hidden_layers=1)
+
+    start()
+    wanted = numbers(Trainer(model=small(), args=arguments(folder, max_steps=2), train_dataset=Counting()))
+    try:
+        ours = zero_trainer(folder, small, "zero3", max_steps=2, torch_compile=True, torch_compile_backend="eager")
+        found = numbers(ours)
+    finally:  # what the arguments wrote there is read by every later Trainer
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO")]:
+            del os.environ[name]
+    assert hasattr(ours.model_wrapped, "_orig_mod"), "the model was not compiled"
+    require_close(found, wanted)
+
+
+def test_a_compiled_model_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_compare_compiled, str(tmp_path))
+
+
+def _reductions(folder: str, microbatches: int) -> int:
+    ours = zero_trainer(folder, llama, "zero3", gradient_accumulation_steps=microbatches, max_steps=1)
+    with zf.traffic() as sent:
+        ours.train()
+    return sent.calls["reduce-scatter"]
+
+
+def test_a_step_reduces_once_for_three_microbatches(prepared: Ranks, tmp_path: Path) -> None:
+    once = prepared(2).run(_reductions, str(tmp_path), 1)
+    assert once[0] > 0
+    assert prepared(2).run(_reductions, str(tmp_path), 3) == once
+
+
+def _hand_over(folder: str, stage: str) -> None:
+    """The model that was transformed by the user, an optimizer built before the model was placed, and a stale one."""
+    from transformers import Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    data = {"train_dataset": Counting()}
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    plain = llama()
+    wanted = numbers(Trainer(model=plain, args=arguments(folder), optimizers=(sgd(plain), None), **data))
+    model = llama()
+    ours = ZeroTrainer(model=model, args=arguments(folder), optimizers=(sgd(model), None), place=place(stage), **data)
+    require_close(numbers(ours), wanted)
+    with patch.object(nn.Module, "to", side_effect=AssertionError("moved as a whole")):
+        ZeroTrainer(model=llama(), args=arguments(folder), place=place(stage), **data)
+    model = place(stage)(llama())
+    ours = ZeroTrainer(model=model, args=arguments(folder), optimizers=(sgd(model), None), **data)
+    require_close(numbers(ours), wanted)
+
+    model = llama()
+    stale = sgd(model)
+    with pytest.raises(zf.StaleError, match="built before its model was transformed"):
+        ZeroTrainer(model=place(stage)(model), args=arguments(folder), optimizers=(stale, None), **data)
+    model = llama()
+    stepped = sgd(model)
+    model(input_ids=Counting().tokens[:2], labels=Counting().tokens[:2]).loss.backward()
+    stepped.step()
+    with pytest.raises(zf.StateError, match="took steps before its model was transformed"):
+        ZeroTrainer(model=model, args=arguments(folder), optimizers=(stepped, None), place=place(stage), **data)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_optimizers_of_users_follow_or_are_refused(prepared: Ranks, tmp_path: Path, stage: str) -> None:
+    prepared(2).run(_hand_over, str(tmp_path), stage)
+
+
+def _refused(folder: str) -> None:
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    with pytest.raises(zf.StateError, match="given a plain model"):
+        ZeroTrainer(model=llama(), args=arguments(folder), train_dataset=Counting())
+    with pytest.raises(zf.StateError, match="no transform has made"):
+        ZeroTrainer(model=llama(), args=arguments(folder), train_dataset=Counting(), place=lambda model: model)
+    with pytest.raises(zf.ConfigError, match="auto_find_batch_size"):
+        ZeroTrainer(
+            model=llama(), args=arguments(folder, auto_find_batch_size=True), train_dataset=Counting(), place=place()
+        )
+    several = ZeroTrainer(model=llama(), args=arguments(folder), train_dataset=Counting(), place=place())
+    several.args._n_gpu = 2
+    from zero_fn.integrations.transformers import _refuse_arguments
+
+    with pytest.raises(zf.ConfigError, match="several devices for one process"):
+        _refuse_arguments(several.args)
+    adafactor = ZeroTrainer(
+        model=llama(), args=arguments(folder, optim="adafactor"), train_dataset=Counting(), place=place()
+    )
+    with pytest.raises(zf.PlacementError):
+        adafactor.train()
+
+
+def test_what_cannot_work_is_refused(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_refused, str(tmp_path))
+
+
+def _masters(folder: str) -> None:
+    """Weights that were loaded in 16 bits: replicas of masters under autocast have about the same numbers."""
+    from transformers import Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+
+    def loaded() -> nn.Module:
+        return llama().bfloat16()
+
+    def masters(model: nn.Module) -> nn.Module:
+        return zf.precision(zf.zero3(model, axis()), rest=torch.float32, compute=torch.bfloat16)
+
+    data = {"train_dataset": Counting()}
+    wanted = numbers(Trainer(model=loaded().float(), args=arguments(folder, bf16=True), **data))
+    ours = ZeroTrainer(model=loaded(), args=arguments(folder), place=masters, **data)
+    require_close(numbers(ours), wanted, 2e-2)
+    assert all(parameter.dtype == torch.float32 for parameter in ours.model.parameters())
+
+
+def test_weights_of_16_bits_are_trained_with_masters(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_masters, str(tmp_path))
+
+
+def _seq2seq(folder: str) -> None:
+    """Its evaluation generates, and says itself whether ranks must wait for one another."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from zero_fn.integrations.transformers import ZeroTrainerMixin
+
+    class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    def t5() -> nn.Module:
+        torch.manual_seed(0)
+        return T5ForConditionalGeneration(
+            T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+        )
+
+    start()
+    options = {"max_steps": 2, "predict_with_generate": True, "generation_max_length": 6}
+    args = Seq2SeqTrainingArguments(output_dir=folder, **(COMMON | options))
+    data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+    plain = Seq2SeqTrainer(model=t5(), args=args, **data)
+    ours = ZeroSeq2SeqTrainer(model=t5(), args=args, place=place(), **data)
+    require_close(numbers(ours), numbers(plain))
+    asked = []
+    own = ours.model.generate
+    ours.model.generate = lambda *args, **options: asked.append(options["synced_gpus"]) or own(*args, **options)
+    assert (ours.predict(Counting(6)).predictions == plain.predict(Counting(6)).predictions).all()
+    assert asked and all(asked)
+
+
+def test_a_seq2seq_trainer_generates_on_all_ranks(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_seq2seq, str(tmp_path))
+
+
+def _skips_layers() -> None:
+    """A model that skips layers at random, on ranks with random numbers of their own."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    start()
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 16}
+    front = {"conv_dim": (16,), "conv_stride": (2,), "conv_kernel": (4,), "num_conv_pos_embeddings": 4}
+    config = Wav2Vec2Config(layerdrop=0.5, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, **heads, **front)
+    torch.manual_seed(0)
+    model, _ = place_module(place("zero3"), Wav2Vec2Model(config).train())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1 + dist.get_rank())
+    losses = []
+    for _ in range(6):
+        loss = model(torch.ones(2, 64)).last_hidden_state.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_ranks_skip_no_layers_at_random(prepared: Ranks) -> None:
+    """Modules of transformers ask each for itself whether ranks must run the same: `layerdrop` is 0.1 by default."""
+    prepared(2).run(_skips_layers)
+
+
+def _stopped(folder: str) -> None:
+    """Evaluation before training, callbacks that stop, batches by length."""
+    from transformers import EarlyStoppingCallback, Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0,
+        "load_best_model_at_end": True, "max_steps": 8, "train_sampling_strategy": "group_by_length",
+    }  # fmt: skip
+    stopped = []
+    for kind, more in ((Trainer, {}), (ZeroTrainer, {"place": place()})):
+        args = arguments(f"{folder}/{kind.__name__}", **options)
+        callbacks = [EarlyStoppingCallback(2)]
+        data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+        trainer = kind(model=llama(), args=args, callbacks=callbacks, **data, **more)
+        if kind is ZeroTrainer:  # the Trainer would train a model that it has evaluated before without DDP
+            assert trainer.evaluate()["eval_loss"] > 4
+        stopped.append(numbers(trainer))
+        assert trainer.state.global_step < 8
+    require_close(stopped[1], stopped[0])
+
+
+def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_stopped, str(tmp_path))
+
+
+def _predicted(folder: str) -> None:
+    """Seven samples, of which the ranks have four and three."""
+    from transformers import Trainer
+
+    start()
+    wanted = Trainer(model=llama(), args=arguments(folder)).predict(Counting(7))
+    found = zero_trainer(folder, llama, "zero3").predict(Counting(7))
+    assert found.predictions.shape == wanted.predictions.shape
+    assert abs(found.predictions - wanted.predictions).max() < 1e-5
+    assert found.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], abs=1e-5)
+
+
+def test_predictions_are_those_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_predicted, str(tmp_path))
+
+
+def _over_two_axes(folder: str) -> None:
+    """HSDP; and tensor parallelism, whose ranks would get different samples: refused before anything is trained."""
+    from accelerate import Accelerator
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import Trainer
+
+    from zero_fn.integrations.accelerate import ZeroAccelerator
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    data, args = {"train_dataset": Counting()}, arguments(folder, max_steps=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    wanted = numbers(Trainer(model=llama(), args=args, **data))
+    hybrid = ZeroTrainer(
+        model=llama(), args=args, place=lambda m: zf.hybrid(m, mesh, shard="inner", replicate="outer"), **data
+    )
+    require_close(numbers(hybrid), wanted)
+
+    def cut(model: nn.Module) -> nn.Module:
+        plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": ColwiseParallel()}
+        plan["model.layers.*.mlp.down_proj"] = RowwiseParallel()
+        return zf.zero3(parallelize_module(model, mesh["inner"], plan), mesh["outer"])
+
+    with pytest.raises(zf.MeshError, match="must share them"):
+        ZeroTrainer(model=llama(), args=args, place=cut, **data)
+    with pytest.raises(zf.MeshError, match="must share them"):
+        ZeroTrainer(model=llama(), args=args, place=lambda model: zf.offload(model, params=zf.cpu()), **data)
+    start()
+    accelerator = ZeroAccelerator(cpu=True, place=cut)
+    assert isinstance(accelerator, Accelerator)
+    with pytest.raises(zf.MeshError, match="must share them"):
+        accelerator.prepare(llama(), torch.utils.data.DataLoader(Counting(), batch_size=2))
+    accelerator.prepare(llama())  # with a loader of the user's own
+
+
+def test_two_data_axes_are_trained_and_model_axes_refused(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(4, deadline_s=240).run(import_all)
+    prepared(4).run(_over_two_axes, str(tmp_path))

@@ -1,0 +1,207 @@
+"""What a Trainer saves: files that anybody reads, and runs that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import zero_fn as zf
+from tests.outside.integrations.worlds import (
+    Counting,
+    arguments,
+    gpt2,
+    import_all,
+    llama,
+    lora,
+    mixtral,
+    numbers,
+    require_close,
+    start,
+    zero_trainer,
+)
+from tests.support.ranks import Ranks, axis
+
+pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
+
+
+SAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "llama": (llama, "zero3"),
+    "zero1": (llama, "zero1"),
+    "dropout": (gpt2, "zero3"),
+    "lora": (lora, "zero2"),
+    "mixtral": (mixtral, "zero3"),
+}
+
+
+def _resumed(folder: str, build: Callable[[], nn.Module], stage: str) -> None:
+    """Two of four steps again, from the checkpoint: the same bits as the run that was not interrupted."""
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    first = zero_trainer(folder, build, stage, **options)
+    wanted = numbers(first)
+    values = {name: p.full_tensor() for name, p in first.model.named_parameters()}
+    second = zero_trainer(folder, build, stage, **options)
+    found = numbers(second, resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert found == wanted
+    assert all(torch.equal(p.full_tensor(), values[name]) for name, p in second.model.named_parameters())
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(prepared: Ranks, tmp_path: Path, case: str) -> None:
+    prepared(2).run(_resumed, str(tmp_path), *SAVED[case])
+
+
+def _half(folder: str, stage: str, microbatches: int) -> list[tuple[str, float]]:
+    options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": microbatches}
+    batch = 4 // (microbatches * torch.distributed.get_world_size())
+    ours = zero_trainer(folder, llama, stage, **{**options, "per_device_train_batch_size": batch})
+    return numbers(ours)
+
+
+def _other_half(folder: str, stage: str, microbatches: int) -> list[tuple[str, float]]:
+    batch = 4 // (microbatches * torch.distributed.get_world_size())
+    options = {"gradient_accumulation_steps": microbatches, "per_device_train_batch_size": batch}
+    ours = zero_trainer(folder, llama, stage, **options)
+    return numbers(ours, resume_from_checkpoint=f"{folder}/checkpoint-2")
+
+
+@pytest.mark.parametrize(("n", "stage", "microbatches"), [(1, "zero1", 1), (1, "zero3", 2), (2, "zero2", 2)])
+def test_a_run_resumes_on_other_ranks_and_at_another_stage(
+    prepared: Ranks, tmp_path: Path, n: int, stage: str, microbatches: int
+) -> None:
+    wanted = prepared(2).run(_half, str(tmp_path), "zero3", 1)[0]
+    prepared(n, deadline_s=240).run(import_all)
+    found = prepared(n).run(_other_half, str(tmp_path), stage, microbatches)[0]
+    require_close(found, wanted)
+
+
+def _exported(folder: str, build: Callable[[], nn.Module]) -> None:
+    """What `save_model` writes is what the model holds, and `from_pretrained` reads it on every rank at once."""
+    ours = zero_trainer(folder, build, "zero3", **{})
+    ours.train()
+    with patch("zero_fn.integrations.transformers.whole_state", side_effect=AssertionError("the model is whole")):
+        for _ in range(2):  # the second takes the place of the first
+            ours.save_model(f"{folder}/out")
+    files = {path.name for path in Path(folder, "out").iterdir()}
+    assert files >= {"model.safetensors", "config.json", "training_args.bin"}
+    loaded = type(ours.model).from_pretrained(f"{folder}/out")
+    tokens = Counting().tokens[:2]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, ours.model.eval()(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, mixtral])
+def test_a_saved_model_is_read_by_from_pretrained(
+    prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
+    prepared(2).run(_exported, str(tmp_path), build)
+
+
+def _exported_adapters(folder: str) -> None:
+    from peft import PeftModel
+
+    ours = zero_trainer(folder, lora, "zero3", **{})
+    ours.train()
+    ours.save_model(f"{folder}/out")
+    files = sorted(path.name for path in Path(folder, "out").iterdir())
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    loaded = PeftModel.from_pretrained(llama(), f"{folder}/out")
+    tokens = Counting().tokens[:2]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, ours.model.eval()(input_ids=tokens).logits)
+
+
+def test_adapters_are_saved_alone_and_all_of_them(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_exported_adapters, str(tmp_path))
+
+
+def _best(folder: str) -> None:
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.3,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    ours = zero_trainer(folder, llama, "zero3", **options)
+    ours.train()
+    losses = [entry["eval_loss"] for entry in ours.state.log_history if "eval_loss" in entry]
+    assert min(losses) < losses[-1], "the last is not the best, or the test says nothing"
+    assert ours.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_the_best_model_is_loaded_at_the_end(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_best, str(tmp_path))
+
+
+def _by_others(folder: str, stage: str) -> None:
+    """Whoever writes a file from the memory of each tensor is told what to call; and that works."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from transformers import Trainer
+
+    model: Any = zero_trainer(folder, llama, stage).model
+    ways: dict[str, Callable[[], object]] = {
+        "safetensors": lambda: save_file(model.state_dict(), f"{folder}/weights"),
+        "transformers": lambda: model.save_pretrained(folder),
+        "a plain Trainer": lambda: Trainer(model=model, args=arguments(folder)).save_model(),
+        "an attribute": lambda: model.lm_head.weight.storage(),
+    }
+    for way in ways.values():
+        if torch.distributed.get_rank() == 0:
+            with pytest.raises(zf.ShardedAccessError, match="no memory that a file could be written from"):
+                way()
+    torch.distributed.barrier()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(f"{folder}/whole", state_dict=dict(whole))  # which it empties
+        loaded = type(model).from_pretrained(f"{folder}/whole")
+        assert all(torch.equal(value, whole[name]) for name, value in loaded.state_dict().items())
+    assert torch.nn.Linear(2, 2).weight.storage().size() == 4
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_who_saves_tensors_by_their_memory_is_told_how_to_save(prepared: Ranks, tmp_path: Path, stage: str) -> None:
+    prepared(2).run(_by_others, str(tmp_path), stage)
+
+
+def _without_states(folder: str) -> None:
+    ours = zero_trainer(folder, llama, "zero3", **{"save_strategy": "steps", "save_steps": 2, "save_only_model": True})
+    ours.train()
+    again = zero_trainer(folder, llama, "zero3", **{})
+    with pytest.raises(zf.CheckpointError, match="holds no states"):
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+
+
+def test_a_checkpoint_without_states_is_not_resumed_in_silence(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_without_states, str(tmp_path))
+
+
+def _in_tiers(folder: str) -> None:
+    """Everything on a disk, a streamed optimizer: the numbers of replicas, saved and resumed."""
+    from transformers import Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    disk = zf.nvme(folder)
+
+    def on_disk(model: nn.Module) -> nn.Module:
+        return zf.offload(zf.zero3(model, axis()), params=disk, grads=disk, optim=disk)
+
+    options = {"save_strategy": "steps", "save_steps": 2}
+    wanted = numbers(Trainer(model=llama(), args=arguments(folder, **options), train_dataset=Counting()))
+
+    def trainer() -> ZeroTrainer:
+        args = arguments(f"{folder}/ours", **options)
+        return ZeroTrainer(model=llama(), args=args, train_dataset=Counting(), place=on_disk, finish=zf.streamed)
+
+    require_close(numbers(trainer()), wanted)
+    require_close(numbers(trainer(), resume_from_checkpoint=f"{folder}/ours/checkpoint-2"), wanted)
+
+
+def test_a_model_on_a_disk_is_trained_saved_and_resumed(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_in_tiers, str(tmp_path))

@@ -1,0 +1,225 @@
+"""The trainers of trl over transformed models: the numbers of DDP, whether the trainer or the user transforms the model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_fn as zf
+from tests.outside.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start, tokenizer
+from tests.support.ranks import Ranks
+
+pytest.importorskip("trl", reason="the extra [trl] is not installed")
+pytest.importorskip("datasets", reason="the extra [trl] is not installed")
+
+_COMMON = {
+    "use_cpu": True, "bf16": False, "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant", "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+    "disable_tqdm": True, "seed": 3, "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
+
+def _import_all() -> None:
+    start()
+    import trl
+    from datasets import disable_progress_bars
+
+    import zero_fn.integrations.transformers  # noqa: F401
+
+    disable_progress_bars()
+    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer"):
+        getattr(trl, name)
+
+
+@pytest.fixture
+def prepared(ranks: Ranks) -> Ranks:
+    """Two ranks that have imported the libraries, which may take longer than a collective may wait for a peer."""
+    ranks(2, deadline_s=300).run(_import_all)
+    return ranks
+
+
+def _text(first: int, step: int, length: int) -> str:
+    return " ".join(str(3 + (first + step * i) % (VOCABULARY - 3)) for i in range(length))
+
+
+def _rows(trainer: str) -> list[dict[str, Any]]:
+    """Texts of various lengths: ranks have other numbers of tokens."""
+    if trainer == "SFTTrainer":
+        return [{"text": _text(7 * i, 1 + i % 3, 4 + i % 7)} for i in range(24)]
+    prompts = [_text(5 * i, 1, 3 + i % 2) for i in range(24)]
+    if trainer in ("GRPOTrainer", "RLOOTrainer"):
+        return [{"prompt": prompt} for prompt in prompts]
+    pairs = [(" " + _text(5 * i + 3, 1, 3 + i % 4), " " + _text(9 * i, 2, 2 + i % 3)) for i in range(24)]
+    if trainer == "RewardTrainer":
+        return [{"chosen": p + good, "rejected": p + bad} for p, (good, bad) in zip(prompts, pairs, strict=True)]
+    if trainer == "KTOTrainer":
+        both = zip(prompts, pairs, strict=True)
+        return [{"prompt": p, "completion": pair[i % 2], "label": i % 2 == 0} for i, (p, pair) in enumerate(both)]
+    return [{"prompt": p, "chosen": good, "rejected": bad} for p, (good, bad) in zip(prompts, pairs, strict=True)]
+
+
+def _length_reward(completions: list[str], **_: Any) -> list[float]:
+    """Larger numbers are better."""
+    return [sum(float(word) for word in text.split() if word.isdigit()) / 100 for text in completions]
+
+
+def _written(folder: str, trainer: str) -> None:
+    """Reference models are loaded from where the model came from."""
+    if dist.get_rank() == 0:
+        if trainer == "RewardTrainer":
+            from transformers import LlamaForSequenceClassification
+
+            config = llama().config
+            config.num_labels = 1
+            torch.manual_seed(0)
+            LlamaForSequenceClassification(config).save_pretrained(folder)
+        else:
+            llama().save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    dist.barrier()
+
+
+def _trainer(
+    folder: str, trainer: str, kind: str, options: dict[str, Any], *, stage: str = "zero3", **more: Any
+) -> Any:
+    """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), over a transformed one ("before"), or
+    over one that was read straight into shards, to which it adds adapters ("placed")."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from zero_fn.integrations.transformers import ZeroTrainerMixin, placed
+
+    start()
+    theirs = getattr(trl, trainer)
+    ours = type(f"Zero{trainer}", (ZeroTrainerMixin, theirs), {})
+    auto = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
+    with placed(place()) if kind == "placed" else nullcontext():
+        model: nn.Module = auto.from_pretrained(folder)
+    config = getattr(trl, trainer.replace("Trainer", "Config"))
+    arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": tokenizer(), **more}
+    arguments["train_dataset"] = Dataset.from_list(_rows(trainer))
+    if trainer in ("GRPOTrainer", "RLOOTrainer"):
+        arguments["reward_funcs"] = _length_reward
+    if kind == "replicas":
+        return theirs(model=model, **arguments)
+    if kind == "mixin":
+        return ours(model=model, place=place(stage), **arguments)
+    if kind == "placed":
+        return ours(model=model, place=place(), **arguments)
+    return ours(model=place()(model), **arguments)
+
+
+def _compare(folder: str, trainer: str, kinds: tuple[str, ...], options: dict[str, Any]) -> None:
+    _written(folder, trainer)
+    wanted = numbers(_trainer(folder, trainer, "replicas", options))
+    for kind in kinds:
+        ours = _trainer(folder, trainer, kind, options)
+        require_close(numbers(ours), wanted, 5e-5)
+        assert zf.is_transformed(ours.model)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "SFTTrainer": {"max_length": 16},
+    "DPOTrainer": {"max_length": 16},
+    "RewardTrainer": {"max_length": 16},
+    "GRPOTrainer": {"num_generations": 2, "max_completion_length": 6, "beta": 0.04, "max_steps": 2},
+    "KTOTrainer": {"max_length": 16, "max_steps": 2},
+    "RLOOTrainer": {"num_generations": 2, "max_completion_length": 6, "max_steps": 2},
+}
+
+
+def _adapters(folder: str) -> None:
+    """SFT of an adapter that the trainer makes: the numbers of replicas, and a checkpoint that is taken up."""
+    from peft import LoraConfig
+
+    _written(folder, "SFTTrainer")
+    options = {"max_length": 16, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    wanted = numbers(_trainer(folder, "SFTTrainer", "replicas", options, **adapter))
+    require_close(numbers(_trainer(folder, "SFTTrainer", "mixin", options, **adapter)), wanted, 5e-5)
+    resumed = _trainer(folder, "SFTTrainer", "mixin", options, **adapter)
+    require_close(numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
+
+
+def _preferred(folder: str) -> None:
+    """DPO of an adapter: its reference is the base without it, which no rank has read whole."""
+    from peft import LoraConfig
+
+    _written(folder, "DPOTrainer")
+    found = {}
+    for kind in ("replicas", "placed"):
+        torch.manual_seed(3)
+        adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+        found[kind] = numbers(_trainer(folder, "DPOTrainer", kind, {"max_length": 16}, **adapter))
+    require_close(found["placed"], found["replicas"], 5e-5)
+
+
+def test_an_adapter_is_preferred_over_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2, deadline_s=240).run(_preferred, str(tmp_path))
+
+
+def test_an_adapter_is_trained_and_resumed(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2, deadline_s=240).run(_adapters, str(tmp_path))
+
+
+@pytest.mark.parametrize("trainer", CASES)
+def test_a_trainer_of_trl_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path, trainer: str) -> None:
+    prepared(2, deadline_s=240).run(_compare, str(tmp_path), trainer, ("mixin", "before"), CASES[trainer])
+
+
+def _reference(folder: str) -> None:
+    """A reference model at a stage of its own, which rests on a disk before, between and after two trainings."""
+    from transformers import AutoModelForCausalLM
+
+    _written(folder, "DPOTrainer")
+    options = {"max_length": 16, "max_steps": 2}
+
+    def reference() -> nn.Module:
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+        return loaded
+
+    wanted = numbers(_trainer(folder, "DPOTrainer", "replicas", options, ref_model=reference()))
+    ours = place("zero3")(reference())
+    held = zf.held(ours).parameters
+    evicted = zf.evict(ours, to=zf.nvme(folder))
+    assert held > 0 == zf.held(ours).parameters
+    for _ in range(2):
+        evicted.restore()
+        assert zf.held(ours).parameters == held
+        trainer = _trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)
+        require_close(numbers(trainer), wanted, 5e-5)
+        assert zf.is_transformed(trainer.ref_model)
+        evicted = zf.evict(ours, to=zf.nvme(folder))
+        assert zf.held(ours).parameters == 0
+
+
+def test_a_reference_model_is_placed_and_evicted_by_itself(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2, deadline_s=240).run(_reference, str(tmp_path))
+
+
+def _moved(folder: str, trainer: str) -> None:
+    """The reference moves towards the policy after each step, as that of replicas does; it was not placed by hand."""
+    _written(folder, trainer)
+    options = {**CASES[trainer], "beta": 0.5, "max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    theirs = _trainer(folder, trainer, "replicas", options)
+    wanted = numbers(theirs)
+    for stage in ("zero1", "zero3"):
+        ours = _trainer(folder, trainer, "mixin", options, stage=stage)
+        require_close(numbers(ours), wanted, 5e-5)
+        moved = dict(ours.ref_model.named_parameters())
+        for name, parameter in theirs.ref_model.named_parameters():
+            torch.testing.assert_close(moved[name].full_tensor(), parameter, atol=1e-5, rtol=1e-5)
+    with pytest.raises(zf.ConfigError, match="whole reference model"):
+        _trainer(folder, trainer, "before", options)
+
+
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])
+def test_a_reference_model_moves_towards_the_policy(prepared: Ranks, tmp_path: Path, trainer: str) -> None:
+    prepared(2, deadline_s=240).run(_moved, str(tmp_path), trainer)

@@ -1,0 +1,166 @@
+"""What tests of integrations share: ranks that accelerate knows, tiny models, data, and a Trainer's run as numbers."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.ranks import axis
+
+VOCABULARY = 64
+STAGES = {"zero1": zf.zero1, "zero2": zf.zero2, "zero3": zf.zero3}
+
+
+def import_all() -> None:
+    """Imports what takes longer than a collective may wait for a peer. Runs on the ranks."""
+    start()
+    import zero_fn.integrations.transformers  # noqa: F401
+
+
+def start() -> None:
+    """Lets accelerate and transformers see the ranks of the pool, and nothing of the case before. Runs on the ranks."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        RANK=str(dist.get_rank()),
+        LOCAL_RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(dist.get_world_size()),
+        LOCAL_WORLD_SIZE=str(dist.get_world_size()),
+    )
+    import transformers
+    from accelerate.state import AcceleratorState, GradientState
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    gc.collect()
+
+
+def place(stage: str = "zero3", **options: Any) -> Callable[[nn.Module], nn.Module]:
+    """What `place=` is given: a stage over all ranks."""
+    return lambda model: STAGES[stage](model, axis(), **options)
+
+
+def llama(seed: int = 0, **options: Any) -> nn.Module:
+    """Two layers, 32 wide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = {
+        "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64, **sizes, **special, **options
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def gpt2(seed: int = 0, **options: Any) -> nn.Module:
+    """Two layers, 32 wide, with dropout and a head tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, **options))
+
+
+def mixtral(seed: int = 0) -> nn.Module:
+    """Experts in stacked parameters."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **heads))
+
+
+def tokenizer() -> Any:
+    """Words are numbers."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{str(number): number for number in range(3, VOCABULARY)}}
+    made = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+    )
+
+
+def lora() -> nn.Module:
+    """Adapters, of which one matrix of a layer is frozen, as in LoRA-FA: it must be saved, too."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted: nn.Module = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "layers.0" in name and "lora_A" in name:
+            parameter.requires_grad_(False)
+    return adapted
+
+
+class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences that count on by one, two or three."""
+
+    def __init__(self, n: int = 32, length: int = 12) -> None:
+        generator = torch.Generator().manual_seed(7)
+        first = torch.randint(3, VOCABULARY, (n, 1), generator=generator)
+        step = torch.randint(1, 4, (n, 1), generator=generator)
+        self.tokens = 3 + (first + step * torch.arange(length)) % (VOCABULARY - 3)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.tokens[index]
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def arguments(folder: str | Path, **options: Any) -> Any:
+    """TrainingArguments of four steps, each logged, and nothing saved."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(output_dir=str(folder), **(COMMON | options))
+
+
+COMMON = {
+    "use_cpu": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 4,
+    "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.5,
+    "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 3,
+}  # fmt: skip
+
+
+def zero_trainer(folder: str, build: Callable[[], nn.Module], stage: str, **options: Any) -> Any:
+    """A ZeroTrainer of arguments."""
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+    return ZeroTrainer(model=build(), args=arguments(folder, **options), place=place(stage), **data)
+
+
+_NUMBERS = ("loss", "grad_norm", "eval_loss", "learning_rate", "rewards/margins")
+
+
+def numbers(trainer: Any, **options: Any) -> list[tuple[str, float]]:
+    """Trains; every loss, norm of gradients and rate that was logged."""
+    torch.manual_seed(11)  # dropout draws the same masks, whatever was drawn before
+    trainer.train(**options)
+    return [(name, float(entry[name])) for entry in trainer.state.log_history for name in _NUMBERS if name in entry]
+
+
+def require_close(found: list[tuple[str, float]], wanted: list[tuple[str, float]], tolerance: float = 2e-5) -> None:
+    """The same entries, with the same numbers."""
+    assert wanted, "nothing was logged"
+    assert [name for name, _ in found] == [name for name, _ in wanted]
+    far = [(a, b) for a, b in zip(found, wanted, strict=True) if not abs(a[1] - b[1]) <= tolerance * max(1, abs(b[1]))]
+    assert not far, f"found and wanted: {far}"

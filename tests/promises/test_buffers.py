@@ -1,0 +1,436 @@
+"""G15: buffers. By default rank 0's are those of all ranks, as under DDP; `buffers="local"` leaves each rank its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_fn as zf
+from tests.distributed.training import STAGES, parameters
+from tests.promises.oracle import noise
+from tests.support.ranks import Ranks, axis
+from zero_fn.runtime.statistics import Statistics
+
+
+class Normed(nn.Module):
+    """Statistics of the input, of a layer, without affine parameters, without a counter; a spectral norm; odd buffers."""
+
+    turned: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(6)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6, affine=False))
+            for _ in range(2)
+        )
+        self.layers[1][3].num_batches_tracked = None  # type: ignore[index]
+        self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("wave", torch.zeros(3, dtype=torch.complex64), persistent=False)
+        self.register_buffer("flags", torch.zeros(2, 5, dtype=torch.bool))
+        self.register_buffer("empty", torch.zeros(0, 2))
+        self.register_buffer("turned", torch.zeros(4, 3).t())
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen += x.abs().sum().long()  # type: ignore[operator]
+                self.wave += torch.complex(x[0, :3], x[0, 3:])  # type: ignore[operator]
+                self.flags ^= x[:2, :5] > 0  # type: ignore[operator]
+                self.turned = self.turned + x[:3, :4]  # replaced, not written
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Still(nn.Module):
+    """Its buffer never changes."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        table = torch.randn(300, 6)
+        if is_buffer:
+            self.register_buffer("table", table)
+        else:
+            self.tables = [table]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        table = self.table if hasattr(self, "table") else self.tables[0]
+        return x * table.mean(0)  # type: ignore[operator]
+
+
+class Unseen(nn.Module):
+    """Its buffers change in ways that count no version, from the forward `begins` on."""
+
+    def __init__(self, begins: int = 0) -> None:
+        super().__init__()
+        self.linear, self.counted, self.begins = nn.Linear(6, 6), 0, begins
+        self.register_buffer("mean", torch.zeros(6))
+        self.observed = FusedMovingAvgObsFakeQuantize()  # type: ignore[no-untyped-call]
+        self.observed.fake_quant_enabled[0] = 0
+        self.observed.observer_enabled[0] = begins == 0  # later it would be seen: the buffer that says so changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counted += 1
+        if self.training and self.counted > self.begins:
+            self.mean.data.lerp_(x.detach().mean(0), 0.5)  # type: ignore[operator]
+        return self.linear(self.observed(x - self.mean))  # type: ignore[operator, no-any-return]
+
+
+def buffers_of(model: Any) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def stepped(
+    model: Any, steps: int, microbatches: int, block: Callable[[nn.Module, int], object], evaluates: bool
+) -> list[dict[str, Tensor]]:
+    """Buffers and parameters of this rank after each step, and what an evaluation after it gave."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = []
+    for step in range(steps):
+        with zf.accumulate(model) if not isinstance(model, DistributedDataParallel) else nullcontext():
+            for i in range(microbatches):
+                with block(model, i):  # type: ignore[attr-defined]
+                    model(noise(5, 6, seed=10 * step + i)).square().mean().backward()
+        state = buffers_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluates:
+            model.eval()
+            with torch.no_grad():
+                state["evaluated"] = model(torch.ones(5, 6))
+            model.train()
+        history.append({**state, **parameters(model)})
+    return history
+
+
+def compared_with_ddp(microbatches: int, evaluates: bool, module: Callable[[], nn.Module] = Normed) -> list[str]:
+    def no_sync(model: Any, i: int) -> object:
+        return model.no_sync() if i < microbatches - 1 else nullcontext()
+
+    def nothing(model: Any, i: int) -> object:
+        return nullcontext()
+
+    torch.manual_seed(0)
+    reference = DistributedDataParallel(module(), broadcast_buffers=True)
+    expected = stepped(reference, 4, microbatches, no_sync, evaluates)
+    found = []
+    for stage in STAGES:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](module(), axis())
+        for step, (one, other) in enumerate(
+            zip(expected, stepped(model, 4, microbatches, nothing, evaluates), strict=True)
+        ):
+            assert one.keys() == other.keys()
+            found += [f"{stage}, step {step}: {name}" for name in one if not torch.equal(one[name], other[name])]
+    return found
+
+
+@pytest.mark.parametrize("module", [Normed, Unseen])
+@pytest.mark.parametrize(("microbatches", "evaluates"), [(1, True), (3, False)])
+def test_g15_buffers_are_those_of_ddp_on_every_rank(
+    ranks: Ranks, microbatches: int, evaluates: bool, module: type[nn.Module]
+) -> None:
+    assert ranks(2).run(compared_with_ddp, microbatches, evaluates, module) == [[]] * 2
+
+
+@pytest.mark.parametrize("how", ["after steps", "in other modes", "later"])
+def test_g15_changes_that_no_version_counts_are_found_when_they_begin_later(ranks: Ranks, how: str) -> None:
+    """The values of constants are compared again and again, ever more rarely, and at once if a module changes its mode."""
+
+    def case() -> list[bool]:
+        torch.manual_seed(0)
+        model: Any = zf.shard_params(Unseen(begins={"after steps": 5, "in other modes": 0, "later": 1}[how]), axis())
+        if how == "in other modes":
+            model.eval()
+        found = []
+        for number in range(10):
+            if number == 5:
+                model.train()
+            with torch.no_grad() if how == "later" else nullcontext():  # then a message asks, and no backward tells
+                loss = model(noise(5, 6, seed=number)).square().mean()
+            found.append(same_on_all_ranks([model.mean]))
+            if loss.requires_grad:
+                loss.backward()
+        with torch.no_grad():
+            model.eval()(torch.ones(5, 6))
+        return [*found, same_on_all_ranks([model.mean])]
+
+    # Of ten forwards, the 1st, 2nd, 4th and 8th compare; here buffers differ after each forward that changes them.
+    for found in ranks(2).run(case):
+        assert found[-1]
+        assert not found[-2], "it has changed"
+
+
+def compared_with_ddp_after_loading() -> list[str]:
+    found = []
+    histories = []
+    for stage in (None, *STAGES):
+        torch.manual_seed(0)
+        model: Any = DistributedDataParallel(Normed()) if stage is None else STAGES[stage](Normed(), axis())
+        history = stepped(model, 1, 1, lambda *_: nullcontext(), True)
+        model.load_state_dict(model.state_dict())
+        histories.append(history + stepped(model, 2, 1, lambda *_: nullcontext(), True))
+    for stage, history in zip(STAGES, histories[1:], strict=True):
+        for step, (one, other) in enumerate(zip(histories[0], history, strict=True)):
+            found += [f"{stage}, step {step}: {name}" for name in one if not torch.equal(one[name], other[name])]
+    return found
+
+
+def test_g15_buffers_are_those_of_ddp_after_loading_into_a_model_that_has_run(ranks: Ranks) -> None:
+    """They were broadcast no longer, and drifted apart."""
+    assert ranks(2).run(compared_with_ddp_after_loading) == [[]] * 2
+
+
+def same_on_all_ranks(tensors: list[Tensor]) -> bool:
+    flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.double().flatten() for t in tensors])
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("stage", "trained"),
+    [
+        *((stage, "forward and backward") for stage in STAGES),
+        ("zero1", "forward without gradients"),
+        ("zero3", "forward without gradients"),
+    ],
+)
+def test_g15_evaluation_gives_the_same_on_all_ranks(ranks: Ranks, stage: str, trained: str) -> None:
+    """Rank 0's statistics are what rank 0 would have alone; a forward that no backward follows counts too."""
+
+    def case() -> None:
+        torch.manual_seed(0)
+        alone = Normed()
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Normed(), axis())
+        for number in range(3):
+            x = noise(5, 6, seed=number)
+            alone(x)
+            with torch.no_grad() if trained == "forward without gradients" else nullcontext():
+                output = model(x)
+            if trained == "forward and backward":
+                output.square().mean().backward()
+        model.eval()
+        with torch.no_grad():
+            output = model(torch.ones(5, 6))
+        assert same_on_all_ranks([output, *buffers_of(model).values()])
+        if dist.get_rank() == 0:
+            values = buffers_of(model)
+            for name, buffer in buffers_of(alone).items():
+                assert torch.equal(values[name], buffer), name
+
+    ranks(3).run(case)
+
+
+@pytest.mark.parametrize("began", ["trained", "new", "frozen"])
+def test_g15_statistics_of_forwards_whose_graph_was_dropped_are_sent(ranks: Ranks, began: str) -> None:
+    """BatchNorm is calibrated anew by forwards in training mode whose outputs nobody wants, here with gradients enabled."""
+
+    def case() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval())
+        model = zf.shard_params(model, axis())
+        if began == "frozen":
+            model[1].eval()
+        if began != "new":
+            model(noise(5, 6, seed=0)).sum().backward()
+        model[1].train()
+        held = [model(noise(5, 6, seed=number)) for number in (1, 2)]
+
+        def evaluated() -> Tensor:
+            model[1].eval()
+            with torch.no_grad():
+                return model(torch.ones(5, 6))  # type: ignore[no-any-return]
+
+        if dist.get_rank() == 1:
+            held.clear()
+        dist.barrier()
+        assert not same_on_all_ranks([evaluated()]), "rank 0 may yet run a backward, which needs the values"
+        held.clear()
+        dist.barrier()
+        assert same_on_all_ranks([evaluated(), *model.buffers()])
+
+    ranks(2).run(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g15_local_buffers_stay_those_of_each_rank(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        torch.manual_seed(0)
+        alone = nn.BatchNorm1d(6)
+        model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis(), buffers="local")
+        model = zf.precision(zf.shard_optimizer(model, axis()), compute=torch.float32)
+        for number in range(3):
+            alone(noise(5, 6, seed=number))
+            model(noise(5, 6, seed=number)).square().mean().backward()
+        model.eval()
+        model(torch.ones(1, 6))
+        for name, buffer in model[0].named_buffers():
+            assert torch.equal(buffer, alone.get_buffer(name))
+        assert not same_on_all_ranks(list(model.buffers()))
+
+    ranks(2).run(case)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_g15_buffers_that_never_change_are_never_sent(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        sent = []
+        for is_buffer in (False, True):
+            torch.manual_seed(0)
+            model: Any = STAGES[stage](Still(is_buffer=is_buffer), axis())
+            for number in range(3):
+                with zf.traffic() as counted:
+                    model(noise(2, 6, seed=number)).sum().backward()
+                    model.eval()
+                    with torch.no_grad():
+                        model(noise(2, 6, seed=number))
+                    model.train()
+                    (model(noise(2, 6, seed=1)) + model(noise(2, 6, seed=2))).sum().backward()
+            sent.append((counted.calls, counted.nbytes))
+        assert sent[0] == sent[1]
+
+    ranks(3).run(case)
+
+
+def test_g15_rank_0_gives_the_values_at_the_first_forward(ranks: Ranks) -> None:
+    def case() -> None:
+        model = zf.shard_params(Normed(), axis())
+        for buffer in model.buffers():
+            buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
+        twin = copy.deepcopy(model)
+        local = zf.shard_params(Normed(), axis(), buffers="local")
+        for buffer in local.buffers():
+            buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
+        for each in (model, twin, local):
+            each.eval()(torch.ones(5, 6))
+            names = [name for name, _ in each.named_buffers() if not name.startswith("last")]
+            expected = dist.get_rank() + 1.0 if each is local else 1.0
+            assert all((each.get_buffer(name) == expected).all() for name in names if "flags" not in name)
+
+    ranks(3).run(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g15_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
+    """DDP writes buffers that a waiting backward has saved, and autograd refuses them."""
+
+    def case() -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
+        for number in range(2):
+            model(noise(5, 6, seed=number)).sum().backward()
+            model.eval()
+            loss = model(noise(5, 6, seed=5)).square().sum()
+            model.train()
+            loss = loss + model(noise(5, 6, seed=6)).square().sum() + model(noise(5, 6, seed=7)).square().sum()
+            loss.backward()
+        return list(buffers_of(model).values())
+
+    torch.manual_seed(0)
+    first, _ = ranks(2).run(case)
+
+    def alone() -> list[Tensor]:
+        norm = nn.BatchNorm1d(6)
+        for number in range(2):
+            for seed in (number, 6, 7):
+                norm(noise(5, 6, seed=seed))
+        return list(buffers_of(norm).values())
+
+    assert all(torch.equal(one, other) for one, other in zip(first, ranks(2).run(alone)[0], strict=True))
+
+
+def test_g15_statistics_told_in_several_backwards_are_sent_together(ranks: Ranks) -> None:
+    """While a graph waits nothing is sent, and what each backward tells adds up."""
+
+    def case() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        model = zf.shard_params(model, axis())
+        model(noise(5, 6, seed=0)).sum().backward()
+        waiting = model[2](noise(5, 6, seed=1))
+        for part in (0, 1):
+            model[part](noise(5, 6, seed=part + 2)).sum().backward()
+        for seed in (4, 5):  # the second one tells that nothing has changed since
+            model[1].eval()(noise(5, 6, seed=seed)).sum().backward()
+        waiting.sum().backward()
+        assert not same_on_all_ranks(list(model.buffers()))
+        model.eval()(torch.ones(1, 6))
+        assert same_on_all_ranks(list(model.buffers()))
+
+    ranks(2).run(case)
+
+
+def test_g15_sync_batch_norm_is_that_of_torch(ranks: Ranks) -> None:
+    """It takes the statistics of all ranks by collectives of its own, on accelerators only: on the CPU torch refuses."""
+
+    def case() -> None:
+        plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
+        model = zf.shard_params(nn.SyncBatchNorm.convert_sync_batchnorm(plain), axis())
+        assert isinstance(model[0], nn.SyncBatchNorm)
+        with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
+            model(noise(5, 6, seed=0))
+        model.eval()
+        plain.eval()
+        assert torch.equal(model(noise(5, 6, seed=0)), plain(noise(5, 6, seed=0))), "evaluation needs no collective"
+
+    ranks(2).run(case)
+
+
+def test_g15_buffers_that_differ_in_shape_are_refused(ranks: Ranks) -> None:
+    def case() -> None:
+        model = nn.Linear(3, 3)
+        model.register_buffer("table", torch.zeros(2 + dist.get_rank()))
+        with pytest.raises(zf.DisagreementError, match="different buffers"):
+            zf.shard_params(model, axis())(torch.ones(1, 3))
+        zf.shard_params(model, axis(), buffers="local")(torch.ones(1, 3)).sum().backward()
+        grown = nn.Linear(3, 3)
+        grown.register_buffer("table", torch.zeros(2))
+        grown = zf.shard_params(grown, axis())
+        grown(noise(5, 3, seed=1)).sum().backward()
+        grown.table = torch.zeros(2 + dist.get_rank())
+        grown(noise(5, 3, seed=2)).sum().backward()
+        with pytest.raises(zf.DisagreementError, match="different buffers"):
+            grown(noise(5, 3, seed=3))
+
+    ranks(2).run(case)
+
+
+def test_g15_layouts_are_compared_again_once_a_rank_tells_of_another() -> None:
+    """Else rank 0 would write over buffers of other shapes."""
+    sent: list[int] = []
+
+    def exchange(row: Tensor) -> Tensor:
+        sent.append(row.numel())
+        return torch.stack([row, row])
+
+    model = nn.BatchNorm1d(3)
+    statistics = Statistics(SimpleNamespace(size=2, exchange=exchange), are_local=False)  # type: ignore[arg-type]
+    statistics.watch(model)
+    statistics.begin()
+    statistics._send = lambda: None  # type: ignore[method-assign]
+    counts = []
+    for has_other_layout in (False, True):
+        sent.clear()
+        statistics.told([True, has_other_layout])
+        statistics.broadcast()
+        counts.append(len(sent))
+    assert counts == [0, 1]

@@ -1,0 +1,290 @@
+"""G44: `torch.compile` around, inside and before a transform gives what eager replicas give."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.support.models import Block
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import WIDTH, Tower, World, differences, noise
+
+
+class Recomputed(Tower):
+    """Each block is a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.leave(x)
+
+
+class Short(Tower):
+    """One block: compilers take their time for each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = self.blocks[:1]
+
+
+class Hooked(Tower):
+    """The weight of one block is computed by a hook before its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.blocks[1] = nn.utils.weight_norm(nn.Linear(7, 7))
+
+
+def _compile_blocks(model: Any, backend: str) -> Any:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend=backend)
+    return model
+
+
+def _compile_blocks_in_place(model: Any, backend: str) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def _compile_whole(model: Any, backend: str) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+# What is done to a model before and after `place`.
+ORDERS: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = {
+    "the whole, after": (None, _compile_whole),
+    "the whole, before": (_compile_whole, None),
+    "blocks, after": (None, _compile_blocks),
+    "blocks, before": (_compile_blocks, None),
+    "blocks in place, after": (None, _compile_blocks_in_place),
+}
+
+
+def _compiled() -> tuple[int, int]:
+    """How many graphs the compiler made, of how many calls."""
+    counted = torch._dynamo.utils.counters["stats"]
+    return counted["unique_graphs"], counted["calls_captured"]
+
+
+def _train(order: str, backend: str, build: Callable[[], nn.Module], world: World) -> None:
+    before, after = ORDERS[order]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = build()
+    model = run = world.place(before(plain, backend) if before is not None and not world.is_replica else plain)
+    if after is not None and not world.is_replica:
+        run = after(model, backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        run(noise(4, WIDTH, seed=step)).square().mean().backward()
+        world.reduce(model)
+        for parameter in model.parameters():  # names differ: torch.compile puts `_orig_mod` into them
+            world.note("gradient", parameter.grad)
+            world.note("parameter", parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        world.note("output", run(noise(4, WIDTH, seed=step)))
+    if not world.is_replica:
+        graphs, calls = _compiled()
+        assert graphs, "nothing was compiled"
+        assert calls > 3 * graphs, "only crumbs were compiled"
+        zf.check(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_g44_a_compiled_model_trains_as_replicas(ranks: Ranks, stage: str) -> None:
+    def trial(world: World) -> None:
+        _train("the whole, after", "aot_eager", Tower, world)
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=[stage]):
+        assert found == []
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "the whole, after"])
+def test_g44_transforms_and_compilation_commute(ranks: Ranks, order: str) -> None:
+    def trial(world: World) -> None:
+        _train(order, "eager", Tower, world)
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
+        assert found == []
+
+
+def test_g44_weights_that_hooks_compute_are_those_of_replicas(ranks: Ranks) -> None:
+    def trial(world: World) -> None:
+        _train("the whole, after", "eager", Hooked, world)
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
+        assert found == []
+
+
+def test_g44_checkpoints_of_compiled_blocks_train_as_replicas(ranks: Ranks) -> None:
+    def trial(world: World) -> None:
+        _train("blocks, after", "aot_eager", Recomputed, world)
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
+        assert found == []
+
+
+def _compiled_step(world: World) -> None:
+    """The user compiles a function that runs forward, backward and the optimizer."""
+    torch._dynamo.reset()
+    model = world.build(Tower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def forward_and_backward(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    if not world.is_replica:
+        forward_and_backward = torch.compile(forward_and_backward, backend="aot_eager")
+    for step in range(2):
+        world.note("loss", forward_and_backward(noise(4, WIDTH, seed=step)))
+        world.reduce(model)
+        world.note_model(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_g44_a_compiled_forward_and_backward_is_exact(ranks: Ranks) -> None:
+    for found in ranks(2, deadline_s=120).run(differences, _compiled_step, stages=["zero2"]):
+        assert found == []
+
+
+def _compiled_blocks(world: World) -> None:
+    """The user compiles a function that accumulates, and one that edits whole parameters."""
+    torch._dynamo.reset()
+    is_replica = world.is_replica
+    model = world.build(Tower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def backwards(one: Tensor, other: Tensor) -> None:
+        with nullcontext() if is_replica else zf.accumulate(model):  # a loop would make the compiler give up
+            model(one).square().mean().backward()
+            model(other).square().mean().backward()
+
+    def halve() -> None:
+        with nullcontext() if is_replica else zf.unsharded(model, writeback=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    if not is_replica:
+        backwards, halve = torch.compile(backwards, backend="eager"), torch.compile(halve, backend="eager")
+    for step in range(3):
+        backwards(noise(4, WIDTH, seed=2 * step), noise(4, WIDTH, seed=2 * step + 1))
+        world.reduce(model)
+        world.note_model(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    halve()
+    world.note_model(model)
+
+
+def test_g44_blocks_in_compiled_functions_are_run_as_they_are(ranks: Ranks) -> None:
+    """The compiler traced the reduction at the end of a block, and sometimes failed there on one rank."""
+    for found in ranks(2, deadline_s=120).run(differences, _compiled_blocks, stages=["zero1", "zero2"]):
+        assert found == []
+
+
+def _compiled_optimizer(make: Callable[..., torch.optim.Optimizer], world: World) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = world.build(Short)
+    optimizer = make(model.parameters())
+    step = torch.compile(optimizer.step, backend="aot_eager")  # of replicas too: its Adam rounds in another way
+    for seed in range(3):
+        model(noise(4, WIDTH, seed=seed)).square().mean().backward()
+        world.reduce(model)
+        world.note_model(model)
+        step()
+        optimizer.zero_grad()
+    assert _compiled()[0], "nothing was compiled"
+
+
+@pytest.mark.parametrize(("name", "stage"), [("momentum", "zero1"), ("AdamW", "zero3")])
+def test_g44_a_compiled_optimizer_steps_with_the_gradients_of_each_step(ranks: Ranks, name: str, stage: str) -> None:
+    """All steps once took the gradients of the first, silently, where every unit had one parameter; else the first raised."""
+    make: Callable[..., torch.optim.Optimizer] = {
+        "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    }[name]
+
+    def trial(world: World) -> None:
+        _compiled_optimizer(make, world)
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=[stage]):
+        assert found == []
+
+
+class _Sign(torch.optim.Optimizer):
+    """An optimizer that compiles the update of a tensor, as those of torchao do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self._update = torch.compile(self._one, backend="aot_eager", fullgraph=True, dynamic=False)
+
+    @staticmethod
+    def _one(parameter: Tensor, grad: Tensor, average: Tensor) -> None:
+        average.lerp_(grad, 0.1)
+        parameter.sub_(average.sign() * 0.01)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["average"] = torch.zeros_like(parameter)
+                    self._update(parameter.detach(), parameter.grad, state["average"])
+
+
+def test_g44_an_optimizer_that_compiles_its_update_is_exact(ranks: Ranks) -> None:
+    """The compiler raised at shards and gradients that begin inside the memory of their unit."""
+
+    def trial(world: World) -> None:
+        torch._dynamo.reset()
+        model = world.build(Short)
+        optimizer = _Sign(model.parameters())
+        for seed in range(2):
+            model(noise(4, WIDTH, seed=seed)).square().mean().backward()
+            world.reduce(model)
+            world.note_model(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero1", "zero3"]):
+        assert found == []
+
+
+def _graphs_of_blocks() -> tuple[int, int]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = zf.zero3(Tower(), axis())
+    _compile_blocks(model, "aot_eager")
+    model(noise(4, WIDTH, seed=0)).square().mean().backward()
+    compiled, _ = _compiled()
+    return compiled, torch._dynamo.explain(Block(7))(torch.randn(4, 7)).graph_count
+
+
+def test_g44_a_block_is_compiled_whole(ranks: Ranks) -> None:
+    """One graph serves all three blocks: entering a unit breaks the graph, its inside does not."""
+    for compiled, of_a_plain_block in ranks(2, deadline_s=120).run(_graphs_of_blocks):
+        assert of_a_plain_block == 1
+        assert compiled == 1

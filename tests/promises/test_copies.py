@@ -1,0 +1,219 @@
+"""Averages, and G28: a deep copy is an independent sharded model; pickling one refuses with advice."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+import zero_fn as zf
+from tests.distributed.training import STAGES
+from tests.support.profiles import SIZES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from zero_fn.resting import local_of
+
+
+def _train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
+    for step in range(steps):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=seed + step)).square().mean())
+
+
+def _deep_copies(world: World) -> None:
+    model = world.build(Tower)
+    fresh = copy.deepcopy(model)  # before the first forward
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _train(world, model, optimizer, 0)
+    model(noise(4, WIDTH, seed=3)).sum().backward()
+    world.reduce(model)
+    twin, its_optimizer = copy.deepcopy((model, optimizer))  # with gradients and states
+    world.note_model(twin)
+    optimizer.zero_grad()
+    its_optimizer.step()
+    its_optimizer.zero_grad()
+    _train(world, model, optimizer, 10)
+    _train(world, twin, its_optimizer, 20)
+    _train(world, fresh, torch.optim.SGD(fresh.parameters(), lr=1e-2), 30)
+    again = copy.deepcopy(copy.deepcopy(twin))
+    _train(world, again, torch.optim.SGD(again.parameters(), lr=1e-2), 40)
+    world.note_model(model, fresh, twin, again)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g28_deep_copies_train_on_their_own(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _deep_copies):
+        assert found == []
+
+
+def _part(world: World) -> None:
+    model = world.build(Tower)
+    block = copy.deepcopy(model.blocks[1])
+    optimizer = torch.optim.SGD([*model.parameters(), *block.parameters()], lr=1e-2)
+    for step in range(2):
+        loss = block(torch.ones(1, 7)).sum() + model(noise(4, WIDTH, seed=step)).square().mean()
+        loss.backward()
+        world.reduce(model, block)
+        world.note_model(model, block)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_g28_a_deep_copy_of_a_part_trains_on_its_own(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _part):
+        assert found == []
+
+
+def _tensors_on_their_own(stage: str) -> None:
+    torch.manual_seed(0)
+    model = STAGES[stage](Tower(), axis())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for tensor in (parameter.detach(), parameter.grad):
+            file = io.BytesIO()
+            torch.save(tensor, file)
+            assert local_of(tensor).untyped_storage().nbytes() == local_of(tensor).nbytes, name
+            file.seek(0)
+            for twin in (copy.deepcopy(tensor), torch.load(file, weights_only=False)):
+                assert type(twin) is type(tensor), name
+                assert torch.equal(local_of(twin), local_of(tensor)), name
+                local_of(twin).zero_()
+    assert any(bool(parameter.grad.any()) for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g28_single_parameters_and_gradients_are_copied_and_saved_without_their_unit(ranks: Ranks, stage: str) -> None:
+    """They lie in the memory of a unit: torch raised, or took all of it along into each copy and file."""
+    ranks(2).run(_tensors_on_their_own, stage)
+
+
+def _pickles() -> None:
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Tower(), axis())
+        for refused in (model, {"model": model}, model.blocks[0]):
+            with pytest.raises(zf.StateError, match=r"cannot be pickled[\s\S]*state_dict"):
+                pickle.dumps(refused)
+            with pytest.raises(zf.StateError, match=r"cannot be pickled[\s\S]*state_dict"):
+                torch.save(refused, io.BytesIO())
+        model(noise(2, WIDTH, seed=0)).sum().backward()  # none the worse
+
+
+def test_g28_pickle_and_torch_save_refuse_with_advice(ranks: Ranks) -> None:
+    ranks(2).run(_pickles)
+
+
+class Grouped(nn.Module):
+    """Holds a process group, as layers of sequence and expert parallelism do, as an attribute and in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.group = nn.Linear(3, 3), axis().get_group()
+        self.add_up = partial(dist.all_reduce, group=self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        self.add_up(total)
+        dist.all_reduce(total, group=self.group)
+        return self.inner(total)
+
+
+def _grouped() -> bool:
+    model = Grouped()
+    twin = zf.zero3(model, axis())
+    return twin.group is model.group and torch.equal(twin(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
+def test_process_groups_of_a_module_are_shared_by_its_copy(ranks: Ranks) -> None:
+    """It could not be copied."""
+    assert ranks(2).run(_grouped) == [True, True]
+
+
+# -- averages ---------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(WIDTH, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.leave(self.norm(self.enter(x)))
+        return output
+
+
+class Shadow:
+    """Averages parameters by `_foreach` operations, as the `EMAModel` of diffusers does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model  # which has the average at the end
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        parameters = [*model.parameters()]
+        torch._foreach_sub_(self.shadow, torch._foreach_sub(self.shadow, parameters), alpha=0.1)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        torch._foreach_copy_([p.data for p in self.module.parameters()], self.shadow)
+
+
+class Ema(nn.Module):
+    """Averages parameters and float buffers in one call, and copies the others, as the `ModelEmaV3` of timm does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        pairs = [*zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)]
+        for mine, theirs in pairs:
+            if not mine.is_floating_point():
+                mine.copy_(theirs)
+        floats = [(mine, theirs) for mine, theirs in pairs if mine.is_floating_point()]
+        torch._foreach_lerp_([mine for mine, _ in floats], [theirs for _, theirs in floats], weight=0.1)
+
+
+AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
+    "shadow": Shadow,
+    "ema": Ema,
+    "swa": lambda model: AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn()),
+    "with buffers": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+}
+
+
+def _averaged(stage: str, kind: str) -> None:
+    torch.manual_seed(0)
+    found = []
+    for model in (plain := Normed(), STAGES[stage](copy.deepcopy(plain), axis())):
+        average, optimizer = AVERAGES[kind](model), torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            model(
+                torch.arange(4.0 * WIDTH).view(4, WIDTH).sin() + step
+            ).square().mean().backward()  # the same on all ranks
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        if kind == "shadow":
+            average.end()
+        average.module.eval()
+        output = average.module(torch.ones(3, WIDTH)).detach()
+        found.append([output, *(full(value) for value in average.module.state_dict().values())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("stage", ALL)
+def test_averages_of_parameters_and_buffers_are_those_of_a_plain_model(ranks: Ranks, stage: str, kind: str) -> None:
+    ranks(2).run(_averaged, stage, kind)

@@ -1,0 +1,368 @@
+"""G23: hooks of users on parameters and modules.
+
+A hook of a parameter is called once in each backward (once in a block of `accumulate`), on every rank, with the resting
+gradient: the mean over ranks, as a DTensor placed as the parameter. DDP calls it with the local gradient, before the mean;
+for a hook that is linear the two orders are one, and exactly one if it scales by powers of two.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.distributed.training import STAGES
+from tests.promises.models import Stack
+from tests.promises.oracle import Run, differences, mean_of_ranks, noise
+from tests.support.profiles import SIZES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+
+
+def scaled(grad: Tensor) -> Tensor:
+    return grad * 4
+
+
+def doubled(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def hook_some(model: Any) -> list[Any]:
+    return [
+        model.enter.weight.register_hook(scaled),
+        model.layers[0].second.weight.register_hook(scaled),
+        model.layers[0].second.weight.register_hook(scaled),
+        model.layers[1].first.bias.register_post_accumulate_grad_hook(doubled),
+        model.leave.weight.register_post_accumulate_grad_hook(doubled),
+        model.leave.weight.register_hook(scaled),
+    ]
+
+
+class Hooked(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        hook_some(self)
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    return model(noise(3, 6, seed=seed)).square().mean()
+
+
+def plain(model: Any, run: Run, number: int) -> None:
+    run.backward(loss_of(model, number))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g23_hooks_registered_before_the_transform_fire(ranks: Ranks, n: int) -> None:
+    assert ranks(n).run(differences, Hooked, plain) == [[]] * n
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g23_hooks_come_and_go_at_any_time(ranks: Ranks, n: int) -> None:
+    def program(model: Stack, run: Run, number: int) -> None:
+        early = hook_some(model) if number != 1 else []
+        loss = loss_of(model, number)
+        late = hook_some(model) if number != 2 else []
+        for handle in early[::2]:
+            handle.remove()
+        run.backward(loss)
+        for handle in (*early, *late):
+            handle.remove()
+        if number == 1:
+            run.backward(loss_of(model, 7))
+
+    assert ranks(n).run(differences, Stack, program, steps=3) == [[]] * n
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g23_hooks_fire_in_autograd_grad_and_backward_into_inputs(ranks: Ranks, n: int) -> None:
+    """A hooked parameter was "not used in the graph"."""
+
+    def program(model: Stack, run: Run, number: int) -> object:
+        handles = hook_some(model)
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(loss_of(model, number), parameters)
+        run.backward(loss_of(model, number), inputs=list(model.layers.parameters()))
+        for handle in handles:
+            handle.remove()
+        return [run.mean(grad) for grad in grads]
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g23_hooks_fire_on_sums_of_accumulated_microbatches(ranks: Ranks, n: int) -> None:
+    def program(model: Stack, run: Run, number: int) -> None:
+        with run.accumulate():
+            for i in range(2):
+                run.backward(loss_of(model, 10 * number + i))
+
+    class Scaled(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter.weight.register_hook(scaled)
+            self.layers[0].second.weight.register_hook(scaled)  # type: ignore[operator]
+
+    assert ranks(n).run(differences, Scaled, program) == [[]] * n
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g23_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        torch.manual_seed(0)
+        reference = Stack()
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Stack(), axis())
+        seen: list[tuple[str, Tensor]] = []
+
+        def watch(name: str, parameter: nn.Parameter) -> None:
+            parameter.register_hook(lambda grad: seen.append((name, grad)))
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append((f"{name} after", p.grad)))
+
+        for name, parameter in model.named_parameters():
+            watch(name, parameter)
+        names = sorted(name for key, _ in model.named_parameters() for name in (key, f"{key} after"))
+
+        def fired(run: Callable[[], object]) -> dict[str, Tensor]:
+            seen.clear()
+            run()
+            assert sorted(name for name, _ in seen) == names
+            return dict(seen)
+
+        loss_of(reference, 1).backward()
+        gradients = fired(lambda: loss_of(model, 1).backward())
+        for name, parameter in model.named_parameters():
+            grad = gradients[name]
+            assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
+            assert grad.placements == parameter.placements
+            assert gradients[f"{name} after"] is parameter.grad
+            local = reference.get_parameter(name).grad
+            assert local is not None
+            assert torch.equal(full(grad), mean_of_ranks(local))
+        model.zero_grad()
+
+        def two_microbatches() -> None:
+            with zf.accumulate(model):
+                loss_of(model, 1).backward()
+                loss_of(model, 2).backward()
+
+        fired(two_microbatches)
+        loss = loss_of(model, 3)
+        fired(lambda: loss.backward(retain_graph=True))
+        fired(loss.backward)
+        fired(lambda: loss_of(model, 4).backward(inputs=list(model.parameters())))
+        fired(lambda: loss_of(model, 4).backward(create_graph=True))
+        model.zero_grad()
+        seen.clear()
+        torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
+        assert sorted(name for name, _ in seen) == sorted(key for key, _ in model.named_parameters())
+
+    ranks(3).run(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g23_hooks_of_several_parameters_come_and_go(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        model: Any = STAGES[stage](Stack(), axis())
+        some = [model.enter.weight, model.layers[1].first.bias, model.leave.bias]
+        seen: list[object] = []
+
+        def fired() -> list[object]:
+            seen.clear()
+            loss_of(model, 1).backward()
+            return sorted(map(str, seen))
+
+        for parameter in some:
+            parameter.requires_grad_(False)
+        fired()
+        for parameter in some:
+            parameter.requires_grad_(True)
+        every = register_multi_grad_hook(some, lambda grads: seen.append(sum(grad is not None for grad in grads)))
+        register_multi_grad_hook(some, lambda grad: seen.append("any"), mode="any")
+        assert fired() == ["3", "any"]
+        every.remove()
+        assert fired() == ["any"]
+
+    ranks(2).run(case)
+
+
+def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    """Every few layers have an optimizer that steps, and drops their gradients, once the last of these has come."""
+
+    def attach(*modules: nn.Module) -> None:
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        optimizer, missing = optimizer_of(parameters), set(parameters)
+
+        def step(parameter: Tensor) -> None:
+            missing.remove(parameter)  # type: ignore[arg-type]
+            if not missing:
+                optimizer.step()
+                optimizer.zero_grad()
+                missing.update(parameters)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(step)
+
+    attach(model.enter, model.layers[0])
+    attach(model.layers[1], model.layers[2])
+    attach(model.leave)
+    for number in range(3):
+        loss_of(model, number + axis().get_local_rank()).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [("replicate", "memory"), ("zero1", "disk"), ("zero2", "memory"), ("zero3", "memory"), ("zero3", "disk")],
+)
+def test_g23_optimizers_may_step_in_hooks_while_backward_runs(
+    ranks: Ranks, tmp_path: Path, stage: str, where: str
+) -> None:
+    def case() -> None:
+        torch.manual_seed(0)
+        expected: Any = STAGES[stage](Stack(), axis())
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Stack(), axis())
+        stock = AdamW(expected.parameters(), lr=0.01)
+        for number in range(3):
+            loss_of(expected, number + axis().get_local_rank()).backward()
+            stock.step()
+            stock.zero_grad()
+        tier = zf.nvme(tmp_path)
+        if where == "disk":
+            model = zf.offload(model, params=tier, grads=tier)
+            _train_from_hooks(model, lambda parameters: zf.streamed(AdamW(parameters, lr=0.01), tier))
+        else:
+            _train_from_hooks(model, lambda parameters: AdamW(parameters, lr=0.01))
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(full(one), full(other))
+
+    ranks(2).run(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g23_an_optimizer_that_steps_in_hooks_of_nodes_is_refused(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        model: Any = STAGES[stage](Stack(), axis())
+        before = [full(parameter) for parameter in model.parameters()]
+        _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.01})
+        with pytest.raises(zf.StateError, match="node that accumulates"):
+            loss_of(model, axis().get_local_rank()).backward()
+        assert all(map(torch.equal, before, map(full, model.parameters())))
+
+    ranks(2).run(case)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g23_hooks_of_modules_fire_as_in_replicas(ranks: Ranks, n: int) -> None:
+    def program(model: Stack, run: Run, number: int) -> object:
+        seen: list[object] = []
+        handles = []
+
+        def note(*values: object) -> None:
+            seen.extend(values)
+
+        for module in (model, model.enter, model.layers[0], model.layers[1].first, model.layers[2]):
+            handles += [
+                module.register_forward_pre_hook(lambda _, args: note(args)),
+                module.register_forward_hook(lambda _, args, output: note(output)),
+                module.register_full_backward_pre_hook(lambda _, grads: note(grads)),
+                module.register_full_backward_hook(lambda _, inputs, outputs: note(inputs, outputs)),
+            ]
+        handles += [
+            model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+            model.layers[1].register_forward_hook(lambda _, args, output: output * 0.5),
+            model.layers[2].register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,)),  # type: ignore[index]
+            model.layers[0].register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 4,)),  # type: ignore[index]
+        ]
+        run.backward(model(noise(3, 6, seed=number).requires_grad_()).square().mean())
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+class Reparametrized(nn.Module):
+    """Layers that are units, and whose weights are computed by hooks before their forward: old GANs, pruned models."""
+
+    def __init__(self, wrap: str = "") -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.layers = nn.ModuleList(
+                [
+                    nn.utils.spectral_norm(nn.Linear(6, 9)),
+                    nn.utils.weight_norm(nn.Linear(9, 9)),
+                    prune.random_unstructured(nn.Linear(9, 9), "weight", 0.4),
+                    nn.utils.weight_norm(nn.Linear(9, 3)),
+                ]
+            )
+        if wrap != "reentrant":  # which reduces the gradient of each use by itself, so the sum has another order
+            self.layers[2].bias = self.layers[0].bias  # of the root: called alone, these layers enter two units
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.wrap == "reentrant") if self.wrap else layer(x))
+        return x
+
+
+@pytest.mark.parametrize("wrap", ["", "checkpoint", "reentrant"])
+def test_g23_hooks_before_a_forward_may_compute_weights(ranks: Ranks, wrap: str) -> None:
+    def program(model: Any, run: Run, number: int) -> object:
+        x = noise(4, 6, seed=number).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True) if not wrap else (x,)
+        run.backward(output.square().mean() + slope.square().sum())
+        with torch.no_grad():
+            first, second, third, _ = model.layers
+            return model(x), third(second(first(x)))
+
+    assert ranks(2).run(differences, lambda: Reparametrized(wrap), program) == [[]] * 2
+
+
+def test_g23_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(ranks: Ranks) -> None:
+    def refuse(_module: nn.Module, _args: object) -> None:
+        raise InterruptedError
+
+    def fail(model: Any, number: int) -> None:
+        layer = model.layers[number]
+        handle = layer.register_forward_pre_hook(refuse)
+        with pytest.raises(InterruptedError):
+            model(noise(4, 6, seed=number))
+        handle.remove()
+        for name, parameter in layer._parameters.items():
+            assert getattr(layer, name) is parameter, f"another tensor stands under {name}"
+
+    def program(model: Any, run: Run, number: int) -> object:
+        fail(model, number % 3)
+        run.backward(model(noise(4, 6, seed=number)).square().mean())
+        fail(model, 2)  # the next forward comes after a step
+
+    assert ranks(2).run(differences, Reparametrized, program, steps=3) == [[]] * 2
+
+
+def test_g23_a_transformed_model_can_be_transformed_with_its_hooks(ranks: Ranks) -> None:
+    def case() -> list[str]:
+        def again(model: Any) -> nn.Module:
+            loss_of(model, 5).backward()
+            model.zero_grad()
+            return zf.shard_params(model, axis())
+
+        return differences(Hooked, plain, transform=again)
+
+    assert ranks(2).run(case) == [[]] * 2

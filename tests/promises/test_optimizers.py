@@ -1,0 +1,437 @@
+"""G31 groups and schedules, G32 optimizers built too early, G40 clipping, G42 loss scaling, N5 whole-tensor optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.distributed.training import STAGES, parameters
+from tests.support.profiles import SIZES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full, fulls
+from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+
+# -- G31 --------------------------------------------------------------------------------------------------------------
+
+
+def _groups(kind: str, world: World) -> None:
+    """Two groups, a third one added later, schedules that change them, and a learning rate that is a tensor."""
+    model = world.build(Tower)
+    first, second, third = (list(block.parameters()) for block in model.blocks)
+    groups: list[dict[str, Any]] = [
+        {"params": first, "lr": 3e-2},
+        {"params": second, "weight_decay": 0.3},
+    ]
+    optimizer: torch.optim.Optimizer
+    if kind == "tensor lr":
+        groups[0]["lr"] = torch.tensor(3e-2)
+        optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-2), foreach=False)
+    elif kind == "foreach":
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=True, amsgrad=True)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
+    schedules: list[torch.optim.lr_scheduler.LRScheduler] = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda e: 1 / (1 + e), lambda e: 0.5**e])
+    ]
+    if kind == "sgd":
+        schedules.append(torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-2, step_size_up=2))
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group({"params": [*third, *model.enter.parameters()], "lr": 2e-2})
+            schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        for schedule in schedules:
+            schedule.step()
+        for group in optimizer.param_groups:
+            world.note("lr", torch.as_tensor(group["lr"], dtype=torch.float64))
+    for name, parameter in model.named_parameters():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            world.note(f"{key} of {name}", value if isinstance(value, Tensor) else torch.tensor(value))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "foreach", "tensor lr"])
+@pytest.mark.parametrize("n", SIZES)
+def test_g31_groups_schedules_and_tensor_rates_are_exact(ranks: Ranks, n: int, kind: str) -> None:
+    def trial(world: World) -> None:
+        _groups(kind, world)
+
+    for found in ranks(n).run(differences, trial):
+        assert found == []
+
+
+# -- G32 --------------------------------------------------------------------------------------------------------------
+
+
+def _built_too_early(stage: str) -> None:
+    torch.manual_seed(0)
+    plain = Tower()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    model: Any = STAGES[stage](plain, axis())
+    with pytest.raises(
+        zf.StaleError, match=r"replaced by \w+ at .*training.py|replaced by \w+ at .*test_optimizers.py"
+    ):
+        zf.check(model, optimizer)
+    model(noise(4, WIDTH, seed=0)).square().mean().backward()
+    before = parameters(model)
+    with pytest.raises(zf.StaleError, match="build the optimizer after the last transform"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+    assert not optimizer.state, "the step was refused after it had begun"
+    torch.manual_seed(0)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), Tower().parameters(), strict=True))
+    late = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zf.check(model, late)
+    late.step()
+    again = zf.precision(model, compute=torch.float64)  # a second transform replaces parameters too
+    again(noise(4, WIDTH, seed=0).double()).square().mean().backward()
+    with pytest.raises(zf.StaleError):
+        zf.check(again, late)
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g32_an_optimizer_built_before_the_transform_raises_and_updates_nothing(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_built_too_early, stage)
+
+
+# -- G40 --------------------------------------------------------------------------------------------------------------
+
+NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
+
+
+def _clipped(stage: str | None, p: float, foreach: bool) -> tuple[Tensor, list[Tensor], float]:
+    """The total norm of a gradient, the clipped gradients, and the number of summands."""
+    world = World(stage)
+    model = world.build(Tower)
+    model(noise(4, WIDTH, seed=0)).square().mean().backward()
+    world.reduce(model)
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=p, foreach=foreach)
+    grads = fulls(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return full(total), grads, float(sum(grad.numel() for grad in grads))
+
+
+def _norms(p: float, foreach: bool) -> None:
+    expected, clipped, numel = _clipped(None, p, foreach)
+    for stage in ALL:
+        total, grads, _ = _clipped(stage, p, foreach)
+        everyone = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, total)
+        assert all(torch.equal(other, total) for other in everyone), f"{stage}: ranks hold different norms"
+        if math.isinf(p):
+            assert torch.equal(total, expected)
+            assert all(torch.equal(one, other) for one, other in zip(clipped, grads, strict=True))
+            continue
+        # A sum of n non-negative terms in any order is exact up to gamma_n; the root and the powers add a few units.
+        unit = torch.finfo(torch.float32).eps / 2
+        bound = 2 * (numel + 20) * unit * max(1.0, 1 / p)
+        assert abs(total.item() - expected.item()) <= bound * expected.item(), stage
+        for one, other in zip(clipped, grads, strict=True):  # each is one product of a gradient that is exact
+            assert torch.all((one - other).abs() <= (bound + 4 * unit) * one.abs()), stage
+
+
+@pytest.mark.parametrize(("p", "foreach"), [*((p, True) for p in NORMS), (2.0, False), (math.inf, False)])
+@pytest.mark.parametrize("n", SIZES)
+def test_g40_the_clipped_norm_is_that_of_replicas(ranks: Ranks, n: int, p: float, foreach: bool) -> None:
+    ranks(n).run(_norms, p, foreach)
+
+
+def _nonfinite(value: float) -> None:
+    """One rank alone has the bad element in its shard: all ranks decide alike."""
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Tower(), axis())
+        model(noise(4, WIDTH, seed=0)).square().mean().backward()
+        grad = model.enter.weight.grad
+        if dist.get_rank() == 1 or stage == "replicate":
+            grad.to_local()[0, 0] = value
+        before = fulls(parameter.grad for parameter in model.parameters())
+        # Not math.inf for NaN: the maximum of gloo drops it, and torch's norm of a sharded gradient with it.
+        for p in (1.0, 2.0, math.inf if math.isinf(value) else 3.0):
+            with pytest.raises(RuntimeError, match="non-finite"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=p, error_if_nonfinite=True)
+        after = fulls(parameter.grad for parameter in model.parameters())
+        for value_after, value_before in zip(after, before, strict=True):
+            assert torch.equal(value_after.nan_to_num(1, 2, 3), value_before.nan_to_num(1, 2, 3))
+        total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert not torch.isfinite(full(total))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_g40_ranks_agree_that_a_norm_is_not_finite(ranks: Ranks, value: float) -> None:
+    ranks(2).run(_nonfinite, value)
+
+
+# -- G42 --------------------------------------------------------------------------------------------------------------
+
+
+def _scaled(world: World) -> None:
+    """An overflow that one rank's data causes at step 2."""
+    model = world.build(Tower)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    for step in range(6):
+        x = noise(4, WIDTH, seed=step)
+        if step == 2 and dist.get_rank() == 1:
+            x[0, 0] = math.inf
+        scaler.scale(model(x).square().mean()).backward()
+        world.reduce(model)
+        scaler.unscale_(optimizer)
+        if step != 2:
+            world.note_model(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        world.note("scale", torch.tensor(scaler.get_scale()))
+        for name, parameter in model.named_parameters():
+            world.note(name, parameter)
+            for key, value in sorted(optimizer.state[parameter].items()):
+                world.note(f"{key} of {name}", value)
+    assert scaler.get_scale() == 4.0, "backed off once, grew once"
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g42_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _scaled):
+        assert found == []
+
+
+def _overflow_in_one_shard() -> list[tuple[float, bool]]:
+    """Only the shard of rank 0 holds the infinity; other ranks' gradients are finite, or empty."""
+    found = []
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Tower(), axis())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(noise(4, WIDTH, seed=0)).square().mean()).backward()
+        if dist.get_rank() == 0 or stage == "replicate":
+            model.leave.bias.grad.to_local()[0] = math.inf
+        before = parameters(model)
+        scaler.step(optimizer)
+        scaler.update()
+        is_unchanged = all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+        found.append((scaler.get_scale(), is_unchanged and not optimizer.state))
+    return found
+
+
+def test_g42_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
+    for rank in ranks(3).run(_overflow_in_one_shard):
+        assert rank == [(2.0, True)] * len(ALL)
+
+
+# -- N5 ---------------------------------------------------------------------------------------------------------------
+
+
+class Lamb(torch.optim.SGD):
+    """Known by its name."""
+
+
+class DistributedShampoo(torch.optim.SGD):
+    """Known by a part of its name."""
+
+
+class MyLamb(Lamb):
+    """Known by what it derives from."""
+
+
+class Cautious(torch.optim.SGD):
+    """Known by an option: it scales updates by how many of the whole tensor agree in sign with the gradient."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.param_groups[0]["caution"] = True
+
+
+WHOLE_TENSOR: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+    "Lamb": lambda ps: Lamb(ps, lr=1e-2),
+    "DistributedShampoo": lambda ps: DistributedShampoo(ps, lr=1e-2),
+    "MyLamb": lambda ps: MyLamb(ps, lr=1e-2),
+    "Cautious": lambda ps: Cautious(ps, lr=1e-2),
+}
+
+
+def _whole_tensor_optimizer(kind: str) -> None:
+    for stage in ("zero1", "zero2", "zero3"):
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Tower(), axis())
+        optimizer = WHOLE_TENSOR[kind](list(model.parameters()))
+        model(noise(4, WIDTH, seed=0)).square().mean().backward()
+        before = parameters(model)
+        with pytest.raises(zf.PlacementError, match=rf"{kind} looks at whole tensors, and 'enter.weight' is sharded"):
+            optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+        assert not optimizer.state
+        with pytest.raises(zf.PlacementError, match="looks at whole tensors"):
+            zf.check(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", WHOLE_TENSOR)
+def test_n5_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(ranks: Ranks, kind: str) -> None:
+    ranks(2).run(_whole_tensor_optimizer, kind)
+
+
+def _whole_tensor_over_replicas(kind: str, world: World) -> None:
+    model = world.build(Tower)
+    optimizer = WHOLE_TENSOR[kind](list(model.parameters()))
+    for step in range(3):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_n5_an_optimizer_over_whole_tensors_is_exact_over_replicated_parameters(ranks: Ranks, kind: str) -> None:
+    def trial(world: World) -> None:
+        _whole_tensor_over_replicas(kind, world)
+
+    for found in ranks(2).run(differences, trial, stages=["replicate"]):
+        assert found == []
+
+
+def _mixed(world: World) -> None:
+    """As the error advises: matrices replicated for Muon, all else sharded under AdamW."""
+    torch.manual_seed(0)
+    model: nn.Module = Tower()
+    if not world.is_replica:
+        model = zf.replicate(zf.shard_params(model, axis(), where=lambda name, p: p.ndim < 2), axis())
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    muon = torch.optim.Muon(matrices, lr=1e-2)
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=1e-2)
+    for step in range(3):
+        model(noise(4, WIDTH, seed=step)).square().mean().backward()
+        world.reduce(model)
+        world.note_model(model)
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_n5_what_the_error_advises_is_exact(ranks: Ranks) -> None:
+    for found in ranks(3).run(differences, _mixed, stages=["zero3"]):
+        assert found == []
+
+
+ELEMENTWISE: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-2),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
+    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=1e-2),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, momentum=0.5, centered=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, maximize=True),
+}
+
+
+def _elementwise(world: World) -> None:
+    for name, make in ELEMENTWISE.items():
+        model = world.build(Tower)
+        optimizer = make(list(model.parameters()))
+        for step in range(2):
+            model(noise(4, WIDTH, seed=step)).square().mean().backward()
+            world.reduce(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        for fqn, parameter in model.named_parameters():
+            world.note(f"{name}: {fqn}", parameter)
+
+
+def test_n5_elementwise_optimizers_of_torch_are_exact(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _elementwise):
+        assert found == []
+
+
+# -- gradients that users assign --------------------------------------------------------------------------------------
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer that is none of torch's."""
+
+
+def _assigned_gradients(stage: str, optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """A whole plain gradient is cut by the optimizer, and by the next backward, which adds to it."""
+    torch.manual_seed(0)
+    plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
+    model = STAGES[stage](plain, axis())
+    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
+    optimizers = [
+        zf.streamed(optimizer_of(pairs[i][0] for i in (0, 1)), zf.cpu())
+        if optimizer_of is _fused
+        else optimizer_of(model.parameters()),
+        optimizer_of(plain.parameters()),
+    ]
+    for step in range(3):
+        for p, q in pairs:
+            q.grad = torch.randn(q.shape)
+            p.grad = q.grad.clone()
+        if step == 1:
+            for module in (model, plain):
+                module(batch).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in pairs:
+            torch.testing.assert_close(full(p), q, rtol=1e-6, atol=1e-7)
+
+
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.1, fused=True)
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 0.1),
+        lambda p: Own(p, 0.1),
+        _fused,
+    ],
+    ids=["sgd", "adamw", "own", "streamed"],
+)
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+def test_whole_gradients_that_are_assigned_are_cut(
+    ranks: Ranks, stage: str, optimizer_of: Callable[[Any], Any]
+) -> None:
+    ranks(2).run(_assigned_gradients, stage, optimizer_of)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As that of timm (arXiv:1907.08610): it never calls `Optimizer.__init__`, and has the hooks of a step alone."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state, self.steps = defaultdict(dict), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss, self.steps = self.inner.step(closure), self.steps + 1
+        for parameter in self.param_groups[0]["params"] if self.steps % 2 == 0 else ():
+            slow = self.inner.state[parameter].setdefault("slow", torch.empty_like(parameter).copy_(parameter))
+            slow.add_(parameter - slow, alpha=0.5)
+            parameter.copy_(slow)
+        return loss
+
+
+def _looked_ahead(world: World) -> None:
+    model = world.build(Tower)
+    optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(5):
+        if step == 3:
+            optimizer.inner.load_state_dict(optimizer.inner.state_dict())
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+    world.note_model(model)
+
+
+def test_an_optimizer_that_never_calls_its_base_is_exact(ranks: Ranks) -> None:
+    """A hook of ours looked for what `Optimizer.__init__` makes, also in optimizers over plain models."""
+    for found in ranks(2).run(differences, _looked_ahead, stages=ALL):
+        assert found == []

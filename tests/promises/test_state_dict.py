@@ -1,0 +1,431 @@
+"""G29 state dicts before the first forward and what they alias, G30 what `load_state_dict` takes and refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+import zero_fn as zf
+from tests.distributed.training import STAGES, parameters
+from tests.support.groups import pretended
+from tests.support.models import Odd
+from tests.support.profiles import SIZES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full, named_fulls
+from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from zero_fn.resting import local_of
+from zero_fn.transforms.loading import keeps_every_bit
+
+# -- G29 --------------------------------------------------------------------------------------------------------------
+
+
+class Normalized(Tower):
+    """With buffers, one of them not persistent."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x)) * self.scale
+
+
+def _before_the_first_forward(world: World) -> None:
+    model = world.build(Normalized)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    for key, value in saved.items():
+        world.note(key, value)
+    other = world.build(Normalized, seed=1)
+    other.load_state_dict(saved)
+    for each in (model, other):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for step in range(2):
+            world.step(each, optimizer, each(noise(4, WIDTH, seed=step)).square().mean())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g29_a_state_dict_before_the_first_forward_is_whole_and_loads(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _before_the_first_forward):
+        assert found == []
+
+
+def _aliasing(world: World) -> None:
+    """As torch documents: entries share memory with the model, so that they follow it; `clone` keeps a moment."""
+    model = world.build(Tower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alias = model.state_dict()
+    kept = {key: value.detach().clone() for key, value in alias.items()}
+    average = {key: value.detach().clone() for key, value in alias.items()}
+    for step in range(3):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        for key, value in model.state_dict().items():
+            average[key].mul_(0.5).add_(value, alpha=0.5)  # what an average of weights does
+    for states in (alias, kept, average):
+        for key, value in states.items():
+            world.note(key, value)
+
+
+def test_g29_a_state_dict_aliases_the_model_as_that_of_a_replica_does(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _aliasing):
+        assert found == []
+
+
+def _copied_and_pickled(stage: str) -> None:
+    """The best epoch is kept in memory, and the last one in a file of each rank."""
+    torch.manual_seed(0)
+    model = STAGES[stage](Odd(), axis())
+    for module in (model, STAGES[stage](model, axis())):  # hooks are there once
+        state = module.state_dict()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        kept = {"copied": copy.deepcopy(state), "pickled": torch.load(file, weights_only=False)}
+        for key, value in state.items():
+            own = value.to_local() if isinstance(value, DTensor) else value
+            for how, other in kept.items():
+                held = other[key].to_local() if isinstance(other[key], DTensor) else other[key]
+                assert type(other[key]) is type(value), (how, key)
+                assert torch.equal(held, own), (how, key)
+                assert not own.numel() or held.data_ptr() != own.data_ptr(), (how, key)
+        before = parameters(module)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        module.load_state_dict(kept["copied"])
+        assert all(torch.equal(value, before[name]) for name, value in parameters(module).items())
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g29_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(ranks: Ranks, stage: str) -> None:
+    """torch 2.13 takes a DTensor whose local tensor begins inside its memory for a plain one, and raised."""
+    ranks(2).run(_copied_and_pickled, stage)
+
+
+# -- G30 --------------------------------------------------------------------------------------------------------------
+
+
+def _whole(build: Callable[[], nn.Module] = Tower, seed: int = 5) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return build().state_dict()
+
+
+def _loads_whole(world: World) -> None:
+    model = world.build(Tower)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model.load_state_dict(_whole(seed=step))  # between steps: kept gathered parameters are stale
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_g30_whole_tensors_are_sharded_on_load(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _loads_whole):
+        assert found == []
+
+
+def _loads_any_stage(saved: str, loaded: str) -> None:
+    torch.manual_seed(3)
+    source = STAGES[saved](Odd(), axis())
+    torch.manual_seed(0)
+    model: Any = STAGES[loaded](Odd(), axis())
+    model.load_state_dict(source.state_dict())
+    expected = parameters(source)
+    for name, value in parameters(model).items():
+        assert torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("replicate", "zero3"), ("zero1", "replicate"), ("zero1", "zero3"), ("zero3", "zero1"), ("zero3", "zero3")],
+)
+def test_g30_shards_of_another_stage_are_redistributed_on_load(ranks: Ranks, saved: str, loaded: str) -> None:
+    ranks(3).run(_loads_any_stage, saved, loaded)
+
+
+def _loads_other_layout() -> None:
+    torch.manual_seed(0)
+    model = zf.zero3(Tower(), axis())
+    whole = _whole()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model.load_state_dict({key: distribute_tensor(value, mesh, [Replicate()]) for key, value in whole.items()})
+    assert all(torch.equal(value, whole[key]) for key, value in named_fulls(model.state_dict()).items())
+    by_columns = {
+        key: distribute_tensor(value + 1, mesh, [Shard(value.ndim - 1) if value.ndim else Replicate()])
+        for key, value in whole.items()
+    }
+    model.load_state_dict(by_columns)
+    assert all(torch.equal(value, whole[key] + 1) for key, value in named_fulls(model.state_dict()).items())
+
+
+def test_g30_shards_of_another_layout_are_redistributed_on_load(ranks: Ranks) -> None:
+    ranks(3).run(_loads_other_layout)
+
+
+def _refused(change: Callable[[dict[str, Any]], object], kind: type[Exception], match: str) -> None:
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Normalized(), axis())
+        before = named_fulls(model.state_dict())
+        entries: dict[str, Any] = _whole(Normalized)
+        change(entries)
+        with pytest.raises(kind, match=match):
+            model.load_state_dict(entries)
+        for key, value in named_fulls(model.state_dict()).items():
+            assert torch.equal(value, before[key]), f"{stage}: {key} was written"
+
+
+def _refusals(case: str) -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("other", "mesh"))
+
+    def put(key: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], object]:
+        return lambda entries: entries.update({key: value(entries[key])})
+
+    bits = "would lose bits"
+    cases: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+        "shape of the last": (put("norm.bias", lambda t: t[:3]), r"size mismatch for norm.bias"),
+        "shape of a scalar": (put("blocks.2.gate", lambda t: t.expand(2)), r"size mismatch for blocks.2.gate"),
+        "shape of a buffer": (put("norm.running_mean", lambda t: t[:1]), r"size mismatch for norm.running_mean"),
+        "double to float": (put("leave.weight", Tensor.double), rf"leave.weight {bits}[\s\S]*float64[\s\S]*float32"),
+        "complex to real": (put("leave.weight", lambda t: t + 0j), rf"leave.weight {bits}"),
+        "int64 to float": (put("leave.weight", Tensor.long), rf"leave.weight {bits}"),
+        "float to an integer buffer": (put("norm.num_batches_tracked", Tensor.float), bits),
+        "double to a float buffer": (put("norm.running_var", Tensor.double), rf"norm.running_var {bits}"),
+        "another mesh": (
+            put("leave.bias", lambda t: distribute_tensor(t, mesh, [Replicate(), Replicate()])),
+            "leave.bias lies on another mesh",
+        ),
+    }
+    change, match = cases[case]
+    _refused(change, zf.CheckpointError, match)
+
+
+@pytest.mark.parametrize("case", ["shape of the last", "shape of a scalar", "shape of a buffer"])
+def test_g30_another_shape_raises_and_nothing_is_written(ranks: Ranks, case: str) -> None:
+    ranks(2).run(_refusals, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "double to float",
+        "complex to real",
+        "int64 to float",
+        "float to an integer buffer",
+        "double to a float buffer",
+    ],
+)
+def test_g30_a_narrower_dtype_raises_and_nothing_is_written(ranks: Ranks, case: str) -> None:
+    ranks(2).run(_refusals, case)
+
+
+def test_g30_another_mesh_raises_and_nothing_is_written(ranks: Ranks) -> None:
+    ranks(2).run(_refusals, "another mesh")
+
+
+def _widening(world: World) -> None:
+    model = world.build(Tower)
+    entries = {key: value.to(torch.bfloat16) for key, value in _whole().items()}
+    entries["blocks.0.gate"] = torch.tensor([3], dtype=torch.int8)  # a scalar as old checkpoints have it
+    model.load_state_dict(entries)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    world.step(model, optimizer, model(noise(4, WIDTH, seed=1)).square().mean())
+    world.note_model(model)
+
+
+def test_g30_a_wider_dtype_loads_exactly(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _widening):
+        assert found == []
+
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+def _extremes(dtype: torch.dtype) -> Tensor:
+    """Values that a cast to too small a dtype changes."""
+    if dtype == torch.bool:
+        return torch.tensor([False, True])
+    if dtype.is_floating_point or dtype.is_complex:
+        limits = torch.finfo(dtype)
+        values = [limits.max, limits.min, 1 + limits.eps, limits.smallest_normal * limits.eps, 0.5]
+        return (torch.tensor(values, dtype=torch.float64) * (1 + 1j if dtype.is_complex else 1)).to(dtype)
+    whole = torch.iinfo(dtype)
+    return torch.tensor([whole.min, whole.max, whole.max - 1, 1], dtype=dtype)
+
+
+def _numbers(values: Tensor) -> list[complex]:
+    """As Python's numbers, whose comparison is exact."""
+    return (values.double() if values.is_floating_point() else values).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_g30_a_dtype_keeps_every_bit_if_it_keeps_the_extremes(source: torch.dtype) -> None:
+    values = _extremes(source)
+    for target in DTYPES:
+        survive = _numbers(values.to(target)) == _numbers(values)
+        assert keeps_every_bit(source, target) == survive, target
+
+
+def test_g30_missing_and_unexpected_keys_are_named(ranks: Ranks) -> None:
+    def refused() -> None:
+        torch.manual_seed(0)
+        model = zf.zero3(Tower(), axis())
+        entries = _whole()
+        entries["extra"] = entries.pop("leave.bias")
+        with pytest.raises(
+            RuntimeError, match=r"Missing key\(s\)[\s\S]*leave.bias[\s\S]*Unexpected key\(s\)[\s\S]*extra"
+        ):
+            model.load_state_dict(entries)
+        found = model.load_state_dict(entries, strict=False)
+        assert (found.missing_keys, found.unexpected_keys) == (["leave.bias"], ["extra"])
+
+    ranks(2).run(refused)
+
+
+def _ranks_load_different_values() -> str:
+    torch.manual_seed(0)
+    model = zf.zero3(Tower(), axis())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    model.load_state_dict(_whole(seed=dist.get_rank()))
+    before = {key: value.to_local().clone() for key, value in model.state_dict().items() if isinstance(value, DTensor)}
+    with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+        model(noise(2, WIDTH, seed=0))
+    assert all(torch.equal(value.to_local(), before[key]) for key, value in model.state_dict().items())
+    model.load_state_dict(_whole(seed=7))
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    return str(caught.value)
+
+
+def test_g30_ranks_that_load_different_tensors_get_the_same_error(ranks: Ranks) -> None:
+    assert len(set(ranks(3).run(_ranks_load_different_values))) == 1
+
+
+def _assigned(world: World) -> None:
+    model = world.build(Tower)
+    model.load_state_dict(_whole(), assign=True)
+    twin = copy.deepcopy(model)  # raised where this rank's part begins inside the tensor that was loaded
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+    world.note_model(twin, copy.deepcopy(model))
+
+
+def test_g30_assign_takes_whole_tensors_too(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _assigned):
+        assert found == []
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.leave(self.enter(x).tanh())
+        return found
+
+
+def _two_values_for_a_tie(stage: str) -> None:
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Tied(), axis())
+    x = noise(2, WIDTH, seed=0)
+    with torch.no_grad():
+        before = model(x)
+    whole = {key: value + 1 for key, value in named_fulls(model.state_dict()).items()}
+    whole["leave.weight"] = whole["leave.weight"] + 1
+    shards = {key: value.clone() for key, value in model.state_dict().items()}
+    for value in shards.values():
+        value.to_local().add_(1)
+    if dist.get_rank() == 1 or stage == "replicate":
+        shards["leave.weight"].to_local().add_(1)
+    both = torch.stack([whole["enter.weight"], whole["leave.weight"]])
+    in_one_memory = {**whole, "enter.weight": both[0], "leave.weight": both[1]}
+    for entries in (whole, shards, in_one_memory):
+        with pytest.raises(zf.CheckpointError, match=r"enter.weight and leave.weight are one parameter"):
+            model.load_state_dict(entries, assign=True)
+    with torch.no_grad():
+        assert torch.equal(model(x), before)
+    for entries in (whole, shards):
+        entries["leave.weight"] = entries["enter.weight"].clone()
+        model.load_state_dict(dict(entries), assign=True)
+        with torch.no_grad():
+            model(x)
+        assert model.leave.weight is model.enter.weight
+        assert torch.equal(full(model.leave.weight), full(entries["enter.weight"]))
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g30_two_values_for_a_tied_parameter_are_not_assigned(ranks: Ranks, stage: str) -> None:
+    """The second was dropped. Every rank raises, also those on which both shards are the same."""
+    ranks(2).run(_two_values_for_a_tie, stage)
+
+
+def _assigned_subclass() -> None:
+    torch.manual_seed(0)
+    model = zf.zero3(Tied(), axis())
+    entries = dict(Tied().state_dict())
+    entries["enter.bias"] = TwoTensor(torch.zeros(WIDTH), torch.ones(WIDTH))
+    with pytest.raises(zf.CheckpointError, match=r"enter.bias would be assigned a TwoTensor"):
+        model.load_state_dict(entries, assign=True)
+
+
+def test_g30_a_tensor_of_a_subclass_is_not_assigned(ranks: Ranks) -> None:
+    ranks(2).run(_assigned_subclass)
+
+
+class Renaming(nn.Linear):
+    """Rewrites the entries of its state dict, as modules that read those of an older version do."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_g30_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before_anything_is_written() -> None:
+    with pretended(2) as mesh:
+        model: Any = zf.shard_params(nn.Sequential(nn.Linear(4, 4), Renaming(4, 4), nn.Linear(4, 4)), mesh)
+    entries = {key: torch.ones(4, 4) if "weight" in key else torch.ones(4) for key in model.state_dict()}
+    entries["1.kernel"] = entries.pop("1.weight")
+    before = local_of(model[0].weight).clone()
+    with pytest.raises(zf.CheckpointError, match=r"size mismatch for 2.bias: nothing was loaded"):
+        model.load_state_dict({**entries, "2.bias": torch.ones(5)})
+    assert torch.equal(local_of(model[0].weight), before)
+    model.load_state_dict(entries)
+    assert all(bool((local_of(parameter) == 1).all()) for parameter in model.parameters())
+
+
+def test_g30_two_values_for_a_tie_are_not_assigned_where_entries_before_it_are_missing() -> None:
+    with pretended(2) as mesh:
+        model = zf.shard_params(Tied(), mesh)
+    entries = dict(Tied().state_dict())
+    del entries["enter.bias"]
+    entries["leave.weight"] = entries["leave.weight"] + 1
+    with pytest.raises(zf.CheckpointError, match=r"enter.weight and leave.weight are one parameter"):
+        model.load_state_dict(entries, strict=False, assign=True)
+
+
+def test_g30_assigned_shards_of_another_layout_are_cut_as_the_parameter_is() -> None:
+    with pretended(2) as mesh:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        whole = zf.replicate(nn.Linear(4, 4), mesh)
+    model.load_state_dict(whole.state_dict(), assign=True)
+    assert all(parameter.placements == (Shard(0),) for parameter in model.parameters())
+    assert torch.equal(local_of(model.weight), local_of(whole.weight)[:2])

@@ -1,0 +1,107 @@
+"""`python -m zero_fn checkpoint`: from any format into any other, to the bit, with errors that are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from tests.units.checkpoint.made_by_deepspeed import HERE, adamw, built
+from zero_fn.checkpoint.command import main
+
+OURS = ["zero_fn", "dcp"]
+"""Formats with an optimizer."""
+
+
+def _loaded(folder: Path) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+    model = built()
+    optimizer = adamw(model)
+    extra = zf.load(folder, model, optimizer)
+    return model, optimizer, extra
+
+
+def _same(one: Path, other: Path) -> bool:
+    (model, optimizer, extra), (second, its, others) = _loaded(one), _loaded(other)
+    states = [o.state_dict() for o in (optimizer, its)]
+    pairs = zip(model.state_dict().values(), second.state_dict().values(), strict=True)
+    moments = [
+        (states[0]["state"][number][name], value)
+        for number, state in states[1]["state"].items()
+        for name, value in state.items()
+    ]
+    options = [[{**group, "params": 0} for group in state["param_groups"]] for state in states]
+    same_extra = {n: v for n, v in extra.items() if v is not None} == {n: v for n, v in others.items() if v is not None}
+    return all(torch.equal(a, b) for a, b in [*pairs, *moments]) and options[0] == options[1] and same_extra
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_formats_follow_each_other_to_the_bit(kind: str, tmp_path: Path) -> None:
+    source = HERE / kind
+    for number, to in enumerate(["zero_fn", "dcp", "zero_fn", "dcp"]):
+        target = tmp_path / f"{number}"
+        assert main(["checkpoint", "convert", str(source), str(target), "--to", to]) == 0
+        assert _same(HERE / kind, target)
+        assert main(["checkpoint", "verify", str(target)]) == 0
+        source = target
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
+
+
+def test_safetensors_have_the_model_alone(tmp_path: Path) -> None:
+    command = ["checkpoint", "convert", str(HERE / "zero3"), str(tmp_path / "hf"), "--to", "hf", "--dtype", "bf16"]
+    assert main(command) == 0
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    model = _loaded(HERE / "zero3")[0]
+    expected = {name: value for name, value in model.state_dict().items() if name != "last.weight"}  # tied
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name].bfloat16()) for name, value in found.items())
+
+
+def test_only_some_kinds_are_kept(tmp_path: Path) -> None:
+    command = ["checkpoint", "convert", str(HERE / "zero1"), str(tmp_path / "a"), "--to", "zero_fn", "--only", "model"]
+    assert main(command) == 0
+    model = built()
+    assert zf.load(tmp_path / "a", model) == {}
+    with pytest.raises(zf.CheckpointError, match="no states"):
+        _loaded(tmp_path / "a")
+
+
+def test_tensors_in_extra_are_converted_to_the_bit(tmp_path: Path) -> None:
+    weights = torch.arange(6.0).view(2, 3).t()
+    zf.save(tmp_path / "step-1", built(), extra={"weights": weights})
+    for number, to in enumerate(OURS, 1):
+        source, target = tmp_path / f"step-{number}", tmp_path / f"step-{number + 1}"
+        assert main(["checkpoint", "convert", str(source), str(target), "--to", to]) == 0
+        assert torch.equal(zf.load(target, built())["weights"], weights)
+
+
+def test_commands_list_and_tell_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zf.save(tmp_path / "step-1", nn.Linear(3, 3))
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    assert "step-1" in capsys.readouterr().out
+    file = next((tmp_path / "step-1" / "model").iterdir())
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "CheckpointError" in capsys.readouterr().err
+    assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "b"), "--to", "dcp"]) == 1
+    assert not (tmp_path / "b").exists()
+    assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 1
+    for unfinished in ([], ["checkpoint"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(unfinished)
+
+
+def test_a_process_of_its_own_needs_no_group(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zero_fn", "checkpoint"]
+    done = subprocess.run([*command, "ls", str(HERE / "zero1")], capture_output=True, text=True)
+    assert (done.returncode, "global_step2" in done.stdout) == (0, True), done.stderr
+    assert subprocess.run([*command, "burn"], capture_output=True).returncode == 2

@@ -1,0 +1,595 @@
+"""Whatever is wrong with a checkpoint is found before anything changes, and said with its place."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import shutil
+import tracemalloc
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.profiles import PROFILE
+from tests.support.ranks import Ranks, axis
+from zero_fn.checkpoint.format import files
+from zero_fn.checkpoint.format.boxes import Box
+from zero_fn.checkpoint.format.files import StoredBox, TensorFile, TensorReader
+
+FLIPS, CUTS = {"dev": (200, 60), "ci": (1_000, 300)}.get(PROFILE, (10_000, 1_000))
+
+
+def run_of(value: float) -> tuple[Any, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=value, momentum=0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, value)}
+    return model, optimizer
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [torch.tensor(optimizer.param_groups[0]["lr"]), *model.state_dict().values(), *states]
+
+
+def saved(folder: Path) -> list[Path]:
+    """Saves a checkpoint; its files."""
+    zf.save(folder / "step-1", *run_of(1.5), extra={"step": 1, "noise": torch.arange(7)})
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_flipped_bit_is_found_and_nothing_has_changed(tmp_path: Path) -> None:
+    paths = saved(tmp_path)
+    model, optimizer = run_of(2.5)
+    before = [value.clone() for value in values_of(model, optimizer)]
+    choose = random.Random(0)
+    total = sum(path.stat().st_size for path in paths)
+    for _ in range(FLIPS):
+        at, bit = choose.randrange(total), choose.randrange(8)
+        for path in paths:
+            if at < path.stat().st_size:
+                break
+            at -= path.stat().st_size
+        whole = path.read_bytes()
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        with pytest.raises(zf.CheckpointError) as caught:
+            zf.load(tmp_path / "step-1", model, optimizer)
+        path.write_bytes(whole)
+        assert path.name in str(caught.value)
+    assert all(torch.equal(one, other) for one, other in zip(before, values_of(model, optimizer), strict=True))
+    zf.load(tmp_path, model, optimizer)
+    assert torch.equal(model[0].weight, torch.full((5, 3), 1.5))
+
+
+def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path: Path) -> None:
+    paths = [path for path in saved(tmp_path) if path.suffix == ".safetensors"]
+    whole = paths[0].read_bytes()
+    opened = len(os.listdir("/proc/self/fd"))
+    for raw in (whole, whole[:-1] + bytes([whole[-1] ^ 1])):
+        paths[0].write_bytes(raw)
+        with suppress(zf.CheckpointError):
+            zf.load(tmp_path, *run_of(2.5))
+        if raw is not whole:
+            gc.collect()  # of what raised while it was opened
+        assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_every_truncation_is_found(tmp_path: Path) -> None:
+    paths = saved(tmp_path)
+    model, optimizer = run_of(2.5)
+    choose = random.Random(0)
+    for number in range(CUTS):
+        path = paths[number % len(paths)]
+        whole = path.read_bytes()
+        path.write_bytes(whole[: choose.randrange(len(whole))])
+        with pytest.raises(zf.CheckpointError):
+            zf.load(tmp_path / "step-1", model, optimizer)
+        path.write_bytes(whole)
+    assert torch.equal(model[0].weight, torch.full((5, 3), 2.5))
+
+
+def test_damage_names_file_tensor_and_rank(ranks: Ranks, tmp_path: Path) -> None:
+    def case() -> str:
+        model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
+        zf.save(tmp_path / "step-1", model)
+        if dist.get_rank() == 0:
+            path = tmp_path / "step-1" / "model" / "00001-0.safetensors"
+            whole = bytearray(path.read_bytes())
+            whole[-1] ^= 1
+            path.write_bytes(bytes(whole))
+        dist.barrier()
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        with pytest.raises(zf.CheckpointError) as caught:
+            zf.load(tmp_path, model)
+        assert all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
+        return str(caught.value)
+
+    first, second = ranks(2).run(case)
+    assert "00001-0.safetensors" in second
+    assert "1.bias" in second
+    assert "rank" in second
+    assert "failed on rank 1" in first
+    assert "00001-0.safetensors" in first
+
+
+@pytest.mark.parametrize("file", ["model/00000-0.safetensors", "rank-00000.json", "manifest.json"])
+def test_a_file_that_is_gone_is_a_typed_error(file: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "step-1" / file).unlink()
+    with pytest.raises((zf.StorageError, zf.CheckpointError)):
+        zf.load(tmp_path / "step-1", *run_of(1.0))
+
+
+def test_a_damaged_one_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    saved(tmp_path)
+    zf.save(tmp_path / "step-2", *run_of(2.0))
+    (tmp_path / "step-2" / "rank-00000.json").unlink()
+    with pytest.raises(zf.StorageError, match="step-2"):
+        zf.load(tmp_path, *run_of(1.0))
+    zf.load(tmp_path / "step-1", *run_of(1.0))
+
+
+def test_files_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    zf.save(tmp_path / "step-2", *run_of(2.0))
+    shutil.copy(tmp_path / "step-2" / "rank-00000.json", tmp_path / "step-1" / "rank-00000.json")
+    with pytest.raises(zf.CheckpointError, match="belongs to another checkpoint"):
+        zf.load(tmp_path / "step-1", *run_of(1.0))
+
+
+def test_once_says_that_the_model_is_partly_loaded(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "step-1" / "optimizer" / "00000-0.safetensors"
+    whole = bytearray(path.read_bytes())
+    whole[-1] ^= 1
+    path.write_bytes(bytes(whole))
+    model, optimizer = run_of(2.5)
+    with pytest.raises(zf.CheckpointError) as caught:
+        zf.load(tmp_path, model, optimizer, verify="once")
+    assert "partly loaded" in caught.value.__notes__[0]
+    assert torch.equal(model[0].weight, torch.full((5, 3), 1.5))
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_all_that_does_not_fit_is_listed_before_anything_changes(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model: Any = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=7.0, momentum=0.9)
+    before = model[0].bias.detach().clone()
+    with pytest.raises(zf.CheckpointError) as caught:
+        zf.load(tmp_path, model, optimizer, extra={"schedule": object()})
+    for line in (
+        "0.weight: [5, 3] in the checkpoint, [6, 3] here",
+        "0.bias: [5] in the checkpoint, [6] here",
+        "1.weight: [5] in the checkpoint, [2, 6] here",
+        "1.running_mean: in the checkpoint, and not in the model",
+        "extra['schedule']: not in the checkpoint",
+    ):
+        assert line in str(caught.value)
+    assert torch.equal(model[0].bias, before)
+    assert optimizer.param_groups[0]["lr"] == 7.0
+
+
+def test_names_may_be_changed_left_out_and_missing(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model, optimizer = run_of(2.5)
+    named = nn.Module()
+    named.enter, named.norm = model[0], model[1]
+    rename = {r"^0\.": "enter.", r"^1\.": "norm."}
+    zf.load(tmp_path, named, optimizer, rename=rename)
+    assert all(bool((p == 1.5).all()) for p in named.parameters())
+    assert all(bool((s["momentum_buffer"] == 1.5).all()) for s in optimizer.state.values())
+    assert optimizer.param_groups[0]["lr"] == 1.5
+    larger = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    with pytest.raises(zf.CheckpointError, match=r"2\.weight: not in the checkpoint"):
+        zf.load(tmp_path, larger)
+    zf.load(tmp_path, larger, strict=False)
+    assert bool((larger[0].weight == 1.5).all())
+    smaller = nn.Sequential(nn.Linear(3, 5))
+    zf.load(tmp_path, smaller, strict=False)
+    assert bool((smaller[0].weight == 1.5).all())
+    norm = run_of(2.5)[0]
+    zf.load(tmp_path, norm, where="1.*")
+    assert bool((norm[1].weight == 1.5).all())
+    assert bool((norm[0].weight == 2.5).all())
+
+
+def test_only_loads_a_part(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model, optimizer = run_of(2.5)
+    assert zf.load(tmp_path, model, optimizer, only="model") == {}
+    assert bool((model[0].weight == 1.5).all())
+    assert optimizer.param_groups[0]["lr"] == 2.5
+    assert set(zf.load(tmp_path, only="extra")) == {"step", "noise"}
+    with pytest.raises(zf.LayoutError, match="names nothing"):
+        zf.load(tmp_path, model, only="weights")
+
+
+def test_elements_that_share_memory_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    def model(value: float) -> Any:
+        made = nn.Linear(2, 2)
+        nn.init.constant_(made.weight, value)
+        made.register_buffer("mask", torch.full((1, 3), value).expand(2, 3))
+        return made
+
+    zf.save(tmp_path / "step-1", model(1.0))
+    other = model(0.0)
+    with pytest.raises(zf.CheckpointError, match="mask: expanded here"):
+        zf.load(tmp_path, other)
+    assert torch.equal(other.weight, torch.zeros(2, 2))
+    other.mask = other.mask.contiguous()
+    zf.load(tmp_path, other)
+    assert torch.equal(other.mask, torch.ones(2, 3))
+
+
+def test_bits_are_not_lost_in_smaller_dtypes(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = run_of(1.0)[0]
+    with pytest.raises(zf.CheckpointError, match="bits would be lost"):
+        zf.load(tmp_path, model.bfloat16())
+    zf.save(tmp_path / "step-2", model)
+    wide = run_of(7.0)[0]
+    zf.load(tmp_path, wide)
+    assert torch.equal(wide[0].weight, torch.ones(5, 3))
+
+
+def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(zf.CheckpointError, match="no complete checkpoint"):
+        zf.load(tmp_path, nn.Linear(2, 2))
+    with pytest.raises(zf.StorageError, match="ENOENT"):
+        zf.load(tmp_path / "nowhere", nn.Linear(2, 2))
+
+
+# -- what cannot be saved ----------------------------------------------------------------------------------------------
+
+
+class _Own(nn.Linear):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}packed"] = torch.zeros(2)
+
+
+class _Counting(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+
+def _foreign() -> dict[str, Any]:
+    return {"model": nn.Linear(2, 2), "optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"extra": {"a": [1, {"b": object()}]}}, r"extra\['a'\]\[1\]\['b'\] cannot be saved"),
+        ({"extra": {"f": print}}, r"extra\['f'\] cannot be saved"),
+        ({"extra": {"d": {"e": defaultdict(int)}}}, r"extra\['d'\]\['e'\] cannot be saved"),
+        ({"extra": {"s": type("Steps", (list,), {})()}}, r"extra\['s'\] cannot be saved"),
+        ({"extra": {"z": torch.zeros(2, dtype=torch.complex128)}}, "dtype that safetensors does not have"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "on meta"),
+        ({"model": _Own(2, 2)}, "in its own way"),
+        ({"model": nn.Sequential(_Counting(2, 2))}, "in its own way"),
+        (_foreign(), "a parameter that the model does not have"),
+        ({"keep": 0}, "numbers from 1 on"),
+        ({"folder": ".hidden"}, "no name for a checkpoint"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_its_path(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(zf.CheckpointError, match=words):
+        zf.save(tmp_path / arguments.get("folder", "a"), **{k: v for k, v in arguments.items() if k != "folder"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        -(2**70),
+        1.5,
+        float("-inf"),
+        "é",
+        b"\x00\xff",
+        [1, [2]],
+        (1, (2, "a")),
+        {"a": {"b": 1}},
+        {1: 2, (3, 4): 5},
+        {"$tuple": 1},
+        {"$tensor": [1], "x": 2},
+        {"$counter": [["a", 1]]},
+        Counter({4: 2, "a": 1}),
+        OrderedDict(b=1, a=[OrderedDict()]),
+        torch.arange(3),
+        {"t": [torch.tensor(True)]},
+    ],
+)
+def test_values_come_back_as_they_were(value: object, tmp_path: Path) -> None:
+    zf.save(tmp_path / "a", extra={"x": value})
+    found = zf.load(tmp_path)["x"]
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
+
+
+def test_nan_comes_back(tmp_path: Path) -> None:
+    zf.save(tmp_path / "a", extra={"x": float("nan")})
+    assert zf.load(tmp_path)["x"] != zf.load(tmp_path)["x"]
+
+
+# -- made by hand ------------------------------------------------------------------------------------------------------
+
+
+PART = "rank-00000.json"
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _first(body: dict[str, Any], kind: str = "model") -> dict[str, Any]:
+    found: dict[str, Any] = body["files"][kind][0]
+    return found
+
+
+def _box(body: dict[str, Any], kind: str = "model", name: str = "0.bias") -> dict[str, Any]:
+    found: dict[str, Any] = _first(body, kind)["tensors"][name]
+    return found
+
+
+def _refused(parent: Path, raw: bytes, file: str) -> None:
+    """A file of `step-1` is replaced: a load says what is wrong, changes nothing, takes no memory, and `step-0` is listed."""
+    whole = (parent / "step-1" / file).read_bytes()
+    (parent / "step-1" / file).write_bytes(raw)
+    model, optimizer = run_of(2.5)
+    before = [value.clone() for value in values_of(model, optimizer)]
+    tracemalloc.start()
+    try:
+        with pytest.raises((zf.CheckpointError, zf.StorageError)):
+            zf.load(parent / "step-1", model, optimizer)
+        assert [found.path.name for found in zf.checkpoints(parent) if found.is_complete][:1] == ["step-0"]
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+        (parent / "step-1" / file).write_bytes(whole)
+    assert all(torch.equal(one, other) for one, other in zip(before, values_of(model, optimizer), strict=True))
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made_by_hand")
+    zf.save(folder / "step-0", *run_of(1.5))
+    saved(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        (PART, lambda body: body.pop("files")),
+        (PART, lambda body: body.update(id=1)),
+        (PART, lambda body: body.update(rank="0")),
+        (PART, lambda body: body.update(files=[])),
+        (PART, lambda body: body["files"].update(model={})),
+        (PART, lambda body: body["files"].update({"../../etc": body["files"].pop("model")})),
+        (PART, lambda body: _first(body).update(tensors=[1])),
+        (PART, lambda body: _first(body)["tensors"].popitem()),
+        (PART, lambda body: _first(body).update(begin=1 << 40)),
+        (PART, lambda body: _first(body).update(begin=-8)),
+        (PART, lambda body: _first(body).update(nbytes=None)),
+        (PART, lambda body: _first(body).update(xxh3=5)),
+        (PART, lambda body: _box(body).update(sizes=[4])),
+        (PART, lambda body: _box(body).update(sizes=[5, 1])),
+        (PART, lambda body: _box(body).update(starts=[1])),
+        (PART, lambda body: _box(body).update(shape=[1 << 62])),
+        (PART, lambda body: _box(body).update(shape=[0, 1 << 62], starts=[0, 0], sizes=[0, 1 << 62], xxh3="")),
+        (PART, lambda body: _box(body).update(shape=5)),
+        (PART, lambda body: _box(body).update(dtype="X")),
+        (PART, lambda body: _box(body).update(dtype=["F32"])),
+        (PART, lambda body: _box(body).update(offset=10**9)),
+        (PART, lambda body: _box(body).update(offset=10**30)),
+        (PART, lambda body: _box(body).update(offset=1.5)),
+        (PART, lambda body: _box(body).update(offset=True)),
+        (PART, lambda body: _box(body).update(xxh3="")),
+        (PART, lambda body: _box(body).update(xxh3=None)),
+        (PART, lambda body: _box(body, "optimizer", "0.bias/momentum_buffer").update(shape=[1 << 62])),
+        (PART, lambda body: _box(body, "optimizer", "0.bias/momentum_buffer").update(shape=[1 << 58])),
+        (PART, lambda body: _box(body, "extra", "extra['noise']").update(shape=[1 << 45])),
+        (PART, lambda body: body.update(extra=[1])),
+        (PART, lambda body: body["extra"].update(step={"$tensor": "x"})),
+        (PART, lambda body: body["extra"].update(step={"$tensor": []})),
+        (PART, lambda body: body["extra"].update(step={"$number": "zz"})),
+        (PART, lambda body: body["extra"].update(step={"$number": "0x1p99999"})),
+        (PART, lambda body: body["extra"].update(step={"$bytes": 5})),
+        (PART, lambda body: body["extra"].update(step={"$tuple": 5})),
+        (PART, lambda body: body["extra"].update(step={"$items": [[[1], 2]]})),
+        (PART, lambda body: body["extra"].update(step={"$counter": [1]})),
+        (PART, lambda body: body["extra"].update(step=_nested(700))),
+        (PART, lambda body: body.update(groups={})),
+        (PART, lambda body: body["groups"][0].update(params=5)),
+        (PART, lambda body: body["groups"][0].update(options=[])),
+        (PART, lambda body: body["groups"][0].update(options={"$number": "0x1p0"})),
+        (PART, lambda body: body["groups"][0]["options"].update(params=[])),
+        (PART, lambda body: body.update(values={"0.bias": 5})),
+        (PART, lambda body: body.update(aliases={"0.bias": 5})),
+        (PART, lambda body: body.update(buffers={"1.running_mean": 5})),
+        (PART, lambda body: body.update(buffers={"1.running_mean": {"$tensor": "extra['noise']"}})),
+        ("manifest.json", lambda body: body.pop("id")),
+        ("manifest.json", lambda body: body.update(version=99)),
+        ("manifest.json", lambda body: body.update(version="x")),
+        ("manifest.json", lambda body: body.update(format="other")),
+        ("manifest.json", lambda body: body.update(ranks=2)),
+        ("manifest.json", lambda body: body.update(ranks=3_000_000)),
+        ("manifest.json", lambda body: body.update(ranks=10**12)),
+        ("manifest.json", lambda body: body.update(ranks=10**30)),
+        ("manifest.json", lambda body: body.update(ranks="abc")),
+        ("manifest.json", lambda body: body.update(ranks=-1)),
+        ("manifest.json", lambda body: body.update(ranks=0)),
+        ("manifest.json", lambda body: body.update(names=5)),
+        ("manifest.json", lambda body: body.update(names={"model": "x"})),
+        ("manifest.json", lambda body: body.update(saved_at_ns="x")),
+        ("manifest.json", lambda body: body.update(saved_at_ns=1 << 63)),
+        ("manifest.json", lambda body: body.update(made_by=[1])),
+    ],
+)
+def test_what_was_made_by_hand_is_a_typed_error(file: str, change: Callable[..., object], parent: Path) -> None:
+    """Its digest is right, since whoever makes a file can sign it."""
+    body = json.loads((parent / "step-1" / file).read_text())["body"]
+    change(body)
+    _refused(parent, files._signed(json.dumps(body)), file)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", PART])
+@pytest.mark.parametrize("text", ["[1]", "5", "null", "{}", "[" * 100_000 + "]" * 100_000])
+def test_what_is_no_manifest_at_all_is_a_typed_error(text: str, file: str, parent: Path) -> None:
+    _refused(parent, files._signed(text), file)
+
+
+def _nodes(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Everything in JSON, each with what holds it."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, key
+        if isinstance(item, dict | list):
+            yield from _nodes(item)
+
+
+def test_whatever_a_manifest_says_is_loaded_or_a_typed_error(parent: Path) -> None:
+    choose = random.Random(0)
+    instead = [
+        None,
+        True,
+        -1,
+        0,
+        7,
+        1 << 40,
+        1 << 62,
+        1 << 70,
+        1.5,
+        "",
+        "x",
+        [],
+        {},
+        [[1]],
+        {"$tensor": "x"},
+        {"a": {}},
+    ]
+    for number in range(CUTS):
+        file = parent / "step-1" / (PART if number % 4 else "manifest.json")
+        whole = file.read_bytes()
+        body = json.loads(whole)["body"]
+        holder, key = choose.choice(list(_nodes(body)))
+        holder[key] = choose.choice(instead)
+        file.write_bytes(files._signed(json.dumps(body)))
+        model, optimizer = run_of(2.5)
+        try:
+            zf.load(parent / "step-1", model, optimizer)
+        except (zf.CheckpointError, zf.StorageError):
+            assert torch.equal(model[0].weight, torch.full((5, 3), 2.5)), (holder, key)
+        else:
+            assert torch.equal(model[0].weight, torch.full((5, 3), 1.5)), (holder, key)
+        finally:
+            assert len(zf.checkpoints(parent)) == 2
+            file.write_bytes(whole)
+
+
+WEIGHT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1],
+        {"weight": 1},
+        {"weight": {}},
+        {"weight": {**WEIGHT, "shape": [2, 2.0]}},
+        {"weight": {**WEIGHT, "shape": [-2, -2]}},
+        {"weight": {**WEIGHT, "shape": [True, 4]}},
+        {"weight": {**WEIGHT, "shape": 4}},
+        {"weight": {**WEIGHT, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}},
+        {"weight": {**WEIGHT, "shape": [1 << 40, 1 << 40]}},
+        {"weight": {**WEIGHT, "data_offsets": [0]}},
+        {"weight": {**WEIGHT, "data_offsets": [0.0, 16.0]}},
+        {"weight": {**WEIGHT, "data_offsets": [16, 32]}},
+        {"weight": {**WEIGHT, "data_offsets": [-16, 0]}},
+        {"weight": {**WEIGHT, "data_offsets": [-1, 15]}},
+        {"weight": {**WEIGHT, "dtype": "X"}},
+        {"weight": {**WEIGHT, "dtype": ["F32"]}},
+        {"weight": WEIGHT, "x": _nested(700)},
+        1 << 40,
+        -1,
+    ],
+)
+def test_headers_of_safetensors_that_were_made_by_hand_are_typed_errors(header: Any, tmp_path: Path) -> None:
+    text = b"" if isinstance(header, int) else json.dumps(header).encode()
+    length = header % (1 << 64) if isinstance(header, int) else len(text)
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + text + bytes(16))
+    model = nn.Linear(2, 2, bias=False)
+    before = model.weight.detach().clone()
+    with pytest.raises(zf.CheckpointError):
+        zf.load_pretrained(model, tmp_path)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[1]",
+        "5",
+        "{}",
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {"weight": 5}}',
+        '{"weight_map": {"weight": ["a"]}}',
+        '{"weight_map": {"weight": "a\\u0000b"}}',
+        '{"weight_map": {"weight": ""}}',
+        '{"weight_map": {"weight": "../../../../etc/passwd"}}',
+        "[" * 100_000,
+    ],
+)
+def test_indices_of_safetensors_that_were_made_by_hand_are_typed_errors(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises((zf.CheckpointError, zf.StorageError)):
+        zf.load_pretrained(nn.Linear(2, 2), tmp_path)
+
+
+def test_a_tensor_of_several_blocks_has_a_digest_for_each(tmp_path: Path) -> None:
+    model = nn.Linear(700, 700, bias=False)
+    zf.save(tmp_path / "step-1", model)
+    loaded = nn.Linear(700, 700, bias=False)
+    zf.load(tmp_path, loaded)
+    assert torch.equal(loaded.weight, model.weight)
+    file = next((tmp_path / "step-1" / "model").iterdir())
+    whole = file.read_bytes()
+    for at, block in ((-1, "1048576 to 1960000"), (-1_500_000, "0 to 1048576")):
+        raw = bytearray(whole)
+        raw[at] ^= 1
+        file.write_bytes(raw)
+        with pytest.raises(zf.CheckpointError, match=f"bytes {block} of its part"):
+            zf.load(tmp_path, loaded)
+
+
+@pytest.mark.parametrize(("first", "last"), [(10, 90_001), (40_000, 40_010), (32_768, 70_000)])
+def test_a_part_that_begins_or_ends_within_a_chunk_is_read(first: int, last: int, tmp_path: Path) -> None:
+    values = torch.arange(100_000, dtype=torch.int32)
+    box = StoredBox("values", torch.int32, (100_000,), Box((0,), (100_000,)))
+    file = TensorFile(tmp_path / "a", [box], "a test")
+    file.append(box, values)
+    says = file.finish()
+    out = torch.empty(last - first, dtype=torch.int32)
+    TensorReader(tmp_path / "a", says["begin"], says["nbytes"], says["xxh3"]).read(box, first, last, out)
+    assert torch.equal(out, values[first:last])

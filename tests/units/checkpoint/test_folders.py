@@ -1,0 +1,330 @@
+"""What checkpoints there are, which are kept, how many messages a save takes, and who else reads the files."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+import zero_fn as zf
+from tests.axes.grids import Decoder
+from tests.simulation import Simulated
+from tests.simulation import axis as simulated_axis
+from tests.support.groups import pretended
+from tests.support.ranks import Ranks, axis
+from tests.support.seeds import seed_generator
+from tests.units.checkpoint.worlds import differing, everything
+from zero_fn.checkpoint import saving
+from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.storage import Slab
+from zero_fn.transport import meeting
+
+
+def _steps(folder: Path) -> list[int | None]:
+    return [found.step for found in zf.checkpoints(folder)]
+
+
+def test_checkpoints_says_what_there_is(tmp_path: Path) -> None:
+    zf.save(tmp_path / "step-20", nn.Linear(3, 3))
+    zf.save(tmp_path / "step-10", nn.Linear(30, 30))
+    (tmp_path / ".step-30.saving").mkdir()
+    (tmp_path / "notes").mkdir()
+    left, first, second = zf.checkpoints(tmp_path)
+    assert (left.is_complete, left.step) == (False, 30)
+    assert (first.step, second.step) == (20, 10), "in the order in which they were saved"
+    assert first.is_complete and first.ranks == 1 and first.saved_at_ns < second.saved_at_ns
+    assert second.nbytes == sum(file.stat().st_size for file in second.path.rglob("*") if file.is_file()) > 900 * 4
+    assert first.made_by["torch"] == torch.__version__
+    assert ", complete, 1 ranks" in str(first) and "not complete" in str(left)
+    assert zf.checkpoints(first.path) == [first]
+
+
+def test_keep_leaves_the_newest_and_some_others(tmp_path: Path) -> None:
+    zf.save(tmp_path / "best-1", nn.Linear(2, 2))
+    (tmp_path / "step-5").mkdir()  # not a checkpoint
+    for step in range(10, 70, 10):
+        zf.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep=2, keep_every=30)
+    assert _steps(tmp_path) == [1, 30, 50, 60]
+    assert (tmp_path / "step-5").exists()
+    zf.save_async(tmp_path / "step-70", nn.Linear(2, 2), keep=1).wait()
+    assert _steps(tmp_path) == [1, 70]
+
+
+def test_nothing_is_removed_before_there_are_as_many_as_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        zf.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep=3)
+        assert _steps(tmp_path) == list(range(max(step - 2, 1), step + 1))
+
+
+def test_what_cannot_be_pruned_stays_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zf.save(tmp_path / "step-1", nn.Linear(2, 2))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.warns(RuntimeWarning, match="could not remove an old checkpoint"):
+        zf.save(tmp_path / "step-2", nn.Linear(2, 2), keep=1)
+    monkeypatch.undo()
+    assert [found.step for found in zf.checkpoints(tmp_path) if found.is_complete] == [2]
+
+
+# -- async -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    model = nn.Linear(3, 3)
+    entered, go = threading.Event(), threading.Event()
+    real = zf.checkpoint.saving._Writing._write_rest  # type: ignore[attr-defined]
+
+    def late(writing: Any) -> None:
+        entered.set()
+        go.wait()
+        monkeypatch.setattr("os.fsync", refuse)
+        real(writing)
+
+    monkeypatch.setattr("zero_fn.checkpoint.saving._Writing._write_rest", late)
+    saving = zf.save_async(tmp_path / "step-1", model)
+    assert entered.wait(10)
+    assert not saving.is_done()
+    go.set()
+    with pytest.raises(zf.StorageError, match="No space left"):
+        zf.save(tmp_path / "step-2", model)
+    monkeypatch.undo()
+    assert saving.is_done()
+    zf.save(tmp_path / "step-2", model)
+    assert _steps(tmp_path) == [2]
+
+
+def test_load_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = zf.checkpoint.saving._Writing._write_rest  # type: ignore[attr-defined]
+
+    def late(writing: Any) -> None:
+        time.sleep(0.2)
+        real(writing)
+
+    monkeypatch.setattr("zero_fn.checkpoint.saving._Writing._write_rest", late)
+    model = nn.Linear(3, 3)
+    expected = model.weight.detach().clone()
+    zf.save_async(tmp_path / "step-1", model)
+    with torch.no_grad():
+        model.weight.zero_()
+    zf.load(tmp_path, model)
+    assert torch.equal(model.weight, expected)
+
+
+def test_values_are_copied_into_as_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    class Counted(Slab):
+        def __init__(self, nbytes: int, *args: Any, **kwargs: Any) -> None:
+            copied.append(nbytes)
+            super().__init__(nbytes, *args, **kwargs)
+
+    monkeypatch.setattr(saving, "Slab", Counted)
+    zf.save_async(tmp_path / "step-1", nn.Linear(20, 10)).wait()
+    assert copied == [13 * 64 + 64]  # of 800 bytes and of 40, to whole 64
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 8, 512])
+def test_a_rank_sends_as_many_messages_whatever_their_number(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[int] = []
+    with pretended(size, rank=size - 1) as mesh:
+        model = zf.shard_params(nn.Linear(1024, 3), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for name in ("send", "recv"):
+            _count(monkeypatch, name, messages)
+        calls: list[str] = []
+        for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_single", "all_gather_into_tensor"):
+            monkeypatch.setattr(dist, name, lambda *_, **__: calls.append("any"), raising=False)
+        draft = tmp_path / ".step-1.saving"  # made by rank 0, which is only pretended
+        for kind in ("model", "optimizer", "extra"):
+            (draft / kind).mkdir(parents=True)
+        _pretend_an_answer(monkeypatch)
+        zf.save(tmp_path / "step-1", model, optimizer)
+    assert messages == [640] * 4, "one to rank 0 and one back, to begin and to commit"
+    assert calls == []
+
+
+def _count(monkeypatch: pytest.MonkeyPatch, name: str, messages: list[int]) -> None:
+    real = getattr(dist.ProcessGroup, name)
+
+    def counted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        messages.append(sum(tensor.numel() for tensor in tensors))
+        return real(group, tensors, *rest)
+
+    monkeypatch.setattr(dist.ProcessGroup, name, counted)
+
+
+def _pretend_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is only pretended: what comes from it is what it would have answered."""
+    real = meeting.scatter
+
+    def answered(group: dist.ProcessGroup, rows: torch.Tensor, seconds: float) -> torch.Tensor:
+        found = real(group, rows, seconds)
+        said = b"\x000\n1\nid"
+        found.zero_()[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return found
+
+    monkeypatch.setattr("zero_fn.checkpoint.together.scatter", answered)
+
+
+def _over_many(folder: Path) -> tuple[int, list[str]]:
+    """Saves and loads on many ranks; how many of them a reader has asked, and what differs."""
+    model = zf.zero3(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3)), simulated_axis())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    zf.save(folder / "step-1", model, optimizer, extra={"rank": dist.get_rank()})
+    expected = everything(model, optimizer)
+    optimizer.step()
+    assert zf.load(folder, model, optimizer)["rank"] == dist.get_rank()
+    asked = Catalog(folder / "step-1", lambda name: name, (dist.get_rank(), dist.get_world_size()))._parts
+    return len(asked), differing(expected, everything(model, optimizer))
+
+
+def test_a_reader_asks_a_few_of_many_ranks(simulated: Simulated, tmp_path: Path) -> None:
+    for asked, wrong in simulated(20).run(_over_many, tmp_path):
+        assert asked <= 8 + 1
+        assert wrong == []
+    other = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3))
+    with pytest.raises(zf.CheckpointError, match="20 ranks have saved different values"):
+        zf.load(tmp_path, other)
+    zf.load(tmp_path, other, only="model")
+
+
+def test_names_are_changed_in_models_only(tmp_path: Path) -> None:
+    zf.save(tmp_path / "step-1", nn.Linear(2, 2), extra={"weight": torch.ones(2)})
+    inner = nn.ModuleDict({"inner": nn.Linear(2, 2)})
+    assert torch.equal(zf.load(tmp_path, inner, rename={"^": "inner."})["weight"], torch.ones(2))
+
+
+def _differing_arguments(folder: Path) -> str:
+    with pytest.raises(zf.DisagreementError) as caught:
+        zf.save(folder / f"step-{dist.get_rank()}", nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_ranks_that_name_different_folders_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(_differing_arguments, tmp_path):
+        assert "ranks 0 and 1 were given different arguments" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def _alone(folder: Path) -> str:
+    if dist.get_rank() == 1:
+        time.sleep(6)  # it never calls save, and ends
+        return ""
+    with zf.guard(deadline_s=2), pytest.raises(zf.LostRankError) as caught:
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_a_save_that_one_rank_alone_calls_ends_at_the_deadline(tmp_path: Path) -> None:
+    fresh = Ranks()
+    try:
+        said, _ = fresh(2).run(_alone, tmp_path)
+    finally:
+        fresh.close()
+    assert "call save and load on every rank" in said
+
+
+def _stages(folder: Path, names: tuple[str, str]) -> list[str]:
+    """Two stages of a pipeline, of which each rank has one: other names, other buffers."""
+    rank = dist.get_rank()
+    seed_generator(rank)
+    stage = nn.ModuleDict({names[rank]: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    stage[names[rank]](torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    expected = {name: value.clone() for name, value in stage.state_dict().items()}
+    zf.save(folder / "step-1", stage, optimizer)
+    for value in stage.state_dict().values():
+        value.zero_()
+    zf.load(folder, stage, optimizer)
+    return [name for name, value in stage.state_dict().items() if not torch.equal(value, expected[name])]
+
+
+def test_stages_of_a_pipeline_are_one_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(_stages, tmp_path, ("0", "1")) == [[], []]
+    whole = nn.ModuleDict({name: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for name in "01"})
+    zf.load(tmp_path, whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9))
+    del whole["1"]
+    with pytest.raises(zf.CheckpointError, match="not in the model"):
+        zf.load(tmp_path, whole)
+
+
+def _same_names(folder: Path) -> str:
+    rank = dist.get_rank()
+    seed_generator(rank)
+    stage = nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * rank)
+    with pytest.raises(zf.CheckpointError) as caught:
+        zf.save(folder / "step-1", stage)
+    return str(caught.value)
+
+
+def test_stages_with_the_same_names_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(_same_names, tmp_path):
+        assert "different tensors under one name" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def _values_of_ranks(folder: Path, is_saved: bool) -> Any:
+    if is_saved:
+        zf.save(folder / "step-1", extra={"rank": dist.get_rank(), "same": torch.arange(3)})
+    return zf.load(folder)["rank"]
+
+
+def test_each_rank_has_its_own_values_back(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3).run(_values_of_ranks, tmp_path, True) == [0, 1, 2]
+    with pytest.raises(zf.CheckpointError, match=r"extra\['rank'\]: 3 ranks have saved different values"):
+        ranks(2).run(_values_of_ranks, tmp_path, False)
+    assert zf.load(tmp_path, only="model") == {}
+
+
+# -- others who read the files -----------------------------------------------------------------------------------------
+
+
+def _for_others(folder: Path) -> dict[str, torch.Tensor]:
+    seed_generator(0)
+    model = zf.zero3(Decoder(), axis())
+    zf.save(folder / "step-1", model)
+    state = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in model.state_dict().items()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "step-1" / "model")), no_dist=True)
+    return state
+
+
+def test_torch_distributed_checkpoint_reads_the_files_of_the_model(ranks: Ranks, tmp_path: Path) -> None:
+    seed_generator(0)
+    expected = Decoder().state_dict()
+    for found in ranks(3).run(_for_others, tmp_path):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 5), "b": nn.Linear(2, 2).bfloat16(), "c": nn.Linear(1, 1).double()})
+    model.register_buffer("flags", torch.tensor([True, False, True]))
+    model.register_buffer("empty", torch.zeros(0, 4))
+    zf.save(tmp_path / "step-1", model)
+    found = load_file(tmp_path / "step-1" / "model" / "00000-0.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())

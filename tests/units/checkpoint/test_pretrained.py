@@ -1,0 +1,435 @@
+"""Folders of safetensors, read straight into shards of any stage and tier, from meta too."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.axes.grids import Decoder, grid, parallelized
+from tests.support.groups import alone
+from tests.support.profiles import PROFILE
+from tests.support.ranks import Ranks, axis
+from tests.support.resident import forget_peak, in_new_process, peak_nbytes
+from tests.support.seeds import seed_generator
+from tests.support.wholes import full
+from tests.units.checkpoint.worlds import WORLDS, Tied
+from zero_fn.checkpoint.format.files import TensorFile, TensorReader
+from zero_fn.checkpoint.format.folders import Draft
+from zero_fn.checkpoint.huggingface.exporting import export
+
+_EVERY_OTHER_WAY = (
+    [
+        world
+        for world in WORLDS
+        if PROFILE != "dev" or world not in ("replicate", "zero1", "zero3 on 3", "hybrid", "streamed")
+    ],
+    [world for world in WORLDS if PROFILE != "dev" or world not in ("replicas", "zero2", "zero3", "hpz", "streamed")],
+)
+"""Those that are read, and those that are written: of ways that are alike one of the two, every day."""
+
+
+class Turning(nn.Module):
+    """A buffer that is in no file, and one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+        self.register_buffer("seen", torch.empty(5))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.arange(4, out=self.frequencies).mul_(0.5)
+        self.seen.zero_()
+
+
+def turning(seed: int, styles: str | None = None) -> Any:
+    """A seeded decoder that turns."""
+    seed_generator(seed)
+    model: Any = Decoder() if styles is None else parallelized(grid("dp", "tp")["tp"], styles)
+    model.turn = Turning()
+    model.turn.seen += seed
+    return model
+
+
+def written(folder: Path, model: nn.Module, files: int = 1, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Writes a model as Hugging Face does; returns what was written."""
+    state = {name: value.detach().to(dtype).contiguous() for name, value in model.state_dict().items()}
+    names = sorted(state)
+    if files == 1:
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return state
+    weight_map = {}
+    for number in range(files):
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        save_file({name: state[name] for name in names[number::files]}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names[number::files], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return state
+
+
+def _loaded(world: str, folder: Path, expected: dict[str, Tensor], path: str) -> list[str]:
+    """What differs from what is in the folder, in memory and from meta."""
+    wrong = []
+    for device in ("cpu", "meta"):
+        if device == "meta" and (WORLDS[world].styles is not None or world in ("plain", "replicas")):
+            continue
+        with torch.device(device):
+            model = turning(7, WORLDS[world].styles)
+        model = WORLDS[world].place(model, path)
+        zf.load_pretrained(model, folder)
+        found = {name: full(value) for name, value in model.state_dict().items()}
+        assert found.keys() == expected.keys()
+        wrong += [f"{device}: {name}" for name, value in expected.items() if not torch.equal(value, found[name])]
+        if not torch.equal(model.turn.frequencies, torch.arange(4) * 0.5):
+            wrong.append(f"{device}: frequencies")
+        if WORLDS[world].styles is None:
+            model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
+    return wrong
+
+
+@pytest.mark.parametrize("world", _EVERY_OTHER_WAY[0])
+def test_every_way_to_rest_has_what_is_in_the_files(ranks: Ranks, world: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    expected = written(tmp_path / "hf", turning(0), files=3)
+    n = WORLDS[world].ranks
+    assert ranks(n).run(_loaded, world, tmp_path / "hf", expected, str(tmp_path)) == [[]] * n
+
+
+@pytest.mark.parametrize(("source", "target"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_values_are_rounded_to_the_dtype_at_rest(source: torch.dtype, target: torch.dtype, tmp_path: Path) -> None:
+    expected = written(tmp_path, Decoder(), dtype=source)
+    with alone() as mesh, torch.device("meta"):
+        model = zf.zero3(Decoder().to(target), mesh)
+        zf.load_pretrained(model, tmp_path / "model.safetensors")
+    assert all(torch.equal(full(value), expected[name].to(target)) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("names", [["a.weight"], ["b.weight"], ["a.weight", "b.weight"]])
+def test_tied_parameters_are_found_by_any_of_their_names(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "zero_fn.checkpoint.format.contents.BUFFER_NBYTES", 32
+    )  # two values are compared a part at a time
+    value = torch.randn(3, 3)
+    save_file({name: value.clone() for name in names}, tmp_path / "weights.safetensors")
+    with alone() as mesh:
+        with torch.device("meta"):
+            model: Any = zf.zero3(Tied("a", "b"), mesh)
+        zf.load_pretrained(model, tmp_path)
+        assert torch.equal(full(model.a.weight), value)
+        assert model.a.weight is model.b.weight
+        save_file({"a.weight": value, "b.weight": value + 1}, tmp_path / "weights.safetensors")
+        with pytest.raises(zf.CheckpointError, match=r"a\.weight and b\.weight are one parameter here"):
+            zf.load_pretrained(model, tmp_path)
+
+
+def test_all_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
+    save_file(
+        {"old.weight": torch.ones(2, 3), "bias": torch.ones(5), "more": torch.ones(1), "turn": torch.ones(2).long()},
+        tmp_path / "a.safetensors",
+    )
+    with alone() as mesh:
+        model: Any = nn.Linear(3, 2)
+        model.register_parameter("turn", nn.Parameter(torch.zeros(2)))
+        model.register_parameter("scaled", nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn)))
+        model = zf.zero3(model, mesh)
+        before = {name: full(value) for name, value in model.state_dict().items() if name != "scaled"}
+        with pytest.raises(zf.CheckpointError) as caught:
+            zf.load_pretrained(model, tmp_path)
+        for line in (
+            "weight: not in the checkpoint",
+            "scaled: not in the checkpoint",
+            "bias: [5] in the checkpoint, [2] here",
+            "old.weight: in the checkpoint, and not in the model",
+            "more: in the checkpoint",
+        ):
+            assert line in str(caught.value)
+        assert all(torch.equal(value, full(model.state_dict()[name])) for name, value in before.items())
+        with pytest.raises(zf.CheckpointError, match=r"bias: \[5\] in the checkpoint"):
+            zf.load_pretrained(model, tmp_path, strict=False)
+
+
+def test_names_are_mapped_and_what_is_missing_is_drawn(tmp_path: Path) -> None:
+    save_file({"old.weight": torch.full((2, 3), 4.0)}, tmp_path / "a.safetensors")
+    with alone() as mesh:
+        with torch.device("meta"):
+            model: Any = zf.zero3(nn.Linear(3, 2), mesh)
+        seed_generator(0)
+        zf.load_pretrained(model, tmp_path, rename={r"^old\.": ""}, strict=False)
+        seed_generator(0)
+        assert torch.equal(full(model.weight), torch.full((2, 3), 4.0))
+        assert torch.equal(full(model.bias), nn.Linear(3, 2).bias)
+
+
+def test_scaled_numbers_of_a_byte_are_not_read_as_values(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3).to(torch.float8_e4m3fn), "bias": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(zf.CheckpointError, match=r"weight: torch\.float8_e4m3fn in the checkpoint"):
+        zf.load_pretrained(nn.Linear(3, 2), tmp_path)
+
+
+def _torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _header_of_nothing(path: Path) -> None:
+    path.write_bytes((2**40).to_bytes(8, "little") + b"{}")
+
+
+def _other_offsets(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1))
+
+
+@pytest.mark.parametrize("damage", [_torn, _header_of_nothing, _other_offsets])
+def test_damaged_files_are_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    written(tmp_path, model)
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(zf.CheckpointError, match="damaged"):
+        zf.load_pretrained(model, tmp_path)
+
+
+def test_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(zf.StorageError):
+        zf.load_pretrained(model, tmp_path / "nowhere")
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(zf.CheckpointError, match="safe_serialization"):
+        zf.load_pretrained(model, tmp_path)
+    zf.save(tmp_path / "runs" / "step-1", model)
+    with pytest.raises(zf.CheckpointError, match=r"zf\.load\(folder"):
+        zf.load_pretrained(model, tmp_path / "runs")
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(zf.CheckpointError, match="no index"):
+        zf.load_pretrained(model, tmp_path)
+
+
+def test_what_is_on_meta_must_be_transformed(tmp_path: Path) -> None:
+    written(tmp_path, nn.Linear(3, 2))
+    with pytest.raises(zf.CheckpointError, match="no transform has said"):
+        zf.load_pretrained(nn.Linear(3, 2, device="meta"), tmp_path)
+
+
+def _failing_alone(folder: Path) -> str:
+    """One rank cannot read; all raise."""
+    model = zf.zero3(nn.Linear(64, 64), axis())
+    if axis().get_local_rank() == 1:
+        folder = Path(os.path.relpath(folder))
+        TensorReader.read = _refuse  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(zf.StorageError) as caught:
+            zf.load_pretrained(model, folder)
+    finally:
+        TensorReader.read = _READ  # type: ignore[method-assign]
+    return str(caught.value)
+
+
+_READ = TensorReader.read
+
+
+def _refuse(*_: object) -> None:
+    raise zf.StorageError("A disk refused.", fix="another disk")
+
+
+def test_a_disk_that_fails_on_one_rank_raises_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    written(tmp_path, nn.Linear(64, 64))
+    first, second = ranks(2).run(_failing_alone, tmp_path)
+    assert "failed on rank 1: A disk refused" in first
+    assert "A disk refused" in second
+
+
+# -- written -----------------------------------------------------------------------------------------------------------
+
+
+def _exported(world: str, folder: Path, path: str) -> list[str]:
+    """Files by which of their tensors differ from the model's."""
+    model = WORLDS[world].place(turning(3, WORLDS[world].styles), path)
+    zf.save_pretrained(model, folder / "whole")
+    zf.save_pretrained(model, folder / "half", dtype=torch.bfloat16, max_shard=300)
+    index = json.loads((folder / "half" / "model.safetensors.index.json").read_text())["weight_map"]
+    half = {name: tensor for file in set(index.values()) for name, tensor in load_file(folder / "half" / file).items()}
+    whole = load_file(folder / "whole" / "model.safetensors")
+    expected = {name: full(value) for name, value in model.state_dict().items()}
+    assert whole.keys() == half.keys() == index.keys() == expected.keys()
+    rounded = {name: value.to(torch.bfloat16) for name, value in expected.items()}
+    wrong = [f"whole: {name}" for name, value in expected.items() if not torch.equal(whole[name], value)]
+    wrong += [f"half: {name}" for name, value in rounded.items() if not torch.equal(half[name], value)]
+    with torch.no_grad():
+        for value in (*model.parameters(), model.turn.seen):
+            value.zero_()
+    zf.load_pretrained(model, folder / "whole")
+    found = {name: full(value) for name, value in model.state_dict().items()}
+    return wrong + [f"again: {name}" for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize("world", _EVERY_OTHER_WAY[1])
+def test_every_way_to_rest_is_written_whole(ranks: Ranks, world: str, tmp_path: Path) -> None:
+    n = WORLDS[world].ranks
+    assert ranks(n).run(_exported, world, tmp_path, str(tmp_path)) == [[]] * n
+    assert len(list((tmp_path / "half").glob("model-*"))) > 3
+    assert sorted(file.name for file in (tmp_path / "whole").iterdir()) == ["model.safetensors"]
+    kept = load_file(tmp_path / "whole" / "model.safetensors")
+    assert kept["turn.seen"].tolist() == [3.0] * 5
+
+
+def test_tiles_and_ties_are_written_once(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3))
+    with alone() as mesh:
+        tiled = zf.zero3(zf.tile(copy.deepcopy(plain), parts=3, where="0.*"), mesh)
+        zf.save_pretrained(tiled, tmp_path / "tiled")
+        zf.save_pretrained(zf.zero3(Tied("a", "b"), mesh), tmp_path / "tied")
+    found = load_file(tmp_path / "tiled" / "model.safetensors")
+    assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
+    assert load_file(tmp_path / "tied" / "model.safetensors").keys() == {"a.weight"}
+
+
+def test_a_model_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    zf.save_pretrained(nn.Linear(3, 2), tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    with pytest.raises(zf.CheckpointError, match="a model in this folder already"):
+        zf.save_pretrained(nn.Linear(3, 2), tmp_path, max_shard=8)
+    with pytest.raises(zf.TierError, match="max_shard"):
+        zf.save_pretrained(nn.Linear(3, 2), tmp_path / "b", max_shard="much")
+    assert before.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("sizes", [("1GB", 8), (8, "1GB"), (8, 16), ("1GB", "1GB")])
+def test_a_trainer_replaces_what_is_there(sizes: tuple[int | str, int | str], tmp_path: Path) -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    export(first, tmp_path, max_shard=sizes[0], replaces=True)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    export(second, tmp_path, max_shard=sizes[1], replaces=True)
+    zf.load_pretrained(first, tmp_path)
+    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(first.bias, second.bias)
+    count = 1 if sizes[1] == "1GB" else 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == count
+    assert (tmp_path / "trainer_state.json").exists()
+
+
+@pytest.mark.parametrize("read", [[], ["model.safetensors", "model.safetensors.index.json"]])
+def test_files_that_no_reader_takes_are_replaced_under_their_names(read: list[str], tmp_path: Path) -> None:
+    names = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    for name in (*names, *read):
+        (tmp_path / name).write_text("{}")
+    export(nn.Linear(3, 2), tmp_path, max_shard=8, replaces=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "model.safetensors.index.json"}
+
+
+def _writing_fails(folder: Path, where: str) -> str:
+    """One rank cannot write; all raise, and there is no model."""
+    model = zf.zero3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), axis())
+    owner, method, rank = {
+        "tensors": (TensorFile, "append", 1),
+        "end": (TensorFile, "finish", 1),
+        "commit": (Draft, "commit", 0),
+    }[where]
+    held = getattr(owner, method)
+    if axis().get_local_rank() == rank:
+        setattr(owner, method, _refuse)
+    try:
+        with pytest.raises(zf.StorageError) as caught:
+            zf.save_pretrained(model, folder, max_shard=300)
+    finally:
+        setattr(owner, method, held)
+    dist.barrier()
+    assert list(folder.iterdir()) == []
+    dist.barrier()
+    zf.save_pretrained(model, folder, max_shard=300)
+    zf.load_pretrained(model, folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["tensors", "end", "commit"])
+def test_a_save_that_fails_leaves_no_model(ranks: Ranks, where: str, tmp_path: Path) -> None:
+    assert all("A disk refused" in text for text in ranks(2).run(_writing_fails, tmp_path, where))
+
+
+def _parted(folder: Path) -> None:
+    names = ["a", "b"] if axis().get_local_rank() else ["a", "c"]
+    with pytest.raises(zf.CheckpointError, match="tensors of different names"):
+        zf.save_pretrained(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}), folder / "hf")
+
+
+def test_ranks_with_tensors_of_different_names_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_parted, tmp_path)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def _bytes_read(folder: Path, cut: str) -> tuple[int, int]:
+    """Bytes that a rank reads, and those that it owns."""
+    read = 0
+
+    def counted(self: TensorReader, view: memoryview, offset: int) -> None:
+        nonlocal read
+        read += len(view)
+        _FILL(self, view, offset)
+
+    TensorReader._fill = counted  # type: ignore[method-assign]
+    try:
+        with torch.device("meta"):
+            model = _wide()
+        if cut == "columns":
+            from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+            model = parallelize_module(model, grid("dp", "tp")["tp"], {"*": RowwiseParallel()})
+            model = zf.zero3(model, grid("dp", "tp")["dp"])
+        else:
+            model = zf.zero3(model, axis())
+        zf.load_pretrained(model, folder)
+    finally:
+        TensorReader._fill = _FILL  # type: ignore[method-assign]
+    expected = torch.arange(4096 * 8.0).repeat(16).view(64, -1)
+    assert torch.equal(full(model[0].weight)[:, :4096], expected[:, :4096])
+    return read, sum(p.to_local().nbytes for p in model.parameters())
+
+
+_FILL = TensorReader._fill
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(8192, 64, bias=False), nn.Linear(8192, 63, bias=False))
+
+
+@pytest.mark.parametrize(("n", "cut"), [(3, "rows"), (4, "columns")])
+def test_a_rank_reads_what_it_owns(ranks: Ranks, n: int, cut: str, tmp_path: Path) -> None:
+    save_file(
+        {"0.weight": torch.arange(4096 * 8.0).repeat(16).view(64, -1), "1.weight": torch.randn(63, 8192)},
+        tmp_path / "a.safetensors",
+    )
+    for read, owned in ranks(n).run(_bytes_read, tmp_path, cut):
+        assert read <= 1.01 * owned
+
+
+def _peak(folder: str) -> int:
+    """By how much a process grows that reads 128 MiB, beyond what rests."""
+    torch.set_num_threads(1)
+    with alone() as mesh:
+        with torch.device("meta"):
+            model = zf.zero3(nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4))), mesh)
+        zf.save(f"{folder}/warm", nn.Linear(2, 2))
+        forget_peak()
+        before = peak_nbytes()
+        zf.load_pretrained(model, f"{folder}/hf")
+        return peak_nbytes() - before - sum(p.to_local().nbytes for p in model.parameters())
+
+
+def test_loading_from_meta_takes_no_more_than_a_buffer(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    weights = {f"{number}.weight": torch.randn(4096, 2048).to(torch.bfloat16) for number in range(4)}
+    save_file(weights, tmp_path / "hf" / "a.safetensors")
+    assert in_new_process(_peak, str(tmp_path)) < 1.25 * (64 << 20)

@@ -1,0 +1,124 @@
+"""Every way in which a model and its optimizer may rest, by name: where checkpoints come from, and where they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from tests.axes.grids import Decoder, grid, loss_of, parallelized
+from tests.support.ranks import axis
+from tests.support.seeds import seed_generator
+from tests.support.wholes import full
+
+__all__ = ["WORLDS", "Tied", "World", "differing", "everything", "made", "stepped"]
+
+
+class World(NamedTuple):
+    """A number of ranks, and what they make of a model; `path` is a folder for tiers."""
+
+    ranks: int
+    place: Callable[[nn.Module, str], nn.Module]
+    stream: Callable[[Optimizer, str], Optimizer] = lambda optimizer, _: optimizer
+    styles: str | None = None
+
+
+def _tensor_parallel(model: nn.Module, _: str) -> nn.Module:
+    return zf.zero3(model, grid("dp", "tp")["dp"])
+
+
+def _away(model: nn.Module, path: str) -> nn.Module:
+    return zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.cpu())
+
+
+WORLDS: dict[str, World] = {
+    "plain": World(1, lambda model, _: model),
+    "replicas": World(2, lambda model, _: model),
+    "replicate": World(2, lambda model, _: zf.replicate(model, axis())),
+    "zero1": World(2, lambda model, _: zf.zero1(model, axis())),
+    "zero2": World(3, lambda model, _: zf.zero2(model, axis())),
+    "zero3": World(2, lambda model, _: zf.zero3(model, axis())),
+    "zero3 on 3": World(3, lambda model, _: zf.zero3(model, axis())),
+    "zero3 on 4": World(4, lambda model, _: zf.zero3(model, axis())),
+    "hybrid": World(4, lambda model, _: zf.hybrid(model, grid("outer", "inner"))),
+    "hpz": World(
+        4,
+        lambda model, _: zf.shard_grads(
+            zf.shard_params(model, grid("outer", "inner")["inner"]), grid("outer", "inner")["outer"]
+        ),
+    ),
+    "tensor parallel": World(4, _tensor_parallel, styles="columns"),
+    "sequence parallel": World(4, _tensor_parallel, styles="sequence"),
+    "streamed": World(
+        2,
+        lambda model, _: zf.zero3(model, axis()),
+        lambda optimizer, path: zf.streamed(optimizer, zf.nvme(path), buffer="16KiB"),
+    ),
+    "away": World(3, _away, lambda optimizer, path: zf.streamed(optimizer, zf.nvme(path), buffer="16MiB")),
+}
+
+
+class Tied(nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        setattr(self, first, nn.Linear(3, 3, bias=False))
+        setattr(self, second, nn.Linear(3, 3, bias=False))
+        self.get_submodule(second).weight = self.get_submodule(first).weight
+
+
+def made(name: str, path: str, seed: int) -> tuple[nn.Module, Optimizer]:
+    """A seeded decoder and its optimizer, of which a group has other options."""
+    world = WORLDS[name]
+    seed_generator(seed)
+    model = Decoder() if world.styles is None else parallelized(grid("dp", "tp")["tp"], world.styles)
+    model.register_buffer("seen", torch.arange(5.0) + seed)
+    for parameter in model.norm.parameters():
+        parameter.requires_grad_(False)
+    model = world.place(model, path)
+    named = dict(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named.items() if "bias" not in name and p.requires_grad]},
+        {"params": [p for name, p in named.items() if "bias" in name and p.requires_grad], "weight_decay": 0.0},
+    ]
+    return model, world.stream(torch.optim.AdamW(groups, lr=0.01 + seed, betas=(0.8, 0.9)), path)
+
+
+def stepped(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+    """One step, on the same data everywhere: meshes have other data-parallel ranks."""
+    with loss_parallel():
+        loss_of(model, number, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Whole parameters, buffers and states, and options of groups. All ranks call it."""
+    found: dict[str, Any] = {name: full(value) for name, value in model.state_dict().items()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    saved = optimizer.state_dict()
+    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], options["params"], strict=True):
+            own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+            found[f"options of {names[id(parameter)]}"] = own
+            for key, value in saved["state"].get(number, {}).items():
+                found[f"{key} of {names[id(parameter)]}"] = full(value) if isinstance(value, Tensor) else value
+    return found
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names under which values differ by a bit."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return [name for name, value in one.items() if not _is_equal(value, other[name])]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,626 @@
+"""A DeepSpeed config as a value: what it becomes, and the error for every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.units.deepspeed.configs import ADAM, CONFIGS, INFINITY, STAGE_2, STAGE_3, Json, changed, leaves
+from zero_fn.deepspeed import keys
+from zero_fn.deepspeed.entries import config_of
+from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES
+from zero_fn.deepspeed.settings import Sharding, settings_of
+from zero_fn.errors import ConfigError
+from zero_fn.values.tiers import Tiers, cpu, nvme
+
+SMALL: Json = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
+
+
+def test_stage_3_with_offload_is_read_as_it_says() -> None:
+    settings = settings_of(STAGE_3, 2)
+    assert (settings.micro_batch_size, settings.accumulation_steps) == (4, 4)
+    assert (settings.compute, settings.reduce) == (torch.bfloat16, torch.float32)
+    assert settings.skips_overflow
+    assert settings.scaler is None
+    assert settings.max_norm == 1.0
+    assert settings.sharding == Sharding(stage=3, tiers=Tiers(cpu(), None, cpu()))
+    assert settings.stock is not None
+    assert settings.stock.kind is torch.optim.AdamW
+    assert settings.stock.options == {
+        "lr": 3e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "fused": True,
+    }
+    assert isinstance(settings.scheduler, partial)
+    assert settings.scheduler.keywords["then"] == "WarmupDecayLR"
+    options = settings.scheduler.keywords["options"]
+    assert (options["warmup_num_steps"], options["total_num_steps"], options["warmup_max_lr"]) == (100, 1000, 3e-4)
+
+
+def test_stage_2_in_float16_is_read_as_it_says() -> None:
+    settings = settings_of(STAGE_2, 2)
+    assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
+    assert settings.compute is torch.float16
+    assert isinstance(settings.scaler, partial)
+    assert settings.scaler.keywords == {
+        "first": 128.0, "window": None, "hysteresis": 2, "is_refilled": False, "least": 1.0
+    }  # fmt: skip
+    assert settings.sharding == Sharding(stage=2)
+    assert settings.stock is not None
+    assert (settings.stock.kind, settings.stock.options["weight_decay"]) == (torch.optim.Adam, 0.0)
+
+
+def test_infinity_is_read_as_it_says() -> None:
+    settings = settings_of(INFINITY, 2)
+    disk = nvme("/local_nvme")
+    assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
+    assert settings.sharding == Sharding(3, 1, 10_000, Tiers(disk, None, disk, 0.5))
+    assert settings.stock is not None
+    assert settings.stock.kind is torch.optim.SGD
+    assert not settings.skips_overflow
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_entry_has_an_outcome(name: str) -> None:
+    """Nothing is accepted and forgotten."""
+    outcomes = [outcome.entry for outcome in settings_of(CONFIGS[name], 2).outcomes]
+    assert len(outcomes) == len(set(outcomes))
+    for path, _ in leaves(CONFIGS[name]):
+        assert any(".".join(path[: n + 1]) in outcomes for n in range(len(path))), path
+
+
+def test_the_same_config_asks_for_the_same_with_any_optimizer_name_of_deepspeed() -> None:
+    def stock(kind: str, **params: Any) -> tuple[type, Any]:
+        found = settings_of({**SMALL, "optimizer": {"type": kind, "params": params}}, 1).stock
+        assert found is not None
+        return found.kind, found.options.get("weight_decay")
+
+    assert stock("Adam") == stock("adam") == stock("AdamW") == stock("ADAMW") == (torch.optim.AdamW, 0.0)
+    assert stock("DeepSpeedCPUAdam") == stock("FusedAdam") == stock("Adam")
+    assert stock("DeepSpeedCPUAdam", adam_w_mode=False) == (torch.optim.Adam, 0.0)
+    assert stock("DeepSpeedCPUAdagrad") == stock("Adagrad")
+    for kind, fix in (("FusedLamb", "norms of whole tensors"), ("OneBitAdam", "nothing travels compressed")):
+        with pytest.raises(ConfigError, match=fix):
+            stock(kind)
+    assert stock("Adam", adam_w_mode=False) == (torch.optim.Adam, 0.0)
+    assert stock("AdamW", adam_w_mode=False) == (torch.optim.AdamW, 0.0)
+    assert stock("AdamW", torch_adam=True) == (torch.optim.AdamW, 0.01)
+    assert stock("Adagrad", weight_decay=0.5) == stock("adagrad", weight_decay=0.5) == (torch.optim.Adagrad, 0.5)
+    assert stock("RMSprop") == (torch.optim.RMSprop, None)
+
+
+def test_of_three_batch_sizes_two_give_the_third() -> None:
+    def sizes(ranks: int, **given: int) -> tuple[int, int]:
+        names = {
+            "whole": "train_batch_size",
+            "micro": "train_micro_batch_size_per_gpu",
+            "steps": "gradient_accumulation_steps",
+        }
+        settings = settings_of({"optimizer": ADAM, **{names[name]: value for name, value in given.items()}}, ranks)
+        return settings.micro_batch_size, settings.accumulation_steps
+
+    assert sizes(4, whole=32) == (8, 1)
+    assert sizes(4, micro=8) == (8, 1)
+    assert sizes(4, micro=8, steps=3) == (8, 3)
+    assert sizes(4, whole=32, micro=2) == (2, 4)
+    assert sizes(4, whole=32, steps=2) == (4, 2)
+    assert sizes(4, whole=32, steps=4, micro=2) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train_batch_size": 30},
+        {"train_batch_size": 2},
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 3},
+        {"train_batch_size": 32, "gradient_accumulation_steps": 3},
+        {"train_batch_size": 32, "gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 4},
+        {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 8},
+        {"gradient_accumulation_steps": 4},
+        {},
+    ],
+)
+def test_batch_sizes_that_contradict_one_another_are_refused(given: Json) -> None:
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
+        settings_of({"optimizer": ADAM, **given}, 4)
+
+
+def test_clipping_is_deepspeeds_where_nothing_is_said() -> None:
+    settings = settings_of(SMALL, 1)
+    assert settings.max_norm == 1.0
+    assert any(outcome.entry == "gradient_clipping" and "default" in outcome.became for outcome in settings.outcomes)
+    assert settings_of({**SMALL, "gradient_clipping": 0}, 1).max_norm == 0.0
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+_WRONG: dict[type, tuple[Any, ...]] = {
+    bool: ("true", 1, 0.0, [], {"a": 1}),
+    int: ("8", True, [8], {"a": 1}, math.nan, math.inf, -3),
+    float: ("0.1", True, [0.1, 0.2, 0.3], {"a": 1}, math.nan, math.inf),
+    str: (7, True, [], "", "other"),
+    list: ("0.9", [0.9, "0.95"], {"a": 1}, [math.nan, 0.9]),
+}
+_ANY_TEXT = {"tag_validation", "nvme_path"}
+
+
+def _spoilt() -> list[tuple[str, Json, str]]:
+    """Each entry of each config with values of other kinds."""
+    found = []
+    for name, config in CONFIGS.items():
+        became = {outcome.entry: outcome.became for outcome in settings_of(config, 2).outcomes}
+        for path, value in leaves(config):
+            if path[0] == "tensorboard":
+                continue  # one entry, the section
+            wrong = _WRONG[type(value)] if value != "auto" else ("other", True, -1, math.nan)
+            if became[".".join(path)].startswith(("no", "always")):
+                wrong = tuple(bad for bad in wrong if bad != math.inf)  # no limit, which is no less than any
+            if path[-1] in _ANY_TEXT:
+                wrong = (7, True)
+            for bad in wrong:
+                found.append((f"{name}: {'.'.join(path)}={bad!r}", changed(config, path, bad), path[-1]))
+    return found
+
+
+SPOILT = _spoilt()
+
+
+def test_there_are_hundreds_of_bad_configs() -> None:
+    assert len(SPOILT) >= 300
+
+
+@pytest.mark.parametrize(("config", "entry"), [spoilt[1:] for spoilt in SPOILT], ids=[spoilt[0] for spoilt in SPOILT])
+def test_an_entry_of_another_kind_is_named(config: Json, entry: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(config, 2)
+    assert entry in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("zero_optimization", "stage"), 4),
+        (("zero_optimization", "stage"), 2.5),
+        (("zero_optimization", "stage"), "auto"),
+        (("zero_optimization",), True),
+        (("zero_optimization",), []),
+        (("zero_optimization", "ignore_unused_parameters"), False),
+        (("zero_optimization", "zero_quantized_weights"), True),
+        (("zero_optimization", "zero_quantized_gradients"), True),
+        (("zero_optimization", "zero_quantized_nontrainable_weights"), True),
+        (("zero_optimization", "mics_shard_size"), 8),
+        (("zero_optimization", "cpu_offload"), True),
+        (("zero_optimization", "zenflow"), {"topk_ratio": 0.1}),
+        (("zero_optimization", "leaf_module"), {"names": ["experts"]}),
+        (("zero_optimization", "stage3_model_persistence_threshold"), 1e6),
+        (("zero_optimization", "zero_hpz_partition_size"), 0),
+        (("zero_optimization", "offload_optimizer", "device"), "gpu"),
+        (("zero_optimization", "offload_optimizer", "ratio"), 1.5),
+        (("zero_optimization", "offload_optimizer", "super_offload"), True),
+        (("zero_optimization", "offload_param"), "cpu"),
+        (("optimizer",), {"params": {"lr": 0.1}}),
+        (("scheduler",), {"params": {"warmup_num_steps": 10}}),
+        (("optimizer", "type"), "Adma"),
+        (("optimizer", "type"), "Lamb"),
+        (("optimizer", "type"), "Lion"),
+        (("optimizer", "type"), "Muon"),
+        (("optimizer", "type"), "Optimizer"),
+        (("optimizer", "type"), "lr_scheduler"),
+        (("optimizer", "params", "lr"), "auto"),
+        (("optimizer", "params", "lr"), -1),
+        (("optimizer", "params", "betas"), [0.9, 1.5]),
+        (("optimizer", "params", "betas"), [0.9]),
+        (("optimizer", "params", "max_grad_norm"), 1.0),
+        (("optimizer", "params", "bias_correction"), False),
+        (("optimizer", "params", "learning_rate"), 1e-3),
+        (("scheduler", "type"), "OneCycle"),
+        (("scheduler", "type"), "LRRangeTest"),
+        (("scheduler", "type"), "Cosine"),
+        (("scheduler", "params", "warmup_type"), "square"),
+        (("scheduler", "params", "warmup_num_steps"), 0),
+        (("scheduler", "params", "warmup_min_lr"), [0.0, 0.1]),
+        (("bf16",), True),
+        (("fp16", "enabled"), True),
+        (("fp16", "loss_scale_window"), 0),
+        (("bf16", "bf16_optimizer_states"), True),
+        (("communication_data_type",), "fp8"),
+        (("data_types",), {"grad_accum_dtype": "fp16"}),
+        (("data_types",), {"param_dtype": "bf16"}),
+        (("gradient_allreduce_op",), "sum"),
+        (("sparse_gradients",), True),
+        (("activation_checkpointing",), {"partition_activations": True}),
+        (("activation_checkpointing",), {"cpu_checkpointing": True}),
+        (("aio",), {"use_gds": True}),
+        (("tensorboard",), {"enabled": True}),
+        (("wandb",), {"project": "x"}),
+        (("curriculum_learning",), {"enabled": True}),
+        (("compression_training",), {"weight_quantization": {}}),
+        (("torch_autocast",), {"enabled": True}),
+        (("tensor_parallel",), {"autotp_size": 4}),
+        (("pipeline",), {"stages": 2}),
+        (("flops_profiler",), {"enabled": True}),
+    ],
+)
+def test_what_is_not_done_here_is_refused(path: tuple[str, ...], value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(changed(STAGE_3, path, value), 2)
+    assert path[-1] in str(caught.value) or path[0] in str(caught.value)
+    assert caught.value.fix
+
+
+def test_a_misspelt_entry_is_named_with_what_was_meant() -> None:
+    """DeepSpeed takes such a config, and clips at its default."""
+    with pytest.raises(ConfigError, match=r"gradient_cliping(.|\n)*fix +: gradient_clipping, or remove it"):
+        settings_of({**SMALL, "gradient_cliping": 0.5}, 1)
+    with pytest.raises(ConfigError, match=r"zero_optimization.overlap_com\b(.|\n)*overlap_comm, or remove"):
+        settings_of({**SMALL, "zero_optimization": {"stage": 1, "overlap_com": True}}, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "entry", "fix"),
+    [
+        ({"zero_optimization": {"aio": {"block_size": 1}}}, "zero_optimization.aio", "move it to the top level"),
+        ({"offload_param": {"device": "cpu"}}, "offload_param", 'move it to "zero_optimization"'),
+        ({"bf16": {"enabled": True, "initial_scale_power": 8}}, "bf16.initial_scale_power", 'move it to "fp16"'),
+        ({"pipeline_parallel": {"pp_size": 2}}, "pipeline_parallel", "docs/guides/pipelines.md"),
+        ({"moe": {"enabled": True, "ep_size": 4}}, "moe", "docs/guides/experts.md"),
+        ({"moe_expert_parallel_size": 4}, "moe_expert_parallel_size", "docs/guides/experts.md"),
+        ({"nebula": {"enabled": True}}, "nebula", "zf.save_async"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_entry_in_another_place_or_of_another_library_is_told_where_it_belongs(
+    config: Json, entry: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of({**SMALL, **config}, 1)
+    assert caught.value.facts["entry"] == entry
+    assert fix in caught.value.fix
+
+
+def test_what_does_nothing_says_so() -> None:
+    config = {**SMALL, "wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 100}
+    config["activation_checkpointing"] = {"profile": True, "number_checkpoints": 4}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    names = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print")
+    for name in (*names, "activation_checkpointing.profile", "activation_checkpointing.number_checkpoints"):
+        assert became[name].startswith("does nothing: "), name
+
+
+@pytest.mark.parametrize(("said", "least"), [(1, 1.0), (1e-3, 1e-3), (1e-8, 2.0**-24), (0, 2.0**-24)])
+def test_the_least_scale_is_any_that_float16_can_hold(said: float, least: float) -> None:
+    scaler = settings_of({**SMALL, "fp16": {"enabled": True, "min_loss_scale": said}}, 1).scaler
+    assert isinstance(scaler, partial)
+    assert scaler.keywords["least"] == least
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_inputs_are_cast_whatever_auto_cast_says(said: bool) -> None:
+    settings = settings_of({**SMALL, "fp16": {"enabled": True, "auto_cast": said}}, 1)
+    assert next(each.became for each in settings.outcomes if each.entry == "fp16.auto_cast").startswith(
+        "inputs of a unit"
+    )
+
+
+def _scheduler(kind: str, **params: Any) -> Any:
+    return settings_of({**SMALL, "scheduler": {"type": kind, "params": params}}, 1).scheduler
+
+
+def test_cosine_is_a_warm_up_only_if_its_steps_are_there() -> None:
+    found = _scheduler("Cosine", total_num_steps=50, warmup_num_steps=5, cos_min_ratio=0.1)
+    assert (
+        found.keywords
+        == _scheduler("WarmupCosineLR", total_num_steps=50, warmup_num_steps=5, cos_min_ratio=0.1).keywords
+    )
+    config = {**SMALL, "scheduler": {"type": "Cosine", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    assert became["scheduler.type"] == "setup.scheduler; that of WarmupCosineLR"
+    assert became["optimizer.type"] == "that of torch.optim"
+    for params in ({}, {"total_num_steps": 50}, {"T_max": 50}):
+        with pytest.raises(
+            ConfigError, match=r"scheduler\.type(.|\n)*WarmupCosineLR(.|\n)*CosineAnnealingLR"
+        ) as caught:
+            _scheduler("Cosine", **params)
+        assert caught.value.facts["entry"] == "scheduler.type"
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.warmup_max_lr"):
+        _scheduler("Cosine", total_num_steps=50, warmup_num_steps=5, warmup_max_lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "decay_lr_rate": 0.1}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 5}),
+    ],
+)
+def test_of_a_scheduler_that_is_not_there_only_its_name_is_refused(kind: str, params: Json) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _scheduler(kind, **params)
+    assert caught.value.facts["entry"] == "scheduler.type"
+    assert "torch.optim.lr_scheduler" in caught.value.fix
+
+
+def test_a_misspelt_option_of_a_scheduler_is_named_with_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.warmup_num_step\b(.|\n)*fix +: warmup_num_steps"):
+        _scheduler("WarmupLR", warmup_num_step=5)
+
+
+def test_offload_without_a_place_is_refused() -> None:
+    for section in ("offload_optimizer", "offload_param"):
+        for path in ({}, {"nvme_path": "auto"}, {"nvme_path": None}):
+            zero = {"stage": 3, section: {"device": "nvme", **path}}
+            with pytest.raises(ConfigError, match=rf"zero_optimization\.{section}\.nvme_path"):
+                settings_of({**SMALL, "zero_optimization": zero}, 1)
+    with pytest.raises(ConfigError, match="below stage 3"):
+        settings_of({**SMALL, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, 1)
+    with pytest.raises(ConfigError, match="states of replicas"):
+        settings_of({**SMALL, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 1)
+
+
+def test_nothing_of_the_states_offloaded_is_no_offload() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}
+    assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding == Sharding(stage=3)
+
+
+def test_states_of_parameters_in_a_tier_are_on_the_host_if_nothing_is_said() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"}}
+    assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding.tiers == Tiers(
+        nvme("/local_nvme"), optim=cpu()
+    )
+
+
+def test_gradients_rest_beside_the_states_where_that_is_asked_for() -> None:
+    asked = changed(STAGE_3, ("zero_optimization", "offload_optimizer", "gradients"), True)
+    assert settings_of(asked, 2).sharding.tiers == Tiers(cpu(), cpu(), cpu())
+
+
+def test_gradients_rest_in_the_dtype_that_a_config_says() -> None:
+    narrow = changed(STAGE_3, ("data_types",), {"grad_accum_dtype": "bf16"})
+    assert (settings_of(STAGE_3, 2).grads, settings_of(narrow, 2).grads) == (None, torch.bfloat16)
+    with pytest.raises(ConfigError, match="only bf16 computes gradients that may rest in 16 bits"):
+        settings_of({**SMALL, "data_types": {"grad_accum_dtype": "bf16"}}, 1)
+
+
+def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it() -> None:
+    with pytest.raises(ConfigError, match="sent in the dtype of the computation"):
+        settings_of({**SMALL, "communication_data_type": "bf16"}, 1)
+    assert settings_of({**SMALL, "communication_data_type": "fp32"}, 1).reduce is torch.float32
+    both = {**SMALL, "communication_data_type": "bf16", "bf16": {"enabled": True}}
+    assert settings_of(both, 1).reduce is torch.bfloat16
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_as_the_dict_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(STAGE_3))
+    assert config_of(file) == config_of(str(file)) == STAGE_3
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"bf16": {"enabled": true},}', "JSONDecodeError: Expecting property name"),
+        ('{"a": 1} // off', "JSONDecodeError: Extra data"),
+        ("", "JSONDecodeError: Expecting value"),
+        ("[" * 100_000, "RecursionError"),
+        ("[1]", "not an object"),
+        ('{"gradient_clipping": NaN}', "not finite"),
+        ('{"gradient_clipping": -Infinity}', "not finite"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "twice"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"(?s)cannot be read.*{complaint}"):
+        config_of(file)
+
+
+def test_text_is_read_as_the_dict_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hugging Face does: JSON, in base64 too. A file of that name is read first."""
+    text = json.dumps(STAGE_3, indent=1)
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    assert config_of(f"\n {text}") == config_of(encoded) == STAGE_3
+    for path in ("nowhere.json", "e30", "eyJ" * 300):  # the last two begin as base64 of an object does
+        with pytest.raises(ConfigError, match=r"OSError|FileNotFoundError"):
+            config_of(path)
+    monkeypatch.chdir(tmp_path)
+    Path("e30=").write_text('{"a": 1}')
+    assert config_of("e30=") == {"a": 1}
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xff"}')
+    for path in (tmp_path / "nowhere.json", tmp_path, tmp_path / "latin.json", "\0", '{"a": 1', '{"a": 1} x'):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            config_of(path)
+    with pytest.raises(ConfigError, match="a path, JSON or a dict, not list"):
+        config_of([])  # type: ignore[arg-type]
+
+
+# -- all at once -------------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    config = {
+        "gradient_cliping": 1.0,
+        "gradient_clipping": "1.0",
+        "train_batch_size": 30,
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": True, "hysteresis": "auto"},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto", "betas": [0.9, 0.99], "moment": 0.9, "fused": "yes"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_ratio": 1, "warmup_min_ratio": 0.1}},
+        "zero_optimization": {
+            "stage": 0,
+            "zero_hpz_partition_size": 2,
+            "zero_quantized_weights": True,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu", "pin_memory": 1},
+        },
+        "wandb": {"enabled": True},
+    }
+    wrong = [
+        "gradient_cliping", "gradient_clipping", "train_batch_size", "fp16.enabled", "optimizer.params.betas",
+        "optimizer.params.moment", "optimizer.params.fused", "scheduler.params.warmup_max_ratio",
+        "scheduler.params.warmup_min_ratio", "scheduler.params.total_num_steps", "wandb",
+        "zero_optimization.zero_quantized_weights", "zero_optimization.offload_optimizer.pin_memory",
+        "fp16.hysteresis, optimizer.params.lr",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        settings_of(config, 2)
+    lines = [str(line) for line in caught.value.facts.values()]
+    assert {line.partition(" = ")[0] for line in lines} == set(wrong), "and nothing that follows from another mistake"
+    assert len(lines) == len(wrong)
+    assert all("; " in line for line in lines)
+
+
+@pytest.mark.parametrize(("section", "name"), [(0, "zero_hpz_partition_size"), (2, "offload_param.device")])
+def test_sections_that_contradict_the_stage_are_refused(section: int, name: str) -> None:
+    zero = {"stage": section, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=rf"zero_optimization\.{name}"):
+        settings_of({**SMALL, "zero_optimization": zero}, 1)
+
+
+# -- names and autos ---------------------------------------------------------------------------------------------------
+
+
+def test_entries_of_stage_3_may_be_written_without_it() -> None:
+    """DeepSpeed reads both names; configs of axolotl have the shorter ones."""
+    names = [path.rpartition(".")[2] for path in OTHER_NAMES if path.startswith("zero_optimization.")]
+    assert len(names) >= 9
+    for name in names:
+        value = KEYS[f"zero_optimization.stage3_{name}"].default
+        short = {**SMALL, "zero_optimization": {"stage": 3, name: value}}
+        long = {**SMALL, "zero_optimization": {"stage": 3, f"stage3_{name}": value}}
+        one, other = settings_of(short, 1), settings_of(long, 1)
+        assert one.sharding == other.sharding
+        assert one.outcomes[-2].became == other.outcomes[-2].became
+        with pytest.raises(ConfigError, match=rf"zero_optimization\.{name} and zero_optimization\.stage3_{name}"):
+            settings_of({**SMALL, "zero_optimization": {name: value, f"stage3_{name}": value}}, 1)
+    zero = {"stage": 3, "param_persistence_threshold": 7}
+    assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding.persist_numel == 7
+    with pytest.raises(ConfigError, match=r"entry +: zero_optimization\.max_reuse_distance"):
+        settings_of({**SMALL, "zero_optimization": {"max_reuse_distance": "far"}}, 1)
+
+
+def test_bfloat16_is_another_name_of_bf16() -> None:
+    assert settings_of({**SMALL, "bfloat16": {"enabled": True}}, 1).compute is torch.bfloat16
+    with pytest.raises(ConfigError, match="one of bf16 and bfloat16"):
+        settings_of({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"check_grad_overflow": False}}, 1)
+
+
+def test_what_deepspeed_reads_for_others_is_said_to_change_nothing() -> None:
+    config = {**SMALL, "seq_parallel_communication_data_type": "bf16", "comms_config": {"verbose": False}}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    assert became["seq_parallel_communication_data_type"].startswith("nothing to set")
+    assert became["comms_config"] == "off, as here"
+    with pytest.raises(ConfigError, match="comms_logger"):
+        settings_of({**SMALL, "comms_config": {"enabled": True}}, 1)
+    config = {**SMALL, "_comment": "mine", "compile": {"disable": False, "backend": "inductor"}}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    assert became["compile.backend"].startswith("nothing by itself")
+    with pytest.raises(ConfigError, match=r"compile\.deepcompile"):
+        settings_of({**SMALL, "compile": {"deepcompile": True}}, 1)
+    with pytest.raises(ConfigError, match="context_parallel"):
+        settings_of({**SMALL, "sequence_parallel_size": 4}, 1)
+
+
+AUTO: Json = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+}
+FILLED: Json = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "bf16.enabled": True,
+    "optimizer.params.lr": 1e-4,
+    "optimizer.params.weight_decay": 0.1,
+}
+
+
+def test_autos_are_filled_in_by_their_paths() -> None:
+    before = json.dumps(AUTO)
+    settings = settings_of(AUTO, 2, FILLED)
+    assert json.dumps(AUTO) == before
+    assert (settings.micro_batch_size, settings.accumulation_steps, settings.max_norm) == (4, 2, 0.5)
+    assert settings.compute is torch.bfloat16
+    assert settings.stock is not None
+    assert (settings.stock.options["lr"], settings.stock.options["weight_decay"]) == (1e-4, 0.1)
+    became = {outcome.entry: outcome.became for outcome in settings.outcomes}
+    assert became["train_batch_size"] == "of the other two"
+    assert became["zero_optimization.stage3_param_persistence_threshold"] == "none: every parameter is sharded"
+
+
+@pytest.mark.parametrize("left", [{name} for name in FILLED] + [set(FILLED)], ids=len)
+def test_all_autos_that_are_left_are_named(left: set[str]) -> None:
+    given = {name: value for name, value in FILLED.items() if name not in left}
+    with pytest.raises(ConfigError, match='"auto"') as caught:
+        settings_of(AUTO, 2, given)
+    assert set(str(caught.value.facts["entry"]).split(", ")) == left
+    assert f'auto={{"{next(iter(sorted(left)))}"' in caught.value.fix or len(left) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        ("zero_optimization.stage", 1, "contradicts(.|\n)*stage = 3, and auto= has 1"),
+        ("bf16", 1, "contradicts(.|\n)*bf16 = "),
+        ("bf16.enabled.more", 1, "contradicts"),
+        ("optimizer.params.betas", 1, "wants : 2 numbers"),
+        ("nowhere", 1, "the name of an entry"),
+    ],
+)
+def test_what_is_filled_in_is_not_said_otherwise_and_is_read(path: str, value: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        settings_of(AUTO, 2, {**FILLED, path: value})
+
+
+def test_what_is_not_there_is_filled_in() -> None:
+    config = {"optimizer": ADAM, "zero_optimization": {"stage": 3}}
+    settings = settings_of(config, 2, {"train_micro_batch_size_per_gpu": 4, "bf16.enabled": True})
+    assert (settings.micro_batch_size, settings.compute) == (4, torch.bfloat16)
+    assert config == {"optimizer": ADAM, "zero_optimization": {"stage": 3}}
+    assert settings_of(config, 2, {"train_batch_size": 8, "zero_optimization.stage": 3}).micro_batch_size == 4
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_row_of_the_table_takes_its_default() -> None:
+    for key in KEYS.values():
+        assert key.became, key
+        assert key.kind.name in ("flag", "text", "whole", "number", "off", "any"), key
+        if key.default is not None:
+            assert key.kind.taken(key.default) == key.default, key
+        if isinstance(key.became, dict):
+            assert set(key.became) >= set(key.kind.choices), key
+
+
+def test_the_table_names_every_entry_once() -> None:
+    rows, section = Counter[str](), ""
+    for line in Path(keys.__file__).with_name("keys.txt").read_text().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+        elif line and not line.startswith("#"):
+            rows[section + line.split()[0]] += 1
+    assert rows == Counter(list(KEYS))

@@ -1,0 +1,306 @@
+"""launch: values in order, errors of their own type, and nobody left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from zero_fn.errors import LayoutError, StateError
+from zero_fn.launch import launch
+from zero_fn.local.blame import RankDied, RankHung, RankTraceback
+from zero_fn.local.sending import SendError, dumps
+
+ROOT = Path(__file__).parents[3]
+
+
+class Broken(ValueError):
+    """An exception that only this file knows."""
+
+
+def test_values_come_in_the_order_of_ranks_and_closures_work() -> None:
+    offset = torch.tensor(10.0)
+
+    def total(scale: float, *, power: int) -> tuple[int, float]:
+        x = scale * (dist.get_rank() + 1) ** power + offset
+        dist.all_reduce(x)
+        return dist.get_rank(), x.item()
+
+    assert launch(total, 2, 2.0, kwargs={"power": 2}) == [(0, 30.0), (1, 30.0)]
+
+
+def test_a_rank_knows_its_place_and_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INHERITED", "here")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "INHERITED", "ADDED", "OMP_NUM_THREADS")
+
+    def environment() -> tuple[list[str | None], int, str, str]:
+        return [os.environ.get(name) for name in names], torch.get_num_threads(), os.getcwd(), dist.get_backend()
+
+    first, second = launch(environment, 2, backend="gloo", threads=2, env={"ADDED": "there"})
+    assert first == (["0", "0", "2", "2", "here", "there", "2"], 2, os.getcwd(), "gloo")
+    assert second[0][:2] == ["1", "1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize("interfaces", ["", "lo"])
+def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch: pytest.MonkeyPatch, interfaces: str) -> None:
+    """torch gives it two, which may free the same memory. [Note: two threads and one name]"""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+
+    def run() -> tuple[int, timedelta]:
+        mine = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        groups = [dist.group.WORLD, mine, mesh["dp"].get_group()]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)  # its thread is there, and has its name
+        return _gloo_threads(), mine._get_backend(torch.device("cpu")).options._timeout
+
+    assert launch(run, 2) == 2 * [(3, timedelta(seconds=7))]
+
+
+def _gloo_threads() -> int:
+    return [file.read_text() for file in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop\n")
+
+
+def test_what_rank_0_prints_appears_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    def chatter() -> None:
+        print(f"\rstep ü of rank {dist.get_rank()}", end="")
+        print("a warning", file=sys.stderr)
+
+    launch(chatter, 2)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("\rstep ü of rank 0", "a warning\n")
+
+
+def test_an_error_is_raised_with_its_type_while_a_peer_waits_in_a_collective() -> None:
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            print("what rank 1 saw")
+            raise Broken("no luck", 7)
+        dist.barrier()
+
+    start_s = time.monotonic()
+    with pytest.raises(Broken) as caught:
+        launch(fail, 2)
+    assert time.monotonic() - start_s < 10
+    assert caught.value.args == ("no luck", 7)
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert 'raise Broken("no luck", 7)' in str(caught.value.__cause__)
+    assert caught.value.__notes__ == [
+        "Raised on rank 1 of 2.",
+        "The last lines that rank 1 printed:\nwhat rank 1 saw",
+    ]
+
+
+def test_a_killed_rank_is_named_though_its_peer_raises_first() -> None:
+    def killed() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(RankDied, match="Rank 1 of 2 was killed by SIGKILL before it returned") as caught:
+        launch(killed, 2)
+    assert caught.value.facts["exit_code"] == -9
+
+
+def test_ranks_that_cannot_join_say_why() -> None:
+    with pytest.raises(RuntimeError, match="nowhere"):
+        launch(dist.get_rank, 2, env={"GLOO_SOCKET_IFNAME": "nowhere"})
+
+
+def test_a_timeout_says_where_ranks_were_and_leaves_none(tmp_path: Path) -> None:
+    def hang() -> None:
+        (tmp_path / f"{dist.get_rank()}").write_text(str(os.getpid()))
+        dist.barrier()
+        while dist.get_rank() == 1:
+            time.sleep(0.1)
+
+    with pytest.raises(RankHung, match=r"1 of 2 ranks did not return within 1\.5 s") as caught:
+        launch(hang, 2, timeout_s=1.5)
+    assert caught.value.facts["late"] == "rank 1"
+    assert re.search(r'test_launch.py", line \d+ in hang', "\n".join(caught.value.__notes__))
+    assert not any(is_running(int((tmp_path / f"{rank}").read_text())) for rank in range(2))
+
+
+def test_threads_of_a_rank_finish_their_work(tmp_path: Path) -> None:
+    def save_later() -> None:
+        path = tmp_path / f"{dist.get_rank()}"
+        threading.Timer(0.3, path.write_text, ["saved"]).start()
+
+    launch(save_later, 2)
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["saved", "saved"]
+
+
+def test_a_rank_may_have_processes_of_its_own() -> None:
+    def load() -> tuple[list[int], str]:
+        batches = torch.utils.data.DataLoader(list(range(4)), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+        return [int(batch.sum()) for batch in batches], multiprocessing.get_start_method()
+
+    assert launch(load, 1) == [([1, 5], multiprocessing.get_start_method())]
+
+
+def test_launch_on_a_rank_is_refused() -> None:
+    with pytest.raises(StateError, match="launch was called on a rank"):
+        launch(lambda: launch(dist.get_rank, 2), 1)
+
+
+def test_launch_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(StateError, match="torchrun"):
+        launch(dist.get_rank, 2)
+
+
+def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
+    with pytest.raises(LayoutError, match="needs a GPU for each rank"):
+        launch(dist.get_rank, 4096, backend="nccl")
+
+
+def test_results_that_cannot_be_sent_are_refused_with_advice() -> None:
+    def mesh() -> object:
+        return dist.device_mesh.init_device_mesh("cpu", (1,))
+
+    with pytest.raises(SendError, match="belongs to its ranks"):
+        launch(mesh, 1)
+    with pytest.raises(SendError, match="What a rank returned cannot be sent"):
+        launch(threading.Lock, 1)
+
+
+def test_an_exception_that_cannot_be_sent_is_quoted() -> None:
+    def fail() -> None:
+        raise Broken(threading.Lock())
+
+    with pytest.raises(SendError, match="What a rank raised cannot be sent") as caught:
+        launch(fail, 1)
+    assert str(caught.value.facts["raised"]).startswith("Broken: <unlocked _thread.lock")
+    assert "raise Broken(threading.Lock())" in str(caught.value.__cause__)
+
+
+def test_a_function_of_a_script_may_use_operations_by_name() -> None:
+    """cloudpickle sends `torch.ops` along where a function says `torch` and `ops`."""
+    script: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
+    exec("def ones(): return torch.ops.aten.ones.default([2]).sum().item()", script)
+    assert pickle.loads(dumps(script["ones"]))() == 2
+
+
+def test_a_function_of_a_script_may_use_compiled_classes() -> None:
+    """They say that they are of `builtins`, and cloudpickle sends them by value, which no rank can build."""
+    safetensors = pytest.importorskip("safetensors")
+    script: dict[str, Any] = {"safe_open": safetensors.safe_open, "__name__": "__main__"}
+    exec("def opener(): return safe_open", script)
+    assert pickle.loads(dumps(script["opener"]))() is safetensors.safe_open
+    for cls in (int, type(None), type(lambda: None)):
+        assert pickle.loads(dumps(cls)) is cls
+    with pytest.raises(SendError, match="the class 'callable_iterator' is compiled, and no module has it"):
+        dumps(type(iter(int, 1)))
+
+
+def test_functions_that_are_sent_know_their_file() -> None:
+    """cloudpickle 3.1.3 sends code as `<dynamic-code>`: tracebacks of ranks would show no lines, and stacks no files."""
+
+    def outer() -> Any:
+        return lambda: None
+
+    sent = pickle.loads(dumps(outer))
+    for code in (sent.__code__, sent().__code__):
+        assert code.co_filename == __file__
+    assert sent.__code__.co_firstlineno == outer.__code__.co_firstlineno
+
+
+def test_bad_arguments_are_refused_before_anything_starts() -> None:
+    def train(lr: float) -> None: ...
+
+    with pytest.raises(TypeError, match="a function, not what it returned"):
+        launch(None, 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="whole number of ranks"):
+        launch(train, 2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="missing a required argument: 'lr'"):
+        launch(train, 2)
+    with pytest.raises(SendError, match="The function or an argument cannot be sent"):
+        launch(train, 2, threading.Lock())
+    with pytest.raises(LayoutError, match="at least one rank"):
+        launch(train, 0, 1.0)
+    with pytest.raises(LayoutError, match="at least one thread"):
+        launch(train, 2, 1.0, threads=0)
+    with pytest.raises(LayoutError, match="no time"):
+        launch(train, 2, 1.0, timeout_s=0)
+    with pytest.raises(LayoutError, match="which rank is which"):
+        launch(train, 2, 1.0, env={"RANK": "3"})
+
+
+SCRIPT = """
+import os, signal, sys, time
+print("script executed", flush=True)
+from zero_fn.launch import launch
+
+class Result:                                   # of __main__, as in a notebook
+    def __init__(self, value): self.value = value
+
+def rank():
+    import torch.distributed as dist
+    print("rank 0 here")
+    return Result(dist.get_rank())
+
+values = launch(rank, 2)
+print([type(value) is Result for value in values], [value.value for value in values], flush=True)
+
+def wait():
+    print("pid", os.getpid())
+    time.sleep(60)
+
+launch(wait, 2)
+"""
+
+
+def test_a_script_is_executed_once_and_its_ranks_die_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    # Both at once, because a start costs seconds: one will be interrupted, one killed.
+    scripts = {number: start(script) for number in (signal.SIGINT, signal.SIGKILL)}
+    for number, process in scripts.items():
+        with process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline().strip() for _ in range(4)]
+            assert lines[:3] == ["script executed", "rank 0 here", "[True, True] [0, 1]"]
+            pid = int(lines[3].removeprefix("pid "))
+            assert is_running(pid)
+            process.send_signal(number)
+            process.wait(10)
+        assert is_gone_within(10, pid), f"rank 0 survived {number.name} of its script"
+
+
+def start(script: Path) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    # Background jobs of a shell ignore SIGINT, and so would what they start.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, str(script)]
+    return subprocess.Popen(command, stdout=pipe, stderr=null, text=True, env=environ, preexec_fn=heed)
+
+
+def is_gone_within(seconds: float, pid: int) -> bool:
+    end_s = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

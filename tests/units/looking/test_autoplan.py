@@ -1,0 +1,352 @@
+"""What `autoplan` predicts follows from plan and links; all ranks decide alike; the fastest that fits wins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_fn as zf
+from tests.support.groups import pretended
+from tests.support.ranks import Ranks
+from tests.support.ranks import axis as axis_of_ranks
+from tests.support.seeds import seed_generator
+from tests.support.wholes import full
+from zero_fn.runtime import parcels
+from zero_fn.streamed.footprint import _streamed as footprint_of
+from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece
+from zero_fn.transforms import shard
+from zero_fn.transforms.offload import offloaded
+from zero_fn.values.home import Home
+from zero_fn.values.tiers import Nvme, Tiers
+
+SPEEDS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 0.5e9}, None, None)
+STAGES = ("replicate", "shard_optimizer", "shard_grads", "shard_params")
+
+
+@pytest.fixture
+def axis() -> Iterator[DeviceMesh]:
+    with pretended(4) as mesh:
+        yield mesh
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+
+
+KINDS = ("nothing", "states on disk", "gradients, states on disk", "parameters, gradients, states on disk")
+
+
+def by_kind(found: zf.Proposals) -> dict[tuple[str, str], zf.Proposal]:
+    return {(proposal.transform, proposal.away): proposal for proposal in found.all}
+
+
+def in_tiers(module: nn.Module, away: str, tier: Nvme) -> nn.Module:
+    """What a proposal says, by hand."""
+    names = {"parameters": "params", "gradients": "grads", "states": "optim"}
+    tiers: Any = {names[kind]: tier for kind in away.removesuffix(" on disk").split(", ") if kind != "nothing"}
+    return offloaded(module, Home(tiers=Tiers(**tiers)), reserves=False) if tiers else module
+
+
+def test_what_is_predicted_follows_from_the_plan_and_the_links(axis: DeviceMesh) -> None:
+    disk = zf.nvme("/scratch")
+    with torch.device("meta"):
+        module = model()
+    found = by_kind(zf.autoplan(module, axis, "1GiB", links=SPEEDS, tier=disk, compute_s=0.5))
+    assert set(found) == {(stage, kind) for stage in STAGES for kind in KINDS}
+    for (stage, away), proposal in found.items():
+        by_hand = in_tiers(getattr(zf, stage)(module, axis), away, disk)
+        without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
+        assert proposal.nbytes == planned.peak_nbytes
+        assert proposal.collectives_s == pytest.approx(planned.sent_nbytes / 0.5e9)
+        elements = zf.plan(getattr(zf, stage)(module, axis)).held.optimizer / 8
+        assert proposal.optimizer_s == pytest.approx(elements * 28 / 10e9)
+        if away == "nothing":
+            assert (proposal.disk, proposal.fetch_s, proposal.disk_s, proposal.tier) == (0, 0.0, 0.0, None)
+            continue
+        (moved,), fetched = planned.moved.values(), without.moved.get(str(disk), (0, 0))
+        assert proposal.tier == disk
+        assert proposal.disk == planned.held.tiers[str(disk)]
+        assert (proposal.fetch_s > 0) == (away not in ("nothing", "states on disk"))
+        assert proposal.fetch_s == pytest.approx(fetched[0] / 1e9 + fetched[1] / 2e9)
+        assert proposal.fetch_s + proposal.disk_s == pytest.approx(moved.read / 1e9 + moved.written / 2e9)
+        computed = 0.5 + proposal.collectives_s
+        assert proposal.step_s == max(computed, proposal.fetch_s) + max(proposal.optimizer_s, proposal.disk_s)
+        assert proposal.bound == "compute"
+    unit = (64 * 64 + 64) * 4
+    gathered, reduced = 2 * unit, 2 * unit  # the root holds no parameters itself
+    in_flight = [found[stage, "nothing"].in_flight for stage in STAGES]
+    assert in_flight == [reduced, reduced, reduced, gathered + reduced]
+
+
+def test_what_is_bound_by_the_disk_says_so(axis: DeviceMesh) -> None:
+    with torch.device("meta"):
+        large = nn.Linear(16384, 16384, bias=False)
+    slow = zf.LinkSpeeds(10e9, 1e8, 1e8, {"dp": 0.5e9}, None, None)
+    found = by_kind(zf.autoplan(large, axis, "1TiB", links=slow, tier=zf.nvme("/scratch")))
+    states, buffers = 16384**2 * 8 // 4, 4 * 64 * 2**20
+    there = found["shard_optimizer", "states on disk"]
+    assert (there.held.optimizer, there.held.buffers) == (0, buffers)
+    assert there.disk_s == pytest.approx((2 * states - buffers) / 1e8)
+    assert there.bound == "disk"
+    everything = found["shard_params", KINDS[3]]
+    assert everything.bound == "disk"
+    assert everything.step_s == everything.fetch_s + everything.disk_s
+
+
+def test_the_fastest_that_fits_is_first(axis: DeviceMesh) -> None:
+    def best(budget: int, **options: object) -> tuple[str, str]:
+        with torch.device("meta"):
+            large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1.07 GB
+        found = zf.autoplan(large, axis, budget, links=SPEEDS, tier=zf.nvme("/scratch", **options))  # type: ignore[arg-type]
+        assert [proposal.fits for proposal in found.all] == sorted((p.fits for p in found.all), reverse=True)
+        return found.best.transform, found.best.away
+
+    # GB with what is in flight: nothing on the disk 2.8 in stage 1, 2.0 in stage 2, 1.3 in stage 3; with gradients and states
+    # there 1.3 in stages 1 and 2, 0.6 in stage 3; with everything there 0.37.
+    gb = 10**9
+    assert best(100 * gb) == ("shard_optimizer", "nothing")
+    assert best(int(2.5 * gb)) == ("shard_grads", "nothing")
+    assert best(int(1.8 * gb)) == ("shard_grads", "states on disk")
+    assert best(int(1.8 * gb), limit="100MiB") == ("shard_params", "nothing")
+    assert best(int(1.3 * gb)) == ("shard_optimizer", "gradients, states on disk")
+    assert best(int(1.0 * gb)) == ("shard_params", "gradients, states on disk")
+    assert best(int(0.5 * gb)) == ("shard_optimizer", "parameters, gradients, states on disk")
+    with pytest.raises(zf.TierError, match=r"(?s)No placement fits.*nearest"):
+        best(gb // 10)
+
+
+ON_ACCELERATORS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 5e9}, 20e9, 25e9, 1000e9)
+
+
+def test_an_accelerator_has_the_host_as_a_tier_too() -> None:
+    """Planned without one. What is used less is never nearer; the host's memory is no part of the device's."""
+    host, disk = zf.cpu(), zf.nvme("/no/such/path")
+    with torch.device("meta"):
+        module = zf.precision(model())
+    with pretended(4, device_type="cuda") as mesh:
+        found = by_kind(zf.autoplan(module, mesh, "1GiB", links=ON_ACCELERATORS, tier=(disk, host), compute_s=1e-6))
+        assert len(found) == 4 * 10
+        for (stage, away), proposal in found.items():
+            tiers = proposal.tiers
+            by_hand: Any = getattr(zf, stage)(module, mesh)
+            if away != "nothing":
+                by_hand = zf.offload(by_hand, params=tiers.params, grads=tiers.grads, optim=tiers.optim)
+            without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
+            assert (proposal.nbytes, proposal.host) == (planned.peak_nbytes, planned.host_nbytes)
+            assert proposal.disk == planned.held.tiers.get(str(disk), 0)
+            assert proposal.fetch_link_s == pytest.approx(max(without.link[0] / 20e9, without.link[1] / 25e9))
+            assert (proposal.link_s + proposal.fetch_link_s > 0) == (away != "nothing")
+            passes = max(1e-6, proposal.collectives_s, proposal.fetch_s, proposal.fetch_link_s)
+            assert proposal.step_s == passes + max(proposal.optimizer_s, proposal.disk_s, proposal.link_s)
+    nearer = {None: 0, host: 1, disk: 2}
+    for proposal in found.values():
+        params, grads, optim = (nearer[getattr(proposal.tiers, kind)] for kind in ("params", "grads", "optim"))  # type: ignore[index]
+        assert params <= grads <= optim
+    elements = 8 * (64 * 64 + 64) // 4
+    here, there = found["shard_params", "nothing"], found["shard_params", "parameters, gradients, states on host"]
+    assert here.optimizer_s == pytest.approx(28 * elements / 1000e9)  # stepped where the states are
+    assert there.optimizer_s == pytest.approx(28 * elements / 10e9)
+    assert (there.held.parameters, there.held.gradients, there.held.optimizer, here.host) == (0, 0, 0, 0)
+    assert there.host >= 18 * elements  # and copies to compute with
+    assert "parameters, gradients on host, states on disk" in {away for _, away in found}
+    assert there.bound == "collectives"
+
+
+def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage is placed once for its ten choices of tiers, and parcels of blocks that are alike are cut up once: 60 s of
+    CPU for 70 B before."""
+    placed: list[str] = []
+    cut: list[int] = []
+    substitute, chunks_of, lie = shard.substitute, parcels.chunks_of, SteppedPiece.lie
+
+    def work(blocks: int) -> tuple[list[str], int]:
+        placed.clear(), cut.clear(), parcels.planned_parcels.cache_clear()
+        with torch.device("meta"):
+            module = zf.precision(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(blocks)]))
+        with pretended(2, device_type="cuda") as mesh:
+            found = zf.autoplan(module, mesh, "1TB", links=ON_ACCELERATORS, tier=(zf.cpu(), zf.nvme("/scratch")))
+        assert len(found.all) == 40
+        return list(placed), len(cut)
+
+    monkeypatch.setattr(
+        shard, "substitute", lambda *args, **named: (placed.append(named["verb"]), substitute(*args, **named))[1]
+    )
+    monkeypatch.setattr(parcels, "chunks_of", lambda *args: (cut.append(0), chunks_of(*args))[1])
+    monkeypatch.setattr(
+        SteppedPiece, "lie", lambda self, at: (cut.append(0) if self.in_parcel is not None else None, lie(self, at))[1]
+    )
+    stages, few = work(4)
+    assert stages == list(STAGES)
+    assert 0 < few == work(8)[1]
+
+
+def test_blocks_that_are_alike_count_as_if_each_were_counted() -> None:
+    """Unlike in one thing each: frozen, in another group of the optimizer, of another shape, not all in the optimizer."""
+    with torch.device("meta"):
+        module = nn.Sequential(*[nn.Linear(1024, 1024, bias=number != 5) for number in range(8)])
+        module[6].weight = nn.Parameter(torch.empty(2048, 512))
+    module[2].weight.requires_grad_(False)
+    with pretended(2, device_type="cuda") as mesh:
+        placed = zf.offload(zf.shard_params(module, mesh), params=zf.nvme("/scratch"), optim=zf.cpu())
+        *others, last = placed.children()
+        others_of = [
+            parameter for block in others for parameter in block.parameters() if parameter is not others[4].bias
+        ]
+        optimizer = torch.optim.AdamW([{"params": others_of}, {"params": list(last.parameters())}])
+        parameters = [*others_of, *last.parameters()]
+        planner = Planner(optimizer)
+
+        def numbers(chunks: list[Chunk]) -> list[object]:
+            cuts = [[(p.group, p.shape, p.in_parcel, p.parameter.requires_grad) for p in c.cuts] for c in chunks]
+            return [(c.nbytes, c.window_nbytes, c.tier, c.parcel, cut) for c, cut in zip(chunks, cuts, strict=True)]
+
+        each, shared = planner.chunks(parameters), planner.chunks(parameters, shares=True)
+        assert numbers(each) == numbers(shared)
+        assert len(each) == len(set(each)) > len(set(shared))
+        assert footprint_of(parameters, each) == footprint_of(parameters, shared)
+
+
+def test_limits_of_both_tiers_are_kept() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1.07 GB, a quarter of it each
+
+    def best(host: str, disk: str | None) -> str:
+        tier = (zf.cpu(limit=host), *([zf.nvme("/scratch", limit=disk)] if disk else []))
+        with pretended(4, device_type="cuda") as mesh:
+            found = zf.autoplan(large, mesh, "600MB", links=ON_ACCELERATORS, tier=tier).best
+        return f"{found.transform}: {found.away}"
+
+    assert best("2GiB", None) == "shard_optimizer: parameters, gradients, states on host"
+    assert best("1GB", None) == "shard_params: gradients, states on host"
+    assert best("600MB", "10GB") == "shard_optimizer: parameters, gradients on host, states on disk"
+    assert best("400MB", "10GB") == "shard_params: gradients on host, states on disk"
+    with pytest.raises(zf.TierError, match=r"(?s)nearest *: shard_params, .* on host, .* on disk") as raised:
+        best("320MB", "500MB")
+    assert "320000000" in str(raised.value) and "500000000" in str(raised.value)
+
+
+def test_states_are_those_of_the_optimizer_given(axis: DeviceMesh) -> None:
+    def held(**options: object) -> tuple[int, float]:
+        found = by_kind(zf.autoplan(model(), axis, "1GiB", links=SPEEDS, **options))  # type: ignore[arg-type]
+        proposal = found["shard_params", "nothing"]
+        return proposal.held.optimizer, proposal.optimizer_s * 10e9
+
+    elements = 8 * (64 * 64 + 64) // 4
+    assert held() == (8 * elements, pytest.approx(28 * elements))
+    momentum = held(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    assert momentum == (4 * elements, pytest.approx(20 * elements))
+    assert held(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)) == (0, pytest.approx(12 * elements))
+    with pytest.raises(zf.PlacementError, match="cannot be streamed"):
+        held(optimizer=lambda parameters: torch.optim.LBFGS(parameters), tier=zf.nvme("/scratch"))
+
+
+def test_a_proposal_places_what_it_proposes(ranks: Ranks, tmp_path: Path) -> None:
+    """What is held then is what it said, to the byte; and training gives the bits of the same stage in memory."""
+
+    def trained(module: nn.Module, *, is_streamed: bool) -> tuple[list[torch.Tensor], zf.Held]:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        optimizer = zf.streamed(optimizer) if is_streamed else optimizer
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+        return [full(parameter) for parameter in module.parameters()], zf.held(module, optimizer)
+
+    def placed(path: str) -> list[str]:
+        links = zf.LinkSpeeds(1e9, 1e9, 1e9, {"dp": 1e9}, None, None)
+        seed_generator(0)
+        module, wrong = model(), []
+        found = zf.autoplan(module, axis_of_ranks(), "1GiB", links=links, tier=zf.nvme(path), persist_below=300)
+        with pytest.raises(TypeError, match="persist_beyond"):
+            zf.autoplan(module, axis_of_ranks(), "1GiB", links=links, persist_beyond=300)
+        golden, _ = trained(zf.replicate(module, axis_of_ranks()), is_streamed=False)
+        for proposal in found.all:
+            own = proposal.place(module, axis_of_ranks(), persist_below=300)
+            values, held = trained(own, is_streamed=proposal.tier is not None)
+            is_right = all(torch.equal(one, other) for one, other in zip(values, golden, strict=True))
+            if not is_right or held.total != proposal.held.total:
+                wrong.append(f"{proposal.transform}, {proposal.away}: {held} {proposal.held}")
+        return wrong
+
+    for wrong in ranks(2).run(placed, str(tmp_path)):
+        assert wrong == []
+
+
+def test_activations_are_taken_from_the_budget(axis: DeviceMesh) -> None:
+    needs = zf.autoplan(model(), axis, "1GiB", links=SPEEDS).best.nbytes
+    assert zf.autoplan(model(), axis, needs + 5000, links=SPEEDS, activations=5000).best.transform == "shard_optimizer"
+    assert zf.autoplan(model(), axis, needs + 4999, links=SPEEDS, activations=5000).best.transform != "shard_optimizer"
+
+
+def test_the_module_is_left_alone(axis: DeviceMesh) -> None:
+    """Ties count once, buffers and modes stay; and nothing of what was planned is found by a later transform."""
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+    module[2].weight = module[0].weight
+    before = dict(module.state_dict())
+    found = zf.autoplan(module, axis, "1GiB", links=SPEEDS)
+    assert module[2].weight is module[0].weight
+    assert all(tensor.data_ptr() == before[name].data_ptr() for name, tensor in module.state_dict().items())
+    assert by_kind(found)["replicate", "nothing"].held.optimizer == 8 * (8 * 8 + 2 * 8)
+    assert zf.plan(zf.shard_params(module, axis)).held.parameters == 4 * (8 * 8 + 2 * 8) // 4
+
+
+def test_a_proposal_is_printed_with_what_bounds_it(axis: DeviceMesh) -> None:
+    text = str(zf.autoplan(model(), axis, 300_000, links=SPEEDS, tier=zf.nvme("/scratch")))
+    lines = text.splitlines()
+    assert lines[0] == "budget 292.97 KiB per rank, and nvme('/scratch')"
+    assert lines[1].split()[:4] == ["transform", "elsewhere", "memory", "MB"]
+    assert "does not fit" in lines[-1]
+    assert "does not fit" not in lines[2]
+
+
+def test_ranks_with_uneven_shards_decide_alike(ranks: Ranks) -> None:
+    """On the edge of the budget of the rank that holds more."""
+
+    def planned() -> tuple[str, list[int]]:
+        module, links = nn.Linear(5, 3, bias=False), zf.LinkSpeeds(1e9, None, None, {"dp": 1e9}, None, None)
+        found = zf.autoplan(module, axis_of_ranks(), "1GiB", links=links)
+        own = zf.plan(zf.shard_params(module, axis_of_ranks())).held.total
+        (sharded,) = [p for p in found.all if p.transform == "shard_params"]
+        return str(found), [sharded.held.total - sharded.held.optimizer, own]
+
+    (first, here), (second, there) = ranks(2).run(planned)
+    assert first == second
+    assert here[0] == there[0] and here[1] > there[1]
+
+
+def test_links_are_measured_alike_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    def measured(path: str) -> zf.LinkSpeeds:
+        return zf.measure_links(axis_of_ranks(), path=path, nbytes="1MiB", rounds=2)
+
+    first, second = ranks(2).run(measured, str(tmp_path))
+    assert first == second
+    speeds = (first.memory, first.disk_read, first.disk_write, first.sent["dp"])
+    assert all(speed is not None and 1e5 < speed < 1e13 for speed in speeds)
+    assert (first.to_device is None) == (not torch.cuda.is_available())
+    assert [line.split(maxsplit=1)[0] for line in str(first).splitlines()][:4] == ["memory", "disk,", "disk,", "sent"]
+
+
+def test_a_disk_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    def measured(path: str) -> str:
+        try:
+            zf.measure_links(axis_of_ranks(), path=path + "/missing" * axis_of_ranks().get_local_rank(), nbytes=4096)
+        except zf.StorageError as error:
+            return error.summary
+        return "nothing"
+
+    here, there = ranks(2).run(measured, str(tmp_path))
+    assert here == "Measuring a disk failed on rank 1 of axis 'dp' (2)."
+    assert there.startswith("No file can be made in")
+
+
+def test_a_process_of_its_own_has_links_too() -> None:
+    found = zf.measure_links(nbytes="1MiB", rounds=1)
+    assert (found.disk_read, found.disk_write, found.sent) == (None, None, {})
+    assert dataclasses.replace(found, memory=1.0).memory == 1.0 < found.memory

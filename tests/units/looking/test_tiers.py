@@ -1,0 +1,202 @@
+"""What `plan` says of other tiers, and what is there: memory of the host to the page, bytes moved to the byte."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from tests.support.groups import alone, pretended
+from tests.support.models import Language
+from tests.support.ranks import Ranks, axis
+from zero_fn.storage import Disk, Slab
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
+}
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
+
+
+class Slabs:
+    """Bytes of the slabs made inside the block that are alive, now and at most."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0
+        made = Slab.__init__
+
+        def counted(slab: Slab, *args: Any, **kwargs: Any) -> None:
+            made(slab, *args, **kwargs)
+            self.now += slab.nbytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(slab.memory.untyped_storage(), self._drop, slab.nbytes)
+
+        patch.setattr(Slab, "__init__", counted)
+
+    def _drop(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def stepped(model: Any, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(tokens(step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("states", "name", "is_cast"),
+    [
+        ("optim", "adamw", False),
+        ("params optim", "adagrad", False),
+        ("params grads optim", "amsgrad", False),
+        ("grads optim", "sgd", False),
+        ("params grads optim", "adamw", True),
+    ],
+)
+def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, states: str, is_cast: bool
+) -> None:
+    """At rest and at the peak of a step: no buffer beside those that were planned."""
+    disk = zf.nvme(tmp_path)
+    slabs = Slabs(monkeypatch)
+    language = Language(dim=64, blocks=4)
+    model: Any = zf.offload(zf.precision(language) if is_cast else language, **dict.fromkeys(states.split(), disk))
+    stock = OPTIMIZERS[name](model.parameters())
+    planned = zf.plan(model, stock)
+    optimizer = zf.streamed(stock)
+    stepped(model, optimizer, 2)
+    measured = zf.held(model, optimizer)
+    assert dict(measured.tiers) == dict(planned.held.tiers)
+    assert measured.buffers == planned.held.buffers
+    assert measured.optimizer == planned.held.optimizer
+    assert zf.plan(model, optimizer).held == planned.held
+    assert slabs.now == slabs.peak == planned.held.buffers
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+def test_a_part_of_the_states_is_planned_where_it_is(tmp_path: Path, tier: str, fraction: float) -> None:
+    optim = zf.nvme(tmp_path) if tier == "nvme" else zf.cpu()
+    model: Any = zf.offload(Language(dim=200), optim=optim, fraction=fraction)
+    stock = torch.optim.AdamW(model.parameters())
+    planned = zf.plan(model, stock).held if tier == "nvme" else None
+    optimizer = zf.streamed(stock)
+    stepped(model, optimizer, 1)
+    measured = zf.held(model, optimizer)
+    later = zf.plan(model, optimizer).held
+    assert (later.optimizer, later.buffers) == (measured.optimizer, measured.buffers)
+    assert dict(later.tiers) == dict(measured.tiers)
+    assert planned is None or (planned.optimizer, dict(planned.tiers)) == (measured.optimizer, dict(measured.tiers))
+
+
+def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for verb in ("read", "write"):
+        own = getattr(Disk, verb)
+
+        def counted(disk: Disk, offset: int, view: Tensor, own: Any = own, verb: str = verb) -> Any:
+            counts[str(disk.tier), verb] += view.numel()
+            return own(disk, offset, view)
+
+        patch.setattr(Disk, verb, counted)
+    step()
+    patch.undo()
+    return counts
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+@pytest.mark.parametrize("states", ["optim", "params optim", "params grads optim"])
+def test_a_step_moves_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str, is_cast: bool
+) -> None:
+    """Of two steps in a row the mean: chunks that the last step left in buffers are not read."""
+    tiers = {kind: zf.nvme(tmp_path, limit=f"{i + 1}GiB") for i, kind in enumerate(states.split())}
+    model: Any = nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
+    model = zf.offload(zf.precision(model) if is_cast else model, **tiers)
+    model[3].weight.requires_grad_(False)
+    stock = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    optimizer = zf.streamed(stock, buffer="2MiB")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    step()
+    planned = zf.plan(model, optimizer)
+    assert planned.moved
+    counts = moved_in(lambda: (step(), step())[0], monkeypatch)
+    for tier, (read, written) in planned.moved.items():
+        assert (counts[tier, "read"], counts[tier, "write"]) == (2 * read, 2 * written), tier
+        assert tier in str(planned)
+    assert sum(counts.values()) == sum(2 * (read + written) for read, written in planned.moved.values())
+
+
+def test_every_rank_plans_its_own_part(ranks: Ranks, tmp_path: Path) -> None:
+    def program(path: str) -> bool:
+        model: Any = zf.zero3(Language(dim=64), axis())
+        model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path), optim=zf.nvme(path))
+        stock = torch.optim.AdamW(model.parameters())
+        planned = zf.plan(model, stock).held
+        optimizer = zf.streamed(stock)
+        stepped(model, optimizer, 1)
+        measured = zf.held(model, optimizer)
+        return (measured.total, dict(measured.tiers)) == (planned.total, dict(planned.tiers))
+
+    assert all(ranks(2).run(program, str(tmp_path)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("where", [None, "0.*"])
+@pytest.mark.parametrize("kinds", [("optim",), ("grads", "optim"), ("params", "grads", "optim")], ids="-".join)
+def test_a_model_on_meta_is_planned_as_it_will_be(
+    tmp_path: Path, kinds: tuple[str, ...], where: str | None, fused: bool
+) -> None:
+    """Peak and padding too: parameters that will be in a tier take no memory, nor do those that lie beside others."""
+    tiers = {kind: zf.nvme(tmp_path) for kind in kinds}
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 300)) for _ in range(6)))
+    with alone() as mesh:
+        model = zf.offload(zf.shard_params(model, mesh, units="*"), **tiers, where=where)
+        planned = zf.plan(model, torch.optim.AdamW(model.parameters(), fused=fused))
+        model = zf.materialize(model, "cpu")
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), fused=fused))
+        assert zf.plan(model, optimizer) == planned
+
+
+def test_a_stock_optimizer_in_memory_is_planned_by_its_states() -> None:
+    with alone() as mesh:
+        model: Any = zf.zero3(Language(), mesh)
+        for name, make in OPTIMIZERS.items():
+            optimizer = make(model.parameters())
+            planned = zf.plan(model, optimizer)
+            stepped(model, optimizer, 1)
+            assert zf.held(model, optimizer).optimizer == planned.held.optimizer, name
+            assert planned.peak_nbytes == planned.held.total + planned.padding.total + planned.in_flight_nbytes
+
+
+def test_parameters_that_are_kept_in_another_dtype_are_planned_beside_those_at_rest() -> None:
+    with pretended(2) as mesh:
+        model = zf.precision(zf.shard_optimizer(nn.Linear(4, 6, bias=False), mesh), compute=torch.bfloat16)
+        assert zf.plan(model).held.parameters == 4 * 6 * 2 + 4 * 3 * 4
+    with pretended(4):  # whole in each node of two, and cut over all
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "inside"))
+        apart = zf.shard_optimizer(zf.shard_params(nn.Linear(4, 8, bias=False), mesh["inside"]), mesh["node"])
+        assert zf.plan(apart).held.parameters == 32 // 2 * 4
+        assert zf.plan(zf.precision(apart, compute=torch.bfloat16)).held.parameters == 32 // 2 * 2 + 32 // 4 * 4

@@ -1,0 +1,343 @@
+"""Parameters that rest on a disk in float32 and are computed with in a smaller dtype: gathers read copies in that dtype,
+which are what the parameters are, whatever wrote them last."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import zero_fn as zf
+from tests.support.profiles import examples
+from tests.support.ranks import Ranks, axis
+from tests.units.storage.disks import answers, failing
+from zero_fn.kernels import library
+from zero_fn.runtime.compute_copies import ParameterRecord
+from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
+from zero_fn.runtime.record import Record
+from zero_fn.storage import Slab, shelf_of, wait_all
+from zero_fn.storage.request import Request
+
+MIB = 1 << 20
+WAYS = ("copy", "at once", "behind", "parcel")
+_R = TypeVar("_R", bound=Record)
+
+
+class Pair:
+    """A record with copies."""
+
+    def __init__(self, path: Path, numels: list[int]) -> None:
+        forms = [Form(numel, torch.float32) for numel in numels]
+        copies = [Form(numel, torch.bfloat16, torch.float32) for numel in numels]
+        self.record, self.copies = self._record(ParameterRecord, path, forms), self._record(Record, path, copies)
+        self.record.copies = self.copies
+        self.expected = [torch.zeros(numel) for numel in numels]
+
+    @staticmethod
+    def _record(kind: type[_R], path: Path, forms: list[Form]) -> _R:
+        shelf = shelf_of(zf.nvme(path), "a test")
+        (place,) = shelf.reserve([record_nbytes(forms)])
+        return kind(shelf, forms, torch.device("cpu"), place)
+
+    def write(self, way: str, number: int, value: Tensor) -> None:
+        self.expected[number] = value
+        if way == "copy":
+            self.record.tensor(number).copy_(value)
+        elif way == "at once":
+            self.record.write({number: value})
+        elif way == "behind":
+            self.record.begin_writing({number: value})
+        else:
+            self._by_parcels(number, value)
+
+    def _by_parcels(self, number: int, value: Tensor) -> None:
+        """As a step does: with their copies."""
+        for index, parcel in enumerate(self.record.parcels):
+            memory, room = pages(parcel.nbytes), pages(self.copies.parcels[index].nbytes)
+            wait_all([self.record.read_parcel(parcel, memory)])
+            for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True):
+                if piece.parameter == number:
+                    own = memory[offset : offset + 4 * piece.numel].view(torch.float32)
+                    own.copy_(value[piece.start : piece.stop])
+            self.record.fill_copy(index, memory, self.record.begin_copy(index, room))
+            wait_all([self.record.write_parcel(parcel, memory)])
+            wait_all([self.record.write_copy(index, room)])
+
+    def gathered(self) -> list[Tensor]:
+        self.record.source.fetch()
+        self.record.arrive_for_gather()
+        found = [self.record.read.values(number).clone() for number in range(len(self.expected))]
+        self.record.let_go()
+        return found
+
+
+def pages(nbytes: int) -> Tensor:
+    """Memory for direct I/O."""
+    return Slab(nbytes, zf.cpu(), "a test").memory[:nbytes]
+
+
+@examples(dev=60, ci=1000, deep=20_000)
+@example(numels=[0, 7], program=[("parcel", 1, 0)])  # a tensor without elements took the room of the next one
+@given(
+    numels=st.lists(st.sampled_from([0, 1, 7, 1025, PARCEL_NBYTES // 4 + 5]), min_size=1, max_size=4),
+    program=st.lists(
+        st.one_of(st.just(None), st.tuples(st.sampled_from(WAYS), st.integers(0, 3), st.integers(0, 99))), max_size=8
+    ),
+)
+def test_what_is_gathered_is_what_was_written_last(
+    tmp_path_factory: pytest.TempPathFactory, numels: list[int], program: list[tuple[str, int, int] | None]
+) -> None:
+    """None is a gather; the others write one tensor in one of the ways. A gather after a gather reads copies alone."""
+    pair = Pair(tmp_path_factory.getbasetemp(), numels)
+    for action in [*program, None, None]:
+        if action is not None:
+            way, number, seed = action
+            generator = torch.Generator().manual_seed(seed)
+            pair.write(way, number % len(numels), torch.randn(numels[number % len(numels)], generator=generator))
+            continue
+        are_copies = pair.record.source is pair.copies
+        for found, value in zip(pair.gathered(), pair.expected, strict=True):
+            assert torch.equal(found.bfloat16(), value.bfloat16())
+            assert found.dtype == (torch.bfloat16 if are_copies else torch.float32)
+        assert pair.record.source is pair.copies
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_training_and_edits_between_steps_change_no_bit(tmp_path: Path, compute: torch.dtype, fused: bool) -> None:
+    tier = zf.nvme(tmp_path)
+
+    def trained(is_away: bool) -> tuple[list[Tensor], ...]:
+        model: Any = zf.precision(net(), compute=compute)
+        if is_away:
+            model = zf.offload(model, params=tier, grads=tier, optim=tier)
+        adamw = AdamW(model.parameters(), lr=0.01, fused=fused)
+        optimizer: Any = zf.streamed(adamw) if is_away else adamw
+        found = []
+        for number, between in enumerate(_EDITS):
+            between(model)
+            with torch.no_grad():
+                found.append(model(inputs(number)).float())
+            for part in range(2):
+                model(inputs(2 * number + part)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+        return found, [p.detach().clone() for p in model.parameters()]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(("compute", "fused"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
+def test_the_kernel_writes_bfloat16_copies_of_what_it_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, fused: bool
+) -> None:
+    """Others are cast after the step: those without a gradient, all of an optimizer that torch steps, other dtypes."""
+    tier = zf.nvme(tmp_path)
+    model: Any = zf.offload(zf.precision(net(), compute=compute), params=tier, optim=tier)
+    optimizer = zf.streamed(AdamW(model.parameters(), lr=0.01, fused=fused))
+    model[2].bias.requires_grad_(False)
+    model(inputs(0)).float().square().mean().backward()
+    cast = 0
+    fill = ParameterRecord.fill_copy
+
+    def counted(record: ParameterRecord, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
+        nonlocal cast
+        cast += sum(room.numel() for room in rooms.values())
+        fill(record, index, memory, rooms)
+
+    monkeypatch.setattr(ParameterRecord, "fill_copy", counted)
+    optimizer.step()
+    is_sent = fused and compute == torch.bfloat16 and library().functions is not None
+    assert cast == (model[2].bias.numel() if is_sent else sum(p.numel() for p in model.parameters()))
+
+
+def _nothing(_model: Any) -> None:
+    pass
+
+
+def _freezes(model: Any) -> None:
+    model[0].weight.requires_grad_(False)
+    model[2].bias.grad = None
+    model[4].scale.requires_grad_(False)  # what has no elements is stepped, and what begins at the same byte is not
+
+
+def _thaws_and_edits(model: Any) -> None:
+    model[0].weight.requires_grad_(True)
+    model[4].scale.requires_grad_(True)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        model[2].weight[1].zero_()
+
+
+def _unshards(model: Any) -> None:
+    with zf.unsharded(model, writeback=True), torch.no_grad():
+        model[2].weight.add_(0.25)
+
+
+def _loads(model: Any) -> None:
+    model.load_state_dict({name: value.clone() * 1.5 for name, value in model.state_dict().items()})
+
+
+_EDITS: tuple[Callable[[Any], None], ...] = (
+    _nothing,
+    _freezes,
+    _nothing,
+    _thaws_and_edits,
+    _unshards,
+    _loads,
+    _nothing,
+)
+
+
+class Scaled(nn.Module):
+    """A parameter without elements before another, as shards of ranks often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.randn(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.empty.sum()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24), nn.LayerNorm(24), Scaled())
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(3, 24, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_forward_reads_half_the_bytes_once_a_step_has_been_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.Linear(1024, 1024, bias=False)
+    model: Any = zf.offload(zf.precision(linear), params=zf.nvme(tmp_path))
+    optimizer = zf.streamed(SGD(model.parameters(), lr=0.1), zf.cpu())
+    read: list[int] = []
+
+    def seen(request: Request, result: int) -> int:
+        read.append(0 if request.is_write else result)
+        return result
+
+    answers(monkeypatch, seen)
+
+    def read_by(forward: Callable[[], object]) -> int:
+        read.clear()
+        forward()
+        return sum(read)
+
+    x = torch.ones(1024)
+    assert read_by(lambda: model(x)) == 4 * MIB
+    assert read_by(lambda: model(x)) == 2 * MIB
+    model(x).sum().backward()
+    optimizer.step()
+    assert read_by(lambda: model(x)) == 2 * MIB
+    with torch.no_grad():
+        model.weight.zero_()
+    assert read_by(lambda: model(x)) == 4 * MIB
+    assert not model(x).any()
+
+
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_copies_are_there_where_they_are_smaller_and_nowhere_else(tmp_path: Path, is_cast: bool) -> None:
+    tier = zf.nvme(tmp_path)
+    for rests, computes, is_smaller in (
+        (torch.float32, torch.bfloat16, True),
+        (torch.float64, torch.float32, True),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, False),
+    ):
+        linear = nn.Linear(64, 64, bias=False, dtype=rests)
+        model: Any = zf.offload(zf.precision(linear, compute=computes) if is_cast else linear, params=tier)
+        resting = 64 * 64 * rests.itemsize
+        copies = 64 * 64 * computes.itemsize if is_smaller and is_cast else 0
+        assert zf.held(model).tiers[str(tier)] == zf.plan(model).held.tiers[str(tier)] == resting + copies
+        x = torch.ones(64, dtype=rests)
+        expected = nn.functional.linear(x.to(computes), linear.weight.to(computes)) if is_cast else linear(x)
+        assert torch.equal(model(x).to(expected.dtype), expected)
+
+
+def test_a_cast_of_the_module_makes_other_copies(tmp_path: Path) -> None:
+    model: Any = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
+    expected: Any = zf.precision(net())
+    x = inputs(0)
+    model(x)
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        model, expected = model.to(dtype), expected.to(dtype)
+        assert torch.equal(model(x), expected(x))
+
+
+def test_a_copy_that_cannot_be_written_is_an_error_and_made_by_the_next_forward(tmp_path: Path) -> None:
+    model: Any = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
+    expected = zf.precision(net())(inputs(0))
+    for _ in range(5):  # more often than there are units: a copy that was not written is never taken for one
+        with failing(errno.ENOSPC, reads=False), pytest.raises(zf.StorageError, match="compute copies in"):
+            model(inputs(0))
+    assert torch.equal(model(inputs(0)), expected)
+    assert torch.equal(model(inputs(0)), expected)
+
+
+def test_a_step_that_cannot_write_a_copy_says_so_until_states_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
+    optimizer = zf.streamed(AdamW(model.parameters(), lr=0.01), zf.cpu())
+    model(inputs(0)).square().mean().backward()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+
+    def change(request: Request, result: int) -> int:
+        is_second_copy = "compute copies" in request.file.name and request.begin == 4096
+        return -errno.EIO if request.is_write and is_second_copy else result
+
+    with monkeypatch.context() as patch:
+        answers(patch, change)
+        with pytest.raises(zf.StorageError, match="compute copies in"):
+            optimizer.step()
+    with pytest.raises(zf.StateError, match="failed half-way"):
+        optimizer.step()
+    records = {parameter.record for parameter in model.parameters()}
+    behind = [record for record in records if record.source is record]
+    assert len(behind) == 1  # what could not be written is not counted on
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.step()
+    plain: Any = zf.precision(net())
+    stock = AdamW(plain.parameters(), lr=0.01)
+    plain(inputs(0)).square().mean().backward()
+    stock.step()
+    assert torch.equal(model(inputs(1)), plain(inputs(1)))
+
+
+def _sharded(path: str) -> bool:
+    results = []
+    for is_away in (True, False):
+        model: Any = zf.zero3(zf.precision(net()), axis())
+        model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path)) if is_away else model
+        adamw = AdamW(model.parameters(), lr=0.01)
+        optimizer: Any = zf.streamed(adamw, zf.nvme(path)) if is_away else adamw
+        for number in range(4):
+            model(inputs(2 * number + axis().get_local_rank())).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                with torch.no_grad():
+                    model[2].weight.mul_(1.5)
+        results.append([parameter.full_tensor() for parameter in model.parameters()])
+    return all(map(torch.equal, *results))
+
+
+def test_ranks_gather_copies_of_their_shards(ranks: Ranks, tmp_path: Path) -> None:
+    assert all(ranks(2).run(_sharded, str(tmp_path)))

@@ -1,0 +1,112 @@
+"""Norms and extremes of parameters of which some ranks hold nothing: those ranks raised once, and the others hung."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import zero_fn as zf
+from tests.axes.grids import grid
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+
+
+def _norm(p: float, foreach: bool) -> float:
+    """Of gradients that are the parameters themselves."""
+    torch.manual_seed(0)
+    model = zf.zero3(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), axis())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    total = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None], norm_type=p, foreach=foreach
+    )
+    return float(total.full_tensor())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("p", [inf, -inf])
+def test_the_greatest_and_least_element_are_found_where_ranks_hold_nothing(
+    ranks: Ranks, p: float, foreach: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    elements = torch.cat([parameter.detach().abs().reshape(-1) for parameter in model.parameters()])
+    expected = elements.max() if p > 0 else elements.min()
+    assert ranks(4).run(_norm, p, foreach) == [expected.item()] * 4
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_norm_of_negative_order_passes_over_ranks_that_hold_nothing(ranks: Ranks, foreach: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    elements = torch.cat([parameter.detach().double().abs().reshape(-1) for parameter in model.parameters()])
+    exact = float(1 / (1 / elements).sum())
+    roundings = elements.numel() + 4 + 8  # one for each power and addition, and the few of the roots
+    for found in ranks(4).run(_norm, -1.0, foreach):
+        assert abs(found - exact) <= roundings * 2**-24 / (1 - roundings * 2**-24) * exact
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda p: p.abs().max(),
+    "min": lambda p: p.min(),
+    "amax(0)": lambda p: p.amax(0),
+    "amax(1)": lambda p: p.amax(1),
+    "amin(0, keepdim)": lambda p: p.amin(0, keepdim=True),
+    "of integers": lambda p: (p * 100).int().max(),
+    "of bools": lambda p: (p > 0.4).amax(0),
+    "argmax": lambda p: p.argmax(),
+    "argmin(0)": lambda p: p.argmin(0),
+    "norm(inf)": lambda p: p.norm(inf),
+    "norm(inf, 0)": lambda p: p.norm(inf, dim=0),
+    "norm(inf, 1)": lambda p: p.norm(inf, dim=1),
+    "norm(-inf, 0, keepdim)": lambda p: p.norm(-inf, dim=0, keepdim=True),
+    "norm(inf, keepdim)": lambda p: torch.linalg.vector_norm(p, inf, keepdim=True),
+    "norm of rows": lambda p: torch.linalg.matrix_norm(p, inf),
+}
+"""Reductions of a matrix that have no value where there is nothing, and their kin."""
+
+
+def _linear(rows: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, rows, bias=False))
+
+
+def _along_data(rows: int) -> nn.Module:
+    return zf.zero3(_linear(rows), axis())
+
+
+def _below_tensor_parallelism(rows: int) -> nn.Module:
+    mesh = grid("dp", "tp")
+    return zf.zero3(parallelize_module(_linear(rows), mesh["tp"], {"0": ColwiseParallel()}), mesh["dp"])
+
+
+def _read_and_gradients(make: Callable[[int], nn.Module], rows: int) -> list[tuple[str, list[Tensor | None]]]:
+    found = []
+    for name, read in READS.items():
+        (parameter,) = make(rows).parameters()
+        value = read(parameter)
+        parts: list[Tensor | None] = [full(value)]
+        if value.requires_grad:
+            value.sum().backward()  # type: ignore[no-untyped-call]
+            parts.append(full(parameter.grad))
+        found.append((name, parts))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "make"),
+    [(1, _along_data), (5, _along_data), (1, _below_tensor_parallelism), (3, _below_tensor_parallelism)],
+)
+def test_extremes_and_their_gradients_are_those_of_the_whole(
+    ranks: Ranks, make: Callable[[int], nn.Module], rows: int
+) -> None:
+    expected = _read_and_gradients(_linear, rows)
+    for found in ranks(4).run(_read_and_gradients, make, rows):
+        for (name, ours), (_, theirs) in zip(found, expected, strict=True):
+            for value, plain in zip(ours, theirs, strict=True):
+                assert value is not None and plain is not None and torch.equal(value, plain), name

@@ -1,0 +1,237 @@
+"""The memory of gathered parameters comes and goes, and whoever holds a part of it keeps what he has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.groups import pretended
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.gathered import Gathered, Lent
+from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.run import run_of
+from zero_fn.runtime.unit import Unit
+from zero_fn.transport import guarded
+
+WIDTH = 8
+
+
+class Block(nn.Linear):
+    """A unit; calls `look` with its weight in forward, and `look_back` when backward comes to it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.look: Callable[[Tensor], object] = lambda weight: None
+        self.look_back: Callable[[Tensor], object] = lambda weight: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look(self.weight)
+        y = super().forward(x)
+        return _Reached.apply(y, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Reached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            ctx.block.look_back(ctx.block.weight)
+        return grad, None
+
+
+def build() -> tuple[Any, Unit]:
+    """Three units of ZeRO-3 on the first of two ranks, and the first unit, which is freed between forward and backward."""
+    torch.manual_seed(0)
+    with pretended(2) as axis:
+        model: Any = zf.shard_params(nn.Sequential(*(Block() for _ in range(3))), axis, units=Block)
+    return model, next(unit for unit in units_of(model) if unit.name == "0")
+
+
+def train(model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def memory_of(unit: Unit) -> Gathered:
+    """The memory of a unit at rest, to be used again."""
+    memory = unit.in_flight.memory
+    assert unit.in_flight.phase is Phase.AT_REST and memory is not None, "it was not kept"
+    return memory
+
+
+def lent_by(unit: Unit) -> Lent:
+    """What the unit shows in backward."""
+    lent = memory_of(unit).lent
+    assert lent is not None, "nothing is shown in backward"
+    return lent
+
+
+def test_a_buffer_that_nobody_holds_gets_memory_again() -> None:
+    model, unit = build()
+    seen: list[torch.UntypedStorage] = []
+    model[0].look = lambda weight: seen.append(weight.untyped_storage())
+    train(model, 3)
+    assert len(seen) == 3
+    assert len({storage._cdata for storage in seen}) == 1
+    assert seen[0].nbytes() == 0  # at rest
+    assert memory_of(unit).buffers[0].untyped_storage() is seen[0]
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda weight: weight, lambda weight: weight.detach(), lambda weight: weight.t()[:1]],
+    ids=["the tensor", "another tensor", "a view"],
+)
+@pytest.mark.parametrize("moment", ["look", "look_back"])
+def test_whoever_holds_a_part_of_a_gathered_buffer_keeps_it(hold: Callable[[Tensor], Tensor], moment: str) -> None:
+    """In forward the tensors are new each time; in backward they are lent, and one may be held without a view of it."""
+    model, _ = build()
+    train(model, 2)
+    held: list[tuple[Tensor, bytes]] = []
+
+    def look(weight: Tensor) -> None:
+        part = hold(weight)
+        held.append((part, part.detach().numpy().tobytes()))
+
+    setattr(model[0], moment, look)
+    train(model, 3)
+    assert len({part.untyped_storage()._cdata for part, _ in held}) == 3
+    for part, values in held:
+        assert part.untyped_storage().nbytes()
+        assert part.detach().numpy().tobytes() == values  # of the other rank's half too, which nothing was sent for
+
+
+def test_a_buffer_that_numpy_has_seen_is_dropped() -> None:
+    """torch refuses to resize it, also when the array is gone."""
+    model, _ = build()
+    seen: list[int] = []
+
+    def look(weight: Tensor) -> None:
+        weight.detach().numpy()
+        seen.append(weight.untyped_storage()._cdata)
+
+    model[0].look = look
+    train(model, 2)
+    assert len(seen) == 2
+
+
+def test_what_backward_shows_is_made_once() -> None:
+    model, unit = build()
+    train(model, 1)
+    lent = lent_by(unit)
+    train(model, 2)
+    assert lent_by(unit) is lent
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_backward_has_shown_and_somebody_used_is_shown_no_more(changes: bool) -> None:
+    model, unit = build()
+    train(model, 1)
+    lent = lent_by(unit)
+    model[0].look_back = lambda weight: weight.register_hook(lambda _: None)
+    if changes:
+        model[0].look_back = lambda weight: weight.mul_(1.0)
+        with pytest.raises(zf.PlacementError, match=r"changed '0.weight' in place"):
+            train(model, 1)
+    else:
+        train(model, 1)
+    model[0].look_back = lambda weight: None
+    train(model, 1)
+    assert lent_by(unit) is not lent
+
+
+def test_parameters_that_were_frozen_are_shown_without_a_history() -> None:
+    model, _ = build()
+    train(model, 1)
+    seen: list[bool] = []
+    model[0].look_back = lambda weight: seen.append(weight.requires_grad)
+    train(model, 1)
+    model[0].weight.requires_grad_(False)
+    train(model, 1)
+    assert seen == [True, False]
+
+
+def test_a_copy_of_a_unit_has_memory_of_its_own() -> None:
+    model, unit = build()
+    train(model, 1)
+    twin = copy.deepcopy(model)
+    train(twin, 1)
+    other = next(each for each in units_of(twin) if each.name == "0")
+    assert memory_of(other).buffers[0].untyped_storage()._cdata != memory_of(unit).buffers[0].untyped_storage()._cdata
+
+
+def test_a_list_of_a_module_holds_what_its_names_show() -> None:
+    """`nn.LSTM` computes with such a list, not with the names."""
+    with pretended(2) as axis:
+        model: Any = zf.shard_params(nn.LSTM(WIDTH, WIDTH), axis)
+    seen: list[bool] = []
+
+    def look(*_: object) -> None:
+        named = [getattr(model, name) for name in model._flat_weights_names]
+        seen.append(all(held is own for held, own in zip(model._flat_weights, named, strict=True)))
+
+    model.register_forward_pre_hook(look)
+    look()  # at rest, whole, and at rest again
+    model(torch.ones(2, WIDTH))[0].sum().backward()
+    look()
+    assert seen == [True, True, True]
+
+
+def test_a_hook_of_the_user_comes_after_ours_once_a_unit_around_has_run() -> None:
+    """Our hooks are taken out of modules inside a unit while it runs, and put back before those of the user."""
+    with pretended(2) as axis:
+        model: Any = zf.shard_params(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), axis)
+    seen: list[type] = []
+    model[0].register_forward_pre_hook(lambda linear, _: seen.append(type(linear.weight)))
+    for called in (model, model[0]):
+        called(torch.ones(2, WIDTH))
+    assert seen == [Tensor, Tensor]  # a DTensor at rest
+
+
+def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_own_thread() -> None:
+    """As that of an accelerator does: it may do no more there."""
+    model, unit = build()
+    train(model, 1)
+    backwards, resting = run_of(unit).backwards, model[0].weight
+    seen: list[bool] = []
+
+    def look_back(weight: Tensor) -> None:
+        assert weight is not resting and backwards.current is not None
+        backwards.show_resting(backwards.current.ending)
+        seen.append(model[0].weight is resting)
+
+    model[0].look_back = look_back
+    train(model, 1)
+    assert seen == [True]
+
+
+def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
+    model, unit = build()
+    train(model, 1)
+    sent = zip(memory_of(unit).segments, unit.slots, strict=True)
+    assert [segment.source is slot.flat for segment, slot in sent] == [True, True]
+
+
+def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path: Path) -> None:
+    """The host reads the answer. Where a communicator has one queue, it would wait for the gather as well."""
+    with pretended(2) as mesh:
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = zf.zero3(zf.offload(plain, params=zf.nvme(tmp_path)), mesh)
+        model(torch.ones(2, 8))
+        texts = [event.text for event in guarded._histories[mesh.get_group()].events]
+    about = [text for text in texts if "Fetching unit" in text or "all-gather of parameters" in text]
+    assert ["Fetching" in text for text in about] == [True, False] * 2, texts

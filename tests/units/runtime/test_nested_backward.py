@@ -1,0 +1,32 @@
+"""A backward inside a backward: reentrant checkpoints in a unit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.support.groups import pretended
+
+
+class Part(nn.Module):
+    """Two layers, of which a reentrant checkpoint computes the first one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.once = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.again, x, use_reentrant=True)
+        return self.once(y) + self.again(x)
+
+
+def test_a_unit_is_reduced_once_when_a_checkpoint_inside_it_has_a_backward_of_its_own() -> None:
+    """Its gradients come while others of the unit are awaited, and were once reduced without waiting for these."""
+    with pretended(2) as mesh:
+        model = zf.zero3(nn.Sequential(Part(), Part()), mesh, units=Part)
+        for _ in range(3):
+            with zf.traffic() as sent:
+                model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert sent.calls["reduce-scatter"] == 2

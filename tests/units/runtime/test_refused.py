@@ -1,0 +1,560 @@
+"""Operations that DTensor does wrong without a word: refused or mended here, and still wrong in torch alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.torch_version import TorchVersion
+
+import zero_fn as zf
+from tests.axes.grids import composed
+from tests.support.groups import alone
+from tests.support.ranks import Ranks, axis
+from tests.support.versions import IS_2_11
+from tests.support.wholes import full
+from zero_fn.dtensor.refused import ROWS
+
+aten = torch.ops.aten
+
+Act = Callable[[Any, Any], Any]
+"""Takes a tensor of 8 or 7 rows and 6 columns, and one placed alike. What it returns is compared, and its gradient; if it
+returns None, the tensor."""
+
+
+def _left(edit: Callable[[Any], object]) -> Act:
+    def left(t: Any, _: Any) -> None:
+        edit(t.detach())
+
+    return left
+
+
+def _written(view: Callable[[Any], Any]) -> Act:
+    return _left(lambda t: view(t).mul_(2))
+
+
+def _drawn(draw: Callable[[Any], Any]) -> Act:
+    def drawn(t: Any, _: Any) -> Any:
+        torch.manual_seed(3)
+        return draw(t.detach())
+
+    return drawn
+
+
+WRONG: dict[str, Act] = {
+    "normal_": _drawn(lambda t: t.normal_()),
+    "uniform_": _drawn(lambda t: t.uniform_()),
+    "bernoulli_": _drawn(lambda t: t.bernoulli_(0.5)),
+    "exponential_": _drawn(lambda t: t.exponential_()),
+    "log_normal_": _drawn(lambda t: t.log_normal_()),
+    "cauchy_": _drawn(lambda t: t.cauchy_()),
+    "geometric_": _drawn(lambda t: t.geometric_(0.5)),
+    "bernoulli": _drawn(lambda t: torch.bernoulli(t.abs().clamp(0, 1))),
+    "multinomial": _drawn(lambda t: torch.multinomial(t.abs(), 2)),
+    "rand_like": _drawn(torch.rand_like),
+    "randn_like": _drawn(torch.randn_like),
+    "randint_like": _drawn(lambda t: torch.randint_like(t, 100)),
+    "native_dropout": _drawn(lambda t: F.dropout(t, 0.5)),
+    "rrelu_with_noise": _drawn(lambda t: F.rrelu(t, training=True)),
+    "eye.m_out": _drawn(nn.init.eye_),
+    "mse_loss": F.mse_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "huber_loss": F.huber_loss,
+    "soft_margin_loss": lambda t, anchor: F.soft_margin_loss(t, anchor.sign()),
+    "binary_cross_entropy": lambda t, anchor: F.binary_cross_entropy(t.sigmoid(), anchor.sigmoid()),
+    "binary_cross_entropy_with_logits": lambda t, a: F.binary_cross_entropy_with_logits(t, a.sigmoid()),
+    "aminmax.default": lambda t, _: torch.aminmax(t, keepdim=True).max,
+    "fill_.Scalar": lambda t, _: t.detach().sum(0).fill_(2),
+    "cumsum.default": lambda t, _: t.cumsum(-2),
+    "cumprod.default": lambda t, _: t.detach().cumprod(-2),
+    "logcumsumexp.default": lambda t, _: t.logcumsumexp(-2),
+    "sum.default": lambda t, _: torch.stack([t.norm(), (t**4).norm()]).sum(),
+    "nansum.default": lambda t, _: torch.stack([t.norm(), (t**4).norm()]).nansum(),
+    "sum.dim_IntList": lambda t, _: t.sum([], keepdim=True),
+    "mean.dim": lambda t, _: t.mean((), keepdim=True),
+    "amax.default": lambda t, _: t.amax(keepdim=True),
+    "amin.default": lambda t, _: (-t).amin(keepdim=True),
+    "_local_scalar_dense.default": lambda t, _: torch.tensor(t.sum().item()),
+    "linalg_vector_norm.default": lambda t, _: t.norm(dim=0).sum(),
+    "any.default": lambda t, _: (t > -5).any() * 2,
+    "any.dim": lambda t, _: (t > -1).any(0) * 2,
+    "any.dims": lambda t, _: torch.any(t > -5, (0, 1)) * 2,
+    "select.int": _written(lambda t: t[-1]),
+    "slice.Tensor": _written(lambda t: t[1:3]),
+    "split.Tensor": _written(lambda t: t.split(3)[1]),
+    "split_with_sizes.default": _written(lambda t: t.split([1, len(t) - 1])[1]),
+    "diagonal.default": _written(lambda t: t.diagonal()),
+}
+"""By operation, as `ROWS` names it."""
+
+MORE: dict[str, Act] = {
+    "the backward of amax": lambda t, _: t.amax(),
+    "the maximum norm of a difference": lambda t, _: (t.detach().max() - t.detach().norm()).norm(torch.inf),
+    "the backward of the largest": lambda t, _: (2 * t).norm(torch.inf),
+    "a slice of a slice": _written(lambda t: t[1:][-1:]),
+    "a row of `data`": _written(lambda t: t.data[0]),
+    "a block": _written(lambda t: t[:2, 1:]),
+    "a column of the transpose": _written(lambda t: t.t()[:, 1]),
+    "nn.init of a slice": _written(lambda t: nn.init.ones_(t.data[1:3])),
+    "many at once": _left(lambda t: torch._foreach_mul_([t[0], t[1]], 2.0)),
+    "a row as out": _left(lambda t: torch.add(t[0], 1, out=t[0])),
+    "a row by a row": _left(lambda t: t[0].copy_(t[1])),
+}
+"""More of the same."""
+
+OLD = TorchVersion(torch.__version__) < "2.13"
+"""Whether this torch is older than the table. It has no rule for some of the operations, and raises: that will do."""
+
+MENDED = {"eye.m_out", "cumsum.default", "cumprod.default", "logcumsumexp.default", "linalg_vector_norm.default"}
+MENDED |= {"any.default", "any.dim", "any.dims", "sum.default", "nansum.default"}
+"""What torch 2.14.1 has right, or refuses. Their rows leave with torch 2.13."""
+
+ELSEWHERE = {
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
+    *("clamp_.default", "clamp_min_.default", "clamp_max_.default", "add_.Tensor", "sub_.Tensor", "div_.Tensor"),
+    *("sqrt_.default", "pow_.Scalar", "reciprocal_.default", "_unsafe_view.default", "copy_.default", "index.Tensor"),
+    *(f"_foreach_{name}{end}" for name in ("add", "sub", "mul", "div", "lerp") for end in ("", "_")),
+    *("_foreach_copy_.default", "_foreach_addcmul_", "_foreach_addcdiv_"),
+    *("mul_.Tensor", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"),
+    *(f"{name}.default" for name in ("max", "min", "argmax", "argmin", "mean")),
+}
+"""What other tests here, `test_empty_shards.py` and `transforms/test_offload.py` look at."""
+
+
+def test_every_operation_in_the_table_has_an_example() -> None:
+    assert {name for row in ROWS for name in row.names.split()} == WRONG.keys() | ELSEWHERE
+
+
+def _outcome(act: Act, tensor: Any, anchor: Any) -> list[Tensor]:
+    """What an example gives and leaves, whole."""
+    value = act(tensor, anchor)
+    found = [full(tensor.detach())] if value is None else [full(value.detach())]
+    if value is not None and value.requires_grad:
+        value.square().sum().backward()
+        found.append(full(tensor.grad))
+    return found
+
+
+def _plain(rows: int) -> tuple[nn.Parameter, Tensor]:
+    torch.manual_seed(1)
+    return nn.Parameter(torch.randn(rows, 6)), torch.randn(rows, 6)
+
+
+def _is_as_plain(name: str, act: Act, tensor: Any, anchor: Any) -> bool:
+    expected = _outcome(act, *_plain(7))
+    found = _outcome(act, tensor, anchor)
+    return all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def _alone(name: str) -> bool:
+    plain, anchor = _plain(7)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))  # no transform is given it
+    tensor = distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]).requires_grad_()
+    return _is_as_plain(name, {**WRONG, **MORE}[name], tensor, distribute_tensor(anchor, mesh, [Shard(0)]))
+
+
+@pytest.mark.skipif(OLD, reason="the table is that of torch 2.13")
+@pytest.mark.parametrize("name", [*WRONG, *MORE])
+def test_torch_alone_is_still_wrong(ranks: Ranks, name: str) -> None:
+    """Once it is right or raises, its row can leave."""
+    if name in MENDED and TorchVersion(torch.__version__) >= "2.14.1":
+        pytest.skip("torch has it right")
+    assert ranks(2).run(_alone, name) == [False] * 2
+
+
+def _reshaped_alone() -> bool:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
+    tensor = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
+    tensor.view(2, -1).zero_()
+    return bool(tensor.full_tensor().all())
+
+
+def _reshaped() -> None:
+    model, _ = composed("tp")
+    weight = model.get_parameter("blocks.0.down.weight").detach()
+    assert weight.placements[-1] == Shard(1)  # type: ignore[attr-defined]
+    before = full(weight)
+    view = weight.view(2, -1)
+    assert torch.equal(full(view), before.view(2, -1))
+    with pytest.raises(zf.ShardedAccessError, match=r"zero_ of a view"):
+        view.zero_()
+    assert torch.equal(full(weight), before)
+
+
+@pytest.mark.skipif(OLD, reason="torch refuses the view")
+def test_a_view_in_another_shape_that_gathers_is_not_written(ranks: Ranks) -> None:
+    assert ranks(2).run(_reshaped_alone) == [True] * 2
+    ranks(4).run(_reshaped)
+
+
+class Holder(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def _resting(rows: int, composition: str) -> tuple[Any, Any]:
+    plain, anchor = _plain(rows)
+    weight: Any = getattr(zf, composition)(Holder(plain), axis()).weight
+    return weight, distribute_tensor(anchor, weight.device_mesh, weight.placements)
+
+
+def _ours(name: str, composition: str) -> bool | str | None:
+    """The fix that was named, whether it is right, or None where an old torch refuses it."""
+    weight, anchor = _resting(7, composition)
+    before = full(weight.detach())
+    try:
+        return _is_as_plain(name, {**WRONG, **MORE}[name], weight, anchor)
+    except zf.ShardedAccessError as error:
+        assert torch.equal(full(weight.detach()), before), "it raised after the damage"
+        return error.fix
+    except (NotImplementedError, RuntimeError):
+        if not OLD:
+            raise
+        assert torch.equal(full(weight.detach()), before), "it raised after the damage"
+        return None
+
+
+def _fix(name: str) -> str:
+    """What the table says of an operation."""
+    return next((row.fix for row in ROWS if name in row.names.split() and (row.fix or row.until is None)), "")
+
+
+@pytest.mark.parametrize("composition", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", [*WRONG, *MORE])
+def test_it_is_refused_with_the_fix_or_right(ranks: Ranks, name: str, composition: str) -> None:
+    view = _fix("select.int")
+    fix = _fix(name) if name in WRONG else "" if name.startswith("the ") else view
+    allowed = [fix or True, None] if OLD else [fix or True]
+    assert all(found in allowed for found in ranks(2).run(_ours, name, composition))
+
+
+@pytest.mark.skipif(OLD, reason="torch has no rule for some of them")
+@pytest.mark.parametrize("name", [name for name in (*WRONG, *MORE) if name != "fill_.Scalar"])  # a sum is still a term
+def test_one_rank_is_refused_nothing(name: str) -> None:
+    with alone() as mesh:
+        plain, anchor = _plain(7)
+        weight: Any = zf.zero3(Holder(plain), mesh).weight
+        assert _is_as_plain(name, {**WRONG, **MORE}[name], weight, distribute_tensor(anchor, weight.device_mesh))
+
+
+def _mixed() -> list[str]:
+    """How a plain loss beside a penalty is refused."""
+    found = []
+    for mix in (lambda a, b: a + b, lambda a, b: b - a, lambda a, b: a * b, lambda a, b: b / a):
+        weight, _ = _resting(7, "zero3")
+        plain = torch.ones(3, requires_grad=True)
+        try:
+            mix(plain.sum(), weight.square().sum())
+        except zf.ShardedAccessError as error:
+            found.append(error.fix)
+    return found
+
+
+def test_a_sum_of_a_plain_loss_and_a_penalty_is_refused_where_it_is_made(ranks: Ranks) -> None:
+    (fix,) = {row.fix for row in ROWS if "add.Tensor" in row.names}
+    assert ranks(2).run(_mixed) == [[fix] * 4] * 2
+
+
+def _mixed_alone() -> bool:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
+    tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    plain = torch.ones(3, requires_grad=True)
+    (plain.sum() + tensor.sum()).backward()
+    return isinstance(plain.grad, DTensor)
+
+
+def test_torch_alone_gives_the_plain_part_of_a_sum_a_gradient_in_shards(ranks: Ranks) -> None:
+    assert ranks(2).run(_mixed_alone) == [True] * 2
+
+
+def _clipped(own: str) -> tuple[bool, str]:
+    """Whether gradients were clipped before it raised, and how."""
+    if own == "zero_fn":
+        weight, _ = _resting(7, "zero3")
+    else:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
+        weight = nn.Parameter(distribute_tensor(torch.ones(7, 6), mesh, [Shard(0)]))
+    other = nn.Parameter(torch.ones(3))
+    weight.grad, other.grad = weight.detach() + 5, torch.ones(3)
+    before = full(weight.grad)
+    try:
+        torch.nn.utils.clip_grad_norm_([weight, other], 1.0, foreach=False)
+    except (RuntimeError, ValueError) as error:
+        return not torch.equal(full(weight.grad), before), type(error).__name__
+    return True, "nothing"
+
+
+def test_clipping_gradients_beside_plain_ones_is_refused_before_damage(ranks: Ranks) -> None:
+    assert ranks(2).run(_clipped, "zero_fn") == [(False, "PlacementError")] * 2
+    assert ranks(2).run(_clipped, "torch") == [(True, "RuntimeError")] * 2
+
+
+def _read() -> None:
+    """Views are read, copied and saved as those of the plain tensor."""
+    weight, _ = _resting(7, "zero3")
+    whole = full(weight.detach())
+    rows = weight.detach()[1:3]
+    assert rows.full_tensor().numpy().tolist() == whole[1:3].tolist()
+    assert rows.to_local().tolist() == whole[1:3].tolist()
+    assert type(copy.deepcopy(rows.to_local())) is Tensor
+    assert (rows.sum().item(), rows[0, 1].item()) == (whole[1:3].sum().item(), whole[1, 1].item())
+    file = io.BytesIO()
+    torch.save(rows.to_local(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), whole[1:3])
+    drop = lambda t: torch.native_dropout(t, 0.5, False)[0]  # noqa: E731
+    for off in (drop,) if IS_2_11 else (drop, F.rrelu):  # they draw nothing
+        assert torch.equal(full(off(weight.detach())), off(whole))
+    weight[1:3].square().sum().backward()  # a penalty
+    assert torch.equal(full(weight.grad), torch.zeros(7, 6).index_copy(0, torch.tensor([1, 2]), 2 * whole[1:3]))
+
+
+def test_views_are_read_as_plain_ones(ranks: Ranks) -> None:
+    ranks(2).run(_read)
+
+
+def _fixes() -> None:
+    """What the errors say to write instead works."""
+    weight, _ = _resting(7, "zero3")
+    noise = distribute_tensor(torch.randn(weight.shape), weight.device_mesh, weight.placements)
+    before = full(weight.detach())
+    with torch.no_grad():
+        weight.add_(noise)
+    assert torch.equal(full(weight.detach()), before + full(noise))
+    weight.grad = torch.ones_like(weight)
+    mask = (torch.arange(7) > 2).float()[:, None]
+    weight.grad.mul_(distribute_tensor(mask.expand(7, 6), weight.device_mesh, weight.placements))
+    assert torch.equal(full(weight.grad), mask.expand(7, 6))
+
+
+def test_noise_and_masks_of_whole_tensors_are_placed_by_hand(ranks: Ranks) -> None:
+    ranks(2).run(_fixes)
+
+
+def _one_rank_reads() -> None:
+    model = zf.zero3(nn.Linear(4, 4), axis())
+    if torch.distributed.get_rank() == 0:
+        model.weight.sum().item()
+    else:
+        model(torch.ones(1, 4))
+
+
+def test_a_rank_that_reads_a_number_alone_is_told(ranks: Ranks) -> None:
+    with pytest.raises(
+        zf.DisagreementError, match=r"Reading the value of a sum over shards|are at different collectives"
+    ):
+        ranks(2).run(_one_rank_reads)
+
+
+def _clip_adaptively(p: Any) -> None:
+    """What timm's adaptive gradient clipping does to the gradient of a parameter (arXiv:2102.06171)."""
+    norms = (lambda t: t.norm(2.0)) if p.ndim <= 1 else (lambda t: t.norm(2.0, dim=(*range(1, p.ndim),), keepdim=True))
+    largest = norms(p.detach()).clamp_(min=1e-3).mul_(0.01)
+    norm = norms(p.grad.detach())
+    clipped = p.grad.detach() * (largest / norm.clamp(min=1e-6))
+    p.grad.detach().copy_(torch.where(norm < largest, p.grad.detach(), clipped))
+
+
+def _clipped_adaptively(composition: str) -> None:
+    plain, found = copy.deepcopy(model := nn.Linear(6, 7)), getattr(zf, composition)(model, axis())
+    for model in (plain, found):
+        model(torch.ones(3, 6)).square().sum().backward()
+        for p in model.parameters():
+            _clip_adaptively(p)
+    for one, other in zip(plain.parameters(), found.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(full(other.grad), one.grad, rtol=1e-5, atol=0)
+
+
+def _written_sums() -> None:
+    """In place, as out of place: norms of a parameter, and sums of its columns. Torch refuses what has an alias."""
+    weight: Any = _resting(7, "zero3")[0].detach()
+    for value in (lambda: weight.norm(), lambda: weight.square().sum(0)):
+        expected = full(value())
+        for write in (
+            *(
+                lambda t: t.clamp_(min=3.0),
+                lambda t: t.clamp_min_(3.0),
+                lambda t: t.clamp_max_(3.0),
+                lambda t: t.add_(1.0),
+            ),
+            *(
+                lambda t: t.sub_(1.0),
+                lambda t: t.div_(3.0),
+                lambda t: t.mul_(3.0),
+                lambda t: t.sqrt_(),
+                lambda t: t.pow_(3),
+            ),
+            lambda t: t.reciprocal_(),
+        ):
+            write(found := value())
+            torch.testing.assert_close(full(found), write(expected.clone()))
+    for alias in (lambda t: t.detach(), lambda t: t[...]):
+        norm = weight.norm()
+        with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+            alias(norm).clamp_(min=100.0)
+
+
+def _mixed_lists() -> None:
+    """Rows of DTensors and of plain tensors in one call; a row of both kinds is an error of torch."""
+    weight: Any = _resting(7, "zero3")[0].detach()
+    ones = torch.ones(3)
+
+    def lists() -> list[list[Any]]:
+        return [[ones.clone(), weight.clone(), ones.clone(), weight.clone()] for _ in range(3)]
+
+    for act in (
+        *(lambda a, b, c: torch._foreach_lerp_(a, b, weight=0.25), lambda a, b, c: torch._foreach_copy_(a, b)),
+        *(lambda a, b, c: torch._foreach_sub_(a, b, alpha=2), lambda a, b, c: torch._foreach_add_(a, [1, 2, 3, 4])),
+        *(lambda a, b, c: torch._foreach_mul_(a, b), lambda a, b, c: torch._foreach_div_(a, 3.0)),
+        *(lambda a, b, c: torch._foreach_addcmul_(a, b, c, 2.0), lambda a, b, c: torch._foreach_addcdiv_(a, b, c)),
+        lambda a, b, c: torch._foreach_add(b, torch._foreach_mul(a, 2.0)),
+        lambda a, b, c: torch._foreach_sub(a, b if IS_2_11 else torch._foreach_lerp(b, c, 0.5), alpha=3),
+    ):
+        given, plain = lists(), [[full(tensor) for tensor in one] for one in lists()]
+        for one in (given, plain):
+            torch._foreach_add_(one[1], [1, 2, 3, 4])
+        found, expected = act(*given) or given[0], act(*plain) or plain[0]
+        assert all(torch.equal(full(one), other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(RuntimeError, match="got mixed"):
+        torch._foreach_add_([ones.clone(), weight.clone()], [ones, full(weight)])
+
+
+def test_lists_of_dtensors_and_plain_tensors_are_done_apart(ranks: Ranks) -> None:
+    """torch refuses them, and has no `_foreach_copy_` of DTensors."""
+    ranks(2).run(_mixed_lists)
+
+
+FLAT: tuple[Callable[[Any], Any], ...] = (
+    *(lambda t: t.view(-1), lambda t: t.flatten(), lambda t: t.reshape(-1)),
+    *(() if IS_2_11 else (lambda t: t.t().reshape(-1),)),
+    *(lambda t: t.view(1, -1), lambda t: torch.cat([t.flatten(), t.view(-1)]), lambda t: t.detach().ravel()),
+    lambda t: nn.utils.parameters_to_vector([t, t]),
+)
+
+
+def _flattened() -> None:
+    """Views as one row, of rows that the ranks do not divide and of a single one; their gradients; sums with shards."""
+    for shape in ((7, 6), (1, 6), (5,), (1,)):
+        plain = nn.Parameter(torch.randn(shape))
+        weight: Any = zf.zero3(Holder(nn.Parameter(plain.detach().clone())), axis()).weight
+        for flat in FLAT:
+            found, expected = flat(weight), flat(plain)
+            assert torch.equal(full(found.detach()), expected)
+            if not expected.requires_grad:
+                continue
+            found.square().sum().backward()
+            expected.square().sum().backward()
+            assert torch.equal(full(weight.grad), plain.grad)  # type: ignore[arg-type]
+            weight.grad = plain.grad = None
+        for p in (weight, plain):
+            with torch.no_grad():
+                other = 1 + p.detach().square().view(-1).view_as(p)
+                p.copy_(other).add_(other, alpha=2).mul_(other).sub_(other).div_(other)
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([p]) + 1, [p])
+        assert torch.equal(full(weight.detach()), plain)
+        if plain.ndim > 1:  # else the view is of the shard
+            with pytest.raises(zf.ShardedAccessError, match=r"zero_ of a view"):
+                weight.detach().view(-1).zero_()
+
+
+def _surgery(composition: str) -> list[Tensor]:
+    """The gradients that PCGrad leaves of two tasks (arXiv:2001.06782), as its loops flatten, project and write back."""
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
+    if composition:
+        model = getattr(zf, composition)(model, axis())
+    tasks = []
+    for task in range(2):
+        model.zero_grad()
+        (model(torch.randn(4, 6)) - 3 * task).square().mean().backward()
+        tasks.append(torch.cat([p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]))
+    first, second = tasks
+    if (product := first.dot(second)) < 0:
+        first = first - product / second.norm() ** 2 * second
+    for p, values in zip(model.parameters(), first.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad.data.copy_(values.view_as(p))  # type: ignore[union-attr]
+    return [full(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
+
+
+def _surgeries(composition: str) -> None:
+    for found, expected in zip(_surgery(composition), _surgery(""), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_is_flattened_is_whole_where_the_ranks_do_not_divide_its_rows(ranks: Ranks) -> None:
+    """torch refuses, also to add a row of a whole tensor to the only row of a cut one."""
+    for n in (2, 3):
+        ranks(n).run(_flattened)
+
+
+@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
+def test_gradients_that_a_loop_flattens_and_projects_are_those_of_a_plain_model(ranks: Ranks, composition: str) -> None:
+    ranks(2).run(_surgeries, composition)
+
+
+def _given_away() -> None:
+    """What libraries write that make new parameters of those at rest, as PEFT does; torch dies of SIGSEGV at the first."""
+    weight = zf.shard_params(nn.Linear(4, 4), axis()).weight
+    plain = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(zf.PlacementError, match="plain parameter was assigned a resting tensor"):
+        plain.data = weight.data
+    assert torch.equal(plain, torch.zeros(4, 4))
+    plain.data = weight.full_tensor().data
+    assert torch.equal(plain, full(weight))
+    with pytest.raises(zf.ShardedAccessError, match="read at plain positions"):
+        weight[[1, 3]]
+    assert torch.equal(weight.full_tensor()[[1, 3]], plain[[1, 3]])
+
+
+def test_parameters_are_not_made_of_resting_ones(ranks: Ranks) -> None:
+    ranks(2).run(_given_away)
+
+
+def _in_text() -> None:
+    weight: Any = _resting(7, "zero3")[0]
+    weight.grad = torch.ones_like(weight)
+    norm = nn.utils.clip_grad_norm_([weight], 1.0)
+    assert f"{norm:.3f}" == f"{42**0.5:.3f}"
+    assert f"{norm}" == str(norm)
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{weight:.3f}"
+
+
+@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
+def test_adaptive_clipping_is_that_of_a_plain_model(ranks: Ranks, composition: str) -> None:
+    ranks(2).run(_clipped_adaptively, composition)
+
+
+def test_norms_and_sums_are_written_in_place_where_nothing_else_has_their_memory(ranks: Ranks) -> None:
+    ranks(2).run(_written_sums)
+
+
+def test_a_norm_is_formatted_as_a_number(ranks: Ranks) -> None:
+    ranks(2).run(_in_text)
+
+
+def test_rows_say_what_to_write_or_mend() -> None:
+    assert all(row.why and bool(row.fix or row.mend) for row in ROWS)
+
+
+def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path: Path) -> None:
+    """A view that conjugates has no place in a tier: without its flag it would be the parameter itself."""
+    plain = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+    weight = zf.offload(Holder(plain), params=zf.nvme(str(tmp_path))).weight
+    for view in (torch.conj, torch.adjoint):
+        with pytest.raises(zf.StateError, match="viewed as another dtype"):
+            view(weight)

@@ -1,0 +1,501 @@
+"""Blocks on a disk: what was written comes back to the bit, or a typed error says why not. On both engines."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.units.storage.disks import answers, old_disk, reserved, small_disk
+from zero_fn.errors import StorageError, TierError
+from zero_fn.storage.carrier import Carrier, Threads, _of_process, chosen_carrier
+from zero_fn.storage.recycled import Recurring
+from zero_fn.storage.request import Request
+from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
+from zero_fn.storage.slab import PAGE_NBYTES, Slab
+from zero_fn.storage.uring import Uring
+from zero_fn.values.tiers import cpu, nvme
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["uring", "threads"])
+def carrier(request: pytest.FixtureRequest) -> Carrier:
+    carrier: Carrier
+    if request.param == "threads":
+        carrier = Threads()
+    else:
+        try:
+            carrier = Uring()
+        except OSError as error:
+            pytest.skip(f"no io_uring here: {error}")
+    return carrier
+
+
+@pytest.fixture
+def disk(tmp_path: Path, carrier: Carrier) -> Disk:
+    return Disk(nvme(tmp_path), "states", carrier)
+
+
+def filled(nbytes: int, seed: int = 0) -> Slab:
+    slab = Slab(nbytes, cpu(), "test")
+    slab.memory.copy_(torch.randint(256, (slab.nbytes,), dtype=torch.uint8, generator=torch.manual_seed(seed)))
+    return slab
+
+
+def test_blocks_come_back_to_the_bit(disk: Disk, carrier: Carrier) -> None:
+    slab = filled(2 * BLOCK_NBYTES + 3 * PAGE_NBYTES)
+    expected = slab.memory.clone()
+    first, second = reserved(disk, slab.nbytes), reserved(disk, slab.nbytes)
+    transfers = [disk.write(first, slab.memory), disk.write(second, slab.memory)]
+    for transfer in transfers:
+        transfer.wait()
+    slab.memory.zero_()
+    disk.read(second, slab.memory).wait()
+    assert torch.equal(slab.memory, expected)
+    slab.memory.zero_()
+    disk.read(first, slab.memory).wait()
+    assert torch.equal(slab.memory, expected)
+
+
+class Slow(Threads):
+    """A carrier that has not begun yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Request] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.waiting.extend(requests)
+
+
+def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_path: Path) -> None:
+    """An interrupt drops them; the memory was that of the next tensor then, and the disk wrote into it."""
+    carrier, buffers = Slow(), Recurring(2 * BLOCK_NBYTES, torch.uint8, torch.device("cpu"))
+    disk = Disk(nvme(tmp_path), "states", carrier)
+    offset = reserved(disk, 2 * BLOCK_NBYTES)
+    memory = buffers.take()
+    taken = memory.data_ptr()
+    disk.write(offset, memory)
+    del memory
+    other = buffers.take()
+    assert other.data_ptr() != taken
+    carrier.waiting.clear()
+    assert buffers.take().data_ptr() == taken
+
+
+def test_io_uring_carries_where_the_kernel_has_it() -> None:
+    """Threads would, silently, at a third of the speed beside a busy interpreter; and tests of the ring would be skipped."""
+    params = (ctypes.c_char * 120)()
+    fd = ctypes.CDLL(None).syscall(425, 1, ctypes.byref(params))
+    if fd < 0:
+        pytest.skip("no io_uring here")
+    os.close(fd)
+    is_new = bool(struct.unpack_from("<30I", params)[5] & 1)  # both rings in one mapping, since Linux 5.4
+    assert isinstance(_of_process.__wrapped__(os.getpid()), Uring) is is_new
+
+
+class Late(Threads):
+    """Begins to write when somebody waits."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if requests[0].is_write:
+            self._begun.extend(requests)
+        else:
+            super().submit(requests)
+
+
+def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_path: Path) -> None:
+    """An interrupt may come before anybody waits: the disk would get the bytes of whoever borrows it next."""
+    disk = Disk(nvme(tmp_path), "states", Late())
+    place, other = reserved(disk, BLOCK_NBYTES), reserved(disk, BLOCK_NBYTES)
+    disk.stage(BLOCK_NBYTES, 1)
+    for place_of_it, value in ((place, 1), (other, 2)):
+        memory = disk.borrow(place_of_it, BLOCK_NBYTES).fill_(value)
+        disk.write(place_of_it, memory)
+        disk.give_back(memory)
+    for place_of_it, value in ((place, 1), (other, 2)):
+        found = filled(BLOCK_NBYTES)
+        disk.read(place_of_it, found.memory).wait()
+        assert torch.equal(found.memory, torch.full_like(found.memory, value))
+
+
+@given(
+    writes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=30),
+    pages=st.lists(st.integers(1, 5), min_size=8, max_size=8),
+)
+def test_any_order_of_writes_and_reads_gives_what_was_written_last(
+    writes: list[tuple[int, int]], pages: list[int]
+) -> None:
+    for carrier in (chosen_carrier(), Threads()):
+        with tempfile.TemporaryDirectory() as folder:
+            disk = Disk(nvme(folder), "states", carrier)
+            offsets = [reserved(disk, n * PAGE_NBYTES) for n in pages]
+            slab = Slab(sum(pages) * PAGE_NBYTES, cpu(), "test")
+            views = list(torch.split(slab.memory, [n * PAGE_NBYTES for n in pages]))
+            last: dict[int, int] = {}
+            for region, value in writes:
+                views[region].fill_(value)
+                disk.write(offsets[region], views[region]).wait()
+                last[region] = value
+            slab.memory.fill_(255)
+            for transfer in [disk.read(offsets[region], views[region]) for region in last]:
+                transfer.wait()
+            assert all(bool((views[region] == value).all()) for region, value in last.items())
+
+
+@pytest.mark.parametrize("is_write", [True, False])
+def test_short_answers_are_continued(disk: Disk, monkeypatch: pytest.MonkeyPatch, is_write: bool) -> None:
+    """A short write of a page and a half counts as a page: direct I/O goes on at sectors only."""
+    slab = filled(10 * PAGE_NBYTES)
+    expected = slab.memory.clone()
+    offset = reserved(disk, slab.nbytes)
+
+    def at_most_a_page_and_a_half(request: object, result: int) -> int:
+        return min(result, PAGE_NBYTES * 3 // 2)
+
+    if is_write:
+        given = answers(monkeypatch, at_most_a_page_and_a_half)
+        disk.write(offset, slab.memory).wait()
+        monkeypatch.undo()
+        slab.memory.zero_()
+        disk.read(offset, slab.memory).wait()
+    else:
+        disk.write(offset, slab.memory).wait()
+        slab.memory.zero_()
+        given = answers(monkeypatch, at_most_a_page_and_a_half)
+        disk.read(offset, slab.memory).wait()
+    assert len(given) == 10
+    assert torch.equal(slab.memory, expected)
+
+
+def test_interrupted_requests_are_asked_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = filled(PAGE_NBYTES)
+    offset = reserved(disk, slab.nbytes)
+    told = iter([-errno.EINTR, -errno.EAGAIN])
+    given = answers(monkeypatch, lambda _, result: next(told, result))
+    disk.write(offset, slab.memory).wait()
+    assert given == [-errno.EINTR, -errno.EAGAIN, PAGE_NBYTES]
+
+
+@pytest.mark.parametrize("is_write", [True, False])
+def test_an_error_of_the_disk_names_file_range_and_errno(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_write: bool
+) -> None:
+    slab = filled(2 * PAGE_NBYTES)
+    offset = reserved(disk, slab.nbytes)
+    if not is_write:
+        disk.write(offset, slab.memory).wait()
+    answers(monkeypatch, lambda _, result: -errno.EIO)
+    transfer = (disk.write if is_write else disk.read)(offset, slab.memory)
+    with pytest.raises(StorageError) as raised:
+        transfer.wait()
+    assert str(tmp_path) in str(raised.value.facts["file"])
+    assert "EIO" in str(raised.value.facts["why"])
+    assert "8.00 KiB at offset 0" in str(raised.value.facts["range"])
+    transfer.wait()  # said once; nothing is under way
+
+
+def test_errors_of_the_kernel_itself_reach_the_caller(disk: Disk) -> None:
+    """No injection: the descriptor is closed, as a failed mount would do."""
+    slab = filled(PAGE_NBYTES)
+    offset = reserved(disk, slab.nbytes)
+    keep = os.dup(disk.files[0].fd)
+    os.close(disk.files[0].fd)
+    with pytest.raises(StorageError, match="EBADF"):
+        disk.write(offset, slab.memory).wait()
+    os.dup2(keep, disk.files[0].fd)
+    os.close(keep)
+
+
+def test_a_file_that_was_cut_raises(disk: Disk) -> None:
+    slab = filled(4 * PAGE_NBYTES)
+    offset = reserved(disk, slab.nbytes)
+    disk.write(offset, slab.memory).wait()
+    os.ftruncate(disk.files[0].fd, 2 * PAGE_NBYTES)
+    with pytest.raises(StorageError, match="stopped short") as raised:
+        disk.read(offset, slab.memory).wait()
+    assert f"{2 * PAGE_NBYTES} B" in str(raised.value.facts["why"])
+
+
+def edited(disk: Disk, at: int, change: int) -> None:
+    """Flips bits of one byte of the file behind the back of its owner."""
+    with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ change]), at)
+        os.fsync(file.fileno())
+
+
+@given(at=st.integers(0, 3 * PAGE_NBYTES - 1), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_found(at: int, bit: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(nvme(folder), "states", chosen_carrier())
+        slab = filled(3 * PAGE_NBYTES)
+        offset = reserved(disk, slab.nbytes)
+        disk.write(offset, slab.memory).wait()
+        disk.read(offset, slab.memory).wait()
+        edited(disk, at, 1 << bit)
+        with pytest.raises(StorageError, match=r"(?s)does not hold what was written.*flipped bits"):
+            disk.read(offset, slab.memory).wait()
+        edited(disk, at, 1 << bit)
+        disk.read(offset, slab.memory).wait()
+
+
+@given(first=st.integers(0, 510), apart=st.integers(1, 511))
+def test_swapped_words_are_found_inside_a_sector_and_beyond(first: int, apart: int) -> None:
+    second = min(first + apart, 511)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(nvme(folder), "states", chosen_carrier())
+        slab = filled(PAGE_NBYTES)
+        words = slab.memory.view(torch.int64)
+        words.copy_(torch.arange(len(words)))
+        offset = reserved(disk, slab.nbytes)
+        disk.write(offset, slab.memory).wait()
+        words[[first, second]] = words[[second, first]]
+        with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
+            file.write(slab.memory.numpy().data)
+        with pytest.raises(StorageError, match="does not hold what was written"):
+            disk.read(offset, slab.memory).wait()
+
+
+def test_a_lost_write_is_told_from_damage(disk: Disk) -> None:
+    slab, old = filled(PAGE_NBYTES), bytes(filled(PAGE_NBYTES).memory.tolist())
+    offset = reserved(disk, slab.nbytes)
+    disk.write(offset, slab.memory).wait()
+    slab.memory.add_(1)
+    disk.write(offset, slab.memory).wait()
+    with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
+        file.write(old)
+    with pytest.raises(StorageError, match=r"(?s)the bytes of generation 1.*lost a write"):
+        disk.read(offset, slab.memory).wait()
+    with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
+        file.write(b"neither")
+    with pytest.raises(StorageError, match=r"(?s)found    : checksum.*flipped bits"):
+        disk.read(offset, slab.memory).wait()
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, carrier: Carrier) -> None:
+    with small_disk(tmp_path / "disk") as path:
+        disk = Disk(nvme(path), "states", carrier)
+        offset = reserved(disk, MIB // 2)
+        slab = filled(MIB // 2)
+        disk.write(offset, slab.memory).wait()
+        with pytest.raises(
+            TierError, match=r"(?s)states in .* need 2\.50 MiB of disk, 1\.00 MiB can be taken.*No space"
+        ):
+            reserved(disk, 2 * MIB)
+        disk.read(offset, slab.memory).wait()  # what was there is there
+        assert reserved(disk, MIB // 2) == MIB // 2  # and what fits, fits
+
+
+def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk: Disk) -> None:
+    """It said that all that is free on the disk can be taken."""
+    reserved(disk, MIB // 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        with pytest.raises(TierError, match=r"(?s)1\.00 MiB can be taken.*File too large.*ulimit -f"):
+            reserved(disk, 2 * MIB)
+        reserved(disk, MIB // 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("has_unnamed", [True, False])
+def test_a_limit_of_the_process_on_open_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool
+) -> None:
+    """It said to give another folder."""
+    if not has_unnamed:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    disks = [Disk(nvme(tmp_path), "states")]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"EMFILE") as raised:
+            while True:
+                disks.append(Disk(nvme(tmp_path), "states"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "open files of the process (ulimit -n)" in str(raised.value.facts["bound"])
+    assert "ulimit -n" in raised.value.fix
+
+
+def test_a_file_system_that_cannot_reserve_has_its_room_written(tmp_path: Path, carrier: Carrier) -> None:
+    """It failed with EINVAL and the advice to check the disk."""
+    with old_disk(tmp_path / "disk") as path:
+        disk, slab = Disk(nvme(path), "states", carrier), filled(3 * MIB + PAGE_NBYTES)
+        offset, expected = reserved(disk, slab.nbytes), slab.memory.clone()
+        assert os.fstat(disk.files[0].fd).st_blocks * 512 >= slab.nbytes
+        disk.write(offset, slab.memory).wait()
+        with pytest.raises(TierError, match=r"(?s)64\.00 MiB of disk.*No space left"):
+            reserved(disk, 61 * MIB - PAGE_NBYTES)
+        disk.read(offset, slab.memory.zero_()).wait()
+        assert torch.equal(slab.memory, expected)
+        assert reserved(disk, MIB) == slab.nbytes
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_what_a_file_system_says_that_cannot_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    disk = Disk(nvme(tmp_path), "states")
+    assert [reserved(disk, 9 * MIB), reserved(disk, PAGE_NBYTES)] == [0, 9 * MIB]
+    assert os.fstat(disk.files[0].fd).st_size == 9 * MIB + PAGE_NBYTES
+
+
+def test_the_limit_of_the_tier_holds(tmp_path: Path, carrier: Carrier) -> None:
+    disk = Disk(nvme(tmp_path, limit="1MiB"), "states", carrier)
+    reserved(disk, MIB)
+    with pytest.raises(TierError, match=r"(?s)1\.00 MiB can be taken.*limit of the tier"):
+        reserved(disk, PAGE_NBYTES)
+
+
+@pytest.mark.parametrize("path", ["missing", "a_file", "/proc"])
+def test_a_path_that_takes_no_files_raises(tmp_path: Path, carrier: Carrier, path: str) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(StorageError, match="No file can be made in"):
+        Disk(nvme(tmp_path / path), "states", carrier)
+
+
+def test_a_read_only_path_raises(tmp_path: Path, carrier: Carrier) -> None:
+    with small_disk(tmp_path / "disk", "size=1m,ro") as path, pytest.raises(StorageError, match="EROFS"):
+        Disk(nvme(path), "states", carrier)
+
+
+def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path: Path, carrier: Carrier) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    disk, slab = Disk(nvme(folder), "states", carrier), filled(PAGE_NBYTES)
+    offset, expected = reserved(disk, slab.nbytes), slab.memory.clone()
+    disk.write(offset, slab.memory).wait()
+    folder.rmdir()
+    disk.read(offset, slab.memory.zero_()).wait()
+    assert torch.equal(slab.memory, expected)
+    with pytest.raises(StorageError, match="ENOENT"):
+        Disk(nvme(folder), "states", carrier)
+
+
+@pytest.mark.parametrize("has_unnamed", [True, False])
+def test_jobs_on_one_path_share_no_file(
+    tmp_path: Path, carrier: Carrier, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool
+) -> None:
+    if not has_unnamed:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    one, other = (Disk(nvme(tmp_path), "states", carrier) for _ in range(2))
+    first, second = filled(PAGE_NBYTES, seed=1), filled(PAGE_NBYTES, seed=2)
+    expected = first.memory.clone()
+    one.write(reserved(one, PAGE_NBYTES), first.memory).wait()
+    other.write(reserved(other, PAGE_NBYTES), second.memory).wait()
+    one.read(0, first.memory.zero_()).wait()
+    assert torch.equal(first.memory, expected)
+    for disk in (one, other):
+        status = os.fstat(disk.files[0].fd)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_nlink == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dropped_spill_gives_its_room_back(tmp_path: Path, carrier: Carrier) -> None:
+    disk = Disk(nvme(tmp_path), "states", carrier)
+    reserved(disk, 64 * MIB)
+    fd = disk.files[0].fd
+    del disk
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+KILLED = """
+import sys, time
+from zero_fn.storage import Disk, Slab
+from zero_fn.values.tiers import cpu, nvme
+slab = Slab(64 << 20, cpu(), "test")
+disk = Disk(nvme(sys.argv[1]), "states")
+(offset,) = disk.reserve([64 << 20])
+print("open", flush=True)
+while True:
+    disk.write(offset, slab.memory).wait()
+"""
+
+
+def test_a_killed_job_leaves_nothing_behind(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=128m") as path:
+        empty = os.statvfs(path).f_bfree
+        job = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, text=True)
+        assert job.stdout is not None
+        assert job.stdout.readline() == "open\n"
+        assert os.statvfs(path).f_bfree == empty - (64 * MIB) // PAGE_NBYTES
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+        job.stdout.close()
+        assert list(path.iterdir()) == []
+        deadline_s = time.monotonic() + 10  # the kernel ends what was under way, then frees the file
+        while os.statvfs(path).f_bfree != empty and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert os.statvfs(path).f_bfree == empty
+
+
+def test_threads_carry_requests_where_io_uring_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> Uring:
+        raise PermissionError(errno.EPERM, "seccomp")
+
+    monkeypatch.setattr("zero_fn.storage.carrier.Uring", refused)
+    assert str(_of_process.__wrapped__(0)) == "4 threads"
+
+
+def test_a_full_ring_takes_more_requests_than_it_has_entries(disk: Disk) -> None:
+    slab = filled(300 * PAGE_NBYTES)
+    expected = slab.memory.clone()
+    reserved(disk, slab.nbytes)
+    views = torch.split(slab.memory, PAGE_NBYTES)
+    transfers = [disk.write(i * PAGE_NBYTES, view) for i, view in enumerate(views)]
+    for transfer in reversed(transfers):
+        transfer.wait()
+    slab.memory.zero_()
+    transfers = [disk.read(i * PAGE_NBYTES, view) for i, view in enumerate(views)]
+    for transfer in transfers:
+        transfer.wait()
+    assert torch.equal(slab.memory, expected)
+
+
+ENDED = """
+import sys
+import torch
+import zero_fn as zf
+tier = zf.nvme(sys.argv[1])
+model = zf.offload(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), params=tier, grads=tier)
+optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), fused=True), tier)
+def step():
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+step()
+step()
+"""
+
+
+def test_a_program_ends_without_a_word(tmp_path: Path) -> None:
+    """Finalizers run when modules have been taken apart already."""
+    done = subprocess.run([sys.executable, "-c", ENDED, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

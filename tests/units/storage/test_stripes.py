@@ -1,0 +1,148 @@
+"""Several disks as one tier: every byte has one place, both ways are exact, and a fault is named with its path."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.units.storage.disks import reserved, small_disk
+from zero_fn.storage.file import SpillFile
+from zero_fn.storage.request import Request
+from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
+from zero_fn.storage.slab import PAGE_NBYTES, Slab
+from zero_fn.storage.stripes import STRIPE_NBYTES, extents_of, share_of
+from zero_fn.values.tiers import Nvme, cpu
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="opens files without a name again")
+
+PAGES = 5 * STRIPE_NBYTES // PAGE_NBYTES
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> list[str]:
+    paths = [tmp_path / name for name in ("first", "second", "third")]
+    for path in paths:
+        path.mkdir()
+    return [str(path) for path in paths]
+
+
+def filled(nbytes: int, seed: int) -> Slab:
+    slab = Slab(nbytes, cpu(), "test", forked=False)
+    slab.memory.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return slab
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(1, PAGES)), min_size=1, max_size=6),
+    st.integers(0, PAGES),
+)
+def test_every_page_has_one_place_inside_what_its_file_reserves(
+    count: int, ranges: list[tuple[int, int]], pages_taken: int
+) -> None:
+    """However a range is cut, its pages are at the places that they have in the whole."""
+    places: dict[int, tuple[int, int]] = {}
+    for first, pages in [(0, 2 * PAGES), *ranges]:
+        end = 0
+        for start, nbytes, disk, offset in extents_of(first * PAGE_NBYTES, pages * PAGE_NBYTES, count, BLOCK_NBYTES):
+            assert start == end and nbytes <= BLOCK_NBYTES
+            end = start + nbytes
+            for at in range(0, nbytes, PAGE_NBYTES):
+                page = first + (start + at) // PAGE_NBYTES
+                assert places.setdefault(page, (disk, offset + at)) == (disk, offset + at)
+        assert end == pages * PAGE_NBYTES
+    assert len(set(places.values())) == len(places)
+    taken: Counter[int] = Counter()
+    for page in range(pages_taken):
+        disk, offset = places[page]
+        taken[disk] = max(taken[disk], offset + PAGE_NBYTES)
+    shares = [share_of(disk, pages_taken * PAGE_NBYTES, count) for disk in range(count)]
+    assert shares == [taken[disk] for disk in range(count)]
+    assert sum(shares) == pages_taken * PAGE_NBYTES
+
+
+def test_bytes_come_back_from_every_offset_and_lie_on_all_disks(disks: list[str]) -> None:
+    disk = Disk(zf.nvme(*disks), "states")
+    pad, size = 3 * PAGE_NBYTES, 9 * STRIPE_NBYTES + 5 * PAGE_NBYTES
+    reserved(disk, pad)
+    slabs = {}
+    for seed in range(2):
+        offset = reserved(disk, size)
+        slabs[offset] = filled(size, seed)
+        disk.write(offset, slabs[offset].memory).wait()
+    for offset, slab in slabs.items():
+        back = Slab(size, cpu(), "test", forked=False)
+        disk.read(offset, back.memory).wait()
+        assert torch.equal(back.memory, slab.memory)
+    assert disk.nbytes == sum(file.nbytes for file in disk.files) == pad + 2 * size
+    sizes = [file.nbytes for file in disk.files]
+    assert max(sizes) - min(sizes) <= STRIPE_NBYTES
+
+
+def test_a_fault_is_named_with_its_path(disks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(zf.nvme(*disks), "states")
+    slab = filled(6 * STRIPE_NBYTES, 0)
+    offset = reserved(disk, slab.nbytes)
+    disk.write(offset, slab.memory).wait()
+    second: SpillFile = disk.files[1]
+    with open(f"/proc/self/fd/{second.fd}", "r+b", buffering=0) as file:
+        file.seek(STRIPE_NBYTES + 100)
+        byte = file.read(1)
+        file.seek(STRIPE_NBYTES + 100)
+        file.write(bytes([byte[0] ^ 4]))
+    with pytest.raises(zf.StorageError, match=r"block of states in \S*second does not hold"):
+        disk.read(offset, slab.memory).wait()
+    advance = Request.advance
+
+    def failing(request: Request, result: int) -> None:
+        advance(request, -errno.EIO if request.file is disk.files[2] else result)
+
+    monkeypatch.setattr(Request, "advance", failing)
+    with pytest.raises(zf.StorageError, match=r"Writing to states in \S*third failed"):
+        disk.write(offset, slab.memory).wait()
+
+
+def test_a_disk_too_small_leaves_all_as_they_were(disks: list[str], tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "size=3m") as path:
+        disk = Disk(zf.nvme(disks[0], path, disks[1]), "states")
+        reserved(disk, 3 * STRIPE_NBYTES)
+        before = [file.nbytes for file in disk.files]
+        with pytest.raises(zf.TierError, match=r"states in \S*small need"):
+            reserved(disk, 6 * STRIPE_NBYTES)
+        assert [file.nbytes for file in disk.files] == before
+        assert reserved(disk, STRIPE_NBYTES) == 3 * STRIPE_NBYTES
+    limited = Disk(zf.nvme(*disks, limit="4MiB"), "states")
+    with pytest.raises(zf.TierError, match=r"first, \S*second, \S*third need .* 4\.00 MiB can be taken"):
+        reserved(limited, STRIPE_NBYTES * 3)
+    with pytest.raises(zf.StorageError, match=r"No file can be made in .*missing"):
+        Disk(zf.nvme(disks[0], str(tmp_path / "missing")), "states")
+
+
+def test_training_on_several_disks_changes_no_bit(disks: list[str]) -> None:
+    def trained(tier: Nvme) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = zf.offload(
+            nn.Sequential(*(nn.Linear(700, 700) for _ in range(2))), params=tier, grads=tier, optim=tier
+        )
+        stock = torch.optim.AdamW(model.parameters(), lr=0.01)
+        planned = zf.plan(model, stock)
+        optimizer = zf.streamed(stock)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, 700), 1.0 + step)).square().mean().backward()
+            optimizer.step()
+        assert dict(zf.held(model, optimizer).tiers) == dict(planned.held.tiers)
+        assert str(tier) in str(zf.describe(model, optimizer))
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, trained(zf.nvme(*disks)), trained(zf.nvme(disks[0]))))

@@ -1,0 +1,900 @@
+"""Optimizers whose states are in another tier: the bits of the same one without, bounded memory, typed errors."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import importlib
+import itertools
+import os
+import pickle
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from tests.support.groups import alone
+from tests.support.models import Language, Odd
+from tests.support.ranks import Ranks, axis
+from tests.support.resident import forget_peak, in_new_process, peak_nbytes
+from tests.units.storage.disks import answers, failing, small_disk
+from zero_fn.kernels import Library
+from zero_fn.kernels.adam import Rounding
+from zero_fn.storage.memory import Available
+from zero_fn.storage.request import Request
+
+KIB = 1024
+one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.streamed` is the function
+
+
+class Lion(Optimizer):
+    """As users write them: no `foreach`, a state made at the first step, and a count beside it."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["count"] = torch.zeros_like(p), 0
+                state["count"] += 1
+                average, (first, second) = state["exp_avg"], group["betas"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                update = average.mul(first).add(p.grad, alpha=1 - first).sign_()
+                p.add_(update, alpha=-group["lr"] / state["count"])
+                state["exp_avg"] = average * second + p.grad * (1 - second)  # another tensor each time
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "adamw, foreach, amsgrad": lambda ps: torch.optim.AdamW(ps, foreach=True, amsgrad=True),
+    "adam": lambda ps: torch.optim.Adam(ps, weight_decay=0.1),
+    "adam, fused": lambda ps: torch.optim.Adam(ps, fused=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "sgd, momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd, momentum, fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, momentum=0.9, centered=True),
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rprop": torch.optim.Rprop,
+    "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.1, t0=1),
+    "lion": Lion,
+}
+
+
+def make(name: str, shapes: list[tuple[int, ...]], turned: bool = False) -> tuple[list[nn.Parameter], Optimizer]:
+    """Parameters in two groups, and an optimizer over them."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    values = [value.t() if turned and value.dim() == 2 else value for value in values]
+    parameters = [nn.Parameter(value) for value in values]
+    half = len(parameters) // 2
+    groups: list[Any] = [{"params": parameters[:half], "lr": 0.02}] if half else []
+    return parameters, OPTIMIZERS[name]([*groups, {"params": parameters[half:]}])
+
+
+def run(parameters: list[nn.Parameter], optimizer: Optimizer, steps: Iterable[int], skipped: int = 0) -> None:
+    """Steps with seeded gradients; parameter number `skipped - 1` gets its first gradient in step 1.
+
+    Fused optimizers get gradients that lie as their parameters do, which backward sees to: given others, those of torch
+    for the CPU take the wrong elements (2.13).
+    """
+    for step in steps:
+        for number, parameter in enumerate(parameters):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            grad = torch.randn(parameter.shape, generator=generator)
+            if optimizer.param_groups[0].get("fused"):
+                grad = torch.empty_like(parameter).copy_(grad)
+            parameter.grad = None if number == skipped - 1 and step == 0 else grad
+        optimizer.step()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two state dicts, lists or values are equal to the bit."""
+    if isinstance(one, Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(_local(one), _local(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+shapes = st.lists(
+    st.one_of(
+        st.tuples(), st.tuples(st.integers(0, 5000)), st.tuples(st.integers(1, 130), st.integers(1, 130))
+    ),
+    min_size=1,
+    max_size=5,
+)  # fmt: skip
+
+
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    shapes=shapes,
+    buffer=st.sampled_from([13, 16, 20, 31, 64, 200]),
+    turned=st.booleans(),
+    on_disk=st.booleans(),
+    skipped=st.integers(0, 5),
+    warm=st.integers(0, 1),
+)
+@example("adamw, fused", [(9973,), (3,)], 13, False, True, 0, 0)
+@example("adam, fused", [(200_003,)], 13, False, False, 0, 0)
+@example("sgd, momentum, fused", [(200_003,)], 13, False, False, 0, 0)
+@example("lion", [(120, 130), (7, 5)], 13, True, True, 1, 1)
+def test_streaming_changes_no_bit(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    shapes: list[tuple[int, ...]],
+    buffer: int,
+    turned: bool,
+    on_disk: bool,
+    skipped: int,
+    warm: int,
+) -> None:
+    """Of parameters, states and groups; with states from before, and with parameters that join later."""
+    expected, stock = make(name, shapes, turned)
+    parameters, inner = make(name, shapes, turned)
+    run(expected, stock, range(4), skipped)
+    run(parameters, inner, range(warm), skipped)
+    tier: Any = zf.nvme(tmp_path_factory.getbasetemp()) if on_disk else zf.cpu()
+    optimizer = zf.streamed(inner, tier, buffer=buffer * KIB, elementwise=name == "lion")
+    run(parameters, optimizer, range(warm, 4), skipped)
+    assert same(parameters, expected)
+    assert same(optimizer.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum", "adagrad", "lion"])
+def test_states_move_between_streamed_and_stock(tmp_path: Path, name: str) -> None:
+    shapes = [(70, 100), (3,), ()]
+    expected, stock = make(name, shapes)
+    run(expected, stock, range(5))
+    parameters, inner = make(name, shapes)
+    first = zf.streamed(inner, zf.nvme(tmp_path), buffer="16KiB", elementwise=name == "lion")
+    run(parameters, first, range(2))
+    saved = copy.deepcopy(first.state_dict())
+    _, second = make(name, shapes)
+    for own, group in zip(parameters, itertools.chain(*(g["params"] for g in second.param_groups)), strict=True):
+        group.data = own.data
+    parameters = [p for group in second.param_groups for p in group["params"]]
+    second.load_state_dict(saved)
+    run(parameters, second, range(2, 3))
+    third = zf.streamed(second, zf.cpu(), elementwise=name == "lion")
+    run(parameters, third, range(3, 4))
+    saved = copy.deepcopy(third.state_dict())
+    third.load_state_dict(saved)
+    run(parameters, third, range(4, 5))
+    assert same(parameters, expected)
+    assert same(third.state_dict(), stock.state_dict())
+
+
+def resumed(path: str, is_flat: bool, stream: bool) -> tuple[Any, ...]:
+    """A model after two steps, a checkpoint of torch, and two steps more of one that was made anew."""
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+
+    def made() -> tuple[Any, Any]:
+        model: Any = zf.zero3(Language(), axis())
+        if stream:
+            disk = zf.nvme(path)
+            model = zf.offload(model, params=disk, grads=disk)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        return model, zf.streamed(optimizer, zf.nvme(path)) if stream else optimizer
+
+    def train(model: Any, optimizer: Any, seeds: range) -> None:
+        for seed in seeds:
+            tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
+            model(tokens).logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = made()
+    train(model, optimizer, range(2))
+    values, states = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": values, "optimizer": states}, checkpoint_id=f"{path}/saved")
+    model, optimizer = made()
+    values, states = get_state_dict(model, optimizer, options=options)
+    dcp.load({"model": values, "optimizer": states}, checkpoint_id=f"{path}/saved")
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states, options=options)
+    train(model, optimizer, range(2, 4))
+    return [p.detach().full_tensor() for p in model.parameters()], _plain(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_checkpoints_of_torch_resume_a_streamed_optimizer(ranks: Ranks, tmp_path: Path, is_flat: bool) -> None:
+    """Flattened ones were loaded without the states that are in the tier."""
+    (tmp_path / "stock").mkdir()
+    expected = ranks(2).run(resumed, str(tmp_path / "stock"), is_flat, False)
+    for streamed, stock in zip(ranks(2).run(resumed, str(tmp_path), is_flat, True), expected, strict=True):
+        assert same(streamed, stock)
+
+
+def test_a_flattened_checkpoint_of_an_optimizer_without_states_is_loaded(tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = nn.Linear(3, 2)
+    optimizer = zf.streamed(torch.optim.SGD(model.parameters(), lr=0.5), zf.nvme(tmp_path))
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    fresh = zf.streamed(torch.optim.SGD(model.parameters(), lr=0.1), zf.nvme(tmp_path))
+    set_optimizer_state_dict(model, fresh, saved, options=options)
+    assert fresh.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_schedules_drive_a_streamed_optimizer(tmp_path: Path, before: bool) -> None:
+    def lrs_of(optimizer: Optimizer, schedule: Any, parameters: list[nn.Parameter]) -> list[float]:
+        lrs = []
+        for step in range(4):
+            run(parameters, optimizer, [step])
+            schedule.step()
+            lrs.append(optimizer.param_groups[0]["lr"])
+        return lrs
+
+    expected, stock = make("adamw", [(30, 40)])
+    parameters, inner = make("adamw", [(30, 40)])
+    schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(inner, 4) if before else None
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
+    schedule = schedule or torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    assert lrs_of(optimizer, schedule, parameters) == lrs_of(
+        stock, torch.optim.lr_scheduler.CosineAnnealingLR(stock, 4), expected
+    )
+    assert same(parameters, expected)
+
+
+def test_a_compiled_step_is_run_as_it_is(tmp_path: Path) -> None:
+    """The compiler traced the pipeline of chunks: values were wrong, or it failed inside."""
+    torch._dynamo.reset()
+    shapes = [(120, 130), (7, 5)]
+    expected, stock = make("adamw", shapes)
+    parameters, inner = make("adamw", shapes)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="20KiB")
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        for one, other in zip(expected, parameters, strict=True):
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(number))
+            other.grad = one.grad.clone()
+        stock.step()
+        step()
+    assert same(expected, parameters)
+
+
+def test_a_group_that_is_added_is_streamed(tmp_path: Path) -> None:
+    def trained(stream: bool) -> tuple[Any, ...]:
+        parameters, optimizer = make("adamw", [(30, 40)])
+        if stream:
+            optimizer = zf.streamed(optimizer, zf.nvme(tmp_path), buffer="16KiB")
+        run(parameters, optimizer, [0])
+        late = nn.Parameter(torch.ones(5000))
+        optimizer.add_param_group({"params": [late], "lr": 0.5})
+        run([*parameters, late], optimizer, [1, 2])
+        return parameters, late, optimizer.state_dict()
+
+    assert same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum"])
+def test_a_group_that_is_added_may_share_a_unit_with_others(tmp_path: Path, name: str, first: int) -> None:
+    """Each of the two wrote back what the other had changed, and the disk was blamed for the loss."""
+
+    def trained(stream: bool) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        if stream:
+            model = zf.offload(model, params=zf.nvme(tmp_path))
+        parameters = list(model.parameters())
+        optimizer = OPTIMIZERS[name](parameters[:first])
+        if stream:
+            optimizer = zf.streamed(optimizer, zf.nvme(tmp_path), buffer="16KiB")
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": parameters[first:], "lr": 0.05})
+            model.zero_grad()
+            model(torch.ones(2, 8) * step).square().sum().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in parameters], optimizer.state_dict()
+
+    assert same(trained(True), trained(False))
+
+
+def test_a_buffer_too_small_is_told_what_all_parcels_need(tmp_path: Path) -> None:
+    model = zf.offload(nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64)), params=zf.nvme(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(zf.TierError, match=r"buffer=(\d+) or more") as error:
+        zf.streamed(optimizer, zf.nvme(tmp_path), buffer=1)
+    needed = re.search(r"buffer=(\d+) or more", str(error.value))
+    assert needed is not None
+    zf.streamed(optimizer, zf.nvme(tmp_path), buffer=int(needed[1]))
+
+
+def test_closures_hooks_and_scalers_see_one_step(tmp_path: Path) -> None:
+    parameters, inner = make("adamw", [(30, 40)])
+    calls: list[str] = []
+    inner.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="16KiB")
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> Tensor:
+        loss = parameters[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert calls == ["pre", "post"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = copy.deepcopy(optimizer.state_dict()), parameters[0].detach().clone()
+    scaler.scale(torch.zeros(()))
+    parameters[0].grad = torch.full_like(parameters[0], torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert same((optimizer.state_dict(), parameters[0].detach()), before)
+    optimizer.zero_grad()
+    assert parameters[0].grad is None
+
+
+def _growth_of_steps(path: str) -> int:
+    parameters = [nn.Parameter(torch.ones(1 << 20)) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    inner = torch.optim.AdamW(parameters, fused=True)
+    warm = nn.Parameter(torch.ones(1 << 20))  # what any first step loads, and what the allocator learns from it
+    warm.grad = torch.ones_like(warm)
+    zf.streamed(torch.optim.AdamW([warm], fused=True), zf.nvme(path), buffer="512KiB").step()
+    forget_peak()
+    before = peak_nbytes()
+    optimizer = zf.streamed(inner, zf.nvme(path), buffer="512KiB")
+    assert optimizer.buffers_nbytes == 2 << 20
+    for _ in range(2):
+        optimizer.step()
+    assert zf.held(nn.ParameterList(parameters), optimizer).buffers == 2 << 20
+    return peak_nbytes() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
+def test_resident_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
+    """States of 64 MiB, buffers of 2 MiB; 2.5 MiB were seen."""
+    assert in_new_process(_growth_of_steps, str(tmp_path)) < 4 << 20
+
+
+def test_an_optimizer_says_where_its_states_are(tmp_path: Path) -> None:
+    text = repr(zf.streamed(make("adamw", [(128, 128)])[1], zf.nvme(tmp_path), buffer="16KiB"))
+    assert f"128.00 KiB in nvme('{tmp_path}'), direct by" in text
+    assert "4 buffers of 16.00 KiB" in text
+    optimizer = zf.streamed(make("adamw", [(64, 64)])[1], zf.cpu())
+    assert "32.00 KiB of memory of the host, the device's own: nothing is copied" in repr(optimizer)
+
+
+def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path: Path) -> None:
+    parameters, inner = make("adamw", [(64, 64), (3,)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
+    assert optimizer.buffers_nbytes == 36 * KIB  # one chunk: 32 KiB and a little, in whole pages
+    run(parameters, optimizer, [0])
+    late = nn.Parameter(torch.ones(128, 128))
+    optimizer.add_param_group({"params": [late]})
+    assert optimizer.buffers_nbytes == (36 + 128) * KIB
+    run([*parameters, late], optimizer, [1])
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def trained(stage: str, path: str | None, compute: torch.dtype | None) -> tuple[Any, ...]:
+    """A model after four steps with clipping, accumulation and a save in between, streamed if `path` is given."""
+    model: Any = getattr(zf, stage)(Language(), axis())
+    if compute is not None:
+        model = zf.precision(model, compute=compute)
+    optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if path is not None:
+        optimizer = zf.streamed(optimizer, zf.nvme(path), buffer="12KiB")
+        zf.check(model, optimizer)
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + axis().get_local_rank())
+        optimizer.zero_grad()
+        with zf.accumulate(model):
+            for _ in range(2):
+                tokens = torch.randint(37, (2, 5), generator=generator)
+                loss = model(tokens).float().logsumexp(-1).mean()
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if step % 2 else 0.05)  # not reached; exceeded
+        optimizer.step()
+        if step == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        losses.append(loss.detach())
+    return losses, [p.detach().full_tensor() for p in model.parameters()], _plain(optimizer.state_dict()["state"])
+
+
+def _plain(states: dict[int, dict[str, Any]]) -> Any:
+    return {
+        number: {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
+        for number, state in states.items()
+    }
+
+
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])
+def test_streaming_changes_no_bit_at_any_stage(ranks: Ranks, tmp_path: Path, stage: str) -> None:
+    compute = torch.bfloat16 if stage == "zero2" else None
+    for streamed, stock in zip(
+        ranks(2).run(trained, stage, str(tmp_path), compute), ranks(2).run(trained, stage, None, compute), strict=True
+    ):
+        assert same(streamed, stock)
+
+
+def test_parameters_of_every_awkward_kind_are_streamed(ranks: Ranks, tmp_path: Path) -> None:
+    def stepped(path: str | None) -> tuple[Any, ...]:
+        model = zf.zero3(Odd(), axis())
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer: Optimizer = torch.optim.AdamW(parameters)
+        if path is not None:
+            optimizer = zf.streamed(optimizer, zf.nvme(path), buffer="64KiB")
+        for step, (number, p) in itertools.product(range(3), enumerate(parameters)):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            assert isinstance(p, DTensor)
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+            if number == len(parameters) - 1:
+                optimizer.step()
+        return [p.detach().full_tensor() for p in parameters], _plain(optimizer.state_dict()["state"])
+
+    for streamed, stock in zip(ranks(3).run(stepped, str(tmp_path)), ranks(3).run(stepped, None), strict=True):
+        assert same(streamed, stock)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    def stepped(path: str) -> list[str]:
+        model = zf.zero3(Language(), axis())
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(path), buffer="12KiB")
+        said = []
+        for step in range(3):
+            model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
+            try:
+                with failing(where=step == 1 and axis().get_local_rank() == 1):
+                    optimizer.step()
+            except zf.ZeroError as error:
+                said.append(f"{type(error).__name__}: {error.summary}")
+        return said
+
+    here, there = ranks(2).run(stepped, str(tmp_path))
+    assert here[0] == "StorageError: A step of a streamed optimizer failed on rank 1 of axis 'dp' (2)."
+    assert there[0].startswith(("StorageError: Reading from states of", "StorageError: Writing to states of"))
+    assert here[1] == there[1] == "StateError: step of an optimizer whose step failed half-way."
+    assert len(here) == len(there) == 2
+
+
+def test_a_path_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    def failing(path: str) -> tuple[str, bool]:
+        model = zf.zero3(Language(), axis())
+        optimizer = torch.optim.Adagrad(model.parameters())
+        states = {p: state["sum"] for p, state in optimizer.state.items()}
+        try:
+            zf.streamed(optimizer, zf.nvme(path if axis().get_local_rank() else f"{path}/missing"))
+        except zf.StorageError as error:
+            return error.summary, all(optimizer.state[p]["sum"] is total for p, total in states.items())
+        return "nothing", False
+
+    (here, kept), (there, kept_there) = ranks(2).run(failing, str(tmp_path))
+    assert kept
+    assert kept_there  # where nothing failed, too
+    assert here.startswith("No file can be made in")
+    assert there == "Moving the states of an optimizer failed on rank 0 of axis 'dp' (2)."
+
+
+def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path: Path) -> None:
+    with alone() as mesh:
+        model = zf.zero3(Language(), mesh)
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path))
+        with zf.accumulate(model), pytest.raises(zf.StateError, match="inside accumulate"):
+            model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_too_small_is_found_before_states_move(tmp_path: Path) -> None:
+    parameters, inner = make("adamw", [(100, 100)] * 20)
+    run(parameters, inner, [0])
+    with (
+        small_disk(tmp_path / "disk") as path,
+        pytest.raises(zf.TierError, match=r"need 1\.\d+ MiB of disk, 1\.00 MiB"),
+    ):
+        zf.streamed(inner, zf.nvme(path), buffer="256KiB")
+    expected, stock = make("adamw", [(100, 100)] * 20)
+    run(expected, stock, [0, 1])
+    run(parameters, inner, [1])
+    assert same(parameters, expected)
+
+
+def test_a_disk_that_fails_while_states_move_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, inner = make("adamw", [(100, 100)] * 4)
+    run(parameters, inner, [0])
+    answers(monkeypatch, lambda request, result: -errno.EIO if request.begin else result)
+    with pytest.raises(zf.StorageError, match="Writing to states of AdamW"):
+        zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+    expected, stock = make("adamw", [(100, 100)] * 4)
+    run(expected, stock, [0])
+    assert same(inner.state_dict(), stock.state_dict())
+
+
+def test_memory_too_small_for_the_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, inner = make("adamw", [(100, 100)])
+    with pytest.raises(zf.TierError, match=r"states of AdamW need 80\.00 KiB of host memory, 64\.00 KiB"):
+        zf.streamed(inner, zf.cpu(limit="64KiB"))
+    monkeypatch.setattr("zero_fn.storage.slab.available", lambda: Available(64 * KIB, "cgroup /job"))
+    with pytest.raises(zf.TierError, match=r"(?s)buffers of states of AdamW need 80\.00 KiB.*cgroup /job"):
+        zf.streamed(inner, zf.nvme(tmp_path))
+    zf.streamed(inner, zf.nvme(tmp_path), buffer="16KiB")
+
+
+@pytest.mark.parametrize("is_write", [True, False])
+def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_write: bool
+) -> None:
+    parameters, inner = make("adamw", [(100, 100)] * 8)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+    run(parameters, optimizer, [0])
+    saved = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in parameters]
+
+    def fails(request: Request, result: int) -> int:
+        is_meant = request.begin >= 5 * 81920 if is_write else request.begin <= 2 * 81920
+        return -errno.EIO if request.is_write == is_write and is_meant else result
+
+    answers(monkeypatch, fails)
+    with pytest.raises(zf.StorageError, match="EIO"):
+        run(parameters, optimizer, [1])
+    monkeypatch.undo()
+    for act in (lambda: run(parameters, optimizer, [1]), optimizer.state_dict):
+        with pytest.raises(zf.StateError, match=r"(?s)failed half-way.*after \d of 8 chunks"):
+            act()
+    optimizer.load_state_dict(saved[0])
+    for parameter, value in zip(parameters, saved[1], strict=True):
+        parameter.data.copy_(value)
+    run(parameters, optimizer, [1])
+    expected, stock = make("adamw", [(100, 100)] * 8)
+    run(expected, stock, [0, 1])
+    assert same(parameters, expected)
+
+
+def streamed_late(tmp_path: Path) -> tuple[list[nn.Parameter], zf.Streamed]:
+    """After a step of its own: the next one begins with a chunk that is on the disk only."""
+    parameters, inner = make("adamw", [(100, 100)] * 8)
+    run(parameters, inner, [0])
+    return parameters, zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+
+
+def test_a_step_that_fails_before_any_update_can_be_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters, optimizer = streamed_late(tmp_path)
+    answers(monkeypatch, lambda request, result: -errno.EIO)
+    with pytest.raises(zf.StorageError, match="EIO"):
+        run(parameters, optimizer, [1])
+    monkeypatch.undo()
+    run(parameters, optimizer, [1])
+    expected, stock = make("adamw", [(100, 100)] * 8)
+    run(expected, stock, [0, 1])
+    assert same(parameters, expected)
+
+
+def test_states_that_could_not_be_read_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that failed leaves its memory with any bytes, and the next one may not take it for the states."""
+    _, optimizer = streamed_late(tmp_path)
+    expected = optimizer.state_dict()
+    failures = [-errno.EIO]
+
+    def fails_once(request: Request, result: int) -> int:
+        if not failures or request.is_write:
+            return result
+        request.memory.zero_()  # whatever a disk that fails may leave there
+        return failures.pop()
+
+    answers(monkeypatch, fails_once)
+    with pytest.raises(zf.StorageError, match="EIO"):
+        optimizer.state_dict()
+    assert same(optimizer.state_dict(), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="opens a file without a name again")
+def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
+    parameters, optimizer = streamed_late(tmp_path)
+    before = copy.deepcopy(parameters)
+    (store,) = optimizer.states.stores.values()
+    shelf: Any = store._shelf
+    with open(f"/proc/self/fd/{shelf.files[0].fd}", "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, 777)[0] ^ 4]), 777)
+        os.fsync(file.fileno())
+    for _ in range(2):  # what was read wrong is not in a buffer of the next step
+        with pytest.raises(zf.StorageError, match="does not hold what was written to it"):
+            run(parameters, optimizer, [1])
+    assert same(parameters, before)
+
+
+@pytest.mark.parametrize(("chunks", "expected"), [(3, [0, 0, 0, 0]), (9, [0, 5, 5, 5])])
+def test_a_step_begins_with_what_is_in_memory_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, expected: list[int]
+) -> None:
+    """The four chunks that the step before computed last are not read. Whatever comes between leaves the bits alone."""
+    reads: list[int] = []
+
+    def counted(request: Request, result: int) -> int:
+        reads.append(not request.is_write)
+        return result
+
+    parameters, inner = make("adamw", [(100, 100)] * chunks)
+    twins, stock = make("adamw", [(100, 100)] * chunks)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+    answers(monkeypatch, counted)
+    found = []
+    for step in range(4):
+        reads.clear()
+        run(parameters, optimizer, [step])
+        found.append(sum(reads))
+    assert found == expected
+    assert same(optimizer.state_dict()["state"][0]["step"], torch.tensor(4.0))  # leaves other chunks in the buffers
+    run(parameters, optimizer, range(4, 7), skipped=2)
+    run(twins, stock, range(4))
+    run(twins, stock, range(4, 7), skipped=2)
+    assert same(parameters, twins)
+    assert same(optimizer.state_dict(), stock.state_dict())
+
+
+def test_some_parameters_without_gradients_leave_buffers_as_they_are(tmp_path: Path) -> None:
+    """Chunks that a step passes over are neither read nor taken for others that had their buffer."""
+    parameters, inner = make("adamw", [(100, 100)] * 9)
+    twins, stock = make("adamw", [(100, 100)] * 9)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+    draw = random.Random(0)
+    for step in range(12):
+        absent = draw.sample(range(9), draw.randrange(9)) if step else []
+        for number, (parameter, twin) in enumerate(zip(parameters, twins, strict=True)):
+            grad = torch.randn(100, 100, generator=torch.Generator().manual_seed(100 * step + number))
+            parameter.grad = twin.grad = None if number in absent else grad
+        optimizer.step()
+        stock.step()
+    assert same(parameters, twins)
+    assert same(optimizer.state_dict(), stock.state_dict())
+
+
+def test_optimizers_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+    matrix = nn.Parameter(torch.randn(64, 64))
+    for inner in (torch.optim.Muon([matrix]), torch.optim.Adafactor([matrix])):
+        for word in (False, True):
+            with pytest.raises(zf.PlacementError, match=r"(?s)The states of .* cannot be streamed.*at whole tensors"):
+                zf.streamed(inner, zf.nvme(tmp_path), elementwise=word)
+    for inner in (torch.optim.LBFGS([matrix]), torch.optim.SparseAdam([matrix])):
+        for word in (False, True):
+            with pytest.raises(zf.PlacementError, match=f"The states of {type(inner).__name__} cannot be streamed"):
+                zf.streamed(inner, zf.nvme(tmp_path), elementwise=word)
+    with pytest.raises(zf.TierError, match=r"(?s)too small for the states of 1024.*buffer=8192 or more"):
+        zf.streamed(torch.optim.AdamW([matrix]), zf.nvme(tmp_path), buffer="4KiB")
+
+
+def test_states_are_read_through_the_state_dict(tmp_path: Path) -> None:
+    parameters, inner = make("adamw", [(3, 4)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
+    run(parameters, optimizer, range(2))
+    (states,) = optimizer.state.values()
+    assert states["step"] == 2 and states["exp_avg"] is None
+    edits: list[Any] = [
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(parameters[0]),
+        lambda: states.update(step=1),
+        lambda: states.__setitem__("step", 1),
+        lambda: setattr(optimizer, "state", {}),
+    ]
+    for edit in edits:
+        with pytest.raises(AttributeError):
+            edit()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda inner, _: inner.step(),
+        lambda inner, _: inner.state_dict(),
+        lambda inner, saved: inner.load_state_dict(saved),
+        lambda inner, _: zf.streamed(inner, zf.cpu()),
+        lambda inner, _: zf.streamed(
+            zf.streamed(torch.optim.AdamW(inner.param_groups[0]["params"]), zf.cpu()), zf.cpu()
+        ),
+    ],
+)
+def test_the_optimizer_that_was_given_is_not_used_any_more(
+    tmp_path: Path, use: Callable[[Optimizer, Any], Any]
+) -> None:
+    """It had stepped with states of its own, saved none, and dropped what it loaded, silently."""
+    parameters, inner = make("adamw", [(3, 4)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
+    run(parameters, optimizer, range(2))
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(zf.StateError, match=r"(?s)This AdamW was given to streamed\(\).*step, save and load what it"):
+        use(inner, optimizer.state_dict())
+    assert all(map(torch.equal, parameters, before))
+    twins, stock = make("adamw", [(3, 4)])
+    run(twins, stock, range(3))
+    run(parameters, optimizer, range(2, 3))
+    assert same(parameters, twins)
+
+
+def test_a_streamed_optimizer_is_not_copied(tmp_path: Path) -> None:
+    optimizer = zf.streamed(make("adamw", [(3,)])[1], zf.nvme(tmp_path))
+    for act in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(zf.StateError, match="cannot be copied or pickled"):
+            act(optimizer)
+
+
+def test_parameters_and_gradients_that_changed_are_refused_before_any_update(tmp_path: Path) -> None:
+    parameters, inner = make("adamw", [(30, 40), (5,)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
+    run(parameters, optimizer, [0])
+    before = [p.detach().clone() for p in parameters]
+    parameters[1].grad = torch.ones(5).to_sparse()
+    with pytest.raises(zf.PlacementError, match="Sparse"):
+        optimizer.step()
+    parameters[1].grad = None
+    parameters[1].data = parameters[1].data.double()
+    parameters[1].grad = torch.ones(5, dtype=torch.float64)
+    with pytest.raises(zf.StateError, match=r"(?s)has changed since.*float64\[5\]"):
+        optimizer.step()
+    parameters[1].grad = None
+    for shape in ((40, 30), (1, 1200)):
+        parameters[0].data = before[0].view(shape)
+        parameters[0].grad = torch.ones(shape)
+        with pytest.raises(zf.StateError, match="has changed since"):
+            optimizer.step()
+    assert torch.equal(parameters[0].view(30, 40), before[0])
+
+
+# -- a part of the states --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum", "lion"])
+def test_a_part_of_the_states_may_stay_on_the_device(tmp_path: Path, name: str, fraction: float) -> None:
+    shapes = [(300, 400), (3,), (), (500, 100)]
+    expected, stock = make(name, shapes)
+    parameters, inner = make(name, shapes)
+    tier = zf.nvme(tmp_path)
+    optimizer = zf.streamed(inner, tier, fraction=fraction, elementwise=name == "lion")
+    run(expected, stock, range(4))
+    run(parameters, optimizer, range(4))
+    assert same(parameters, expected)
+    assert same(optimizer.state_dict(), stock.state_dict())
+    found = optimizer.tier_nbytes()
+    assert abs(found[tier] / sum(found.values()) - fraction) < 1 / 16
+    with pytest.raises(zf.TierError, match="fraction is the part"):
+        zf.streamed(inner, tier, fraction=0.0)
+
+
+# -- one pass --------------------------------------------------------------------------------------------------------
+
+
+def fused(shapes: list[tuple[int, ...]], **options: Any) -> tuple[list[nn.Parameter], Optimizer]:
+    parameters = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes]
+    return parameters, torch.optim.AdamW(parameters, fused=True, **options)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}, {"lr": torch.tensor(0.01)}])
+def test_one_pass_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool, options: dict[str, Any]
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
+    shapes: list[tuple[int, ...]] = [(70, 100), (3,), (9973,)]
+    expected, stock = fused(shapes, **options)
+    parameters, inner = fused(shapes, **options)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
+    run(expected, stock, range(3), 1)
+    run(parameters, optimizer, range(3), 1)
+    assert same(parameters, expected)
+    assert same(optimizer.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
+    expected, stock = fused([(70, 100), (9973,)])
+    parameters, inner = fused([(70, 100), (9973,)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
+    for step in range(3):
+        for number, (parameter, twin) in enumerate(zip(parameters, expected, strict=True)):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            parameter.grad_dtype = torch.bfloat16
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            twin.grad = parameter.grad.float()
+        optimizer.step()
+        stock.step()
+    assert same(parameters, expected)
+
+
+def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other classes, other groups, other dtypes, other strides, a scale left to the optimizer; seen by whom is called."""
+    calls: list[int] = []
+    monkeypatch.setattr(one_pass, "in_c", lambda pieces, *_: calls.append(len(pieces)))
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: Rounding(True, 2, 1, 8))
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def stepped(kind: type[Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
+        parameter = nn.Parameter(torch.ones(8, 4, dtype=dtype))
+        optimizer: Any = zf.streamed(kind([parameter], **options), zf.cpu(), elementwise=kind is Mine)  # type: ignore[call-arg]
+        parameter.grad = torch.ones_like(parameter)
+        calls.clear()
+        optimizer.step()
+        return calls
+
+    assert stepped(torch.optim.AdamW, fused=True) == [1]
+    assert stepped(torch.optim.Adam, fused=True) == [1]
+    assert stepped(torch.optim.AdamW) == []
+    assert stepped(torch.optim.AdamW, foreach=True) == []
+    assert stepped(torch.optim.AdamW, torch.float64, fused=True) == []
+    assert stepped(torch.optim.AdamW, torch.bfloat16, fused=True) == []
+    assert stepped(Mine, fused=True) == []
+    assert stepped(torch.optim.SGD, fused=True) == []
+    parameter = nn.Parameter(torch.ones(8, 4))
+    inner: Any = torch.optim.AdamW([parameter], fused=True)
+    optimizer = zf.streamed(inner, zf.cpu())
+    parameter.grad = torch.ones(4, 8).t()
+    optimizer.step()
+    inner.found_inf, inner.grad_scale = torch.ones(()), torch.ones(())
+    parameter.grad = torch.ones(8, 4)
+    before = parameter.detach().clone()
+    optimizer.step()
+    assert calls == [] and torch.equal(parameter, before)
+
+
+def test_an_optimizer_says_who_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no path is taken in silence."""
+
+    def says(optimizer: Optimizer) -> str:
+        return repr(zf.streamed(optimizer, zf.cpu())).partition("\n")[0]
+
+    def adamw(**options: Any) -> Optimizer:
+        return torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
+
+    way = Rounding(True, 2, 1, 8)
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: way)
+    monkeypatch.setattr(one_pass, "library", lambda: Library(CDLL(None), "cc 1.0"))
+    assert says(adamw(fused=True)).endswith("; stepped by compiled kernels (cc 1.0) in one pass)")
+    assert says(adamw()).endswith("; stepped by torch; with fused=True by a kernel in one pass)")
+    assert says(torch.optim.SGD([nn.Parameter(torch.ones(3))])).endswith("; stepped by torch)")
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: None)
+    assert "stepped by torch (the kernel does not have the bits of this step)" in says(adamw(fused=True))
+    monkeypatch.setattr(one_pass, "library", lambda: Library(None, "no C compiler was found"))
+    assert "stepped by torch (no kernels: no C compiler was found)" in says(adamw(fused=True))

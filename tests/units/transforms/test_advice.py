@@ -1,0 +1,151 @@
+"""What is said once: a UserWarning with what to write instead, at the line of the user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import zero_fn as zf
+from tests.support.groups import alone
+from tests.support.ranks import Ranks, axis
+from zero_fn import errors
+
+SLOW = "is stepped on the host without fused=True"
+ROUNDED = "without float32 masters"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("zero_fn.errors._said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def trained(model: nn.Module, optimizer: Optimizer) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_a_streamed_adam_that_is_not_fused_says_so_once(kind: Any) -> None:
+    with alone() as mesh:
+        model = zf.zero3(nn.Linear(4, 4), mesh)
+        with pytest.warns(UserWarning, match=f"{kind.__name__} {SLOW}") as said:
+            optimizer = zf.streamed(kind(model.parameters()), zf.cpu())
+        assert len(said) == 1
+        assert said[0].filename == __file__
+        assert "..., fused=True)" in str(said[0].message)
+        trained(model, optimizer)
+        zf.streamed(kind(model.parameters()), zf.cpu())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_streamed_adam_that_says_whether_it_is_fused_is_not_warned_about(fused: bool) -> None:
+    with alone() as mesh:
+        model = zf.zero3(nn.Linear(4, 4), mesh)
+        trained(model, zf.streamed(AdamW(model.parameters(), fused=fused), zf.cpu()))
+        trained(model, zf.streamed(SGD(model.parameters(), lr=0.1), zf.cpu()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adam_over_parameters_that_rest_in_few_bits_says_so_at_its_first_step(dtype: torch.dtype) -> None:
+    with alone() as mesh:
+        model = zf.zero3(nn.Linear(4, 4).to(dtype), mesh)
+        with pytest.warns(UserWarning, match=f"AdamW trains parameters that rest in .*{ROUNDED}") as said:
+            trained(model, AdamW(model.parameters()))
+        assert len(said) == 1
+        assert "weight" in str(said[0].message)
+        assert "zf.precision" in str(said[0].message)
+
+
+def test_a_streamed_adam_over_parameters_that_rest_in_few_bits_says_so() -> None:
+    with alone() as mesh:
+        model = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
+        with pytest.warns(UserWarning, match=ROUNDED):
+            zf.streamed(AdamW(model.parameters(), fused=True), zf.cpu())
+
+
+def test_masters_in_float32_and_what_is_frozen_are_not_warned_about() -> None:
+    with alone() as mesh:
+        model = zf.precision(zf.zero3(nn.Linear(4, 4), mesh))
+        trained(model, AdamW(model.parameters()))
+        frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        frozen[0].bfloat16().requires_grad_(False)
+        frozen = zf.zero3(frozen, mesh)
+        AdamW(frozen.parameters()).step()
+        rounded = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
+        trained(rounded, SGD(rounded.parameters(), lr=0.1))
+
+
+def test_the_warning_about_few_bits_is_silenced_as_it_says() -> None:
+    with alone() as mesh:
+        model = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
+        warnings.filterwarnings("ignore", ".*without float32 masters")
+        trained(model, AdamW(model.parameters()))
+
+
+def _beside(how: str) -> list[str]:
+    """What is said of a loss with a parameter that is in the optimizer beside the model."""
+    torch.manual_seed(0)
+    model = zf.zero3(nn.Linear(4, 4), axis())
+    loss: nn.Module = nn.Linear(4, 1)
+    if how == "replicated":
+        loss = zf.replicate(loss, axis())
+    elif how == "ddp":
+        loss = DistributedDataParallel(loss)
+    elif how == "frozen":
+        loss.requires_grad_(False)
+    optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if how == "streamed":
+            zf.streamed(optimizer, zf.cpu())
+        elif how == "checked":
+            zf.check(model, optimizer)
+        else:
+            if how != "not trained":
+                loss(model(torch.ones(2, 4))).sum().backward()
+            else:
+                model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.step()
+    errors._said.clear()
+    if how != "plain":  # and an error of `check` would be raised
+        zf.check(model, optimizer)
+    errors._said.clear()
+    return [str(one.message) for one in said if "trains plain parameters beside" in str(one.message)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("how", ["plain", "checked", "streamed", "replicated", "ddp", "frozen", "not trained"])
+def test_plain_parameters_beside_a_transformed_model_are_told_where_ranks_would_drift(
+    ranks: Ranks, how: str, n: int
+) -> None:
+    for said in ranks(n).run(_beside, how):
+        assert len(said) == (how in ("plain", "checked", "streamed") and n > 1)
+        assert all("loss = zf.replicate(loss, mesh['dp'])" in one and "of 2" in one for one in said)
+
+
+def test_an_optimizer_over_two_transformed_modules_is_right() -> None:
+    """`check` knew one module only, and said that the other was stale."""
+    with alone() as mesh:
+        first, second = zf.zero3(nn.Linear(4, 4), mesh), zf.replicate(nn.Linear(4, 4), mesh)
+        optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        zf.check(first, optimizer)
+        zf.check(second, optimizer)
+        with pytest.raises(zf.StaleError, match="lacks 2 trained"):
+            zf.check(first, SGD(second.parameters(), lr=0.1))
+        later = zf.replicate(second, mesh)
+        with pytest.raises(zf.StaleError, match="holds 2 parameters that the model does not have"):
+            zf.check(first, optimizer)
+        zf.check(later, SGD([*first.parameters(), *later.parameters()], lr=0.1))

@@ -1,0 +1,268 @@
+"""What refers to a module goes along when a transform copies it, or is refused: functions do not."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.promises.oracle import Run, differences, noise
+from tests.support.ranks import Ranks
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.between: Callable[[Tensor], Tensor] = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.between(self.first(x)))
+        return y
+
+    def scaled(self, _module: nn.Module, _args: object, y: Tensor) -> Tensor:
+        """A hook."""
+        return y * self.first.bias.sum()
+
+
+def _closure() -> nn.Module:
+    model = Pair()
+    model.between = lambda x: torch.tanh(model.first(x))
+    return model
+
+
+def _closure_over_a_list() -> nn.Module:
+    model = Pair()
+    layers = [model.first, model.first]
+    model.between = lambda x: functools.reduce(lambda y, layer: torch.tanh(layer(y)), layers, x)
+    return model
+
+
+def _default() -> nn.Module:
+    model = Pair()
+
+    def between(x: Tensor, layer: nn.Module = model.first, *, scale: nn.Module = model.second) -> Tensor:
+        y: Tensor = layer(x) * scale.weight.sum()
+        return y
+
+    model.between = between
+    return model
+
+
+def _wrapped() -> nn.Module:
+    model = Pair()
+    old = model.first.forward
+    model.first.forward = functools.wraps(old)(lambda x: 2 * old(x))  # type: ignore[method-assign]
+    return model
+
+
+def _function_in_a_partial() -> nn.Module:
+    model = Pair()
+    model.between = functools.partial(lambda scale, x: scale * model.first(x), 2)
+    return model
+
+
+def _function_in_a_list() -> nn.Module:
+    model: Any = Pair()
+    model.all = [torch.tanh, lambda x: model.first(x)]
+    return model
+
+
+def _hook_of_a_module() -> nn.Module:
+    model = Pair()
+    model.second.register_forward_hook(lambda _, args, y: y * model.first.bias.sum())
+    return model
+
+
+def _hook_of_a_parameter() -> nn.Module:
+    model = Pair()
+    model.first.weight.register_hook(lambda grad: grad * model.second.bias.sum())
+    return model
+
+
+def _partial_hook_of_a_parameter() -> nn.Module:
+    model = Pair()
+    model.first.weight.register_post_accumulate_grad_hook(functools.partial(lambda layer, p: None, model.second))
+    return model
+
+
+def _refers_to_itself() -> nn.Module:
+    model = Pair()
+
+    def between(x: Tensor, times: int = 2) -> Tensor:
+        return x if not times else between(torch.tanh(model.first(x)), times - 1)
+
+    model.between = between
+    return model
+
+
+REFUSED = {
+    "between": (_closure, _closure_over_a_list, _default, _function_in_a_partial, _refers_to_itself),
+    "all": (_function_in_a_list,),
+    "second._forward_hooks": (_hook_of_a_module,),
+    "a hook of first.weight": (_hook_of_a_parameter, _partial_hook_of_a_parameter),
+}
+
+
+@pytest.mark.parametrize(("path", "build"), [(path, build) for path, builds in REFUSED.items() for build in builds])
+def test_a_function_that_holds_a_module_is_refused(path: str, build: Callable[[], nn.Module]) -> None:
+    model = build()
+    with pytest.raises(zf.LayoutError, match=f"'{path}' is, or holds, a function that holds the module"):
+        zf.offload(model, params=zf.cpu())
+    model(torch.ones(2, 6)).sum().backward()  # as before
+
+
+def _wrapped_by_name() -> nn.Module:
+    """As trl does: the new forward holds the module, and never calls what it replaces."""
+    model = Pair()
+    first = model.first
+    first.forward = lambda x, scale=2: scale * torch.nn.functional.linear(x, first.weight, first.bias)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("build", [_wrapped, _wrapped_by_name])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_function_that_replaces_a_forward_follows(build: Callable[[], nn.Module], times: int) -> None:
+    torch.manual_seed(0)
+    model = build()
+    copied = model
+    for _ in range(times):
+        copied = zf.offload(copied, params=zf.cpu())
+    x = torch.ones(2, 6)
+    assert torch.equal(copied(x), model(x))
+    copied(x).sum().backward()
+    assert copied.first.weight.grad is not None  # type: ignore[union-attr]
+    assert model.first.weight.grad is None  # type: ignore[union-attr]
+    with torch.no_grad():
+        copied.first.weight.mul_(2)  # type: ignore[operator, union-attr]
+    assert not torch.equal(copied(x), model(x))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_was_compiled_before_the_transform_is_refused(whole: bool) -> None:
+    model: Any = Pair()
+    if whole:
+        model.first = torch.compile(model.first, backend="eager")
+    else:
+        model.first.forward = torch.compile(model.first.forward, backend="eager")
+    with pytest.raises(zf.ZeroError, match="compile after the transform"):
+        zf.offload(model, params=zf.cpu())
+
+
+def _partial() -> nn.Module:
+    model = Pair()
+    model.between = functools.partial(lambda layer, x: torch.tanh(layer(x)), model.first)
+    return model
+
+
+def _methods() -> nn.Module:
+    model = Pair()
+    model.between = MethodType(lambda self, x: torch.tanh(self.first(x)), model)
+    model.second.register_forward_hook(model.scaled)
+    return model
+
+
+def _adapted() -> nn.Module:
+    """As libraries put hooks around a forward, and look at its signature later."""
+    model: Any = Pair()
+    model.first.old_forward = old = model.first.forward
+    new = functools.partial(lambda module, x: 2 * module.old_forward(x), model.first)
+    model.first.forward = functools.update_wrapper(new, old)
+    return model
+
+
+def _hooks_that_are_given_modules() -> nn.Module:
+    model = Pair()
+    model.second.register_forward_hook(lambda module, args, y: y * module.bias.sum())
+    model.first.register_forward_pre_hook(lambda module, args: (args[0] + module.bias,))
+    return model
+
+
+class Counting(nn.Module):
+    """Counts gradients of its weight, in a hook that is a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(6, 6), 0
+        self.layer.weight.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, _parameter: Tensor) -> None:
+        self.count += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+FOLLOWED = [_partial, _adapted, _hooks_that_are_given_modules, _methods]
+
+
+@pytest.mark.parametrize("build", FOLLOWED)
+def test_what_a_copy_follows_trains_the_copy(ranks: Ranks, build: Callable[[], nn.Module]) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        run.backward(model(noise(3, 6, seed=number)).square().mean())
+
+    assert ranks(2).run(differences, build, program) == [[]] * 2
+
+
+def test_a_wrapped_forward_says_what_it_wraps() -> None:
+    copied = zf.offload(_adapted(), params=zf.cpu())
+    forward: Any = inspect.unwrap(copied.first.forward)  # type: ignore[union-attr, arg-type]
+    assert forward.__self__ is copied.first
+
+
+def test_a_method_that_is_a_hook_of_a_parameter_is_one_of_the_copy() -> None:
+    model = Counting()
+    copied = zf.offload(model, params=zf.cpu())
+    copied(torch.ones(2, 6)).sum().backward()
+    assert (model.count, copied.count) == (0, 1)
+
+
+def test_what_refers_to_no_copied_module_stays_shared() -> None:
+    model, other, calls = Pair(), nn.Linear(6, 6), []
+
+    def between(x: Tensor) -> Tensor:
+        calls.append(other)
+        return x
+
+    model.between = between
+    model.second.weight.register_hook(calls.append)
+    copied = zf.offload(model, params=zf.cpu())
+    copied(torch.ones(2, 6)).sum().backward()
+    assert copied.between is between
+    assert calls[0] is other and len(calls) == 2
+
+
+class Held(nn.Module):
+    def __init__(self, hold: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.held = hold(self.layer.weight)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda weight: lambda x: F.linear(x, weight),
+        lambda weight: functools.partial(F.linear, weight=weight),
+        lambda weight: [[weight]],
+        lambda weight: [weight],  # of a module that does not register it
+        lambda weight: {"a": (weight,)},
+        lambda weight: deque([weight]),
+        lambda weight: SimpleNamespace(weight=weight),
+    ],
+)
+def test_a_place_that_cannot_follow_a_parameter_is_refused(hold: Callable[[nn.Parameter], object]) -> None:
+    model = Held(hold)
+    with pytest.raises(zf.PlacementError, match=r"'held' holds the parameter 'layer.weight' itself"):
+        zf.offload(model, params=zf.cpu())
+    model.requires_grad_(False)
+    zf.offload(model, params=zf.cpu())  # nobody trains it

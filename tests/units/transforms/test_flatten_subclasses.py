@@ -1,0 +1,261 @@
+"""Frozen weights of tensor subclasses, below adapters that are trained: they rest as the plain tensors they are made of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
+
+import zero_fn as zf
+from tests.distributed.training import STAGES
+from tests.support.ranks import Ranks, axis
+
+WIDTH = 16
+
+
+_made: list[weakref.ref[Tensor]] = []  # values of each tensor of 8 bits, plain or gathered
+
+
+class Scaled(Tensor):
+    """Values of 8 bits and a scale for each row; it computes as what they stand for."""
+
+    values: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> Scaled:
+        tensor: Scaled = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+        tensor.values, tensor.scale = values, scale
+        return tensor
+
+    def __init__(self, *_: object) -> None:
+        _made.append(weakref.ref(self.values))
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _context: None, _size: object, _stride: object) -> Scaled:
+        return Scaled(inner["values"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].values, args[0].scale)
+        plain = tree_map_only(Scaled, lambda tensor: tensor.values * tensor.scale, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+class _Matmul(torch.autograd.Function):
+    """Saves the quantized weight, as quantized linears do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        assert isinstance(weight, Scaled)
+        return grads[0] @ (weight.values * weight.scale).to(grads[0].dtype), None
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        scaled = Scaled(torch.randint(-99, 99, (WIDTH, WIDTH), dtype=torch.int8), torch.rand(WIDTH, 1) / 400)
+        self.weight = nn.Parameter(scaled, requires_grad=False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + _Matmul.apply(x, self.weight) + self.up(self.down(x))
+        return y
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Adapted() for _ in range(3)))
+
+
+def _trained(model: nn.Module) -> list[Tensor]:
+    """Losses, of the same batch on every rank, so that they are those of one process."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+WORLDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "alone": lambda model: model,
+    **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},  # type: ignore[misc]
+    "on the host": lambda model: zf.offload(zf.zero3(model, axis()), params=zf.cpu(), where="*parametrizations*"),
+    "in 16 bits": lambda model: zf.precision(zf.zero3(model, axis()), compute=torch.float32),
+}
+
+
+def _as_alone() -> None:
+    expected = _trained(_model())
+    for name, make in WORLDS.items():
+        model = make(zf.flatten_subclasses(_model()))
+        for _ in range(2):
+            found = _trained(copy.deepcopy(model))
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), name
+        with zf.unsharded(model) if name != "alone" else nullcontext():
+            weight: Any = model[1].weight  # type: ignore[index]
+            assert type(weight) is Scaled
+            assert not weight.requires_grad
+
+
+def test_adapters_on_weights_of_a_subclass_train_as_alone(ranks: Ranks) -> None:
+    ranks(2).run(_as_alone)
+
+
+def _bytes() -> None:
+    model: Any = zf.zero3(zf.flatten_subclasses(_model()), axis())
+    elements, scales, trained = 3 * WIDTH * WIDTH, 3 * WIDTH, 3 * 4 * WIDTH
+    assert 2 * sum(p.to_local().nbytes for p in model.parameters()) == elements + 4 * (scales + trained)
+    names = [name for name, _ in model.named_parameters() if "parametrizations" in name]
+    assert names[:2] == ["0.parametrizations.weight.original0", "0.parametrizations.weight.original1"]
+    _made.clear()
+    loss = model(torch.ones(2, WIDTH, requires_grad=True)).sum()
+    whole = {values.data_ptr() for made in _made if (values := made()) is not None}
+    assert len(whole) <= 1, "autograd keeps gathered weights; that of the last block stays anyway"
+    loss.backward()
+
+
+def test_they_rest_and_wait_for_backward_in_their_own_bytes(ranks: Ranks) -> None:
+    ranks(2).run(_bytes)
+
+
+def _parts_keep_their_dtype() -> None:
+    model: Any = zf.precision(zf.zero3(zf.flatten_subclasses(_model()), axis()), compute=torch.bfloat16)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    layer, seen = model[0], []
+    layer.down.register_forward_hook(lambda *_: seen.extend([layer.weight.scale.dtype, layer.down.weight.dtype]))
+    model(torch.ones(2, WIDTH))
+    assert seen == [torch.float32, torch.bfloat16]
+    narrow = zf.precision(zf.flatten_subclasses(_model()), rest=torch.bfloat16)
+    dtypes = {p.dtype for name, p in narrow.named_parameters() if "parametrizations" in name}
+    assert dtypes == {torch.int8, torch.float32}
+
+
+def test_precision_leaves_parts_in_their_dtypes(ranks: Ranks) -> None:
+    ranks(2).run(_parts_keep_their_dtype)
+
+
+def _saved(path: str) -> None:
+    model = zf.zero3(zf.flatten_subclasses(_model()), axis())
+    zf.save(path, model)
+    torch.manual_seed(1)
+    other: Any = zf.zero1(zf.flatten_subclasses(nn.Sequential(*(Adapted() for _ in range(3)))), axis())
+    zf.load(path, other)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(other(x), _model()(x))
+
+
+def test_parts_are_saved_and_loaded_between_stages(ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        ranks(2).run(_saved, f"{path}/one")
+
+
+def test_tied_weights_are_made_of_the_same_parts() -> None:
+    plain = nn.Sequential(Adapted(), Adapted())
+    plain[1].weight = plain[0].weight
+    model: Any = zf.flatten_subclasses(plain)
+    assert sum(p.dtype == torch.int8 for p in model.parameters()) == 1
+    assert torch.equal(model(torch.ones(1, WIDTH)), plain(torch.ones(1, WIDTH)))
+    assert type(plain[0].weight) is Scaled, "the module that was passed is unchanged"
+    assert type(plain[0]) is Adapted
+    assert isinstance(model[0], Adapted)
+
+
+def test_a_module_without_such_parameters_is_copied() -> None:
+    plain = nn.Linear(2, 2)
+    model = zf.flatten_subclasses(plain)
+    assert type(model) is nn.Linear
+    assert model is not plain
+    assert model.weight is plain.weight
+
+
+def test_a_text_of_a_module_may_hold_the_module_of_before() -> None:
+    """torchao leaves one at each linear that it quantizes. It is printed, and computes nothing."""
+
+    def text(before: Callable[[], str], module: nn.Module) -> str:
+        return f"{before()}, quantized"
+
+    plain = nn.Linear(2, 2)
+    plain.extra_repr = types.MethodType(functools.partial(text, plain.extra_repr), plain)  # type: ignore[method-assign]
+    assert "quantized" in repr(zf.precision(zf.flatten_subclasses(plain)))
+
+
+class Opaque(nn.Parameter):
+    """A class that says nothing of what it is made of."""
+
+
+def test_what_cannot_be_flattened_is_refused(ranks: Ranks) -> None:
+    trained = Adapted()
+    values, scale = torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)
+    trained.weight.requires_grad_(True)
+    nested, opaque = nn.Module(), nn.Module()
+    nested.weight = nn.Parameter(Scaled(values, Scaled(values, scale)), requires_grad=False)
+    opaque.weight = Opaque(scale, requires_grad=False)
+    for module, reason in ((trained, "trained"), (nested, "not plain: scale"), (opaque, "not of a class with")):
+        with pytest.raises(zf.PlacementError, match=f"'weight' cannot be kept as plain tensors: it is .*{reason}"):
+            zf.flatten_subclasses(module)
+
+    def late() -> None:
+        placed = nn.Module()
+        two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+        placed.weight = nn.Parameter(DTensor.from_local(two, axis(), [Replicate()]))
+        with pytest.raises(zf.PlacementError, match="placed on a mesh already"):
+            zf.flatten_subclasses(placed)
+        with pytest.raises(zf.StateError, match="comes before other transforms"):
+            zf.flatten_subclasses(zf.zero3(nn.Linear(2, 2), axis()))
+
+    ranks(2).run(late)
+
+
+def _torchao(kind: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        base = [nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(3)]
+        for layer in base:
+            if kind == "nf4":
+                layer.weight = nn.Parameter(quantization.to_nf4(layer.weight.detach(), 64, 64), requires_grad=False)
+            else:
+                quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+        return nn.Sequential(nn.Linear(WIDTH, 64), *base, nn.Linear(64, 1))
+
+    expected = _trained(build())
+    for stage in ("zero1", "zero3"):
+        found = _trained(STAGES[stage](zf.flatten_subclasses(build()), axis()))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_weights_that_torchao_has_quantized_train_adapters_as_alone(ranks: Ranks, kind: str) -> None:
+    pytest.importorskip("torchao")
+    ranks(2).run(_torchao, kind)

@@ -1,0 +1,443 @@
+"""Linears and embeddings in parts: the numbers of the whole, the same bits at every stage and tier, and a smaller peak."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zero_fn as zf
+from tests.axes.grids import grid
+from tests.distributed.test_peak_memory import Storages
+from tests.support.groups import alone, pretended
+from tests.support.ranks import Ranks, axis, sent_by_value
+from zero_fn.local.ranks import LocalRanks
+from zero_fn.values.tiled import TiledEmbedding, TiledLinear
+
+TILED = ("embedding.*", "blocks.*.up.*", "head.*")
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim + 1), nn.Linear(4 * dim + 1, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    def __init__(self, vocabulary: int = 37, dim: int = 10) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim, padding_idx=30)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.head = nn.Linear(dim, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def tokens(seed: int, rows: int = 4) -> Tensor:
+    return torch.randint(37, (rows, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def wholes(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by the names of the model that was not tiled."""
+    return zf.untiled(model, {name: whole(p) for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("parts", [2, 3, 10])
+def test_a_tiled_model_gives_the_numbers_of_the_whole_up_to_the_order_of_sums(parts: int) -> None:
+    """In float64, where the order of a sum shows at 1e-15; a wrong row would show at 1."""
+    model = Language().double()
+    tiled = zf.tile(model, where=TILED, parts=parts)
+    assert isinstance(tiled.embedding, TiledEmbedding) and isinstance(tiled.head, TiledLinear)
+    given = tokens(0)
+    given[0, :2] = torch.tensor([30, 36])  # the padding and the last row
+    expected, found = model(given), tiled(given)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    grads = zf.untiled(tiled, {name: p.grad for name, p in tiled.named_parameters()})
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_the_gradient_of_the_input_is_within_the_rounding_of_a_dot_product() -> None:
+    """In float32: |difference| <= 2 gamma(out_features) |dy| |W|, element by element."""
+    rows = 1001
+    linear = nn.Linear(64, rows)
+    x, dy = torch.randn(50, 64), torch.randn(50, rows)
+    grads = []
+    for model in (linear, zf.tile(linear, where="*", parts=7)):
+        given = x.clone().requires_grad_()
+        model(given).backward(dy)
+        grads.append(whole(given.grad))
+    k = rows * torch.finfo(torch.float32).eps / 2
+    bound = 2 * k / (1 - k) * (dy.abs() @ linear.weight.detach().abs())
+    ratio = ((grads[0] - grads[1]).abs() / bound).max()
+    assert ratio < 1
+
+
+def test_an_embedding_gives_the_same_bits_in_parts() -> None:
+    model = nn.Embedding(37, 10, padding_idx=30)
+    tiled: Any = zf.tile(model, where="weight", parts=5)
+    given, weights = tokens(0), torch.randn(4, 6, 10)
+    assert torch.equal(tiled(given), model(given))
+    (tiled(given) * weights).sum().backward()
+    (model(given) * weights).sum().backward()
+    found = zf.untiled(tiled, {name: p.grad for name, p in tiled.named_parameters()})["weight"]
+    assert torch.equal(found, whole(model.weight.grad))
+    for wrong in (-1, 37):
+        with pytest.raises(IndexError):
+            tiled(torch.tensor([wrong]))
+
+
+def trained(stage: str, path: str | None = None, *, recomputed: bool = False, compute: Any = None) -> Any:
+    """Losses and whole parameters after two steps with accumulation and clipping."""
+    torch.manual_seed(0)
+    model: Any = getattr(zf, stage)(zf.tile(Language(), where=TILED, parts=3), axis())
+    if compute is not None:
+        model = zf.precision(model, compute=compute)
+    if recomputed:
+        model = zf.checkpoint_activations(model, units=Block)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if path is not None:
+        model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path))
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=0.01), zf.nvme(path), buffer="16KiB")
+    losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            loss = model(tokens(100 * step + 10 * axis().get_local_rank() + micro)).float().logsumexp(-1).mean()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, list(wholes(model).values())
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(one, other, strict=True))
+
+
+def test_stage_tier_and_checkpoints_change_no_bit_of_a_tiled_model(ranks: Ranks, tmp_path: Path) -> None:
+    pool = ranks(2)
+    expected = pool.run(trained, "replicate")
+    assert all(map(same, pool.run(trained, "zero1"), expected))
+    assert all(map(same, pool.run(trained, "zero3"), expected))
+    assert all(map(same, pool.run(trained, "zero2", str(tmp_path), recomputed=True), expected))
+    expected = pool.run(trained, "replicate", compute=torch.bfloat16)
+    assert all(map(same, pool.run(trained, "zero3", recomputed=True, compute=torch.bfloat16), expected))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+WIDE, NARROW, PARTS = 4096, 64, 8
+
+
+class Wide(nn.Module):
+    """One huge linear and two small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.last = nn.Linear(8, NARROW), nn.Linear(NARROW, WIDE), nn.Linear(NARROW, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.relu(self.up(self.first(x))).unflatten(-1, (-1, NARROW)).sum(-2))
+        return y
+
+
+def peak(wrap: Callable[[Any], Any], *, recomputed: bool = False) -> tuple[float, float]:
+    """Bytes of the storages that the second step makes, above its gradients, and what the plan said of them; in weights."""
+    model = wrap(Wide())
+    model = zf.shard_params(model, axis(), units=Wide)
+    if recomputed:
+        model = zf.checkpoint_activations(model, units=("", "up"))
+    for _ in range(2):
+        model.zero_grad()
+        with Storages() as storages:
+            model(torch.randn(1, 8)).square().mean().backward()
+            gradients = zf.held(model).gradients
+    weight = WIDE * NARROW * 4
+    return (storages.peak - gradients) / weight, zf.plan(model).in_flight_nbytes / weight
+
+
+def test_the_weight_of_a_tiled_linear_never_exists_whole(ranks: Ranks) -> None:
+    """Two parts gathered and the gradients of two, where untiled there are the weight and its gradient."""
+    for measured, planned in ranks(2).run(peak, lambda model: model):
+        assert measured > 1.4 and planned > 1.9
+    for measured, planned in ranks(2).run(peak, lambda model: zf.tile(model, where="up.*", parts=PARTS)):
+        assert measured <= planned + 0.15  # activations: some vectors of 4096
+        assert planned <= 4.2 / PARTS
+
+
+def test_a_recomputation_gathers_one_part_after_the_other(ranks: Ranks) -> None:
+    def tiled(model: Any) -> Any:
+        return zf.tile(model, where="up.*", parts=PARTS)
+
+    for measured, _ in ranks(2).run(peak, tiled, recomputed=True):
+        assert measured <= 5.2 / PARTS
+
+
+def test_the_plan_counts_the_parts_before_the_first_forward() -> None:
+    with pretended(4) as mesh:
+        for parts in (2, 8):
+            model = zf.tile(Wide(), where="up.*", parts=parts)
+            planned = zf.plan(zf.shard_params(model, mesh))
+            assert planned.in_flight_nbytes < (4.2 / parts) * WIDE * NARROW * 4
+            assert planned.sent_nbytes >= zf.plan(zf.shard_params(Wide(), mesh)).sent_nbytes
+
+
+def test_the_schedule_before_the_first_forward_is_that_of_the_forward() -> None:
+    """Parts run in their module: the trace that the plan assumes is the one that is recorded."""
+    with alone() as mesh:
+        model: Any = zf.zero3(zf.tile(Language(), where="blocks.*.up.*", parts=3), mesh)
+        assumed = zf.plan(model).in_flight_nbytes
+        model(tokens(0)).sum().backward()
+        assert zf.plan(model).in_flight_nbytes == assumed
+
+
+# -- names and checkpoints -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(ranks: Ranks) -> None:
+    def program(stage: str) -> bool:
+        torch.manual_seed(1)
+        saved = Language()
+        torch.manual_seed(0)
+        model: Any = getattr(zf, stage)(zf.tile(Language(), where=TILED, parts=3), axis())
+        model.load_state_dict(saved.state_dict())
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        found, expected = zf.untiled(model, full), saved.state_dict()
+        return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+    for stage in ("replicate", "zero1", "zero3"):
+        assert all(ranks(2).run(program, stage))
+
+
+def test_shards_of_the_whole_load_into_parts(ranks: Ranks) -> None:
+    def program() -> bool:
+        torch.manual_seed(1)
+        saved = zf.zero3(Language(), axis())
+        torch.manual_seed(0)
+        model: Any = zf.zero3(zf.tile(Language(), where=TILED, parts=3), axis())
+        model.load_state_dict(saved.state_dict())
+        expected = {name: whole(p) for name, p in saved.named_parameters()}
+        return all(torch.equal(value, expected[name]) for name, value in wholes(model).items())
+
+    assert all(ranks(2).run(program))
+
+
+def test_a_distributed_checkpoint_of_parts_loads_at_another_stage(ranks: Ranks, tmp_path: Path) -> None:
+    def program(path: str) -> bool:
+        torch.manual_seed(1)
+        saved = zf.zero3(zf.tile(Language(), where=TILED, parts=3), axis())
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=path)
+        torch.manual_seed(0)
+        model: Any = zf.zero1(zf.tile(Language(), where=TILED, parts=3), axis())
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+        return all(map(torch.equal, wholes(model).values(), wholes(saved).values()))
+
+    assert all(ranks(2).run(program, str(tmp_path)))
+
+
+def test_a_shape_that_does_not_fit_loads_nothing() -> None:
+    with alone() as mesh:
+        model: Any = zf.zero3(zf.tile(Language(), where=TILED, parts=3), mesh)
+        before = wholes(model)
+        entries = {**Language().state_dict(), "head.weight": torch.zeros(38, 10)}
+        with pytest.raises(zf.CheckpointError, match="head"):
+            model.load_state_dict(entries)
+        assert all(map(torch.equal, wholes(model).values(), before.values()))
+    plain: Any = zf.tile(Language(), where=TILED, parts=3)
+    with pytest.raises(RuntimeError, match="head"):
+        plain.load_state_dict(entries)
+
+
+# -- what it leaves alone ----------------------------------------------------------------------------------------------
+
+
+def test_the_argument_is_unchanged_and_shares_nothing() -> None:
+    model = Language()
+    model.head.register_forward_hook(lambda module, args, output: output * 2)
+    expected, before = model(tokens(0)), copy.deepcopy(model.state_dict())
+    tiled: Any = zf.tile(model, where="head.*", parts=4)
+    torch.testing.assert_close(tiled(tokens(0)), expected)
+    with torch.no_grad():
+        for parameter in tiled.parameters():
+            parameter.zero_()
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_a_donated_module_gives_its_memory_and_runs_no_more() -> None:
+    model = Language()
+    tiled: Any = zf.tile(model, where="head.*", parts=4, donate=True)
+    addresses = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert {p.untyped_storage().data_ptr() for p in tiled.parameters()} == addresses
+    assert tiled.blocks[0].up.weight is model.blocks[0].up.weight
+    with pytest.raises(zf.StateError):
+        model(tokens(0))
+
+
+def test_a_frozen_and_a_shared_linear_stay_what_they_are() -> None:
+    inner = nn.Linear(6, 6)
+    model = nn.ModuleDict({"one": inner, "other": inner})
+    inner.bias.requires_grad_(False)
+    tiled = zf.tile(model, where="one.*", parts=2)
+    assert tiled["one"] is tiled["other"]
+    assert [p.requires_grad for p in tiled.parameters()] == [True, False, True, False]
+
+
+def test_meta_models_are_tiled_and_initialised_in_their_parts() -> None:
+    with alone() as mesh:
+        with torch.device("meta"):
+            model: Any = Language()
+        tiled = zf.tile(model, where=TILED, parts=3)
+        assert all(p.is_meta for p in tiled.parameters())
+        model = zf.materialize(zf.shard_params(tiled, mesh, units=Block), "cpu")
+        assert model(tokens(0)).isfinite().all()
+        assert whole(model.head.tiles[2].weight).std() > 0.1  # uniform within 1/sqrt(10), as of the whole
+
+
+def test_tiles_are_units_whatever_units_says() -> None:
+    with pretended(2) as mesh:
+        for units in (None, Block, zf.by_size(nbytes=10_000), "blocks.0"):
+            model = zf.shard_params(zf.tile(Language(), where=TILED, parts=3), mesh, units=units)
+            model = zf.precision(model, compute=torch.bfloat16)
+            names = {row.unit for row in zf.describe(model).rows}
+            assert {f"head.tiles.{i}" for i in range(3)} | {f"blocks.1.up.tiles.{i}" for i in range(3)} <= names
+
+
+def test_blocks_are_checkpointed_and_tiles_are_not() -> None:
+    model: Any = zf.checkpoint_activations(zf.tile(Language(), where=TILED, parts=3))
+    recomputed = [
+        name for name, child in model.named_modules() if type(child.__dict__.get("forward")).__name__ == "Recomputed"
+    ]
+    assert recomputed == ["blocks.0", "blocks.1"]
+
+
+# -- with what else there is -------------------------------------------------------------------------------------------
+
+
+def test_tiles_are_parallelized_one_by_one(ranks: Ranks) -> None:
+    def program() -> tuple[Tensor, Tensor]:
+        mesh = grid("dp", "tp")
+        torch.manual_seed(0)
+        plain = zf.tile(Language().double(), where=TILED, parts=3)
+        model: Any = zf.tile(plain, where="blocks.*.down.*", parts=2)
+        styles: dict[str, Any] = {"head.tiles.*": RowwiseParallel(input_layouts=Replicate())}
+        styles["blocks.*.down.tiles.*"] = ColwiseParallel(output_layouts=Replicate())
+        parallel: Any = zf.zero3(parallelize_module(copy.deepcopy(model), mesh["tp"], styles), mesh["dp"])
+        given = tokens(0)
+        model(given).square().mean().backward()
+        parallel(given).square().mean().backward()
+        grads = [p.grad for p in parallel.parameters()]
+        difference = max((whole(a) - whole(b.grad)).abs().max() for a, b in zip(grads, model.parameters(), strict=True))
+        return (parallel(given) - model(given)).abs().max(), difference
+
+    for outputs, gradients in ranks(4).run(program):
+        assert outputs < 1e-12 and gradients < 1e-12
+
+
+def paths_back(recomputed: bool) -> list[Tensor] | str:
+    """How far the gradients of ranks that take different paths are from those of one process; or what they were told."""
+    torch.manual_seed(0)
+    tiled = zf.tile(Language(), where="blocks.*.up.*", parts=3)
+    plain, model = copy.deepcopy(tiled), zf.zero3(tiled, axis())
+    if recomputed:
+        model = zf.checkpoint_activations(model, units=Block)
+
+    def backward(each: Any, rank: int, share: int) -> None:
+        first = each.blocks[0](each.embedding(tokens(rank)))
+        second = each.blocks[1](first)
+        ((first if rank else second).square().mean() / share).backward()
+
+    backward(plain, 0, 2)
+    backward(plain, 1, 2)
+    try:
+        backward(model, axis().get_local_rank(), 1)
+    except zf.DisagreementError as error:
+        return error.summary
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    return [(whole(mine) - grad).abs().max() for mine, grad in pairs if mine is not None and grad is not None]
+
+
+def test_ranks_that_take_different_paths_back_are_exact(ranks: Ranks) -> None:
+    for found in ranks(2).run(paths_back, False):
+        assert len(found) > 6 and max(found) < 1e-6
+
+
+def test_ranks_that_recompute_different_tiles_are_told() -> None:
+    """The gathers of a recomputation are in no schedule, which a rank that does not recompute would follow."""
+    with (
+        LocalRanks(2) as fresh,
+        sent_by_value(paths_back),
+    ):  # those of the pool would be lost for the tests after this one
+        values = fresh.run(paths_back, (True,), timeout_s=60)
+    assert values == ["Ranks 0 and 1 of axis 'dp' (2) are at different collectives."] * 2
+
+
+def test_a_tiled_model_is_compiled() -> None:
+    with alone() as mesh:
+        model: Any = zf.zero3(
+            zf.tile(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9)), where="2.*", parts=3), mesh
+        )
+        given = torch.randn(4, 6)
+        expected = model(given)
+        expected.square().sum().backward()
+        grads = [whole(p.grad) for p in model.parameters()]
+        model.zero_grad()
+        compiled = torch.compile(model, backend="aot_eager")
+        found = compiled(given)
+        found.square().sum().backward()
+        assert torch.equal(found, expected)
+        assert all(torch.equal(whole(p.grad), g) for p, g in zip(model.parameters(), grads, strict=True))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_users_put_on_other_parameters_stays_with_the_copy(donate: bool) -> None:
+    """`copy.deepcopy` of a parameter drops it."""
+    model: Any = Language()
+    seen: list[object] = []
+    weight = model.blocks[0].norm.weight
+    weight.no_decay = True
+    weight.register_hook(lambda grad: seen.append("hook"))
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("after"))
+    tiled: Any = zf.tile(model, where=TILED, parts=3, donate=donate)
+    tiled(tokens(0)).sum().backward()
+    assert seen == ["hook", "after"]
+    assert tiled.blocks[0].norm.weight.no_decay
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate: bool) -> None:
+    model: Any = Language()
+    model.head.register_forward_pre_hook(lambda _, args: args[0] + model.blocks[0].norm.weight)
+    with pytest.raises(zf.LayoutError, match=r"'head._forward_pre_hooks' is, or holds, a function"):
+        zf.tile(model, where=TILED, parts=3, donate=donate)
+    model = Language()
+    weight = model.head.weight
+    model.blocks[0].act = lambda x: x * weight.sum()
+    with pytest.raises(zf.PlacementError, match=r"holds the parameter 'head.weight' itself"):
+        zf.tile(model, where=TILED, parts=3, donate=donate)

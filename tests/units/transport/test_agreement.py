@@ -1,0 +1,159 @@
+"""Ranks that disagree raise the same error on every rank, naming the first difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.axes.grids import grid
+from tests.support.ranks import Ranks, axis
+from zero_fn.errors import DisagreementError
+from zero_fn.transport.agreement import agree, content_digest, digest
+from zero_fn.transport.links import Links
+from zero_fn.values.mesh import mesh_axis
+
+
+def message(rows_by_rank: dict[int, list[str]], common: list[str]) -> str:
+    """What this rank is told when some ranks hold other rows than `common`; "" if all agree."""
+    try:
+        agree(
+            Links([mesh_axis(axis(), verb="test")]).exchange,
+            "layouts",
+            rows_by_rank.get(dist.get_rank(), common),
+            why="it would hang",
+            fix="mend it",
+        )
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+ROWS = ["weight  float32[4, 4]", "bias  float32[4]"]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("rows", [ROWS, [], ["ü"] * 40])
+def test_ranks_that_hold_the_same_are_not_disturbed(ranks: Ranks, n: int, rows: list[str]) -> None:
+    assert ranks(n).run(message, {}, rows) == [""] * n
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_every_rank_raises_the_same_error_when_one_differs(ranks: Ranks, other: int) -> None:
+    messages = ranks(3).run(message, {other: [ROWS[0], "bias  float32[5]"]}, ROWS)
+    assert set(messages) == {
+        f"Ranks 0 and {other} hold different layouts.\n"
+        "  rank_0 : bias  float32[4]\n"
+        f"  rank_{other} : bias  float32[5]\n"
+        "  why    : it would hang\n"
+        "  fix    : mend it"
+    }
+
+
+def test_the_first_rank_that_differs_from_rank_0_is_named(ranks: Ranks) -> None:
+    messages = ranks(4).run(message, {2: [ROWS[0], "x"], 3: ["y", ROWS[1]]}, ROWS)
+    assert len(set(messages)) == 1
+    assert "Ranks 0 and 2" in messages[0]
+    assert "rank_2 : x" in messages[0]
+
+
+def test_rank_0_itself_may_be_the_odd_one(ranks: Ranks) -> None:
+    messages = ranks(3).run(message, {0: ["z", ROWS[1]]}, ROWS)
+    assert len(set(messages)) == 1
+    assert "rank_0 : z" in messages[0]
+
+
+def _over_two_axes() -> tuple[int, list[int]]:
+    links = Links([mesh_axis(grid("outer", "inner")[name], verb="test") for name in ("inner", "outer")])
+    return links.rank, links.exchange(torch.tensor([dist.get_rank()], dtype=torch.uint8)).view(-1).tolist()
+
+
+def test_ranks_of_two_axes_have_the_numbers_that_errors_give_them(ranks: Ranks) -> None:
+    assert ranks(4).run(_over_two_axes) == [(rank, [0, 1, 2, 3]) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([*ROWS, "extra"], "rank_1 : extra"),
+        (ROWS[:1], "rank_1 : nothing after 1 parameters"),
+        ([], "rank_1 : nothing after 0 parameters"),
+    ],
+)
+def test_a_rank_with_more_or_fewer_parameters_is_told(ranks: Ranks, rows: list[str], expected: str) -> None:
+    first, second = ranks(2).run(message, {1: rows}, ROWS)
+    assert first == second
+    assert expected in first
+
+
+def test_long_rows_that_differ_at_their_end_are_found(ranks: Ranks) -> None:
+    rows = [f"layers.{i}.weight  float32[4096, 4096]" for i in range(2000)]
+    messages = ranks(2).run(message, {1: [*rows[:-1], "last"]}, rows)
+    assert messages[0] == messages[1]
+    assert "rank_1 : last" in messages[0]
+
+
+def test_one_rank_always_agrees() -> None:
+    agree(Links([]).exchange, "layouts", ROWS, why="", fix="")
+
+
+def test_a_digest_is_sixteen_bytes_and_sees_every_row_and_their_order() -> None:
+    assert len(digest(ROWS)) == 16
+    assert len({digest(rows) for rows in (ROWS, ROWS[::-1], ROWS[:1], [*ROWS, ""], [])}) == 5
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.bool,
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_the_digest_of_contents_sees_one_changed_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    one = torch.zeros(shape, dtype=dtype)
+    other = one.clone()
+    other.view(-1)[-1] = 1
+    assert content_digest(one) != content_digest(other)
+    assert content_digest(one) == content_digest(one.clone())
+
+
+def test_the_digest_of_contents_does_not_depend_on_strides() -> None:
+    x = torch.randn(4, 6)
+    assert content_digest(x.t()) == content_digest(x.t().contiguous())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_the_digest_of_contents_does_not_depend_on_where_they_lie(dtype: torch.dtype) -> None:
+    for numel in (1, 7, 8, 9):
+        memory = torch.randn(numel + 3).mul(10).to(dtype)
+        assert content_digest(memory[3:]) == content_digest(memory[3:].clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_the_digest_of_contents_sees_every_element(dtype: torch.dtype) -> None:
+    values = torch.ones(11, dtype=dtype)
+    for number in range(11):
+        other = values.clone()
+        other[number] = 3
+        assert content_digest(other) != content_digest(values)
+
+
+def test_the_digest_of_one_element_does_not_ask_for_its_stride() -> None:
+    """torch calls it contiguous at any stride; a word of 8 bytes could not be made of it, and the transform raised."""
+    value = torch.ones(3, 64)[0, :1].as_strided((1,), (64,))
+    assert value.stride() == (64,)
+    assert content_digest(value) == content_digest(torch.ones(1))
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, device="meta")], ids=["empty", "meta"])
+def test_what_has_no_contents_has_digest_0(tensor: torch.Tensor) -> None:
+    assert content_digest(tensor) == 0

@@ -1,0 +1,514 @@
+"""Both transports on gloo ranks against the einops patterns of `tests/support/reference.py`.
+
+All cases of a test run in one call: each rank makes its own inputs from the seed of a case, and the test makes those of
+every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import einops
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zero_fn as zf
+from tests.support import reference
+from tests.support.ranks import Ranks, axis
+from zero_fn.one_host.same_host import SameHost
+from zero_fn.transport import links
+from zero_fn.transport import segment as sizes
+from zero_fn.transport.exchange import Alone, Exchange
+from zero_fn.transport.links import Links
+from zero_fn.transport.native import Native
+from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
+from zero_fn.transport.traffic import traffic
+from zero_fn.transport.waiting import PeerLost
+from zero_fn.values.mesh import mesh_axis
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
+SMALL, LARGE = 10**9, 1  # values of PACKED_NBYTES by which every piece is packed, or sent alone
+
+
+def values(seed: int, numel: int, dtype: torch.dtype, *, exact: bool = True) -> Tensor:
+    """Values of a case; sums of `exact` ones are exact in any order and every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    if not exact:
+        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    integers = torch.randint(-4, 5, (numel,), generator=generator)
+    return (12 * integers if dtype.is_floating_point or dtype.is_complex else integers).to(dtype)
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tensor of `numel` elements, cut into pieces of `piece_numel`."""
+
+    numel: int
+    piece_numel: int
+    dtype: torch.dtype
+    seed: int
+
+    def owned(self, rank: int) -> slice:
+        return slice(min(rank * self.piece_numel, self.numel), min((rank + 1) * self.piece_numel, self.numel))
+
+
+def cases_of(n: int, dtypes: tuple[torch.dtype, ...], *, scale: int = 1) -> list[Case]:
+    """Even, uneven and partly empty cuts, in every dtype. With rows of 3 elements a piece is a multiple of 3."""
+    cuts = [(n * 4, 4), (n * 4 - 1, 4), (n + 1, 2), (1, 1), (3 * (n + 1), 6), (0, 0)]
+    return [
+        Case(scale * numel, scale * piece, dtype, seed)
+        for seed, (dtype, (numel, piece)) in enumerate((d, c) for d in dtypes for c in cuts)
+    ]
+
+
+def open_transport(kind: str) -> Transport:
+    own = mesh_axis(axis(), verb="test")
+    kinds: dict[str, type[Exchange | Native]] = {"shared": SameHost, "sockets": Exchange, "native": Native}
+    chosen = kinds[kind](own.group, own.rank, own.size)
+    assert kind != "shared" or type(links.open_transport(own)) is SameHost
+    return chosen
+
+
+def segment_for(case: Case, n: int, filled: Tensor, *, pads: bool) -> Segment:
+    """`filled` inside memory as large as the transport needs, with another tensor's elements after it."""
+    room = n * case.piece_numel if pads else case.numel
+    whole = filled.new_ones(room + 5)
+    whole[: case.numel] = filled
+    return Segment(whole if not pads else whole[:room], case.numel, case.piece_numel)
+
+
+# -- all-gather ------------------------------------------------------------------------------------------------------
+
+
+def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
+    """What each segment holds after the all-gather; before it, this rank's piece is right and the rest is not."""
+    own = dist.get_rank()
+    at_rest = open_transport(kind)
+    segments = []
+    for case in cases:
+        filled = torch.zeros(case.numel, dtype=case.dtype)
+        filled[case.owned(own)] = values(case.seed, case.numel, case.dtype)[case.owned(own)]
+        segments.append(segment_for(case, dist.get_world_size(), filled, pads=at_rest.pads))
+    before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
+    try:
+        pending = at_rest.all_gather(segments)
+        pending.wait()
+        pending.wait()
+    finally:
+        sizes.PACKED_NBYTES = before
+    return [segment.memory[: case.numel].clone() for segment, case in zip(segments, cases, strict=True)]
+
+
+@pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
+@pytest.mark.parametrize("kind", ["shared", "sockets"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_gather_brings_every_piece_to_every_rank(ranks: Ranks, n: int, kind: str, packed_nbytes: int) -> None:
+    cases = cases_of(n, DTYPES)
+    for got in ranks(n).run(gathered, cases, packed_nbytes, kind):
+        for case, whole in zip(cases, got, strict=True):
+            assert is_same(whole, values(case.seed, case.numel, case.dtype)), case
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_gather_is_the_pattern(ranks: Ranks, n: int) -> None:
+    case = Case(n * 6, 6, torch.float32, 0)
+    whole = values(case.seed, case.numel, case.dtype)
+    expected = reference.all_gather([reference.shard(whole, rank, n) for rank in range(n)])
+    assert all(is_same(got, expected) for (got,) in ranks(n).run(gathered, [case], SMALL, "shared"))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_native_all_gather_gives_the_same(ranks: Ranks, n: int) -> None:
+    cases = [case for case in cases_of(n, DTYPES) if case.numel]
+    for native, ours in zip(
+        ranks(n).run(gathered, cases, SMALL, "native"), ranks(n).run(gathered, cases, SMALL, "shared"), strict=True
+    ):
+        assert all(is_same(one, other) for one, other in zip(native, ours, strict=True))
+
+
+def _of_rank_0() -> list[int]:
+    """Gathers tensors that rank 0 holds, in memory for them alone. The bytes of each."""
+    own, found = mesh_axis(axis(), verb="test"), []
+    for numel, dtype in ((7, torch.float32), (3, torch.bool), (0, torch.float32)):
+        whole = torch.arange(numel).to(dtype)
+        memory = whole.clone() if own.rank == 0 else torch.zeros_like(whole)
+        pending = open_transport("native").all_gather([Segment(memory, numel, 7)])
+        found.append(pending.nbytes)
+        pending.wait()
+        assert is_same(memory, whole)
+    return found
+
+
+def test_native_broadcasts_what_rank_0_holds_alone(ranks: Ranks) -> None:
+    """Buffers of rank 0 were gathered from all ranks: as often their bytes, and their memory."""
+    assert ranks(3).run(_of_rank_0) == [[7 * 4 * 2 // 3, 3 * 2 // 3, 0]] * 3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "other"])
+def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend: str) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Group:
+        """What a group of ranks is to `Native`."""
+
+        def _get_backend(self, device: torch.device) -> Group:
+            return self
+
+        def name(self) -> str:
+            return backend
+
+        def all_gather_single(self, whole: Tensor, piece: Tensor) -> dist.Work:
+            calls.append(("one", whole.numel() // piece.numel()))
+            return cast(dist.Work, Done())
+
+        def all_gather_single_coalesced(self, wholes: list[Tensor], pieces: list[Tensor]) -> dist.Work:
+            calls.append(("together", len(pieces)))
+            return cast(dist.Work, Done())
+
+        def reduce_scatter_single_coalesced(self) -> None:
+            raise AssertionError("nothing is reduced here")
+
+    class Done:
+        def wait(self, _limit: object) -> None:
+            calls.append(("waited", 0))
+
+    segments = [Segment(torch.zeros(numel), numel, numel // 2) for numel in (40_000, 60_000)]
+    Native(cast(dist.ProcessGroup, Group()), 0, 2).all_gather(segments).wait()
+    begun = {"gloo": [("one", 2), ("one", 2)], "other": [("together", 2)]}[backend]
+    assert calls == [*begun, *len(begun) * [("waited", 0)]]
+
+
+def test_all_gather_of_real_sizes_packs_what_is_small(ranks: Ranks) -> None:
+    large = sizes.PACKED_NBYTES // 4  # in elements of float32: exactly the limit, so it travels alone
+    cases = [Case(2 * large - 7, large, torch.float32, 0), Case(9, 5, torch.bfloat16, 1), Case(3, 2, torch.int64, 2)]
+    for got in ranks(2).run(gathered, cases, sizes.PACKED_NBYTES, "sockets"):
+        assert all(is_same(whole, values(c.seed, c.numel, c.dtype)) for whole, c in zip(got, cases, strict=True))
+
+
+def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
+    def tail() -> Tensor:
+        case = Case(5, 3, torch.float32, 0)
+        segment = segment_for(case, 2, torch.zeros(5), pads=False)
+        open_transport("shared").all_gather([segment]).wait()
+        return segment.memory[5:]
+
+    assert all(is_same(rest, torch.ones(5)) for rest in ranks(2).run(tail))
+
+
+# -- reduce-scatter --------------------------------------------------------------------------------------------------
+
+
+def reduced(cases: list[Case], packed_nbytes: int, kind: str, exact: bool, aliased: bool) -> list[tuple[Tensor, bool]]:
+    """This rank's mean of each case, and whether the addend was only read (beyond `out`, if that is part of it)."""
+    own = dist.get_rank()
+    at_rest = open_transport(kind)
+    contributions, originals = [], []
+    for case in cases:
+        filled = values(1000 * case.seed + own, case.numel, case.dtype, exact=exact)
+        addend = torch.cat([filled, filled.new_ones(5)])[: case.numel]  # with another tensor's elements after it
+        sum_dtype = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else case.dtype
+        piece = addend[case.owned(own)]
+        out = piece if aliased else torch.full_like(piece, 7)
+        contributions.append(Contribution(addend, case.piece_numel, out, sum_dtype))
+        originals.append(filled)
+    before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
+    try:
+        at_rest.reduce_scatter(contributions).wait()
+    finally:
+        sizes.PACKED_NBYTES = before
+    answers = []
+    for case, contribution, original in zip(cases, contributions, originals, strict=True):
+        after = contribution.rows.clone()
+        if aliased:
+            after[case.owned(own)] = original[case.owned(own)]
+        answers.append((contribution.out.clone(), torch.equal(after, original)))
+    return answers
+
+
+def expected_means(cases: list[Case], n: int, rank: int, *, exact: bool) -> list[Tensor]:
+    means = []
+    for case in cases:
+        addends = [values(1000 * case.seed + r, case.numel, case.dtype, exact=exact) for r in range(n)]
+        sum_dtype = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else case.dtype
+        means.append(reference.mean_in_rank_order(addends, sum_dtype).to(case.dtype)[case.owned(rank)])
+    return means
+
+
+@pytest.mark.parametrize("aliased", [False, True], ids=["apart", "aliased"])
+@pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
+@pytest.mark.parametrize("kind", ["shared", "sockets"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(
+    ranks: Ranks, n: int, kind: str, packed_nbytes: int, aliased: bool
+) -> None:
+    """Bitwise, on values whose sum depends on the order of the addends, also where `out` is a part of the addend."""
+    cases = cases_of(n, FLOATS)
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, packed_nbytes, kind, False, aliased)):
+        expected = expected_means(cases, n, rank, exact=False)
+        for case, (mean, only_read), right in zip(cases, answers, expected, strict=True):
+            assert is_same(mean, right), case
+            assert only_read, case
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_reduce_scatter_is_the_pattern(ranks: Ranks, n: int) -> None:
+    cases = [Case(n * 6, 6, torch.float32, seed) for seed in range(3)]
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, "shared", True, False)):
+        for case, (mean, _) in zip(cases, answers, strict=True):
+            addends = [values(1000 * case.seed + r, case.numel, case.dtype) for r in range(n)]
+            assert is_same(mean, reference.reduce_scatter(addends, rank))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_native_reduce_scatter_gives_the_same(ranks: Ranks, n: int) -> None:
+    """On values whose sum does not depend on the order, which is the backend's own."""
+    cases = [case for case in cases_of(n, FLOATS) if case.numel]
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, "native", True, False)):
+        expected = expected_means(cases, n, rank, exact=True)
+        for case, (mean, only_read), right in zip(cases, answers, expected, strict=True):
+            assert is_same(mean, right), case
+            assert only_read, case
+
+
+def test_sums_do_not_depend_on_how_a_tensor_is_cut(ranks: Ranks) -> None:
+    """[Note: direct exchange]: why all stages give bitwise the same numbers."""
+    cuts = [Case(24, piece, torch.float32, 3) for piece in (8, 9, 12, 24)]
+
+    def whole(case: Case) -> Tensor:
+        return torch.cat([answers[0][0] for answers in ranks(3).run(reduced, [case], SMALL, "shared", False, False)])
+
+    first, *others = [whole(case) for case in cuts]
+    assert all(is_same(first, other) for other in others)
+
+
+def test_sixteen_bit_addends_are_summed_in_float32(ranks: Ranks) -> None:
+    def mean_of(sum_dtype: torch.dtype) -> Tensor:
+        # In bfloat16 256 + 1 is 256: only a wider sum sees the ones.
+        own = torch.full((2,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+        out = torch.empty(1)
+        open_transport("shared").reduce_scatter([Contribution(own, 1, out, sum_dtype)]).wait()
+        return out
+
+    assert ranks(2).run(mean_of, torch.float32)[0].item() == 128.5
+    assert ranks(2).run(mean_of, torch.bfloat16)[0].item() == 128.0
+
+
+def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(ranks: Ranks) -> None:
+    def means() -> list[float]:
+        own = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+        outs = [torch.empty(1, dtype=torch.float32) for _ in range(2)]
+        both = zip(outs, (torch.float32, torch.bfloat16), strict=True)
+        open_transport("shared").reduce_scatter([Contribution(own, 1, *pair) for pair in both]).wait()
+        return [out.item() for out in outs]
+
+    narrow = torch.tensor(256.0).bfloat16().div(3).item()  # 256 + 1 is 256
+    assert ranks(3).run(means) == [[86.0, narrow]] * 3
+
+
+def test_a_message_that_finds_no_room_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    def refused() -> str:
+        group = dist.new_group()
+        transport = SameHost(group, dist.get_rank(), 3)
+        transport.exchange(torch.zeros(3, 1, dtype=torch.uint8)).wait()
+        assert transport._shared is not None
+        if dist.get_rank() == 1:
+            transport._shared.arena._capacity = 0
+        try:
+            transport.exchange(torch.zeros(3, 1, dtype=torch.uint8)).wait()
+        except (zf.TierError, PeerLost) as error:
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return "nothing"
+
+    here, there, other = ranks(3).run(refused)
+    assert here == other == "PeerLost: the peer has given up"
+    assert there.startswith("TierError: Messages to ranks of this host need 128 B of host memory, 0 B")
+    assert there.endswith("can be taken.")
+
+
+def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks) -> None:
+    def mean() -> Tensor:
+        out = torch.empty(2, dtype=torch.float64)
+        addend = torch.full((4,), 1.0 + dist.get_rank())
+        open_transport("shared").reduce_scatter([Contribution(addend, 2, out, torch.float32)]).wait()
+        return out
+
+    assert all(is_same(got, torch.full((2,), 1.5, dtype=torch.float64)) for got in ranks(2).run(mean))
+
+
+# -- agreement -------------------------------------------------------------------------------------------------------
+
+
+def bits_of(rank: int) -> Tensor:
+    return values(rank, 9, torch.int64).abs().clamp(max=1).to(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_any_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
+    def ored(kind: str) -> Tensor:
+        bits = bits_of(dist.get_rank())
+        open_transport(kind).any(bits).wait()
+        return bits
+
+    expected = reference.any_of([bits_of(rank) for rank in range(n)])
+    assert all(is_same(got, expected) for got in ranks(n).run(ored, kind))
+
+
+@pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_exchange_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
+    def exchanged(kind: str) -> Tensor:
+        rows = torch.zeros(dist.get_world_size(), 16, dtype=torch.uint8)
+        rows[dist.get_rank()] = values(dist.get_rank(), 16, torch.uint8)
+        open_transport(kind).exchange(rows).wait()
+        return rows
+
+    expected = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
+    assert all(is_same(got, expected) for got in ranks(n).run(exchanged, kind))
+
+
+def test_any_does_not_see_bits_written_after_it_was_issued(ranks: Ranks) -> None:
+    def ored() -> Tensor:
+        bits = torch.tensor([dist.get_rank(), 0], dtype=torch.uint8)
+        pending = open_transport("shared").any(bits)
+        pending.wait()
+        return bits
+
+    assert all(got.tolist() == [1, 0] for got in ranks(2).run(ored))
+
+
+def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
+    """An all-gather, a reduction and a membership are under way at once and finish in another order."""
+
+    def together() -> tuple[Tensor, Tensor, Tensor]:
+        own = dist.get_rank()
+        at_rest = open_transport("shared")
+        whole = torch.zeros(4)
+        whole[2 * own : 2 * own + 2] = own + 1.0
+        out, bits = torch.empty(2), torch.tensor([own], dtype=torch.uint8)
+        gather = at_rest.all_gather([Segment(whole, 4, 2)])
+        reduce = at_rest.reduce_scatter([Contribution(torch.full((4,), own + 1.0), 2, out, torch.float32)])
+        membership = at_rest.any(bits)
+        for pending in (membership, reduce, gather):
+            pending.wait()
+        return whole, out, bits
+
+    for whole, mean, bits in ranks(2).run(together):
+        assert whole.tolist() == [1.0, 1.0, 2.0, 2.0]
+        assert mean.tolist() == [1.5, 1.5]
+        assert bits.tolist() == [1]
+
+
+# -- traffic ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
+    """(n - 1)/n of the whole in each direction, when rows divide."""
+
+    def sent(numel: int) -> dict[str, int]:
+        own = Links([mesh_axis(axis(), verb="test")])
+        segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
+        with traffic() as counted:
+            own.all_gather([segment], "a test").wait()
+            contribution = Contribution(
+                segment.memory[: segment.numel], segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
+            )
+            own.reduce_scatter([contribution], "a test").wait()
+            own.exchange(torch.zeros(16, dtype=torch.uint8))
+            assert counted.by_axis == {"dp": counted.nbytes}
+        return dict(counted.by_collective)
+
+    numel = 12 * n
+    share = (n - 1) * numel * 4 // n
+    for counted in ranks(n).run(sent, numel):
+        assert counted == {"all-gather": share, "reduce-scatter": share, "control": 16 * (n - 1)}
+
+
+def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
+    def sent(kind: str) -> list[int]:
+        at_rest = open_transport(kind)
+        segment = Segment(torch.zeros(12), 12, 4)
+        gather = at_rest.all_gather([segment])
+        gather.wait()
+        reduction = at_rest.reduce_scatter(
+            [Contribution(segment.memory[: segment.numel], 4, torch.empty(4), torch.float32)]
+        )
+        reduction.wait()
+        return [gather.nbytes, reduction.nbytes]
+
+    assert ranks(3).run(sent, "shared") == ranks(3).run(sent, "sockets") == ranks(3).run(sent, "native")
+
+
+# -- without ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_pieces_of_a_segment_partition_its_elements() -> None:
+    segment = Segment(torch.arange(20), 11, 4)
+    pieces = [segment.piece(rank) for rank in range(4)]
+    assert [piece.numel() for piece in pieces] == [4, 4, 3, 0]
+    assert einops.pack(pieces, "*")[0].tolist() == list(range(11))
+
+
+def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
+    lonely = Links([])
+    addend, out = torch.arange(4.0), torch.empty(4)
+    with traffic() as sent:
+        lonely.all_gather([Segment(addend, 4, 4)], "a test").wait()
+        lonely.reduce_scatter([Contribution(addend, 4, out, torch.float32)], "a test").wait()
+        lonely.any(torch.ones(1, dtype=torch.uint8), "a test").wait()
+        rows = lonely.exchange(torch.ones(3, dtype=torch.uint8))
+    assert torch.equal(out, addend)
+    assert rows.shape == (1, 3)
+    assert (sent.nbytes, sent.calls) == (0, {})
+
+
+def test_one_rank_may_reduce_into_its_own_addend() -> None:
+    addend = torch.arange(4.0)
+    Alone().reduce_scatter([Contribution(addend, 4, addend, torch.float32)]).wait()
+    assert addend.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_one_rank_reduces_a_transposed_addend() -> None:
+    """A gradient that comes transposed is cut by rows, not laid flat first; `out` is flat all the same."""
+    gradient, out = torch.arange(6.0).view(3, 2).t(), torch.empty(6)
+    Alone().reduce_scatter([Contribution(gradient, 2, out, torch.float32)]).wait()
+    assert torch.equal(out, gradient.reshape(-1))
+
+
+def test_a_pending_finishes_once_and_lets_go_of_what_it_kept() -> None:
+    calls: list[str] = []
+    pending = Pending(finish=lambda: calls.append("finished"), kept=[torch.empty(3)])
+    pending.wait()
+    pending.wait()
+    assert calls == ["finished"]
+    assert pending.kept is None
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("kind", ["native", "shared", "sockets"])
+def test_a_gather_reads_shards_where_they_rest(ranks: Ranks, kind: str, n: int) -> None:
+    """Small and large ones, even and uneven, two dtypes: each arrives whole, this rank's piece included."""
+    numels = {torch.float32: [4 * n, 6 * n, 6 * n - 1, 40_000 * n], torch.float64: [2 * n, 2 * n]}
+
+    def gathered() -> bool:
+        rank, segments, wholes = dist.get_rank(), [], []
+        for dtype, several in numels.items():
+            for numel in several:
+                piece = -(-numel // n)
+                whole = torch.arange(float(numel), dtype=dtype)
+                source = whole[rank * piece : (rank + 1) * piece].clone()
+                segments.append(Segment(torch.zeros(n * piece, dtype=dtype), numel, piece, source=source))
+                wholes.append(whole)
+        open_transport(kind).all_gather(segments).wait()
+        return all(map(torch.equal, [segment.memory[: segment.numel] for segment in segments], wholes))
+
+    assert all(ranks(n).run(gathered))

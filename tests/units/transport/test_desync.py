@@ -1,0 +1,195 @@
+"""Ranks are killed, stopped and led astray for real: every rank that lives gets an error that names what was lost, in time.
+
+How many cases run is decided by the profile of Hypothesis (`tests/conftest.py`); each takes fresh processes.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+import zero_fn as zf
+from tests.distributed.training import STAGES
+from tests.support.faults import ASTRAY, Fault, FreshRanks, Said
+from tests.support.profiles import examples
+from tests.support.ranks import Ranks, axis, sent_by_value
+from zero_fn.local.ranks import LocalRanks
+from zero_fn.transport import waiting
+from zero_fn.transport.waiting import deadline
+
+DEADLINE_S = 1.0
+NOTICED_S = 1.0
+"""Beyond the deadline, in seconds of a machine that has time: see `tests/support/metronome.py`."""
+
+stages = st.sampled_from(sorted(STAGES))
+
+
+@st.composite
+def victims(draw: st.DrawFn) -> tuple[int, int]:
+    """A number of ranks, and one of them."""
+    n = draw(st.integers(2, 3))
+    return n, draw(st.integers(0, n - 1))
+
+
+def heard(
+    fresh_ranks: FreshRanks, n: int, stage: str, fault: Fault, *, compare: bool = False
+) -> dict[int, Said | None]:
+    """What ranks were told. If one was told late they are asked once more: a shared machine may stop for a moment, which
+    does not happen twice at the same place, and a rank that notices late does."""
+    said = fresh_ranks(n, stage, fault, compare=compare)
+    if any(report is not None and report.late_s >= NOTICED_S for report in said.values()):
+        said = fresh_ranks(n, stage, fault, compare=compare)
+    return said
+
+
+def assert_blames(report: Said, victim: int, n: int, what: str) -> None:
+    """The error names the victim, and nobody else."""
+    summary = report.text.splitlines()[0]
+    assert summary.startswith(f"Rank {victim} of axis 'dp' ({n}) "), report.text
+    assert what in summary, report.text
+
+
+@examples(dev=6, ci=60, deep=100)
+@given(where=victims(), stage=stages, kind=st.sampled_from(["kill", "exit"]), at=st.integers(0, 30))
+@example(where=(3, 0), stage="zero3", kind="kill", at=0)
+def test_the_others_name_a_rank_that_ended(
+    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, kind: str, at: int
+) -> None:
+    n, victim = where
+    said = heard(fresh_ranks, n, stage, Fault(kind, victim, at))
+    assert len(said) == n - 1
+    for rank, report in said.items():
+        assert report is not None, f"rank {rank} noticed nothing"
+        assert report.error == "LostRankError", report.text
+        assert_blames(report, victim, n, "closed the connection.")
+        assert report.late_s < NOTICED_S, report
+
+
+@examples(dev=3, ci=40, deep=60)
+@given(where=victims(), stage=stages, at=st.integers(0, 30))
+@example(where=(3, 2), stage="zero2", at=11)
+def test_the_others_name_a_rank_that_stopped_at_the_deadline(
+    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, at: int
+) -> None:
+    n, victim = where
+    said = heard(fresh_ranks, n, stage, Fault("stop", victim, at, DEADLINE_S))
+    assert len(said) == n - 1
+    for rank, report in said.items():
+        assert report is not None, f"rank {rank} noticed nothing"
+        assert report.error == "LostRankError", report.text
+        assert_blames(report, victim, n, "did not answer within ")
+        assert report.after_s > DEADLINE_S * 0.9, report
+        assert report.late_s < NOTICED_S, report
+
+
+@examples(dev=8, ci=60, deep=100)
+@given(where=victims(), stage=stages, kind=st.sampled_from(ASTRAY), step=st.integers(0, 2), compare=st.booleans())
+@example(where=(2, 1), stage="zero3", kind="skips a backward", step=1, compare=False)
+@example(where=(3, 0), stage="zero1", kind="raises and goes on", step=1, compare=True)
+def test_every_rank_is_told_at_once_where_one_went_astray(
+    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, kind: str, step: int, compare: bool
+) -> None:
+    assume((stage, kind) != ("replicate", "raises and goes on"))  # its forward sends nothing: nothing was missed
+    n, victim = where
+    said = heard(fresh_ranks, n, stage, Fault(kind, victim, step), compare=compare)
+    assert len(said) == n
+    for rank, report in said.items():
+        assert report is not None, f"rank {rank} noticed nothing"
+        assert report.error == "DisagreementError", report.text
+        assert report.late_s < NOTICED_S, report
+        parted = re.findall(r"\d+", report.text.splitlines()[0])[:2]
+        assert str(victim) in parted, report.text
+
+
+def test_the_error_says_where_ranks_parted(fresh_ranks: FreshRanks) -> None:
+    said = fresh_ranks(2, "zero3", Fault("other order", 1, 1), compare=True)
+    for report in said.values():
+        assert report is not None
+        assert report.text.splitlines()[0] == "Ranks 0 and 1 hold different collectives."
+        assert "rank_0 : #23 agreement on what the backward runs through (8 elements, units " in report.text
+        assert "the last collective that agreed was #22 all-gather of parameters of unit layers.2" in report.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "compare"), [("replicate", False), ("zero1", False), ("zero3", False), ("zero3", True)]
+)
+def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(
+    fresh_ranks: FreshRanks, stage: str, compare: bool
+) -> None:
+    """No rank trains on beside it: replicas would part without a word."""
+    said = fresh_ranks(2, stage, Fault("skips a step", 1, 1), compare=compare)
+    for rank, report in said.items():
+        assert report is not None, f"rank {rank} noticed nothing"
+        assert report.error == "DisagreementError", report.text
+        if compare:
+            assert re.findall(r"after (\d) steps of optimizers", report.text) == ["2", "1"], report.text
+        else:
+            assert "left out optimizer.step()" in report.text
+
+
+def test_a_lost_group_stays_lost() -> None:
+    """After a failure the bytes on the way belong to nothing: going on would take them for others."""
+
+    def errors() -> tuple[str, str, bool]:
+        model = zf.shard_params(torch.nn.Linear(4, 4), axis())
+        first = second = None
+        try:
+            if dist.get_rank() == 0:
+                model(torch.ones(1, 4))
+            else:
+                with zf.unsharded(model):
+                    pass
+        except zf.DisagreementError as error:
+            first = error
+        try:
+            model(torch.ones(1, 4))
+        except zf.DisagreementError as error:
+            second = error
+        return type(first).__name__, type(second).__name__, first is second
+
+    with LocalRanks(2) as fresh, sent_by_value(errors):  # those of the pool would be lost for the tests after this one
+        values = fresh.run(errors, timeout_s=30)
+    for value in values:
+        assert value == ("DisagreementError", "DisagreementError", True)
+
+
+def test_training_is_the_same_under_guard(ranks: Ranks) -> None:
+    def trained(compare: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = zf.shard_params(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)), axis())
+        optimizer = torch.optim.AdamW(model.parameters())
+        with zf.guard(deadline_s=20, compare=compare), zf.traffic() as sent:
+            for step in range(3):
+                model(torch.full((2, 4), float(step + dist.get_rank()))).sum().backward()
+                optimizer.step()
+        assert (sent.calls["control"] > 20) == compare
+        return model[1].weight.full_tensor()
+
+    guarded, free = ranks(2).run(trained, True), ranks(2).run(trained, False)
+    assert torch.equal(guarded[0], free[0])
+
+
+def test_guard_holds_inside_its_block_only() -> None:
+    with zf.guard(deadline_s=7):
+        assert deadline() == 7
+        with zf.guard(compare=True):
+            assert deadline() == 7
+    assert deadline() == 300
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e20, "soon", ""])
+def test_a_deadline_that_is_no_time_is_refused(seconds: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(zf.LayoutError, match="deadline_s must be positive"), zf.guard(deadline_s=seconds):  # type: ignore[arg-type]
+        pass
+    assert deadline() == 300
+    monkeypatch.setenv("ZERO_FN_DEADLINE_S", str(seconds))
+    with pytest.raises(zf.LayoutError, match="ZERO_FN_DEADLINE_S must be positive"):
+        runpy.run_path(waiting.__file__)
+    monkeypatch.setenv("ZERO_FN_DEADLINE_S", "2.5")
+    assert runpy.run_path(waiting.__file__)["deadline"]() == 2.5

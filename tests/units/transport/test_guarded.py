@@ -1,0 +1,279 @@
+"""What a failed collective tells the user, from transports that fail on purpose."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_fn as zf
+from tests.support.groups import pretended
+from tests.support.ranks import Ranks
+from zero_fn.transport import segment
+from zero_fn.transport.guarded import Guarded
+from zero_fn.transport.links import Links, open_transport
+from zero_fn.transport.segment import Pending, Segment
+from zero_fn.transport.waiting import Failure, OnStream, OutOfStep, PeerLost, wait_for
+from zero_fn.values.mesh import Axis, mesh_axis
+
+
+class Failing:
+    """A transport whose collectives fail with `failure`, if there is one."""
+
+    pads = False
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.marks: list[int] = []
+        self.told: object = None
+
+    def all_gather(self, segments: object, mark: int = 0) -> Pending:
+        return self._pending(mark)
+
+    def reduce_scatter(self, contributions: object, mark: int = 0) -> Pending:
+        return self._pending(mark)
+
+    def any(self, bits: Tensor, mark: int = 0) -> Pending:
+        return self._pending(mark)
+
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        return self._pending(mark)
+
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return segments
+
+    def give_up(self, failure: Failure | None = None) -> None:
+        self.told = failure
+
+    def _pending(self, mark: int) -> Pending:
+        self.marks.append(mark)
+        return Pending(finish=self._fail)
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+SEGMENT = Segment(torch.zeros(6), 6, 2)
+LOST = PeerLost(1, is_late=False, text="Connection closed by peer")
+LATE = PeerLost(1, is_late=True, text="Timed out")
+
+
+def links_of(raw: Failing, axis: Axis) -> Links:
+    """What a module sends through, over this transport."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_fn.transport.links.open_transport", lambda _: raw)
+        return Links([axis])
+
+
+def failed(failure: Exception, before: Callable[[Links], object] = lambda _: None) -> zf.ZeroError:
+    """The error of an all-gather on rank 0 of 3."""
+    with pretended(3) as mesh:
+        axis: Axis = mesh_axis(mesh, verb="test")
+        raw = Failing()
+        transport = links_of(raw, axis)
+        before(transport)
+        pending = transport.all_gather([SEGMENT], "parameters of unit root")
+        raw.failure = failure
+        with pytest.raises(zf.ZeroError) as first:
+            pending.wait()
+        assert raw.told is failure  # so that the others blame the same
+        with pytest.raises(zf.ZeroError) as second:
+            transport.all_gather([SEGMENT], "parameters of unit root")
+        assert second.value is first.value
+        return first.value
+
+
+GATHER = "#0 all-gather of parameters of unit root (6 elements)"
+
+
+def test_a_lost_rank_is_named_and_where_this_one_waited() -> None:
+    error = failed(LOST)
+    assert isinstance(error, zf.LostRankError)
+    assert error.summary == "Rank 1 of axis 'dp' (3) closed the connection."
+    assert error.facts["here"] == f"rank 0, waiting in {GATHER}"
+
+
+def test_a_late_rank_is_named_with_the_deadline() -> None:
+    error = failed(LATE)
+    assert isinstance(error, zf.LostRankError)
+    assert error.summary == "Rank 1 of axis 'dp' (3) did not answer within 300 s."
+
+
+def test_nobody_is_named_when_a_collective_of_the_backend_does_not_tell() -> None:
+    assert (
+        failed(PeerLost(None, is_late=True, text="")).summary == "A rank of axis 'dp' (3) did not answer within 300 s."
+    )
+
+
+@pytest.mark.parametrize(("peer", "seen_by"), [(2, 1), (1, 2)])
+def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer: int, seen_by: int) -> None:
+    error = failed(OutOfStep(peer, seen_by=seen_by))
+    assert isinstance(error, zf.DisagreementError)
+    assert error.summary == "Ranks 1 and 2 of axis 'dp' (3) are at different collectives."
+    assert "layerdrop" in error.fix, "models that skip layers at random are a frequent cause"
+
+
+def test_a_note_holds_the_last_256_collectives_of_this_rank() -> None:
+    def many(transport: Links) -> None:
+        for _ in range(400):
+            transport.any(torch.zeros(1, dtype=torch.uint8), "nothing").wait()
+
+    (own,) = failed(LOST, many).__notes__
+    assert own.startswith("Last collectives of rank 0, the newest last:\n")
+    assert len(own.splitlines()) == 257
+    assert "#144 agreement on nothing" not in own
+    assert "#145 agreement on nothing (1 elements): done in" in own
+    assert "#400 all-gather of parameters of unit root (6 elements): not done after" in own
+
+
+def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
+    with pretended(2) as mesh:
+        raw = Failing()
+        transport = links_of(raw, mesh_axis(mesh, verb="test"))
+        bits = torch.zeros(6, dtype=torch.uint8)
+        transport.all_gather([SEGMENT], "parameters of unit a")
+        transport.all_gather([SEGMENT], "parameters of unit b")
+        transport.all_gather([SEGMENT, SEGMENT], "parameters of unit a")
+        transport.any(bits, "parameters of unit a")
+        transport.any(bits, "parameters of unit a", check="after 1 steps")
+        transport.any(bits, "parameters of unit a", check="after 2 steps")
+        assert len(set(raw.marks)) == 6
+        assert all(0 <= mark < 2**31 for mark in raw.marks)
+        transport.all_gather([SEGMENT], "parameters of unit a")
+        assert raw.marks[-1] == raw.marks[0]
+
+
+def test_models_on_one_group_share_its_history_and_its_failure() -> None:
+    with pretended(2) as mesh:
+        axis = mesh_axis(mesh, verb="test")
+        broken, other = Failing(LOST), Failing()
+        first, second = links_of(broken, axis), links_of(other, axis)
+        second.all_gather([SEGMENT], "parameters of unit a").wait()
+        with pytest.raises(zf.LostRankError) as error:
+            first.exchange(torch.zeros(1, dtype=torch.uint8))
+        assert "#1 exchange" in str(error.value)
+        with pytest.raises(zf.LostRankError):
+            second.all_gather([SEGMENT], "parameters of unit a")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_late"),
+    [("Timed out waiting 1000ms for recv operation", True), ("Connection closed by peer [127.0.0.1]:80", False)],
+)
+def test_waiting_tells_late_from_lost(text: str, is_late: bool) -> None:
+    class Work:
+        def wait(self, limit: object) -> None:
+            raise RuntimeError(text)
+
+    with pytest.raises(PeerLost) as error:
+        wait_for(Work(), 1)
+    assert error.value.is_late == is_late
+
+
+def _says_at_the_transform() -> None:
+    with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
+        with pytest.warns(UserWarning, match="The deadline of guard does not act on this accelerator") as said:
+            Guarded(Failing(), mesh_axis(mesh, verb="test"))
+        assert said[0].filename == __file__
+        assert "'dp' (2) of cuda, backend fake" in str(said[0].message)
+        assert "timeout=timedelta" in str(said[0].message)
+
+
+def _says_at_guard() -> None:
+    with pretended(2, device_type="cuda") as mesh:
+        transport = Guarded(Failing(), mesh_axis(mesh, verb="test"))
+        with zf.guard(compare=False):
+            pass
+        with pytest.warns(UserWarning, match="does not act on this accelerator") as said, zf.guard(deadline_s=60):
+            del transport
+        assert len(said) == 1
+        with zf.guard(deadline_s=60):  # once
+            pass
+
+
+@pytest.mark.parametrize("says", [_says_at_the_transform, _says_at_guard])
+def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(
+    says: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backend takes no timeout."""
+    monkeypatch.setattr("zero_fn.errors._said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with zf.guard(deadline_s=60), pretended(2) as mesh:
+            Guarded(Failing(), mesh_axis(mesh, verb="test"))  # the host waits here
+        says()
+
+
+def _timeouts() -> list[float]:
+    """Of a group of an accelerator, before, inside and after guards; the last two in one of an axis that comes later."""
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(torch.device("cpu"))
+    found: list[float] = []
+
+    def note() -> None:
+        found.append(backend.options._timeout.total_seconds())
+
+    note()
+    with zf.guard(deadline_s=40):
+        Guarded(Failing(), mesh_axis(DeviceMesh.from_group(world, "cuda"), verb="test"))
+        note()
+        with zf.guard(deadline_s=7):
+            note()
+        with zf.guard(compare=False):
+            note()
+    note()
+    with zf.guard(deadline_s=9):
+        note()
+    note()
+    return found
+
+
+def test_a_deadline_is_the_timeout_of_an_accelerators_group(ranks: Ranks) -> None:
+    """On NCCL the device waits, and the watchdog of the group ends the process."""
+    for own, *inside in ranks(2).run(_timeouts):
+        assert inside == [40, 7, 40, own, 9, own]
+
+
+def test_of_dropped_collectives_few_bytes_are_kept_and_none_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: deque[object] = deque(maxlen=1024)
+    monkeypatch.setattr(segment, "_dropped", kept)
+
+    def drop(work: object, nbytes: int) -> weakref.ref[Tensor]:
+        memory = torch.zeros(3)
+        Pending([(work, 1)], kept=memory, nbytes=nbytes)
+        return weakref.ref(memory)
+
+    assert drop(OnStream(None), 1 << 20)() is None, "the backend keeps it, until the device has used it"
+    assert not kept
+    first = drop(None, 1 << 20)
+    assert first() is not None, "a message may still come"
+    for _ in range(40):
+        drop(None, 1 << 20)
+    assert first() is not None
+    for _ in range(40):
+        drop(None, 1 << 28)
+    assert first() is None
+    assert len(kept) == 16
+
+
+def _over_gloo(device_type: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as said, patch("zero_fn.errors._said", set()):
+        warnings.simplefilter("always")
+        open_transport(mesh_axis(DeviceMesh.from_group(dist.group.WORLD, device_type), verb="test"))
+    return [str(each.message).splitlines()[0] for each in said]
+
+
+def test_gloo_on_cuda_is_said(ranks: Ranks) -> None:
+    """DTensor's all-gather ends the process there, without a word."""
+    for device_type, expected in (("cpu", []), ("cuda", ["gloo moves what rests on CUDA."])):
+        assert ranks(2).run(_over_gloo, device_type) == [expected, expected]

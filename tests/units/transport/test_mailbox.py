@@ -1,0 +1,254 @@
+"""Headers arrive in order, once, whoever reads first; a peer that ended, left or is late is found; blocks wait for all."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_fn.one_host.arena import Arena
+from zero_fn.one_host.mailbox import Mailbox, are_mailboxes_available, box_nbytes
+from zero_fn.one_host.shared import Shared
+from zero_fn.transport.guarded import guard
+from zero_fn.transport.waiting import OutOfStep, PeerLost
+
+pytestmark = pytest.mark.skipif(not are_mailboxes_available(), reason="mailboxes need futexes and pidfds of Linux")
+
+
+def open_boxes(pid: int | None = None) -> tuple[Mailbox, Mailbox]:
+    """Boxes of ranks 0 and 1, both of this process; what rank 0 watches in place of rank 1 is `pid`."""
+    arenas = [Arena(box_nbytes(2)) for _ in range(2)]
+    for arena in arenas:
+        arena.close_file()
+    first, second = (arena.mapped for arena in arenas)
+    return Mailbox(first, 0, second, 1, pid or os.getpid()), Mailbox(second, 1, first, 0, os.getpid())
+
+
+@pytest.fixture
+def boxes() -> tuple[Mailbox, Mailbox]:
+    return open_boxes()
+
+
+@given(st.lists(st.booleans(), max_size=40), st.randoms(use_true_random=False))
+def test_headers_are_taken_by_number_in_any_order(sends: list[bool], order: random.Random) -> None:
+    """True sends a header; False takes one that was sent."""
+    here, there = open_boxes()
+    sent, waiting = 0, list[int]()
+    for is_send in sends:
+        if is_send:
+            here.send(sent * 7, sent - 1)
+            waiting.append(sent)
+            sent += 1
+        elif waiting:
+            number = waiting.pop(order.randrange(len(waiting)))
+            assert there.take(number) == (number * 7, number - 1)
+
+
+def test_more_headers_than_the_ring_holds_wait_until_the_peer_takes_one(boxes: tuple[Mailbox, Mailbox]) -> None:
+    """Both ranks send first, and more than fits: each takes what has come while it waits, or both would wait for ever."""
+    count = 3 * 256 + 5
+    got: list[list[tuple[int, int]]] = [[], []]
+
+    def run(rank: int) -> None:
+        for number in range(count):
+            boxes[rank].send(number, rank)
+        got[rank] = [boxes[rank].take(number) for number in range(count)]
+
+    with guard(deadline_s=20):
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert got == [[(number, 1 - rank) for number in range(count)] for rank in range(2)]
+
+
+def test_a_header_that_is_late_wakes_the_waiter(boxes: tuple[Mailbox, Mailbox]) -> None:
+    here, there = boxes
+    threading.Timer(0.2, here.send, (3, 4)).start()
+    before = time.process_time()
+    assert there.take(0) == (3, 4)
+    assert time.process_time() - before < 0.1  # it slept
+
+
+def test_a_dropped_message_is_skipped_whether_it_has_come_or_not(boxes: tuple[Mailbox, Mailbox]) -> None:
+    here, there = boxes
+    here.send(0, 0)
+    there.drop(0, 1, 0)
+    there.drop(1, 1, 1)
+    assert here.read_by_peer(1) == 1  # the other was not written yet
+    here.send(1, 1)
+    here.send(2, 2)
+    assert there.take(2) == (2, 2)
+    assert not there._arrived and not there._unwanted
+    assert here.read_by_peer(1) == 2
+    assert here.read_by_peer(0) == 0
+
+
+def test_a_peer_that_is_late_is_told_from_one_that_left(boxes: tuple[Mailbox, Mailbox]) -> None:
+    here, there = boxes
+    with guard(deadline_s=0.1), pytest.raises(PeerLost) as late:
+        there.take(0)
+    here.send(5, 6)
+    here.leave()
+    assert there.take(0) == (5, 6)  # it was written before
+    with pytest.raises(PeerLost) as left:
+        there.take(1)
+    assert (late.value.is_late, left.value.is_late) == (True, False)
+    assert "given up" in str(left.value)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        PeerLost(700, is_late=False, text=""),
+        PeerLost(0, is_late=True, text=""),
+        OutOfStep(0, seen_by=1),
+        OutOfStep(90_000, seen_by=3),
+        OutOfStep(3, seen_by=90_000),
+    ],
+    ids=repr,
+)
+def test_whom_a_peer_blames_is_heard_and_the_first_word_stands(
+    boxes: tuple[Mailbox, Mailbox], failure: PeerLost | OutOfStep
+) -> None:
+    here, there = boxes
+    here.leave(failure)
+    here.leave()
+    with pytest.raises(type(failure)) as heard:
+        there.take(0)
+    assert heard.value.peer == failure.peer
+    for attribute in ("is_late", "seen_by"):
+        assert getattr(heard.value, attribute, None) == getattr(failure, attribute, None)
+
+
+def test_a_peer_that_blames_nobody_is_the_one_that_is_lost(boxes: tuple[Mailbox, Mailbox]) -> None:
+    here, there = boxes
+    here.leave(PeerLost(None, is_late=True, text=""))
+    with pytest.raises(PeerLost) as heard:
+        there.take(0)
+    assert (heard.value.peer, heard.value.is_late) == (0, False)
+
+
+def test_what_a_peer_wrote_while_its_loss_was_found_is_read(
+    boxes: tuple[Mailbox, Mailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = boxes
+
+    def found(end_s: float) -> PeerLost:
+        there.send(3, 4)
+        return PeerLost(1, is_late=False, text="")
+
+    monkeypatch.setattr(here, "_loss", found)
+    assert here.take(0) == (3, 4)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_peer_that_was_killed_is_found_at_once(sleeper: subprocess.Popen[bytes]) -> None:
+    here, there = open_boxes(sleeper.pid)
+    there.send(1, 2)
+    threading.Timer(0.1, sleeper.kill).start()
+    assert here.take(0) == (1, 2)
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match="ended") as lost:
+        here.take(1)
+    assert not lost.value.is_late
+    assert time.monotonic() - begin < 5
+
+
+def test_nobody_who_does_not_run_can_be_watched(sleeper: subprocess.Popen[bytes]) -> None:
+    sleeper.kill()
+    sleeper.wait()
+    with pytest.raises(ProcessLookupError):
+        open_boxes(sleeper.pid)
+
+
+def test_closed_mailboxes_leave_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        open_boxes()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_block_is_given_back_once_all_peers_have_read_it() -> None:
+    arenas = [Arena(box_nbytes(3)) for _ in range(3)]
+    own = {peer: Mailbox(arenas[0].mapped, 0, arenas[peer].mapped, peer, os.getpid()) for peer in (1, 2)}
+    theirs = {peer: Mailbox(arenas[peer].mapped, peer, arenas[0].mapped, 0, os.getpid()) for peer in (1, 2)}
+    shared = Shared(arenas[0], {peer: arenas[peer].mapped for peer in (1, 2)}, own)
+    (_, _, first), (_, _, second) = shared.write(0, 100), shared.write(0, 100)
+    assert first != second  # neither was read
+    theirs[1].acknowledge(0, 1)
+    theirs[1].acknowledge(0, 0)
+    _, _, third = shared.write(1, 100)
+    assert third not in (first, second)  # rank 2 may be reading them
+    theirs[2].acknowledge(0, 0)
+    assert shared.write(1, 100)[2] == first
+    assert shared.write(1, 100)[2] != second
+    for arena in arenas:
+        arena.close_file()
+
+
+def test_pages_of_an_arena_go_back_when_its_last_transport_is_gone() -> None:
+    class User:
+        pass
+
+    arena = Arena(box_nbytes(1))
+    shared = Shared(arena, {}, {})
+    first, second = User(), User()
+    shared.used_by(first)
+    shared.used_by(second)
+    arena.mapped.memory[1_000_000:3_000_000] = 1
+    del first
+    assert os.fstat(arena.fd).st_blocks * 512 >= 2_000_000
+    del second
+    assert os.fstat(arena.fd).st_blocks * 512 < 100_000
+    arena.close_file()
+
+
+def test_the_end_of_a_forked_child_says_nothing_of_its_parent() -> None:
+    """A worker of a data loader collected the model it had inherited, and the pages its parent wrote were gone."""
+
+    class User:
+        pass
+
+    def in_child(act: Callable[[], None]) -> None:
+        pid = os.fork()
+        if not pid:
+            act()
+            gc.collect()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    arenas = [Arena(box_nbytes(2)) for _ in range(2)]
+    here = Mailbox(arenas[0].mapped, 0, arenas[1].mapped, 1, os.getpid())
+    there = Mailbox(arenas[1].mapped, 1, arenas[0].mapped, 0, os.getpid())
+    held = {"shared": Shared(arenas[0], {1: arenas[1].mapped}, {1: here}), "user": User()}
+    held["shared"].used_by(held["user"])  # type: ignore[attr-defined]
+    arenas[0].mapped.memory[1_000_000:2_000_000] = 1
+    in_child(lambda: held.pop("user"))  # type: ignore[arg-type, return-value]
+    in_child(held.clear)
+    assert arenas[0].mapped.memory[1_000_000:2_000_000].all()
+    with guard(deadline_s=0.1), pytest.raises(PeerLost) as late:
+        there.take(0)
+    assert late.value.is_late
+    held.clear()
+    with pytest.raises(PeerLost, match="given up"):
+        there.take(0)
+    for arena in arenas:
+        arena.close_file()

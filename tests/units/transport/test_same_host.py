@@ -1,0 +1,86 @@
+"""What transports of one process group share when its ranks share memory: one sequence of operations, one arena."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import Ranks, axis
+from zero_fn.one_host.same_host import SameHost
+from zero_fn.one_host.shared import Shared, shared_by
+from zero_fn.transport import links
+from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.segment import Segment
+from zero_fn.transport.waiting import OutOfStep
+from zero_fn.values.mesh import mesh_axis
+
+
+def exchanged(at_rest: SameHost) -> list[list[int]]:
+    """The number of each rank, from that rank."""
+    rows = torch.zeros(dist.get_world_size(), 1, dtype=torch.uint8)
+    rows[dist.get_rank()] = dist.get_rank()
+    at_rest.exchange(rows).wait()
+    return rows.tolist()
+
+
+def open_transport() -> SameHost:
+    chosen = links.open_transport(mesh_axis(axis(), verb="test"))
+    assert type(chosen) is SameHost
+    return chosen
+
+
+def shared_now() -> Shared:
+    own = mesh_axis(axis(), verb="test")
+    shared = shared_by(own.group, own.rank, own.size, Exchange(own.group, own.rank, own.size))
+    assert shared is not None, "these ranks should share memory"
+    return shared
+
+
+def live_blocks() -> int:
+    shared = shared_now()
+    shared._free_read()
+    return sum(map(len, shared._blocks))
+
+
+def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_used(ranks: Ranks) -> None:
+    def at_different_models() -> tuple[list[float], list[list[int]]]:
+        own = dist.get_rank()
+        models = [open_transport(), open_transport()]
+        whole = torch.full((4,), float(own))
+        with pytest.raises(OutOfStep):
+            models[own].all_gather([Segment(whole, 4, 2)], 11 + own).wait()
+        return whole.tolist(), exchanged(open_transport())
+
+    assert ranks(2).run(at_different_models) == [([float(own)] * 4, [[0], [1]]) for own in range(2)]
+
+
+def test_collectives_that_nobody_waits_for_leave_no_block(ranks: Ranks) -> None:
+    def dropped() -> int:
+        at_rest = open_transport()
+        exchanged(at_rest)
+        before = live_blocks()
+        for _ in range(3):
+            at_rest.all_gather([Segment(torch.zeros(4), 4, 2)])
+        exchanged(at_rest)
+        exchanged(at_rest)
+        return live_blocks() - before
+
+    assert max(ranks(2).run(dropped)) <= 1  # the last exchange: the peer may not have read it yet
+
+
+def test_no_file_stays_open_but_those_of_mappings(ranks: Ranks) -> None:
+    """Python keeps a descriptor for each mapping: one for each rank."""
+
+    def open_files() -> int:
+        exchanged(open_transport())
+        count = 0
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                count += "memfd:zero_fn" in os.readlink(f"/proc/self/fd/{fd}")
+        return count
+
+    assert ranks(2).run(open_files) == [2, 2]

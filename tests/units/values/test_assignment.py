@@ -1,0 +1,115 @@
+"""Assignments: what has been asked of a module, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.groups import pretended_grid
+from zero_fn.errors import LayoutError, MeshError, UnitError
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.home import Home, Sharded
+from zero_fn.values.mesh import Axis, mesh_axis, root_of
+
+
+@pytest.fixture(scope="module")
+def axes() -> Iterator[tuple[Axis, Axis]]:
+    with pretended_grid(4, 2) as mesh:
+        yield mesh_axis(mesh["dp"], verb="test"), mesh_axis(mesh["tp"], verb="test")
+
+
+def test_a_parameter_nobody_asked_about_rests_whole() -> None:
+    assert Assignment().home("layers.0.weight") == Home()
+
+
+def test_join_joins_homes_by_name() -> None:
+    one = Assignment(homes={"a": Home(Sharded.GRADS), "b": Home(Sharded.OPTIMIZER)})
+    other = Assignment(homes={"b": Home(Sharded.PARAMS), "c": Home(compute=torch.bfloat16)})
+    joined = one.join(other)
+    assert joined.homes == {
+        "a": Home(Sharded.GRADS),
+        "b": Home(Sharded.PARAMS),
+        "c": Home(compute=torch.bfloat16),
+    }
+    assert joined == other.join(one)
+    assert one.homes["b"] == Home(Sharded.OPTIMIZER)
+
+
+def test_join_keeps_what_only_one_side_says(axes: tuple[Axis, Axis]) -> None:
+    one, other = Assignment(over=((axes[0], {}),)), Assignment(anchors=("layers.0",), outputs={"": torch.float32})
+    expected = Assignment({}, ((axes[0], {}),), ("layers.0",), {"": torch.float32})
+    assert one.join(other) == other.join(one) == expected
+
+
+def test_no_units_asked_for_are_not_the_same_as_the_empty_choice() -> None:
+    assert Assignment(anchors=()).join(Assignment()).anchors == ()
+    with pytest.raises(UnitError, match="different units"):
+        Assignment(anchors=()).join(Assignment(anchors=("a",)))
+
+
+def test_two_axes_are_joined_in_any_order(axes: tuple[Axis, Axis]) -> None:
+    outer, inner = axes
+    one = Assignment(over=((inner, {"a": Home(Sharded.PARAMS), "b": Home(Sharded.GRADS)}),))
+    other = Assignment(over=((outer, {"a": Home(Sharded.OPTIMIZER), "c": Home(Sharded.GRADS)}),))
+    other = other.join(Assignment({"a": Home(compute=torch.bfloat16)}))
+    joined = one.join(other)
+    assert joined == other.join(one) == joined.join(one) == other.join(joined)
+    assert joined.axes == (inner, outer)
+    assert joined.levels("a") == (Sharded.PARAMS, Sharded.OPTIMIZER)
+    assert joined.levels("c") == (Sharded.NOTHING, Sharded.GRADS)
+    assert joined.home("a") == Home(Sharded.PARAMS, compute=torch.bfloat16)
+    assert joined.below("x").levels("x.a") == joined.levels("a")
+
+
+def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
+    outer, inner = (Assignment(over=((axis, {"a": Home()}),)) for axis in axes)
+    cast = Assignment(homes={"a": Home(compute=torch.bfloat16)})
+    assert outer.join(cast).join(inner) == inner.join(outer).join(cast) == cast.join(inner).join(outer)
+    with pytest.raises(LayoutError, match="compute dtypes"):
+        outer.join(cast).join(inner).join(Assignment(homes={"a": Home(compute=torch.float16)}))
+
+
+def test_join_refuses_axes_that_share_ranks(axes: tuple[Axis, Axis]) -> None:
+    both = mesh_axis(root_of(axes[0].mesh)["dp", "tp"]._flatten("all"), verb="test")
+    with pytest.raises(MeshError, match="share ranks"):
+        Assignment(over=((axes[0], {}),)).join(Assignment(over=((both, {}),)))
+
+
+def test_join_refuses_two_choices_of_units() -> None:
+    with pytest.raises(UnitError, match="different units"):
+        Assignment(anchors=("a",)).join(Assignment(anchors=("b",)))
+
+
+def test_join_names_the_parameter_whose_dtypes_differ() -> None:
+    with pytest.raises(LayoutError) as caught:
+        Assignment(homes={"w": Home(compute=torch.bfloat16)}).join(Assignment(homes={"w": Home(compute=torch.float16)}))
+    assert caught.value.facts["parameter"] == "w"
+
+
+def test_join_refuses_two_output_dtypes() -> None:
+    with pytest.raises(LayoutError, match="output dtypes"):
+        Assignment(outputs={"": torch.bfloat16}).join(Assignment(outputs={"": torch.float32}))
+
+
+def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:
+    part = Assignment(homes={"weight": Home(Sharded.GRADS)}, anchors=("", "layers.0"))
+    whole = part.below("head")
+    assert whole.homes == {"head.weight": Home(Sharded.GRADS)}
+    assert whole.anchors == ("head", "head.layers.0")
+    assert part.below("") == part
+
+
+def test_a_part_keeps_what_was_asked_of_itself() -> None:
+    whole = Assignment(
+        {"head.weight": Home(Sharded.GRADS), "token.weight": Home()},
+        anchors=("", "head", "head.layers.0"),
+        outputs={"head": torch.float32, "token": torch.float32},
+        methods=("head.encode", "token.encode"),
+    )
+    part = whole.of_part("head", {"token.weight": "tied"})
+    assert part.homes == {"weight": Home(Sharded.GRADS), "tied": Home()}
+    assert part.anchors == ("", "layers.0")
+    assert part.outputs == {"": torch.float32}
+    assert part.methods == ("encode",)

@@ -1,0 +1,354 @@
+"""Schedules are values: printed here and compared with golden files; the laws are in property_tests/test_schedule_laws.py.
+
+`schedules/golden/*.txt` hold three kinds of schedules of a root with three blocks, one event a line:
+
+    forward_*, backward_*    what the pure functions make of a trace
+    zero*                    what a rank really does in its second step under each recipe
+
+    SNAPSHOTS=write python -m pytest tests/units/values/test_schedule.py  # writes them again; read the difference
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_fn as zf
+from tests.support.groups import alone
+from tests.support.snapshot import assert_matches
+from zero_fn.runtime.forwards import Forwards
+from zero_fn.runtime.gradients import Gradients, Reduction
+from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.passes import BackwardPass, Script
+from zero_fn.runtime.run import Run
+from zero_fn.runtime.settling import Settling
+from zero_fn.runtime.unit import Unit, unit_of
+from zero_fn.runtime.use import UnitUse
+from zero_fn.values.schedule import (
+    Await,
+    Enter,
+    Event,
+    Exit,
+    Reduce,
+    Reshard,
+    Settle,
+    Trace,
+    Unshard,
+    Use,
+    backward_schedule,
+    backward_trace,
+    fetch_ahead,
+    forward_schedule,
+    legs,
+    limit_reductions,
+    prefetch,
+)
+
+GOLDEN = Path(__file__).parent / "schedules" / "golden"
+NAMES = ("root", "block 0", "block 1", "block 2")
+
+
+def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
+    """A schedule as text, an event a line."""
+    lines = []
+    indent = 0
+    for event in events:
+        unit = event.use.unit if isinstance(event, Enter | Exit) else event.unit
+        name = names[unit] if names else str(unit)
+        if isinstance(event, Enter | Exit) and event.use.number:
+            name += f"#{event.use.number}"
+        indent -= isinstance(event, Exit)
+        lines.append(f"{'  ' * indent}{type(event).__name__.lower()} {name}")
+        indent += isinstance(event, Enter)
+    return "\n".join(lines)
+
+
+def trace_of(brackets: str) -> Trace:
+    """A trace from digits and parentheses: `0(1()2())` is unit 0 around units 1 and 2."""
+    trace: list[Enter | Exit] = []
+    counts: dict[int, int] = {}
+    open_uses: list[Use] = []
+    for sign in brackets:
+        if sign.isdigit():
+            unit = int(sign)
+            use = Use(unit, counts.get(unit, 0))
+            counts[unit] = use.number + 1
+        elif sign == "(":
+            open_uses.append(use)
+            trace.append(Enter(use))
+        else:
+            trace.append(Exit(open_uses.pop()))
+    return tuple(trace)
+
+
+CHAIN = "0(1()2()3())"
+TRACES = {
+    "chain": CHAIN,
+    "nested": "0(1(2())3())",  # block 1 is inside block 0
+    "shared": "0(1()2()1()3())",  # block 0 runs twice
+    "alone": "1()",  # a block called without its root
+}
+
+
+# -- golden ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("name", TRACES)
+def test_forward_schedule_is_golden(name: str, depth: int) -> None:
+    events = prefetch(forward_schedule(trace_of(TRACES[name]), keeps_last=True), depth=depth)
+    assert_matches(GOLDEN / f"forward_{name}_prefetch_{depth}.txt", text(events, NAMES))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("name", TRACES)
+def test_backward_schedule_is_golden(name: str, depth: int) -> None:
+    events = backward_schedule(backward_trace(trace_of(TRACES[name])), reduces=lambda _: True)
+    events = limit_reductions(prefetch(events, depth=depth), limit=2)
+    assert_matches(GOLDEN / f"backward_{name}_prefetch_{depth}.txt", text(events, NAMES))
+
+
+def test_forward_schedule_of_inference_is_golden() -> None:
+    events = forward_schedule(trace_of(CHAIN), keeps_last=False)
+    assert_matches(GOLDEN / "forward_chain_inference.txt", text(events, NAMES))
+
+
+def test_backward_schedule_of_an_accumulated_microbatch_is_golden() -> None:
+    events = backward_schedule(backward_trace(trace_of(CHAIN)), reduces=lambda _: False)
+    assert_matches(GOLDEN / "backward_chain_accumulating.txt", text(events, NAMES))
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.fixture(scope="module")
+def axis() -> Iterator[DeviceMesh]:
+    with alone() as mesh:
+        yield mesh
+
+
+RECIPES: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
+    "zero0": zf.replicate,
+    "zero1": zf.zero1,
+    "zero2": zf.zero2,
+    "zero3": zf.zero3,
+    "zero3_until_backward": lambda module, mesh: zf.zero3(module, mesh, reshard_after="backward"),
+    "zero1_bf16": lambda module, mesh: zf.precision(zf.zero1(module, mesh)),
+}
+
+
+@pytest.mark.parametrize(("recipe", "depth"), [*((recipe, 1) for recipe in RECIPES), ("zero3", 0), ("zero3", 2)])
+def test_second_step_of_a_recipe_is_golden(
+    axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str, depth: int
+) -> None:
+    model = RECIPES[recipe](Root(), axis)
+    zf.runtime.entry.runs_of(model, verb="test")[0].module.depth = depth
+    done = record(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        done.clear()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    name = recipe if depth == 1 else f"{recipe}_prefetch_{depth}"
+    assert_matches(GOLDEN / f"{name}.txt", text(done, NAMES))
+
+
+@pytest.mark.parametrize("recipe", ["zero0", "zero1", "zero2", "zero3"])
+def test_an_accumulated_step_of_a_recipe_is_golden(
+    axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    model = RECIPES[recipe](Root(), axis)
+    model(torch.ones(1, 2)).sum().backward()
+    done = record(monkeypatch)
+    with zf.accumulate(model):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+    assert_matches(GOLDEN / f"{recipe}_accumulating_2.txt", text(done, NAMES))
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """From now on, the events that units live through, in a list. What changes nothing is left out."""
+    done: list[Event] = []
+    unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
+    enter, leave, reduce, settle = Run.enter, Forwards.leave, Gradients.reduce, Settling.settle
+
+    def note(event: Event, unit: Unit, *phases: Phase) -> None:
+        if not phases or unit.in_flight.phase in phases:
+            done.append(event)
+
+    def unshard_noted(unit: Unit) -> None:
+        note(Unshard(unit.index), unit, Phase.AT_REST)
+        unshard(unit)
+
+    def await_noted(unit: Unit) -> None:
+        note(Await(unit.index), unit, Phase.GATHERING)
+        awaited(unit)
+
+    def reshard_noted(unit: Unit) -> None:
+        note(Reshard(unit.index), unit, Phase.GATHERING, Phase.GATHERED)
+        reshard(unit)
+
+    def enter_noted(run: Run, unit: Unit, entry: Any) -> UnitUse:
+        use = enter(run, unit, entry)
+        done.append(Enter(use.key))
+        return use
+
+    def leave_noted(forwards: Forwards, use: UnitUse, *, failed: bool) -> None:
+        done.append(Exit(use.key))
+        leave(forwards, use, failed=failed)
+
+    def reduce_noted(gradients: Gradients, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+        unit = unit_of(gradients._slots[0])
+        assert unit is not None
+        done.append(Reduce(unit.index))
+        return reduce(gradients, exact=exact, present=present)
+
+    def settle_noted(settling: Settling, unit: Unit, under_way: Reduction) -> None:
+        done.append(Settle(unit.index))
+        settle(settling, unit, under_way)
+
+    monkeypatch.setattr(Unit, "unshard", unshard_noted)
+    monkeypatch.setattr(Unit, "await_gathered", await_noted)
+    monkeypatch.setattr(Unit, "reshard", reshard_noted)
+    monkeypatch.setattr(Run, "enter", enter_noted)
+    monkeypatch.setattr(Forwards, "leave", leave_noted)
+    monkeypatch.setattr(Gradients, "reduce", reduce_noted)
+    monkeypatch.setattr(Settling, "settle", settle_noted)
+    return done
+
+
+# -- by example ------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_runs_backwards() -> None:
+    assert backward_trace(trace_of("0(1()2())")) == (
+        Enter(Use(0)), Enter(Use(2)), Exit(Use(2)), Enter(Use(1)), Exit(Use(1)), Exit(Use(0)),
+    )  # fmt: skip
+    assert backward_trace(backward_trace(trace_of(CHAIN))) == trace_of(CHAIN)
+
+
+def test_the_last_block_and_what_is_around_it_stay_when_a_backward_follows() -> None:
+    kept = forward_schedule(trace_of(CHAIN), keeps_last=True)
+    freed = forward_schedule(trace_of(CHAIN), keeps_last=False)
+    assert [event.unit for event in kept if isinstance(event, Reshard)] == [1, 2]
+    assert [event.unit for event in freed if isinstance(event, Reshard)] == [1, 2, 3, 0]
+
+
+def test_a_unit_inside_itself_is_gathered_once() -> None:
+    trace = (Enter(Use(0)), Enter(Use(0, 1)), Exit(Use(0, 1)), Exit(Use(0)))
+    assert text(forward_schedule(trace, keeps_last=False)) == (
+        "unshard 0\nawait 0\nenter 0\n  enter 0#1\n  exit 0#1\nexit 0\nreshard 0"
+    )
+
+
+def test_a_shared_unit_is_reduced_after_its_last_use() -> None:
+    events = backward_schedule(backward_trace(trace_of(TRACES["shared"])), reduces=lambda _: True)
+    assert [event.unit for event in events if isinstance(event, Reduce)] == [3, 2, 1, 0]
+    assert events.index(Reduce(1)) > events.index(Exit(Use(1, 0))) > events.index(Exit(Use(1, 1)))
+
+
+def test_frozen_units_are_not_reduced() -> None:
+    events = backward_schedule(backward_trace(trace_of(CHAIN)), reduces=lambda unit: unit != 2)
+    assert [event.unit for event in events if isinstance(event, Reduce)] == [3, 1, 0]
+    assert Reshard(2) in events
+
+
+def test_prefetch_of_depth_0_changes_nothing() -> None:
+    events = forward_schedule(trace_of(CHAIN), keeps_last=True)
+    assert prefetch(events, depth=0) == events
+
+
+def test_prefetch_gathers_a_block_beside_the_one_before_it() -> None:
+    events = prefetch(forward_schedule(trace_of(CHAIN), keeps_last=True), depth=1)
+    for unit in (1, 2, 3):
+        assert events.index(Unshard(unit)) == events.index(Enter(Use(unit - 1))) - 1
+
+
+def test_prefetch_does_not_pass_a_reshard_of_the_same_unit() -> None:
+    events = forward_schedule(trace_of("1()1()"), keeps_last=False)
+    assert prefetch(events, depth=5) == events
+
+
+def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it() -> None:
+    trace = trace_of("0(1()2())")
+    events = prefetch(forward_schedule(trace, keeps_last=False), depth=1)
+    fetched = text(fetch_ahead(events, is_away=lambda unit: unit > 0, depth=1)).split("\n")
+    assert [line.strip() for line in fetched[:9]] == [
+        *("fetch 1", "unshard 0", "await 0", "unshard 1", "fetch 2", "enter 0", "await 1", "unshard 2", "enter 1"),
+    ]  # fmt: skip
+
+
+def test_prefetch_without_an_enter_before_moves_nothing() -> None:
+    events = (Unshard(0), Await(0), Enter(Use(0)), Exit(Use(0)))
+    assert prefetch(events, depth=3) == events
+
+
+def test_limit_reductions_settles_the_oldest_first() -> None:
+    events = limit_reductions([Reduce(0), Reduce(1), Reduce(2)], limit=2)
+    assert events == (Reduce(0), Reduce(1), Settle(0), Reduce(2), Settle(1), Settle(2))
+
+
+def test_limit_reductions_of_nothing_is_nothing() -> None:
+    assert limit_reductions([], limit=2) == ()
+
+
+def test_text_shows_nesting_names_and_the_number_of_a_use() -> None:
+    events = (Unshard(0), Enter(Use(0)), Enter(Use(1, 2)), Exit(Use(1, 2)), Exit(Use(0)), Settle(1))
+    assert text(events) == "unshard 0\nenter 0\n  enter 1#2\n  exit 1#2\nexit 0\nsettle 1"
+    assert text(events, ["root", "block"]).splitlines()[2] == "  enter block#2"
+    assert text([]) == ""
+
+
+@pytest.mark.parametrize("name", list(TRACES))
+def test_legs_are_the_schedule_cut_at_its_brackets(name: str) -> None:
+    events = prefetch(forward_schedule(trace_of(TRACES[name]), keeps_last=True), depth=1)
+    cut = legs(events)
+    joined = [event for leg in cut for event in (*leg.before, leg.bracket, *leg.after)]
+    assert joined == list(events)
+    assert not any(isinstance(event, Await | Enter | Exit) for leg in cut for event in leg.after)
+
+
+def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_later_one() -> None:
+    first, second = Use(0), Use(1)
+    script = Script([Enter(first), Exit(first), Enter(second), Exit(second)], frozenset({0, 1}), ahead=tuple)
+    ending: Any = None
+    backward = BackwardPass(script, ending, awaited={first}, passed_only={second}, waiting=set(), keeps_graph=False)
+
+    def done() -> list[Event]:
+        return list(iter(backward.next_action, None))
+
+    backward.enter(1, second, recomputes=False)
+    assert done() == [Unshard(1), Await(1)]
+    backward.enter(0, first, recomputes=True)  # by a checkpoint, ahead of backward
+    assert done() == []
+    backward.enter(0, first, recomputes=False)
+    assert done() == [Reshard(1), Reduce(1), Unshard(0), Await(0)]
+
+
+def test_a_recomputation_that_does_not_know_its_use_is_of_the_next_one() -> None:
+    first, second = Use(0), Use(0, 1)
+    script = Script([Enter(first), Exit(first), Enter(second), Exit(second)], frozenset(), ahead=tuple)
+    ending: Any = None
+    backward = BackwardPass(
+        script, ending, awaited={first, second}, passed_only=set(), waiting=set(), keeps_graph=False
+    )
+    assert backward.enter(0, None, recomputes=True) == second
+    assert backward.enter(0, None, recomputes=True) == first
+    assert backward.enter(0, None, recomputes=True) is None

@@ -1,0 +1,402 @@
+"""How parameters are grouped: the default, and every way to choose."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_fn.values.units
+from tests.support.groups import pretended
+from tests.support.models import Language
+from tests.support.ranks import Ranks
+from tests.support.worlds import WIDTH, Tower, World, differences, noise
+from zero_fn.errors import LayoutError, UnitError
+from zero_fn.looking import plan
+from zero_fn.runtime.entry import units_of
+from zero_fn.transforms.checkpoint_activations import checkpoint_activations
+from zero_fn.transforms.shard import shard_params
+from zero_fn.transforms.tile import tile
+from zero_fn.values.units import (
+    LARGE_NBYTES,
+    BySize,
+    anchors_of,
+    by_size,
+    distinct_parameters,
+    innermost_common,
+)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+        self.out = nn.Linear(4, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.attention = Attention()
+        self.mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+class GPT(nn.Module):
+    def __init__(self, depth: int = 3, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 32, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def group_parameters(module: nn.Module, anchors: list[str]) -> dict[str, list[str]]:
+    """Names of the parameters of each unit, as a transform groups them."""
+    groups: dict[str, list[str]] = {anchor: [] for anchor in anchors}
+    for named in distinct_parameters(module):
+        groups[innermost_common(anchors, (name for name, _ in named.places))].append(named.fqn)
+    return groups
+
+
+# -- the default -----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_gpt_are_units_and_the_rest_is_the_root() -> None:
+    model = GPT()
+    anchors = anchors_of(model, None)
+    assert anchors == ["", "blocks.0", "blocks.1", "blocks.2"]
+    groups = group_parameters(model, anchors)
+    assert groups[""] == ["embedding.weight", "norm.weight", "norm.bias"]
+    assert all(name.startswith("blocks.1.") for name in groups["blocks.1"])
+    assert len(groups["blocks.1"]) == len(list(model.blocks[1].parameters()))
+
+
+def test_blocks_are_not_looked_into() -> None:
+    """The `mlp` of a block is a Sequential of two Linears: part of its block, not two units."""
+    assert not any("mlp" in name for name in anchors_of(GPT(), None))
+
+
+def test_layers_of_a_resnet_are_looked_through() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+            self.downsample = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+    class ResNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 3, 7)
+            self.layer1 = nn.Sequential(Residual(), Residual())
+            self.layer2 = nn.Sequential(Residual(), Residual(), Residual())
+            self.fc = nn.Linear(3, 10)
+
+    assert anchors_of(ResNet(), None) == [
+        "", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2",
+    ]  # fmt: skip
+
+
+def test_containers_of_containers_are_looked_through() -> None:
+    stages = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    assert anchors_of(nn.ModuleDict({"stages": stages}), None) == [
+        "",
+        "stages.0.0",
+        "stages.0.1",
+        "stages.1.0",
+        "stages.1.1",
+    ]
+
+
+def test_linears_of_a_plain_mlp_are_units_and_activations_are_not() -> None:
+    mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert anchors_of(mlp, None) == ["", "0", "2", "4"]
+
+
+def test_members_of_a_module_dict_are_units() -> None:
+    heads = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)})
+    assert anchors_of(heads, None) == ["", "a", "b"]
+
+
+def test_a_container_of_one_is_no_repetition() -> None:
+    assert anchors_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), None) == [""]
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block()])
+    # Its only member is looked into, and there the two Linears of `mlp` repeat.
+    assert anchors_of(model, None) == ["", "layers.0.mlp.0", "layers.0.mlp.2"]
+
+
+def test_a_subclass_of_a_container_is_a_block() -> None:
+    class Stage(nn.Sequential):
+        pass
+
+    model = nn.Sequential(Stage(nn.Linear(2, 2), nn.Linear(2, 2)), Stage(nn.Linear(2, 2)))
+    assert anchors_of(model, None) == ["", "0", "1"]
+
+
+def test_a_module_without_parameters_has_the_root_only() -> None:
+    assert anchors_of(nn.Sequential(nn.ReLU(), nn.ReLU()), None) == [""]
+    assert anchors_of(nn.Linear(2, 2), None) == [""]
+
+
+def test_a_block_used_twice_is_one_unit() -> None:
+    block = nn.Linear(2, 2)
+    model = nn.Sequential(block, nn.Linear(2, 2), block)
+    assert anchors_of(model, None) == ["", "0", "1"]
+    assert [named.places for named in distinct_parameters(model)][:2] == [(("0", "weight"),), (("0", "bias"),)]
+
+
+# -- large modules beside the blocks -----------------------------------------------------------------------------------
+
+
+def gpt_of(numel: int, *, tied: bool = False) -> GPT:
+    """Of which the token table and the head take 4 bytes for each of `numel` elements."""
+    with torch.device("meta"):
+        model = GPT(2, tied=False)
+        model.embedding, model.head = nn.Embedding(numel // 4, 4), nn.Linear(4, numel // 4, bias=False)
+        if tied:
+            model.head.weight = model.embedding.weight
+    return model
+
+
+def test_a_large_table_and_a_large_head_are_units_of_their_own() -> None:
+    numel = LARGE_NBYTES // 4
+    assert anchors_of(gpt_of(numel), None) == ["", "blocks.0", "blocks.1"]
+    large = gpt_of(numel + 4)
+    assert anchors_of(large, None) == ["", "embedding", "blocks.0", "blocks.1", "head"]
+    assert group_parameters(large, anchors_of(large, None))[""] == ["norm.weight", "norm.bias"]
+    assert anchors_of(gpt_of(numel + 4).bfloat16(), None) == ["", "blocks.0", "blocks.1"], "bytes, not elements"
+
+
+def test_a_large_table_that_is_tied_to_the_head_stays_in_the_unit_of_the_root() -> None:
+    model = gpt_of(LARGE_NBYTES, tied=True)
+    assert anchors_of(model, None) == ["", "blocks.0", "blocks.1"]
+    assert group_parameters(model, anchors_of(model, None))[""] == ["embedding.weight", "norm.weight", "norm.bias"]
+
+
+def test_large_modules_are_found_around_nested_blocks_and_not_inside_them() -> None:
+    model = nn.Module()
+    model.model, model.head = gpt_of(LARGE_NBYTES), nn.Linear(2, 2)
+    model.model.blocks[1].mlp[0] = nn.Linear(2**13, 2**12, device="meta")
+    assert anchors_of(model, None) == [
+        "", "model.embedding", "model.blocks.0", "model.blocks.1", "model.head",
+    ]  # fmt: skip
+
+
+def test_a_large_module_that_nobody_calls_is_looked_through() -> None:
+    model, size = nn.Module(), 2**13
+    model.layers = nn.ModuleList([nn.Linear(size, size, device="meta")])
+    model.weights = nn.ParameterList([nn.Parameter(torch.empty(size, size, device="meta"))])
+    assert anchors_of(model, None) == ["", "layers.0"]
+
+
+def test_parts_of_a_tiled_module_are_its_units() -> None:
+    model = tile(gpt_of(LARGE_NBYTES), parts=2, where="head.*")
+    assert [name for name in anchors_of(model, None) if name.startswith("head")] == []
+
+
+class Llama(nn.Module):
+    """Shapes of Llama-3-8B, on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 4096
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(128256, width)
+        self.model.layers = nn.ModuleList(nn.Linear(218_112_000 // width, width, bias=False) for _ in range(32))
+        self.model.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, 128256, bias=False)
+
+
+def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_its_tables() -> None:
+    with pretended(64) as mesh, torch.device("meta"):
+        model = Llama().bfloat16()
+        default = plan(shard_params(model, mesh))
+        blocks = plan(shard_params(model, mesh, units="model.layers.*"))
+    head, block = 128256 * 4096 * 2, 218_112_000 * 2
+    assert default.in_flight_nbytes < 2 * head + block + 100_000  # the next block is prefetched
+    assert blocks.in_flight_nbytes > 4 * head + 3 * block
+    assert default.sent_nbytes < 1.025 * blocks.sent_nbytes
+
+
+def _trained_with_large_ones() -> list[str]:
+    """On ranks: modules of a hundred bytes count as large."""
+
+    def tower(world: World) -> None:
+        model = world.build(Tower)
+        if not world.is_replica:
+            assert {"enter", "leave"} <= {unit.name for unit in units_of(model)}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for seed in range(3):
+            world.step(model, optimizer, model(noise(2, WIDTH, seed=seed)).square().mean())
+
+    def tied(world: World) -> None:
+        model = world.build(Language)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for seed in range(3):
+            tokens = torch.arange(5 * seed, 5 * seed + 5) + dist.get_rank()
+            world.step(model, optimizer, model(tokens).square().mean())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_fn.values.units, "LARGE_NBYTES", 100)
+        return differences(tower) + differences(tied)
+
+
+def test_every_stage_trains_to_the_bits_of_replicas_with_large_modules_apart(ranks: Ranks) -> None:
+    for found in ranks(2).run(_trained_with_large_ones):
+        assert found == []
+
+
+def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_fn.values.units, "LARGE_NBYTES", 100)
+    model, calls = Tower(), Counter[str]()
+    assert {"enter", "leave"} <= set(anchors_of(model, None))
+    for name in ("enter", "blocks.1.up", "leave"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.update([name]))
+    checkpoint_activations(model)(torch.ones(2, WIDTH)).sum().backward()
+    assert calls == {"enter": 1, "blocks.1.up": 2, "leave": 1}
+
+
+# -- ties ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_is_one_with_all_its_places() -> None:
+    model = GPT()
+    embedding = distinct_parameters(model)[0]
+    assert embedding.parameter is model.embedding.weight
+    assert embedding.places == (("embedding", "weight"), ("head", "weight"))
+    assert embedding.fqn == "embedding.weight"
+
+
+def test_a_parameter_tied_across_blocks_belongs_to_the_unit_around_both() -> None:
+    model = GPT()
+    model.blocks[2].attention.qkv.weight = model.blocks[0].attention.qkv.weight
+    groups = group_parameters(model, anchors_of(model, None))
+    assert "blocks.0.attention.qkv.weight" in groups[""]
+    assert "blocks.0.attention.qkv.weight" not in groups["blocks.0"]
+
+
+def test_a_parameter_tied_inside_a_block_stays_in_its_unit() -> None:
+    model = GPT()
+    model.blocks[0].norm.weight = model.blocks[0].attention.out.bias
+    assert "blocks.0.norm.weight" in group_parameters(model, anchors_of(model, None))["blocks.0"]
+
+
+def test_a_tie_belongs_to_the_innermost_unit_when_units_nest() -> None:
+    model = nn.Module()
+    model.outer = nn.Module()
+    model.outer.a, model.outer.b = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.outer.b.weight = model.outer.a.weight
+    anchors = anchors_of(model, ("outer", "outer.*"))
+    assert anchors == ["", "outer", "outer.a", "outer.b"]
+    assert group_parameters(model, anchors) == {
+        "": [], "outer": ["outer.a.weight"], "outer.a": ["outer.a.bias"], "outer.b": ["outer.b.bias"],
+    }  # fmt: skip
+
+
+def test_names_that_begin_alike_are_not_nested() -> None:
+    assert innermost_common(["", "layers.1"], ["layers.10"]) == ""
+    assert innermost_common(["", "layers.1", "layers.10"], ["layers.10.mlp"]) == "layers.10"
+
+
+# -- chosen by the user ----------------------------------------------------------------------------------------------
+
+
+def test_units_may_be_a_class_or_several() -> None:
+    assert anchors_of(GPT(2), Block) == ["", "blocks.0", "blocks.1"]
+    assert anchors_of(GPT(1), (nn.Embedding, Attention)) == ["", "embedding", "blocks.0.attention"]
+
+
+def test_units_may_be_a_base_class() -> None:
+    class WideBlock(Block):
+        pass
+
+    assert anchors_of(nn.Sequential(WideBlock(), Block()), Block) == ["", "0", "1"]
+
+
+def test_units_may_be_patterns_of_module_names() -> None:
+    model = GPT(2)
+    assert anchors_of(model, "blocks.?") == ["", "blocks.0", "blocks.1"]
+    assert anchors_of(model, ("head", "blocks.*.mlp")) == ["", "blocks.0.mlp", "blocks.1.mlp", "head"]
+    assert anchors_of(model, ["head", Block]) == ["", "blocks.0", "blocks.1", "head"]
+
+
+def test_anchors_come_in_the_order_of_registration_whatever_the_order_of_rules() -> None:
+    model = GPT(2)
+    assert anchors_of(model, ("head", "embedding")) == anchors_of(model, ("embedding", "head"))
+
+
+@pytest.mark.parametrize("units", [nn.Conv2d, "layers.*", (Block, "nothing"), (nn.Linear, nn.Conv3d)])
+def test_units_that_match_no_module_are_refused(units: object) -> None:
+    with pytest.raises(UnitError, match="matches no module") as caught:
+        anchors_of(GPT(1), units)  # type: ignore[arg-type]
+    assert "Block" in str(caught.value.facts["classes"])
+
+
+@pytest.mark.parametrize("units", [(3,), (int,), (None,)])
+def test_units_of_another_type_are_refused(units: object) -> None:
+    with pytest.raises(UnitError, match="takes module classes"):
+        anchors_of(GPT(1), units)  # type: ignore[arg-type]
+
+
+def test_units_by_size_are_the_innermost_modules_that_are_large_enough() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert (8 * 8 + 8) * 4 == 288 and (4 * 4 + 4) * 4 == 80
+    assert anchors_of(model, by_size(nbytes=288)) == ["", "0", "1"]
+    assert anchors_of(model, by_size(nbytes=160)) == ["", "0", "1", "2"]
+    assert anchors_of(model, by_size(nbytes=80)) == ["", "0", "1", "2.0", "2.1"]
+    assert anchors_of(model, by_size(nbytes=10_000)) == [""]
+
+
+def test_units_by_size_count_what_smaller_units_left_over() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)), nn.Linear(4, 4))
+    # The inner Sequential has 80 bytes left once its first Linear is a unit: they go to the root.
+    assert anchors_of(model, by_size(nbytes=288)) == ["", "0.0"]
+
+
+def test_units_by_size_count_a_tied_parameter_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    assert anchors_of(model, by_size(nbytes=256)) == ["", "0"]
+
+
+def test_units_by_size_skip_containers_that_have_no_forward() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    assert anchors_of(model, by_size(nbytes=320)) == [""]
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_by_size_needs_a_positive_number_of_bytes(nbytes: int) -> None:
+    with pytest.raises(UnitError, match="positive number"):
+        by_size(nbytes=nbytes)
+    assert by_size(nbytes=1) == BySize(1)
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_lazy_parameters_are_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match="no shape yet") as caught:
+        distinct_parameters(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
+    assert caught.value.facts["parameter"] == "1.weight"
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_embeddings_are_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(LayoutError, match="Sparse gradients"):
+        distinct_parameters(nn.Sequential(kind(4, 2, sparse=True)))
+
+
+def test_attributes_that_are_none_are_no_parameters() -> None:
+    assert [named.fqn for named in distinct_parameters(nn.Linear(2, 2, bias=False))] == ["weight"]
+
+
+def test_anchors_are_found_on_meta() -> None:
+    with torch.device("meta"):
+        assert anchors_of(GPT(2), by_size(nbytes=256))[0] == ""

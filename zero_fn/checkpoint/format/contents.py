@@ -1,0 +1,236 @@
+"""What is in a checkpoint, whoever has written it: tensors, each made up of boxes, and values.
+
+The reader of each format fills a `Contents`. Loading and converting use it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.checkpoint.format.boxes import Box, ranges, spans, strides_of, whole_box
+from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
+
+__all__ = ["Contents", "Key", "require_whole"]
+
+_OPEN_FILES = 32
+
+Key = tuple[str, str]
+"""The kind of a tensor, and its name."""
+
+
+class Contents:
+    """What is in files. As it stands here, of safetensors of Hugging Face; readers of checkpoints know of values, too.
+
+    Attributes:
+        path: The folder.
+        rename: The name in the model for a name in the files.
+        ranks: How many ranks have written the files.
+        pieces: For each tensor, by kind and name, its boxes. A box that several ranks have written stands once.
+        aliases: Further names of tied parameters, and the names that they were saved by.
+        states: For each parameter, the names and keys of its states that are tensors.
+        values: For each parameter, its states that are no tensors, with the rank that says so.
+        options: For each parameter, the options of its group, with the rank that says so.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
+        self.path, self.rename, self.ranks = path, rename, 1
+        self.pieces: dict[Key, dict[Box, StoredBox]] = {}
+        self.aliases: dict[str, str] = {}
+        self.states: dict[str, list[tuple[str, Key]]] = {}
+        self.values: dict[str, tuple[int, Any]] = {}
+        self.options: dict[str, tuple[int, Any]] = {}
+        self._readers: dict[Callable[[], TensorReader], TensorReader] = {}
+
+    def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> StoredBox | None:
+        """Adds a box of a tensor: of a parameter or buffer, or of one of its states.
+
+        Returns:
+            A box that contradicts it: of another shape or dtype, or with the same elements and other digests.
+        """
+        name = name if kind.startswith("extra") else self.rename(name)
+        key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
+        if kind == "optimizer" and key not in self.pieces:
+            self.states.setdefault(name, []).append((state, key))
+        known = self.pieces.setdefault(key, {})
+        same = known.setdefault(piece.box, piece)
+        for other in (same, next(iter(known.values()))):
+            if (other.shape, other.dtype) != (piece.shape, piece.dtype):
+                return other
+        return None if same.digests == piece.digests else same
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def read_all(self) -> None:
+        """Reads what every rank says, where only some were read."""
+
+    def values_of(self, parameter: str) -> dict[str, Any]:
+        """The states of a parameter that are no tensors."""
+        rank, values = self.values.get(parameter, (0, {}))
+        return {name: self.value(rank, value) for name, value in values.items()}
+
+    def said(self, rank: int, what: str) -> dict[str, Any]:
+        """What a rank has saved as `extra`, or of its own `buffers`, by name, as it was written."""
+        return {}
+
+    def value(self, rank: int, encoded: Any) -> Any:
+        """A value that a rank has saved."""
+        return encoded
+
+    def is_parted(self, what: str, name: str) -> bool:
+        """Whether ranks, of those that were read, have saved different values of `extra` or `buffers` under a name."""
+        return False
+
+    # -- elements ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes all files."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+    def first(self, key: Key) -> StoredBox:
+        """One box of a tensor: all have its dtype and shape."""
+        return next(iter(self.pieces[key].values()))
+
+    def whole(self, key: Key) -> Tensor:
+        """A whole tensor, in memory of the host."""
+        first = self.first(key)
+        require_whole(self, key)
+        out = torch.empty(first.shape, dtype=first.dtype)
+        self.fill(key, whole_box(first.shape), 0, out.view(-1))
+        return out
+
+    def require_all(self, key: Key, box: Box) -> None:
+        """Requires that the files have each element of a box of a tensor once.
+
+        Raises:
+            CheckpointError: They do not.
+        """
+        for read_more in (self.read_all, lambda: None):
+            if sum(meet.numel for _, meet in _meeting(self.pieces[key].values(), box)) == box.numel:
+                return
+            read_more()
+        raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
+
+    def read(self, key: Key, box: Box, *, parts: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Reads a box of a tensor, a part of a buffer at a time: yields the number of the first element, and the values."""
+        dtype = self.first(key).dtype
+        for first, last in ranges(box.sizes, BUFFER_NBYTES // parts // dtype.itemsize):
+            values = torch.empty(last - first, dtype=dtype)
+            self.fill(key, box, first, values)
+            yield first, values
+
+    def verify(self, key: Key, box: Box) -> None:
+        """Reads a box of a tensor, and compares its blocks with their digests, if they have some.
+
+        Raises:
+            CheckpointError: A block is not what was written.
+            StorageError: The disk refused.
+        """
+        dtype = self.first(key).dtype
+        for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
+            self.fill(key, box, first, torch.empty(last - first, dtype=dtype, device="meta"))
+
+    def fill(self, key: Key, box: Box, first: int, out: Tensor) -> None:
+        """Reads elements of a box of a tensor, row by row.
+
+        Args:
+            key: Which tensor.
+            box: Which box of the tensor.
+            first: The number of the first element in the box.
+            out: Where to: flat, on the host. On meta: blocks are only compared with their digests.
+
+        Raises:
+            CheckpointError: A block is not what was written.
+            StorageError: The disk refused.
+        """
+        dtype, at = self.first(key).dtype, 0
+        values = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
+        for part in spans(box.sizes, first, first + out.numel()):
+            region = box.around(part)
+            room = values[at : at + part.numel].view(part.sizes)
+            at += part.numel
+            for piece, meet in _meeting(self.pieces[key].values(), region):
+                self._read(piece, meet, None if out.is_meta else meet.within(region).of(room))
+        if values is not out:
+            out.copy_(values)
+
+    def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
+        """Reads elements of a piece into a view of their shape; None: only compares digests."""
+        reader, inside = _reader_of(self._readers, piece), box.within(piece.box)
+        leaves_gaps = not piece.digests  # blocks with a digest are read whole
+        for first, last, part in _runs(inside, piece.box.sizes, piece.dtype.itemsize, leaves_gaps=leaves_gaps):
+            target = None if room is None else part.within(inside).of(room)
+            if target is None or (target.is_contiguous() and target.numel() == last - first):
+                reader.read(piece, first, last, None if target is None else target.view(-1))
+                continue
+            read = torch.empty(last - first, dtype=piece.dtype)
+            reader.read(piece, first, last, read)
+            target.copy_(read.as_strided(part.sizes, strides_of(piece.box.sizes)))
+
+
+def require_whole(source: Contents, key: Key) -> None:
+    """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it.
+
+    Raises:
+        CheckpointError: They are not.
+        StorageError: The disk refused.
+    """
+    source.require_all(key, whole_box(source.first(key).shape))
+    for piece in source.pieces[key].values():
+        _reader_of(source._readers, piece)
+
+
+def _reader_of(readers: dict[Callable[[], TensorReader], TensorReader], piece: StoredBox) -> TensorReader:
+    """The file of a piece, opened; of many the one that was opened first is closed."""
+    assert piece.open is not None, "it is being written"
+    if piece.open not in readers:
+        if len(readers) == _OPEN_FILES:
+            readers.pop(next(iter(readers))).close()
+        readers[piece.open] = piece.open()
+    return readers[piece.open]
+
+
+def _meeting(pieces: Iterable[StoredBox], box: Box) -> Iterator[tuple[StoredBox, Box]]:
+    """The pieces that have elements of a box, and which elements."""
+    for piece in pieces:
+        meet = piece.box.meet(box)
+        if meet is not None:
+            yield piece, meet
+
+
+_RUN_NUMEL = 4 << 20
+"""How many elements are read at once where rows of a file are longer than the wanted parts of them."""
+
+_SEEK_NBYTES = 16 << 10
+"""A part of a row that has so many bytes is read alone, where what lies between need not be read."""
+
+
+def _runs(box: Box, sizes: tuple[int, ...], itemsize: int, *, leaves_gaps: bool) -> Iterator[tuple[int, int, Box]]:
+    """The ranges of elements to be read for a box of a tensor of these sizes: their ends, and the part of the box."""
+    outer = next((dim for dim in reversed(range(len(sizes))) if box.sizes[dim] != sizes[dim]), -1)
+    if all(size == 1 for size in box.sizes[: max(outer, 0)]):  # one range without gaps
+        yield *_range(box, sizes), box
+        return
+    if leaves_gaps and prod(box.sizes[outer:]) * itemsize >= _SEEK_NBYTES:
+        dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+        for number in range(box.sizes[dim]):
+            yield from _runs(box.narrow(dim, number, 1), sizes, itemsize, leaves_gaps=True)
+        return
+    step = max(_RUN_NUMEL // prod(sizes[1:]), 1)
+    for start in range(0, box.sizes[0], step):
+        part = box.narrow(0, start, min(step, box.sizes[0] - start))
+        yield *_range(part, sizes), part
+
+
+def _range(box: Box, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """From the first element of a box of a tensor of these sizes to behind its last."""
+    strides = strides_of(sizes)
+    first = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))
+    span = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+    return first, first + span + 1

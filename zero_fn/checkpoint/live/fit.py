@@ -1,0 +1,339 @@
+"""How files fit a model, an optimizer and `extra`: found by name, checked, verified, and put where they rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_fn.checkpoint.format.boxes import Box
+from zero_fn.checkpoint.format.contents import Contents, Key, require_whole
+from zero_fn.checkpoint.format.folders import KINDS
+from zero_fn.checkpoint.live.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
+from zero_fn.checkpoint.live.passing import Kept, end_step, fill_states, leaf_in_chunks, room_of_states
+from zero_fn.checkpoint.together import Together
+from zero_fn.errors import CheckpointError
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.run import run_of
+from zero_fn.streamed import Streamed
+from zero_fn.transforms.loading import keeps_every_bit
+from zero_fn.transforms.unsharded import refresh
+
+__all__ = ["Fit"]
+
+_SHOWN = 30
+"""How many lines of what does not fit an error shows."""
+
+
+@dataclass
+class Fit:
+    """How files fit what this rank loads.
+
+    Attributes:
+        named, model: The tensors of the module; model None: they are not loaded.
+        optimizer: The optimizer whose states and options are loaded; None: none.
+        rounds: Whether floating-point numbers may lose bits in the dtype that they rest in.
+        todo: Tensors to be filled, with the key of each in the files.
+        twins: Keys of one tensor here for which the files have several values, which must be the same.
+        stepped: Names in the files of the parameters of the optimizer.
+        then: What is to be done once the tensors are filled.
+        values: The values of `extra`.
+        wrong: What does not fit, in words.
+    """
+
+    named: Named
+    model: nn.Module | None
+    optimizer: Optimizer | None = None
+    rounds: bool = False
+    todo: list[tuple[Key, Leaf]] = field(default_factory=list)
+    twins: list[tuple[Key, Key, Leaf]] = field(default_factory=list)
+    stepped: set[str] = field(default_factory=set)
+    then: list[Callable[[], object]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    # -- names, shapes, dtypes -----------------------------------------------------------------------------------------
+
+    def match_model(self, source: Contents, *, is_strict: bool) -> None:
+        """Finds the tensors of the model in the files.
+
+        Raises:
+            CheckpointError: The pieces of a tensor do not make up the whole.
+        """
+        for leaf in self.named.leaves:
+            key = ("model", self._name_of(source, leaf.name))
+            if key not in source.pieces:
+                self.wrong += [f"{leaf.name}: not in the checkpoint"] if is_strict else []
+                continue
+            self._match(source, key, leaf)
+            others = (("model", alias) for alias, of in self.named.aliases.items() if of == leaf.name)
+            self.twins += [(key, other, leaf) for other in others if other != key and other in source.pieces]
+
+    def _match(self, source: Contents, key: Key, leaf: Leaf) -> None:
+        piece = source.first(key)
+        if piece.shape != leaf.place.shape:
+            self.wrong.append(f"{leaf.name}: {list(piece.shape)} in the checkpoint, {list(leaf.place.shape)} here")
+        elif not (_is_near if self.rounds else keeps_every_bit)(piece.dtype, leaf.dtype):
+            self.wrong.append(f"{leaf.name}: {piece.dtype} in the checkpoint, and bits would be lost in {leaf.dtype}")
+        elif leaf.local is not None and _is_expanded(leaf.local):
+            self.wrong.append(f"{leaf.name}: expanded here: elements share memory (.contiguous() where it is made)")
+        else:
+            source.require_all(key, leaf.place.box)
+            self.todo.append((key, leaf))
+
+    def _name_of(self, source: Contents, name: str) -> str:
+        """The name under which the checkpoint has a tensor that may be tied there, or here."""
+        if ("model", name) in source.pieces:
+            return name
+        others = (alias for alias, of in self.named.aliases.items() if of == name)
+        return next((other for other in others if ("model", other) in source.pieces), source.aliases.get(name, name))
+
+    def match_local_buffers(self, source: Contents, together: Together) -> None:
+        """Finds the buffers of `buffers="local"`, which each rank has saved for itself."""
+        if source.ranks == together.size:
+            own = source.said(together.rank, "buffers")
+            values = {name: source.value(together.rank, value) for name, value in own.items()}
+            for leaf in self.named.leaves:
+                value = values.get(leaf.name)
+                if leaf.local is None or leaf.name not in values:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != leaf.local.shape:
+                    self.wrong.append(
+                        f"{leaf.name}: another value of this rank in the checkpoint, and none of its shape"
+                    )
+                else:
+                    self.then.append(partial(leaf.local.copy_, value))
+            return
+        units = [] if self.model is None else units_of(self.model)
+        if not any(run_of(unit).module.assignment.buffers == "local" for unit in units):
+            return  # all ranks take the buffers of rank 0, which are in the files of the model
+        names = {leaf.name for leaf in self.named.leaves}
+        self.wrong += [
+            f"{name}: {source.ranks} ranks have saved different values of a buffer, and {together.size} are to load them; "
+            'transform without buffers="local" to take those of rank 0 everywhere'
+            for name in source.said(0, "buffers")
+            if name in names and source.is_parted("buffers", name)
+        ]
+
+    def match_optimizer(self, source: Contents, optimizer: Optimizer, *, is_strict: bool) -> None:
+        """Finds the states of the optimizer and the options of its groups."""
+        rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
+        kept: Kept = {}
+        for group, leaves in zip(optimizer.param_groups, leaves_of_groups(optimizer, self.named), strict=True):
+            options: dict[str, tuple[int, Any]] = {}
+            for parameter, leaf in zip(group["params"], leaves, strict=True):
+                own = replace(leaf, name=self._name_of(source, leaf.name))
+                if own.name not in source.options:
+                    self.wrong += [f"{leaf.name}: no states of an optimizer in the checkpoint"] if is_strict else []
+                    continue
+                rank, said = source.options[own.name]
+                options.setdefault(repr(said), (rank, said))
+                self.stepped.add(own.name)
+                if rooms is None:
+                    self._match_states(source, optimizer, group, parameter, own)
+                else:
+                    kept[id(parameter)] = self._match_chunks(source, parameter, own, rooms.get(id(parameter), {}))
+            if len(options) > 1:
+                self.wrong.append(
+                    f"a group of {len(leaves)} parameters: they had different options when they were saved"
+                )
+            elif options:
+                self.then.append(partial(group.update, source.value(*next(iter(options.values())))))
+        if isinstance(optimizer, Streamed):
+            boxes = {leaf.in_chunks: (key, leaf.place.box) for key, leaf in self.todo}
+
+            def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
+                source.fill(*boxes[id(parameter), name], first, values)
+
+            self.then.append(partial(fill_states, optimizer, kept, fill))
+
+    def _match_states(
+        self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
+    ) -> None:
+        found = dict(source.values_of(own.name))
+        for name, key in source.states.get(own.name, []):
+            piece, old = source.first(key), optimizer.state.get(parameter, {}).get(name)
+            follows = piece.shape == own.place.shape and name != "step"
+            if follows and isinstance(old, Tensor) and old.dtype == piece.dtype and old.shape == parameter.shape:
+                found[name] = old
+            elif follows:
+                found[name] = torch.empty_like(parameter.detach(), dtype=piece.dtype)
+            else:
+                if piece.shape:  # and no step, which takes no memory
+                    require_whole(source, key)
+                is_there = group.get("fused") or group.get("capturable")
+                device = parameter.device if is_there or piece.box.numel > 1 else torch.device("cpu")
+                found[name] = torch.empty(piece.shape, dtype=piece.dtype, device=device)
+            leaf = state_leaf(name, found[name], parameter, own)
+            if leaf is not None:
+                self._match(source, key, leaf)
+        # A parameter that has never been stepped has no entry.
+        self.then.append(partial(optimizer.state.__setitem__ if found else optimizer.state.pop, parameter, found))
+
+    def _match_chunks(
+        self, source: Contents, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]
+    ) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+        """Finds the states of a parameter for which chunks have this room; returns their dtypes, and other values."""
+        dtypes, others = {}, dict(source.values_of(own.name))
+        for name, key in source.states.get(own.name, []):
+            piece = source.first(key)
+            if name in room and piece.shape == own.place.shape:
+                dtypes[name] = room[name]
+                self._match(source, key, leaf_in_chunks(own, parameter, name, room[name]))
+            elif prod(piece.shape) <= 1:
+                others[name] = source.whole(key)
+            else:
+                self.wrong.append(f"{key[1]}: the streamed optimizer has no such state")
+        if dtypes and dtypes.keys() != room.keys():
+            self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
+        return dtypes, others
+
+    def match_extra(self, source: Contents, together: Together, extra: Mapping[str, Any], *, is_strict: bool) -> None:
+        """Finds the values of `extra`, and what they are to be loaded into."""
+        rank = together.rank if source.ranks == together.size else 0
+        said = source.said(rank, "extra")
+        if source.ranks != together.size:
+            self.wrong += [
+                f"extra[{name!r}]: {source.ranks} ranks have saved different values, and {together.size} are to load them; "
+                'leave it with only=("model", "optimizer")'
+                for name in said
+                if source.is_parted("extra", name)
+            ]
+        if is_strict:
+            self.wrong += [f"extra[{name!r}]: not in the checkpoint" for name in extra if name not in said]
+        self.values = {name: source.value(rank, value) for name, value in said.items()}
+        takers = {name: taker for name, taker in extra.items() if name in said and hasattr(taker, "load_state_dict")}
+        self.then += [partial(taker.load_state_dict, self.values[name]) for name, taker in takers.items()]
+
+    def note_unexpected(self, keys: Iterable[Key]) -> None:
+        """Notes as wrong what is in the files and on no rank."""
+        self.wrong += [f"{name}: in the checkpoint, and not in the {kind}" for kind, name in keys]
+
+    def missed(self, source: Contents) -> list[Key]:
+        """What is in the files and has no place on this rank."""
+        taken = {key for key, _ in self.todo} | {key for _, key, _ in self.twins}
+        taken |= {("model", leaf.name) for leaf in self.named.leaves}
+        kinds = {"model"} if self.model is not None else set()
+        kinds |= {"optimizer"} if self.optimizer is not None else set()
+        return [
+            (kind, name)
+            for kind, name in source.pieces
+            if kind in kinds and (kind, name) not in taken
+            if kind == "model" or name.rpartition("/")[0] not in self.stepped
+        ]
+
+    def require(self, path: Path) -> None:
+        """Raises:
+        CheckpointError: Something does not fit; lists all of it.
+        """
+        if self.wrong:
+            more = len(self.wrong) - _SHOWN
+            shown = [*self.wrong[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+            raise CheckpointError(
+                "The checkpoint does not fit: nothing was loaded.",
+                checkpoint=path,
+                **{f"{number}": line for number, line in enumerate(shown, 1)},
+                fix="build the model with the sizes and dtypes of the checkpoint; rename= for other names; strict=False to "
+                "leave what is in one of them only; "
+                + (
+                    "from_pretrained inside zero_fn.integrations.transformers.placed, where transformers converts names"
+                    if self.rounds
+                    else "only= for a part"
+                ),
+            )
+
+    def require_wanted(self, source: Contents, together: Together, *, is_strict: bool) -> None:
+        """Where ranks have parameters of different names: finds what no rank has a place for. Sends a byte for each tensor.
+
+        Raises:
+            CheckpointError: There is some; on every rank.
+        """
+        source.read_all()
+        keys = sorted(key for key in source.pieces if key[0] in KINDS[:2])
+        missed = set(self.missed(source))
+        wanted = together.union([key not in missed for key in keys])
+        if is_strict:
+            self.note_unexpected(key for key, is_wanted in zip(keys, wanted, strict=True) if not is_wanted)
+            self.require(source.path)
+
+    # -- elements ------------------------------------------------------------------------------------------------------
+
+    def verify(self, source: Contents, *, everything: bool) -> None:
+        """Compares the values that must be the same, and, if `everything`, reads all that this rank will read.
+
+        Raises:
+            CheckpointError: A block is not what was written; or one tensor has two values.
+            StorageError: The disk refused.
+        """
+        for key, other, leaf in self.twins:
+            _require_one_value(source, key, other, leaf.place.box)
+        for key, leaf in self.todo if everything else ():
+            source.verify(key, leaf.place.box)
+
+    def follow(self, named: Named) -> None:
+        """Takes note that the tensors of the model are elsewhere now: they were given memory."""
+        there = dict(zip(map(id, self.named.leaves), named.leaves, strict=True))
+        self.todo = [(key, there[id(leaf)]) for key, leaf in self.todo]
+
+    def put(self, source: Contents) -> None:
+        """Reads everything to where it rests.
+
+        Raises:
+            CheckpointError: A block is not what was written.
+            StorageError: A disk refused.
+        """
+        if isinstance(self.optimizer, Streamed):
+            end_step(self.optimizer)
+        with ParcelWindow() as window:
+            for key, leaf in self.todo:
+                if leaf.in_chunks is None:
+                    leaf.fill(source.first(key).dtype, partial(source.fill, key, leaf.place.box), window)
+        if self.model is not None:
+            _note_loaded(self.model)
+        for act in self.then:
+            act()
+
+
+def _require_one_value(source: Contents, key: Key, other: Key, box: Box) -> None:
+    one, two = source.first(key), source.first(other)
+    if (one.shape, one.dtype) == (two.shape, two.dtype):
+        pairs = zip(source.read(key, box, parts=2), source.read(other, box, parts=2), strict=True)
+        if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in pairs):
+            return
+    raise CheckpointError(
+        f"{key[1]} and {other[1]} are one parameter here, and the files have a value for each.",
+        files=source.path,
+        why="one of them would be lost",
+        fix="untie them before the transform, or leave one of them out: rename=",
+    )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_near(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether values of one dtype become values of the other but for rounding. Numbers of a byte have scales elsewhere."""
+    if source.is_floating_point and target.is_floating_point:
+        return source == target or min(source.itemsize, target.itemsize) > 1
+    return keeps_every_bit(source, target)
+
+
+def _note_loaded(model: nn.Module) -> None:
+    """Tells the units of a model that resting parameters were written: what was gathered before is stale, and ranks compare
+    what several of them hold."""
+    units = units_of(model)
+    if not units:
+        return
+    refresh(model)
+    for unit in units:
+        run_of(unit).note_loaded()
+        for slot in unit.slots:
+            slot.initial = None

@@ -1,0 +1,133 @@
+"""Reads and fills the states of streamed optimizers, a chunk at a time, through the buffers of the optimizer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.checkpoint.live.leaves import Leaf
+from zero_fn.errors import CheckpointError, StateError, StorageError
+from zero_fn.resting import local_of
+from zero_fn.streamed import Streamed
+from zero_fn.streamed.pieces import Chunk, SteppedPiece
+from zero_fn.streamed.pipeline import Pass
+
+__all__ = ["Kept", "each_state", "end_step", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
+
+Kept = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
+"""By the identity of a parameter: dtypes of the states that rest in chunks, by name, and the values of other states."""
+
+
+def states_in_chunks(optimizer: Streamed) -> Kept:
+    """The states that an optimizer has.
+
+    Raises:
+        StorageError: A step that was still to be taken failed.
+        StateError: The last step failed half-way.
+        CheckpointError: A state is larger than a number and has no place in a chunk.
+    """
+    optimizer._steps.finish()
+    optimizer._steps.require_whole("save")
+    found: Kept = {}
+    for cut in _cuts(optimizer):
+        dtypes, others = found.setdefault(id(cut.parameter), ({}, {}))
+        dtypes |= {name: dtype for name, (dtype, _) in cut.fields.items() if name in cut.present}
+        others |= cut.resident
+        for name, value in cut.resident.items():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                raise CheckpointError(
+                    f"The state {name!r} of a streamed optimizer came after its first step, and lies in memory in pieces.",
+                    fix="build the optimizer with it from the start, or stream it anew after a step: zf.streamed(...)",
+                )
+    return found
+
+
+def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
+    """The states that chunks have room for: their dtypes, by the identity of the parameter and by name."""
+    found: dict[int, dict[str, torch.dtype]] = {}
+    for cut in _cuts(optimizer):
+        found.setdefault(id(cut.parameter), {}).update({name: dtype for name, (dtype, _) in cut.fields.items()})
+    return found
+
+
+def end_step(optimizer: Streamed) -> None:
+    """Takes a step that is still to be taken: what is loaded comes after it, and mends a step that fails."""
+    with suppress(StorageError, StateError):
+        optimizer._steps.finish()
+    optimizer._steps.waiting = None
+
+
+def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], None]) -> None:
+    """Calls `take(parameter, name, first, values)` for each piece of each state, in the order of the elements of each.
+
+    `first` is the number of the first element in what this rank holds; `values` are flat, on the host, and valid during the
+    call only.
+
+    Raises:
+        StorageError: The disk failed, or does not hold what was written to it.
+    """
+    states = optimizer.states
+
+    def visit(chunk: Chunk, buffer: Tensor) -> None:
+        for cut in chunk.cuts:
+            for name, value in cut.states(buffer).items():
+                if name in cut.present:
+                    _require_in_order(cut)
+                    take(cut.parameter, name, cut.piece.start, value.reshape(-1).cpu())
+
+    Pass([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False).run()
+
+
+def fill_states(
+    optimizer: Streamed,
+    kept: Kept,
+    fill: Callable[[Tensor, str, int, Tensor], None],
+) -> None:
+    """Puts states into the chunks of an optimizer, in place of all that the chunks held.
+
+    Args:
+        optimizer: The streamed optimizer.
+        kept: The states.
+        fill: Called as `fill(parameter, name, first, values)` to fill flat values with the elements from `first` on.
+
+    Raises:
+        StorageError: The disk failed. `step` of the optimizer raises until states are loaded.
+    """
+    states, steps = optimizer.states, optimizer._steps
+    steps.failed = "states could not be loaded"
+
+    def visit(chunk: Chunk, buffer: Tensor) -> None:
+        for cut in chunk.cuts:
+            dtypes, others = kept.get(id(cut.parameter), ({}, {}))
+            values: dict[str, Any] = dict(others)
+            for name, dtype in dtypes.items():
+                _require_in_order(cut)
+                flat = torch.empty(cut.piece.numel, dtype=dtype)
+                fill(cut.parameter, name, cut.piece.start, flat)
+                values[name] = flat.view(cut.shape).to(buffer.device)
+            cut.keep(buffer, values)
+
+    Pass([states], states.chunks, visit).run()
+    steps.failed = None
+
+
+def _cuts(optimizer: Streamed) -> list[SteppedPiece]:
+    return [cut for chunk in optimizer.states.chunks for cut in chunk.cuts]
+
+
+def _require_in_order(cut: SteppedPiece) -> None:
+    if not cut.piece.is_whole and not local_of(cut.parameter).is_contiguous():
+        raise CheckpointError(
+            "A state passes through buffers in pieces, and not in the order of its elements.",
+            parameter=f"{list(cut.parameter.shape)} with strides {cut.parameter.stride()}",
+            fix="a larger buffer, so that it passes whole: zf.streamed(optimizer, tier, buffer='1GiB')",
+        )
+
+
+def leaf_in_chunks(own: Leaf, parameter: Tensor, name: str, dtype: torch.dtype) -> Leaf:
+    """The leaf of a state that rests in chunks; `own` is the leaf of its parameter."""
+    return Leaf(f"{own.name}/{name}", dtype, own.place, None, in_chunks=(id(parameter), name))

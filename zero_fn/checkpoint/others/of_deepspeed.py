@@ -1,0 +1,219 @@
+"""Folders of DeepSpeed: of ZeRO-1, 2 and 3, and universal ones.
+
+    global_step2/                                               ZeRO-1 and 2                      ZeRO-3
+        mp_rank_00_model_states.pt                              names, buffers, frozen tensors    -
+        zero_pp_rank_0_mp_rank_00_model_states.pt               -                                 the same, of rank 0
+        zero_pp_rank_0_mp_rank_00_optim_states.pt               parameters and moments of rank 0  the same
+    latest                                                      "global_step2"
+
+ZeRO-1 and 2 lay all parameters of a group one after the other, and cut that at the ranks. ZeRO-3 cuts each parameter at the
+ranks, and lays the parts of a rank one after the other. A universal folder has a file for each parameter and state. In each
+case a file holds ranges of the elements of parameters, so any rank can read them.
+
+[Note: the order in a group] It is that of `param_shapes`. `param_slice_mappings` says so, too, but not with
+`round_robin_gradients`: DeepSpeed 0.19 then names parameters in another order than they lie in, and `ds_to_universal` gives
+each the values of another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zero_fn.checkpoint.format.files import damaged, disk, understood
+from zero_fn.checkpoint.others.foreign import Foreign
+from zero_fn.checkpoint.others.pickles import PlacedTensor, read_pickle
+from zero_fn.errors import CheckpointError
+
+__all__ = ["DeepSpeedFolder", "deepspeed_folder"]
+
+_MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+_LATEST = ("latest", "latest_universal")
+
+_OWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "data_sampler", "random_ltd", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
+    "ds_version", "universal_checkpoint_info",
+}  # fmt: skip
+"""Entries of a file of the model that are DeepSpeed's own; the others are what the user has asked it to keep."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+Fragment = tuple[int, str, int, int, int]
+"""A group's number; a parameter's name, the first of its elements and how many; the first of these in the group."""
+
+
+def deepspeed_folder(folder: Path) -> Path | None:
+    """The folder with the files of DeepSpeed: this one, or the one that `latest` in it names; None if it has none.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    with disk(folder, "Looking for checkpoints"):
+        names = {path.name for path in folder.iterdir()}
+        if any(map(_MODEL.fullmatch, names)):
+            return folder
+        for latest in _LATEST:
+            tag = (folder / latest).read_text(errors="replace").strip() if latest in names else ""
+            if tag and "/" not in tag and tag in names - {".", ".."}:
+                return deepspeed_folder(folder / tag)
+    return None
+
+
+class DeepSpeedFolder(Foreign):
+    """A checkpoint that DeepSpeed has written."""
+
+    def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool) -> None:
+        super().__init__(path, rename, has_states=has_states)
+        with disk(path, "Reading a checkpoint"):
+            names = sorted(found.name for found in path.iterdir())
+        with understood(path, "it says what DeepSpeed 0.19 does not say"):
+            models = self._by_rank(_MODEL, names, is_universal="zero" in names)
+            said = read_pickle(models[0])
+            self._groups: list[Shapes] = [dict(each) for each in said["param_shapes"] or ()]
+            self._shapes: Shapes = {name: shape for each in self._groups for name, shape in each.items()}
+            shared: dict[str, str] = said["shared_params"] or {}
+            self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
+            self.extra = {name: value for name, value in said.items() if name not in _OWN}
+            self._add_untrained(said, models, self._shapes.keys() | shared.keys())
+            if "zero" in names:
+                self._add_universal(path / "zero")
+            else:
+                self._add_optimizers(self._by_rank(_OPTIMIZER, names))
+
+    def _by_rank(self, pattern: re.Pattern[str], names: list[str], *, is_universal: bool = False) -> list[Path]:
+        """The files of all ranks.
+
+        Raises:
+            CheckpointError: Some are missing; or models were cut in other ways than by ZeRO.
+        """
+        found = [match for match in map(pattern.fullmatch, names) if match]
+        others = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
+        others += [match.string for match in found if int(match["part"]) and not is_universal]
+        if others:
+            raise CheckpointError(
+                "DeepSpeed has cut this model in other ways than by ZeRO, and its files do not say how.",
+                checkpoint=self.path,
+                found=", ".join(others[:3]),
+                fix="python -m deepspeed.checkpoint.ds_to_universal makes a folder of whole parameters of it",
+            )
+        ranks = {int(match["rank"] or 0): self.path / match.string for match in reversed(found)}
+        if sorted(ranks) != list(range(len(ranks))):
+            raise damaged(self.path, why=f"there are files of ranks {sorted(ranks)}, and none of those between")
+        return [ranks[rank] for rank in range(len(ranks))]
+
+    def _add_untrained(self, said: dict[str, Any], models: list[Path], trained: set[str]) -> None:
+        """Adds buffers and frozen parameters: what the optimizer does not step."""
+        frozen = said.get("frozen_param_shapes") or {}
+        is_cut = models[0].name.startswith("zero_pp_rank")
+        for name, tensor in (said["module"] or {}).items():
+            if name in said["buffer_names"] or not (is_cut or name in trained):
+                self.add("model", name, "", tensor.shape, tensor)
+        if is_cut and frozen:
+            parts = [said, *map(read_pickle, models[1:])]
+            for name, shape in frozen.items():
+                for rank, part in enumerate(parts):
+                    at, count = _part(prod(shape), rank, len(parts))
+                    self.add("model", name, "", shape, part["frozen_param_fragments"][name], run=(at, count, 0))
+
+    def _add_optimizers(self, paths: list[Path]) -> None:
+        """Adds parameters and states of ZeRO: each rank has some elements of each group."""
+        begins: Counter[int] = Counter()
+        for rank, path in enumerate(paths):
+            said = read_pickle(path)["optimizer_state_dict"]
+            is_cut = "fp32_flat_groups" in said
+            base = said["optimizer_state_dict" if is_cut else "base_optimizer_state"]
+            counts = said["partition_count"]
+            if self._has_states and (isinstance(base, list) or said.get("ds_zero_partition_groups")):
+                raise CheckpointError(
+                    "DeepSpeed has written states of this optimizer in a way that is not read.",
+                    file=path,
+                    why="elastic_checkpoint, or experts",
+                    fix='"elastic_checkpoint": false in its config; or without states: zf.load(folder, model, only="model")',
+                )
+            if any(count != len(paths) for count in (counts if isinstance(counts, list) else [counts])):
+                raise damaged(path, why=f"{counts} ranks have written states, and there are files of {len(paths)}")
+            values = said["fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"]
+            gaps = said.get("param_alignment_paddings") or [[0] * len(each) for each in self._groups]
+            for group, name, at, count, first in (
+                _cut_each(self._groups, rank, len(paths)) if is_cut else _cut_all(self._groups, gaps, values, begins)
+            ):
+                states = base["state"].get(group, {}) if self._has_states else {}
+                self.add("model", name, "", self._shapes[name], values[group], run=(at, count, first))
+                for state, value in states.items():
+                    if _is_of_elements(value):
+                        self.add("optimizer", name, state, self._shapes[name], value, run=(at, count, first))
+            if rank == 0 and self._has_states:
+                self._add_groups(base)
+
+    def _add_groups(self, base: dict[str, Any]) -> None:
+        """Adds options of groups, and states that are numbers: the same for all parameters of a flat group."""
+        for group in base["param_groups"]:
+            self.add_group([name for flat in group["params"] for name in self._groups[flat]], group)
+            for flat in group["params"]:
+                numbers = {"step": group["step"]} if "step" in group else {}
+                states = base.get("state", {}).get(flat, {})
+                numbers |= {state: value for state, value in states.items() if not _is_of_elements(value)}
+                for name in self._groups[flat]:
+                    for state, value in numbers.items():
+                        if ("optimizer", f"{self.rename(name)}/{state}") not in self.pieces:
+                            self.add_state(name, state, value)
+
+    def _add_universal(self, path: Path) -> None:
+        """Adds parameters and states of a universal folder: a file for each."""
+        for name, shape in self._shapes.items():
+            with disk(path / name, "Reading a checkpoint"):
+                files = sorted((path / name).glob("*.pt"))
+            for file in files:
+                found = read_pickle(file)
+                value = found["param"] if isinstance(found, dict) else found
+                if file.stem == "fp32":
+                    self.add("model", name, "", shape, value)
+                elif _is_of_elements(value):
+                    self.add("optimizer", name, file.stem, shape, value)
+                else:
+                    self.add_state(name, file.stem, value)
+        if self._has_states:
+            said = read_pickle(path / "optimizer_state.pt")
+            self._add_groups(said.get("optimizer_state_dict", said))
+
+
+def _is_of_elements(state: Any) -> bool:
+    """Whether a state has a number for each element, and is not one number."""
+    return isinstance(state, PlacedTensor) and bool(state.shape)
+
+
+def _cut_all(
+    groups: list[Shapes], gaps: list[list[int]], values: list[PlacedTensor], begins: Counter[int]
+) -> Iterator[Fragment]:
+    """What a rank has of groups that were cut as wholes; `begins` is how much of each group the ranks before have."""
+    for group, (shapes, paddings, tensor) in enumerate(zip(groups, gaps, values, strict=True)):
+        begin, end, start = begins[group], begins[group] + prod(tensor.shape), 0
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            low, high = max(start, begin), min(start + prod(shape), end)
+            if low < high:
+                yield group, name, low - start, high - low, low - begin
+            start += prod(shape) + padding
+        begins[group] = end
+
+
+def _cut_each(groups: list[Shapes], rank: int, ranks: int) -> Iterator[Fragment]:
+    """What a rank has of groups of which each parameter was cut."""
+    for group, shapes in enumerate(groups):
+        first = 0
+        for name, shape in shapes.items():
+            at, count = _part(prod(shape), rank, ranks)
+            yield group, name, at, count, first
+            first += -(-prod(shape) // ranks)
+
+
+def _part(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first element that a rank has of a parameter that ZeRO-3 has cut, and how many."""
+    size = -(-numel // ranks)
+    at = min(rank * size, numel)
+    return at, min(size, numel - at)

@@ -1,0 +1,59 @@
+"""Finds the checkpoint that a folder means, and opens it with the reader of its format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint.format.contents import Contents
+from zero_fn.checkpoint.format.folders import MANIFEST, checkpoints, newest
+from zero_fn.checkpoint.others.of_dcp import METADATA, DcpFolder
+from zero_fn.checkpoint.others.of_deepspeed import DeepSpeedFolder, deepspeed_folder
+from zero_fn.errors import CheckpointError
+
+__all__ = ["chosen", "opened"]
+
+
+def chosen(folder: Path) -> Path:
+    """The folder itself if it is a checkpoint, or the checkpoint in it that was committed last.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or there are checkpoints of two kinds.
+        StorageError: The folder cannot be read.
+    """
+    if (folder / MANIFEST).exists():
+        return folder
+    foreign = folder if (folder / METADATA).is_file() else deepspeed_folder(folder)
+    if foreign is None:
+        return newest(folder)
+    own = checkpoints(folder)
+    if own:
+        raise CheckpointError(
+            "There are checkpoints of two kinds.",
+            folder=folder,
+            found=f"files of another library, and {own[-1].path.name}",
+            fix=f"name one of the two: a folder of the other library without ours in it, or {own[-1].path}",
+        )
+    return foreign
+
+
+def opened(
+    folder: Path, rename: Callable[[str], str], *, has_states: bool = True, reader: tuple[int, int] = (0, 1)
+) -> Contents:
+    """Reads what is in a checkpoint, but for the elements of tensors.
+
+    Args:
+        folder: What `chosen` has found.
+        rename: The name in the model for a name in the checkpoint.
+        has_states: Whether states of the optimizer are wanted.
+        reader: The number of this reader, and how many readers there are, each of which needs a part.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or of a kind that is not read.
+        StorageError: The disk refused.
+    """
+    if (folder / MANIFEST).exists():
+        return Catalog(folder, rename, reader)
+    kind = DcpFolder if (folder / METADATA).is_file() else DeepSpeedFolder
+    return kind(folder, rename, has_states=has_states)

@@ -1,0 +1,296 @@
+"""`autoplan`: the stage and the tiers that fit a budget of memory and take the least predicted time.
+
+Each stage is tried with nothing in a tier, then with the optimizer states there, then also the gradients, then also the
+parameters. Of two tiers (the host beside an accelerator, and a disk) the nearer never holds what is used less often. From the
+bytes that `plan` counts these are predicted:
+
+    memory      bytes at rest and in flight, plus activations; with all buffers where the host is the device
+    collectives bytes sent / speed of the axis
+    fetches     bytes that forward and backward read and write on the disk / its speeds    reads and writes share the disk
+    optimizer   N (2 k + 12) / speed of memory, k bytes of state for each of N elements    param and states read and written,
+    disk        bytes that the optimizer reads and writes on the disk / its speeds         gradient read
+    link        the larger of bytes to the accelerator / that speed and bytes from it / that speed
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from math import inf
+from operator import sub
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW, Optimizer
+
+from zero_fn.errors import MeshError, StateError, TierError
+from zero_fn.looking.held import Held
+from zero_fn.looking.links import LinkSpeeds, of_all_ranks
+from zero_fn.looking.predict import Plan, plan
+from zero_fn.looking.proposals import STAGES, Proposal, Proposals, staged
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.unit import Unit
+from zero_fn.streamed import Link
+from zero_fn.values.mesh import Axis, mesh_axis
+from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, Tiers, bytes_text, is_accelerator, nbytes_of_text
+
+__all__ = ["autoplan"]
+
+_NBYTES = ("parameters", "gradients", "optimizer", "buffers", "in_flight")
+
+
+def _adamw(parameters: Iterable[Tensor]) -> Optimizer:
+    return AdamW(parameters, fused=True)
+
+
+def autoplan(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    budget: int | str,
+    *,
+    links: LinkSpeeds,
+    tier: Tier | Sequence[Tier] | None = None,
+    optimizer: Callable[[Iterable[Tensor]], Optimizer] = _adamw,
+    activations: int | str | None = None,
+    compute_s: float = 0.0,
+    **options: Any,
+) -> Proposals:
+    """Predicts memory and step time of every stage, with more and more of the training state on a disk or on the host.
+
+        links = zf.measure_links(mesh["dp"], path="/local_nvme")
+        found = zf.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
+        print(found)
+        model = found.best.place(model, mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = optimizer if found.best.tier is None else zf.streamed(optimizer)
+
+    Communicates a few numbers over `mesh`, which all its ranks must call this for: each prediction is the largest of all
+    ranks, so all decide alike. On torch's fake process group nothing is communicated.
+
+    Args:
+        module: Any module that is neither sharded nor offloaded yet, `zf.precision(model)` for one; on `meta` too. No memory
+            is taken for it.
+        mesh: One axis, `mesh["dp"]`.
+        budget: Bytes of memory of the device per rank, as a number or as text.
+        links: Speeds, of `measure_links` over the same axis.
+        tier: Where states of the optimizer, gradients and parameters may rest: `zf.nvme(path)`; beside an accelerator also
+            `zf.cpu()`, or both: `(zf.cpu(limit="100GiB"), zf.nvme(path))`. A rank has at most `limit=` bytes there in all,
+            those of host buffers included.
+        optimizer: A function that makes the optimizer from parameters, whose states are counted; left out, AdamW.
+        activations: Bytes of activations, as a number or as text: zero_fn cannot predict them.
+        compute_s: Seconds of a forward and backward on one rank; the same in every stage.
+        **options: Of the sharding transforms: `units=`, `persist_below=`.
+
+    Returns:
+        All combinations, first those that fit, the fastest first. Of equally fast ones the lower stage comes first, then the
+        one with less in tiers.
+
+    Raises:
+        TierError: No combination fits; or `links` lacks the speed of a disk or an accelerator that is needed; or `tier` is
+            the memory that the model computes in, or more than one of a kind.
+        StateError: `module` is sharded or offloaded already.
+        MeshError: `mesh` is not one axis, or not the one that was measured.
+        PlacementError: `tier` is given, and the optimizer does not treat every element alone.
+    """
+    axis = mesh_axis(mesh, verb="autoplan")
+    units = units_of(module)
+    if any(unit.run.transport.axes or slot.home.tiers != IN_MEMORY for unit in units for slot in unit.slots):
+        raise StateError(
+            "autoplan takes a module that is neither sharded nor offloaded.",
+            got="a module that rests sharded or replicated over an axis, or in a tier",
+            fix="call autoplan before those transforms; zf.plan(model) predicts what this one holds and sends",
+        )
+    if axis.size > 1 and axis.name not in links.sent:
+        raise MeshError(
+            f"autoplan does not know how fast axis {axis} is.",
+            measured=", ".join(map(repr, links.sent)) or "no axis",
+            fix=f'links = zf.measure_links(mesh["{axis.name}"]), over the axis that is planned',
+        )
+    tiers = _ordered(tier, axis, links)
+    nbytes = nbytes_of_text(budget, "budget")
+    room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)
+    bare = _on_meta(module)
+    with _without_collecting():
+        ways = [
+            (transform, chosen, {**numbers, "compute_s": compute_s})
+            for transform in STAGES
+            for chosen, numbers in _predicted(staged(transform, bare, mesh, options), tiers, optimizer, links)
+        ]
+    # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.
+    if axis.size > 1 and axis.backend != "fake":
+        own = [number for *_, numbers in ways for number in numbers.values()]
+        largest = iter(of_all_ranks(axis, own, "predictions of autoplan").amax(0).tolist())
+        ways = [(transform, chosen, {name: next(largest) for name in names}) for transform, chosen, names in ways]
+    proposals = [_proposal(*way, axis.device_type, tiers, room) for way in ways]
+    proposals.sort(key=lambda proposal: (not proposal.fits, proposal.step_s))  # of equal ones the earlier stays first
+    if not proposals[0].fits:
+        least = min(proposals, key=lambda proposal: _excess(proposal, room))
+        takes = {"memory": least.nbytes, "host": least.host, "disk": least.disk}
+        raise TierError(
+            f"No placement fits {bytes_text(room)} of memory per rank.",
+            nearest=f"{least.transform}, {least.away} elsewhere" if tiers else least.transform,
+            takes=", ".join(f"{where} {bytes_text(taken)}" for where, taken in takes.items() if taken),
+            **({"tiers": ", ".join(map(str, tiers))} if tiers else {}),
+            ranks=axis.size,
+            fix="more ranks, more memory, smaller units (units=...)"
+            + ("" if tiers else ", or a disk: tier=zf.nvme('/local_nvme')"),
+        )
+    return Proposals(nbytes, tuple(proposals))
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Python's garbage collector would look at the layouts of a large model again and again: a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) -> list[Tier]:
+    """The tiers that were given, the nearer one first; an error if one cannot be planned for."""
+    given = [] if tier is None else [tier] if isinstance(tier, Cpu | Nvme) else list(tier)
+    hosts = [each for each in given if isinstance(each, Cpu)]
+    disks = [each for each in given if isinstance(each, Nvme)]
+    if max(len(hosts), len(disks)) > 1 or len(hosts) + len(disks) < len(given):
+        raise TierError(
+            "autoplan looks at one tier of each kind.",
+            tier=", ".join(map(str, given)),
+            fix="tier=zf.nvme('/disk0', '/disk1') for several disks, tier=(zf.cpu(), zf.nvme('/local_nvme')) for both kinds",
+        )
+    if hosts and not is_accelerator(axis.device_type):
+        raise TierError(
+            "The model computes in the memory of the host, so the host is no tier beside it.",
+            axis=axis,
+            device=axis.device_type,
+            fix="leave zf.cpu() out; budget= says how many bytes of host memory a rank may use",
+        )
+    needed = ["disk_read", "disk_write"] if disks else []
+    needed += ["device_memory", "to_device", "from_device"] if is_accelerator(axis.device_type) else []
+    missing = [name for name in needed if getattr(links, name) is None]
+    if missing:
+        paths = disks[0].paths if disks else ()
+        path = f", path={paths if len(paths) > 1 else paths[0]!r}" if paths else ""
+        raise TierError(
+            "autoplan does not know how fast bytes move from and to a tier or an accelerator.",
+            axis=axis,
+            **({"tier": disks[0]} if disks else {}),
+            missing=", ".join(missing),
+            fix=f'links = zf.measure_links(mesh["{axis.name}"]{path}), on the machine that will train',
+        )
+    return [*hosts, *disks]
+
+
+def _choices(tiers: Sequence[Tier]) -> Iterator[Tiers]:
+    """All choices of tiers in which parameters are no farther than gradients, and these no farther than states. The first has
+    nothing in a tier."""
+    places: tuple[Tier | None, ...] = (None, *tiers)
+    for optim, grads, params in product(range(len(places)), repeat=3):
+        if params <= grads <= optim:
+            yield Tiers(places[params], places[grads], places[optim])
+
+
+def _predicted(
+    placed: nn.Module,
+    tiers: Sequence[Tier],
+    optimizer: Callable[[Iterable[Tensor]], Optimizer],
+    links: LinkSpeeds,
+) -> Iterator[tuple[Tiers, dict[str, float]]]:
+    """For each choice of tiers, the bytes and seconds of one stage on this rank, by name."""
+    states, units, stock = 0, units_of(placed), optimizer(placed.parameters())
+    for chosen in _choices(tiers):
+        _rest_in(chosen, units)
+        planned, without = plan(placed, stock), plan(placed)
+        held, padding = planned.held, planned.padding
+        states = states or held.optimizer
+        slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
+        touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)
+        is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
+        fetch_s, both_s = (_disk_s(found, tiers, links) for found in (without, planned))
+        yield (
+            chosen,
+            {
+                "parameters": held.parameters + padding.parameters,
+                "gradients": held.gradients + padding.gradients,
+                "optimizer": held.optimizer,
+                "buffers": held.buffers,
+                **{str(tier): held.tiers.get(str(tier), 0) for tier in tiers},
+                "in_flight": planned.in_flight_nbytes,
+                "collectives_s": sum(sent / links.sent[along] for along, sent in planned.sent_by_axis.items() if sent),
+                "fetch_s": fetch_s,
+                "fetch_link_s": _link_s(without.link, links),
+                "optimizer_s": touched / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
+                "disk_s": both_s - fetch_s,
+                "link_s": _link_s(Link(*map(sub, planned.link, without.link)), links),
+            },
+        )
+
+
+def _rest_in(tiers: Tiers, units: Sequence[Unit]) -> None:
+    """Lets what units on `meta` have rest in these tiers, as `offload` would, in place: only layouts are made anew."""
+
+    def make_record(*_: object) -> NoReturn:
+        raise AssertionError("records hold no tensors on meta")
+
+    for unit in units:
+        for group in unit.groups:
+            group.vacate()
+            group.kind = replace(group.kind, home=replace(group.kind.home, tiers=tiers))
+            for slot in group.slots:
+                slot.home, slot.kind = group.kind.home, group.kind
+        unit.groups.lay_out(make_record)
+        unit.note_moved()
+
+
+def _disk_s(planned: Plan, tiers: Sequence[Tier], links: LinkSpeeds) -> float:
+    """Seconds that the disk is busy in a step; 0 without a disk."""
+    moved = [planned.moved.get(str(tier), (0, 0)) for tier in tiers if isinstance(tier, Nvme)]
+    return sum(read / (links.disk_read or 1.0) + written / (links.disk_write or 1.0) for read, written in moved)
+
+
+def _link_s(link: Link, links: LinkSpeeds) -> float:
+    """Seconds that the link needs for so many bytes, both ways at once."""
+    return max(link.to_device / (links.to_device or 1.0), link.from_device / (links.from_device or 1.0))
+
+
+def _proposal(
+    transform: str,
+    chosen: Tiers,
+    numbers: Mapping[str, float],
+    device_type: str,
+    tiers: Sequence[Tier],
+    room: int,
+) -> Proposal:
+    in_tiers = {str(tier): int(numbers[str(tier)]) for tier in tiers if numbers[str(tier)]}
+    parameters, gradients, optimizer, buffers, in_flight = (int(numbers[name]) for name in _NBYTES)
+    held = Held(parameters, gradients, optimizer, buffers, in_tiers)
+    seconds = {name: number for name, number in numbers.items() if name.endswith("_s")}
+    found = Proposal(transform, chosen, device_type, held, in_flight, fits=False, **seconds)
+    return replace(found, fits=_excess(found, room) <= 1)
+
+
+def _excess(proposal: Proposal, room: int) -> float:
+    """The largest part that a proposal takes of the memory, or of the limit of a tier; above 1 it does not fit."""
+    tiers = {tier for tier in (proposal.tiers.params, proposal.tiers.grads, proposal.tiers.optim) if tier is not None}
+    taken = ((tier, proposal.host if isinstance(tier, Cpu) else proposal.disk) for tier in tiers)
+    limited = (nbytes / tier.limit_nbytes for tier, nbytes in taken if tier.limit_nbytes is not None)
+    return max(proposal.nbytes / room if room > 0 else inf, *limited, 0.0)
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy without memory: parameters and buffers of the same shapes on `meta`."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
