@@ -1,6 +1,6 @@
 """DeepSpeed configs: each entry is checked, and the config is turned into transforms and stock objects of torch.
 
-keys         the table of all entries that are known, `keys.txt`
+keys         the table of all entries that are known, `keys.toml`
 entries      the entries of a config, read against that table
 optimizers   the section optimizer
 rates        the section scheduler

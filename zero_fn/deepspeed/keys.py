@@ -1,41 +1,33 @@
 """The entries of a DeepSpeed config: for each its path, the values that it may have, its default, and its meaning here.
 
-They are the rows of the table `keys.txt` beside this file, which is read into `KEYS`.
+They are the rows of the table `keys.toml` beside this file, which is read into `KEYS`.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import floor, inf
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["KEYS", "OTHER_NAMES", "EntryKind", "Key"]
 
 Role = Literal["read", "hint", "refused"]
 _MOST = sys.float_info.max
-_ROLES: Mapping[str, Role] = {"=": "read", "~": "hint", "!": "refused"}
+_ROLES: Mapping[str, Role] = {"becomes": "read", "unneeded": "hint", "write": "refused"}
 
 
 @dataclass(frozen=True, slots=True)
 class EntryKind:
-    """The values that an entry may have.
+    """The values that an entry may have."""
 
-    Attributes:
-        name: "flag", "text", "whole" or "number"; "off" for a section that has to be off, which is read as false; "any" for
-            an entry that is checked elsewhere.
-        least, most: Bounds of a number.
-        choices: The texts that are allowed; empty: any text.
-    """
-
-    name: str
+    name: str  # flag, text, whole or number; off: a section that has to be off, read as false; any: checked elsewhere
     least: float = 0
     most: float = inf
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # empty: any text
 
     def taken(self, value: object) -> object | None:
         """The value in the type that the entry needs (`5e8` becomes a whole number); None if it is not allowed."""
@@ -49,60 +41,40 @@ class EntryKind:
             is_one = isinstance(value, str) and value and (not self.choices or value in self.choices)
             return value if is_one else None
         if self.name == "off":
-            entries = value.values() if isinstance(value, Mapping) else [value]
-            is_off = all(entry is False for entry in entries) or (
-                isinstance(value, Mapping) and value.get("enabled") is False
-            )
-            return False if is_off else None
+            entries = value if isinstance(value, Mapping) else {"": value}
+            return False if entries.get("enabled") is False or all(e is False for e in entries.values()) else None
         return value if self.name == "any" or isinstance(value, bool) else None
 
     def __str__(self) -> str:
         if self.name in ("whole", "number"):
-            words = [{"whole": "a whole number", "number": "a number"}[self.name], f"from {self.least:g}"]
-            return " ".join(words + [f"to {self.most:g}"] * (self.most < inf))
+            noun = "a whole number" if self.name == "whole" else "a number"
+            return f"{noun} from {self.least:g}" + (f" to {self.most:g}" if self.most < inf else "")
         choices = " or ".join(f'"{choice}"' for choice in self.choices)
         return choices or {"flag": "true or false", "text": "text"}.get(self.name, "nothing")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One entry that is known.
+    """One entry that is known."""
 
-    Attributes:
-        path: The path of the entry, `zero_optimization.stage`.
-        kind: The values that it may have.
-        default: Its value in a config that does not have it.
-        role: "read"; "hint": checked, but changes nothing; "refused": refused unless it has its default.
-        became: For an entry that is read, its meaning here; for a hint, why it changes nothing; for the rest, what to write
-            instead. A mapping gives it by the value of the entry, else for others.
-        auto: The meaning of `"auto"`; empty if a value has to be filled in.
-    """
-
-    path: str
+    path: str  # in the config, `zero_optimization.stage`
     kind: EntryKind
-    default: object
-    role: Role
-    became: str | Mapping[str, str]
-    auto: str
+    default: object  # its value in a config that does not have it
+    role: Role  # hint: checked, but changes nothing; refused: unless it has its default
+    became: (
+        str | Mapping[str, str]
+    )  # its meaning, why it changes nothing, or what to write instead; may go by its value
+    auto: str  # the meaning of "auto"; empty if a value has to be filled in
 
 
-def _keys(table: str) -> Iterator[Key]:
-    section = ""
-    for line in table.splitlines():
-        if line.startswith("["):
-            section = f"{line[1:-1]}."
-        elif line and not line.startswith("#"):
-            name, kind, default, outcome = re.split(r"\s{2,}", line, maxsplit=3)
-            role = _ROLES[outcome[0]]
-            became, _, auto = outcome[2:].partition("; auto: ")
-            yield Key(
-                section + name,
-                _kind(kind),
-                None if default == "-" else json.loads(default),
-                role,
-                dict(choice.split(" -> ") for choice in became.split(", ")) if " -> " in became else became,
-                became if role == "hint" else "as here" if role == "refused" and kind != "off" else auto,
-            )
+def _keys(section: Mapping[str, Any], start: str = "") -> Iterator[Key]:
+    for name, row in section.items():
+        if "holds" not in row:
+            yield from _keys(row, f"{start}{name}.")
+            continue
+        kind, ((word, role),) = _kind(row["holds"]), [(word, role) for word, role in _ROLES.items() if word in row]
+        auto = {"read": row.get("auto", ""), "hint": row[word], "refused": "" if kind.name == "off" else "as here"}
+        yield Key(start + name, kind, row.get("default"), role, row[word], auto[role])
 
 
 def _kind(text: str) -> EntryKind:
@@ -113,7 +85,9 @@ def _kind(text: str) -> EntryKind:
     return EntryKind(name, float(least or 0), float(most or inf))
 
 
-KEYS: Mapping[str, Key] = {key.path: key for key in _keys(Path(__file__).with_name("keys.txt").read_text("utf-8"))}
+KEYS: Mapping[str, Key] = {
+    key.path: key for key in _keys(tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8")))
+}
 """Every entry that is known, by its path. `optimizer.params.*` and `scheduler.params.*` stand for all options
 that have no row."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from tests.units.deepspeed.configs import ADAM, CONFIGS, INFINITY, STAGE_2, STAGE_3, Json, changed, leaves
-from zero_fn.deepspeed import keys
 from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES
 from zero_fn.deepspeed.settings import Sharding, settings_of
@@ -614,13 +612,3 @@ def test_each_row_of_the_table_takes_its_default() -> None:
             assert key.kind.taken(key.default) == key.default, key
         if isinstance(key.became, dict):
             assert set(key.became) >= set(key.kind.choices), key
-
-
-def test_the_table_names_every_entry_once() -> None:
-    rows, section = Counter[str](), ""
-    for line in Path(keys.__file__).with_name("keys.txt").read_text().splitlines():
-        if line.startswith("["):
-            section = line.strip("[]") + "."
-        elif line and not line.startswith("#"):
-            rows[section + line.split()[0]] += 1
-    assert rows == Counter(list(KEYS))
