@@ -18,9 +18,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.simulation import axis
 from tests.support.models import Language
+from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
 from zero_fn.values.mesh import root_of
 from zero_fn.values.tiers import Tier, is_accelerator

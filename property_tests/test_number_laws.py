@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.training import STAGES
 from tests.support.local_tensor import LocalTensors, World
 from tests.support.profiles import examples
+from tests.support.programs import STAGES
 
 SHAPES = ((4, 6), (7, 6), (1, 6), (5,), (1,), (), (2, 3))
 """Even rows, uneven ones, one row, which all ranks but one lack, and a scalar."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.simulation import Simulated, axis
 from tests.support.profiles import examples
+from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
 from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of

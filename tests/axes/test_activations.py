@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import zero_fn as zf
 from tests.axes.grids import Block, Decoder, grid, loss_of, parallelized
-from tests.distributed.training import STAGES, gradients
 from tests.simulation import Simulated
+from tests.support.programs import STAGES, gradients
 from tests.support.ranks import Ranks, axis
 from zero_fn.transforms.parked import Parking
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
-from tests.promises.oracle import Run, differences, noise
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
+from tests.support.worlds import Run, differences, noise, trained
 
 WIDTH, RANK = 6, 2
 
@@ -59,7 +59,7 @@ def _plain() -> nn.Module:
 
 @pytest.mark.parametrize("build", [_plain, _quantised])
 def test_adapters_train_as_in_replicas(ranks: Ranks, build: Any) -> None:
-    assert ranks(2).run(differences, build, _program, optimizer="adamw") == [[]] * 2
+    assert ranks(2).run(differences, trained(build, _program, optimizer="adamw")) == [[]] * 2
 
 
 def _moved(stage: str) -> tuple[int, set[torch.dtype], int]:

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zero_fn as zf
 from tests.axes.grids import composed, loss_of
-from tests.promises.models import Stack
-from tests.promises.oracle import Run, differences, noise
+from tests.support.models import Stack
 from tests.support.profiles import SIZES
 from tests.support.ranks import Ranks, axis
 from tests.support.versions import IS_2_11
 from tests.support.wholes import full
+from tests.support.worlds import Run, differences, noise, trained
 
 PENALTIES: dict[str, Callable[[Any], Tensor]] = {
     "squares": lambda model: 0.01 * sum(p.square().sum() for p in model.parameters()),
@@ -49,7 +49,7 @@ def test_a_penalty_is_added_to_the_mean_of_gradients(ranks: Ranks, n: int, name:
             run.backward(loss * 0.5)
             (penalty * 0.5).backward()
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    assert ranks(n).run(differences, trained(Stack, program)) == [[]] * n
 
 
 def test_a_penalty_on_frozen_parameters_has_no_gradient(ranks: Ranks) -> None:
@@ -58,7 +58,7 @@ def test_a_penalty_on_frozen_parameters_has_no_gradient(ranks: Ranks) -> None:
         penalty: Any = sum(p.square().sum() for p in model.enter.parameters())
         run.backward((_mse(model, number) + full(penalty)) * 0.5)
 
-    assert ranks(2).run(differences, Stack, program) == [[]] * 2
+    assert ranks(2).run(differences, trained(Stack, program)) == [[]] * 2
 
 
 def test_a_penalty_in_a_block_of_accumulate_is_added(ranks: Ranks) -> None:
@@ -72,7 +72,7 @@ def test_a_penalty_in_a_block_of_accumulate_is_added(ranks: Ranks) -> None:
         if not is_in_shards:
             penalty.backward()
 
-    assert ranks(2).run(differences, Stack, program) == [[]] * 2
+    assert ranks(2).run(differences, trained(Stack, program)) == [[]] * 2
 
 
 ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

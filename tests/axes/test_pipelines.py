@@ -33,7 +33,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import zero_fn as zf
 from tests.axes.grids import averaging, grid
-from tests.distributed.training import STAGES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks
 from tests.support.seeds import seed_generator
 from tests.support.versions import not_in_2_11

@@ -28,7 +28,7 @@ from tests.axes.grids import (
     step,
     styles,
 )
-from tests.distributed.training import STAGES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 from tests.support.worlds import DAILY

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_fn as zf
 from tests.axes.grids import Decoder, averaging, batch, differing, grid, kept, loss_of, snapshot, step
-from tests.distributed.training import STAGES
 from tests.support.profiles import PROFILE
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.axes.grids import batch, grid, parallelized
-from tests.distributed.training import STAGES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 from tests.support.worlds import ALL, WIDTH, World, differences

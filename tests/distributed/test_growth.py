@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, loss_of
 from tests.support.models import Language, Odd
 from tests.support.profiles import PROFILE
+from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import Ranks, axis
 from zero_fn.transport.guarded import REMEMBERED_EVENTS
 from zero_fn.transport.links import Links

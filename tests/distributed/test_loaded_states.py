@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, loss_of, parameters
 from tests.support.models import Language, Odd
+from tests.support.programs import STAGES, loss_of, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 

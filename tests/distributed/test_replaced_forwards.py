@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, World, differences, noise
 

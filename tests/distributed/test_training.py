@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, gradients, gradients_of_ddp, loss_of, train, train_ddp
 from tests.support.models import Language, Odd
+from tests.support.programs import STAGES, gradients, gradients_of_ddp, loss_of, train, train_ddp
 from tests.support.ranks import Ranks, axis
 
 

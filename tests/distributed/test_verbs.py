@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.distributed.training import OPTIMIZERS, STAGES, gradients, loss_of, parameters
 from tests.support.models import Language, Odd
+from tests.support.programs import OPTIMIZERS, STAGES, gradients, loss_of, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, named_fulls
 from zero_fn.runtime.entry import units_of

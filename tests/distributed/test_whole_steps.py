@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, loss_of, parameters
 from tests.support.groups import alone
 from tests.support.models import Odd
+from tests.support.programs import STAGES, loss_of, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, held, means, wholes
 

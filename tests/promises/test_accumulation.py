@@ -13,10 +13,10 @@ from hypothesis import given
 from torch import nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.promises.models import Sizes, Stack, batches, several, sizes
 from tests.promises.oracle import Program, Run, differences, noise
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, fulls

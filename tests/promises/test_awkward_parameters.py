@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from property_tests.programs import Leaf, Tree, build
 from property_tests.strategies import memory_orders, shapes, trees
-from tests.distributed.training import STAGES
 from tests.promises.models import batches, several
 from tests.promises.oracle import Run, differences, noise
 from tests.support.profiles import SIZES, UNEVEN
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, fulls, named_fulls
 

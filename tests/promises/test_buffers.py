@@ -16,8 +16,8 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, parameters
 from tests.promises.oracle import noise
+from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from zero_fn.runtime.statistics import Statistics
 

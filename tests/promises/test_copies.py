@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise

@@ -17,9 +17,9 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, parameters
 from tests.support.models import Block
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import named_fulls

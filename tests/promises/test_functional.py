@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, grad_and_value, stack_module_state, vmap
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.promises.models import Stack
 from tests.promises.oracle import Run, differences, noise
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import named_fulls
 

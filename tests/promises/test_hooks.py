@@ -23,10 +23,10 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.promises.models import Stack
 from tests.promises.oracle import Run, differences, mean_of_ranks, noise
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 

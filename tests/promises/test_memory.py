@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import ALL, WIDTH, Tower, noise
 from zero_fn.resting import local_of

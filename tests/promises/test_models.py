@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.axes.grids import grid
-from tests.distributed.training import STAGES
 from tests.support.models import Block, Odd
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, fulls
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise

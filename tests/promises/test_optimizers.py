@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, parameters
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, fulls
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise

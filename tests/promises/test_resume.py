@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.distributed.training import STAGES
 from tests.support.profiles import PROFILE
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import named_fulls
 from tests.support.worlds import WIDTH, Tower, noise

@@ -11,10 +11,10 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.promises.models import Layer, Sizes, Stack, batches, several, sizes
 from tests.promises.oracle import Run, differences, noise
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, named_fulls
 

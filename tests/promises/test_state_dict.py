@@ -17,10 +17,10 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, parameters
 from tests.support.groups import pretended
 from tests.support.models import Odd
 from tests.support.profiles import SIZES
+from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, named_fulls
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise

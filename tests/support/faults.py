@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.support.metronome import Metronome
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from zero_fn.local import blame
 from zero_fn.local.blame import RankDied

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Block", "Language", "Odd", "batch"]
+__all__ = ["WIDTH", "Block", "Language", "Layer", "Odd", "Recomputed", "Stack", "Tower", "batch"]
+
+WIDTH = 6
 
 
 class Block(nn.Module):
@@ -21,6 +24,70 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gate * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Layer(nn.Module):
+    """A residual layer of any width from 1 on, so that shards are uneven and often empty; repeated, so each is a unit."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 9) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, hidden)
+        self.second = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Stack(nn.Module):
+    """Layers between two linears of the root."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 9, layers: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(layers))
+        self.leave = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        output: Tensor = self.leave(x)
+        return output
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        output: Tensor = layer(x)
+        return output
+
+
+class Tower(nn.Module):
+    """Three blocks, each a unit with a scalar and uneven rows, between two linears of the root."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 7)
+        self.blocks = nn.ModuleList(Block(7) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.leave = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        output: Tensor = self.leave(x)
+        return output
+
+
+class Recomputed(Tower):
+    """Each block is a checkpoint."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = self.dropout(checkpoint(block, x, use_reentrant=self.reentrant))
+        output: Tensor = self.leave(x)
+        return output
 
 
 class Language(nn.Module):

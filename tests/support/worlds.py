@@ -4,34 +4,47 @@ A *trial* is a function of a `World`. It builds its modules with `world.place`, 
 parameters. In the world of replicas `place` returns the plain module and `reduce` averages gradients in the order of the
 ranks, as zero_fn does on the CPU; in the world of a stage `place` transforms and `reduce` has nothing to do.
 
-`tests/promises/oracle.py` is this oracle for trials that are the same steps over and over.
+A *program* is what a user does in one step; `trained` makes a trial of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
-from tests.support.models import Block
+from tests.support.models import WIDTH, Tower
 from tests.support.profiles import PROFILE
+from tests.support.programs import OPTIMIZERS, STAGES
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import Held, held, means, wholes
 
-__all__ = ["ALL", "DAILY", "WIDTH", "Tower", "Trial", "World", "differences", "noise"]
+__all__ = [
+    "ALL",
+    "DAILY",
+    "WIDTH",
+    "Program",
+    "Run",
+    "Tower",
+    "Trial",
+    "World",
+    "differences",
+    "mean_of_ranks",
+    "noise",
+    "trained",
+]
 
-WIDTH = 6
 ALL = tuple(STAGES)
 DAILY = ("zero1", "zero3") if PROFILE == "dev" else ALL
 """What a trial runs in if it names no stages. ZeRO-2 has the parameters of the one and the gradients of the other, and
-`replicate` shards nothing: `distributed/test_training.py` and the laws compare all four every day."""
+`replicate` shards nothing: `promises/test_stages_agree.py` and the laws compare all four every day."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,24 +53,6 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """An input of this rank."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     return torch.randn(*shape, generator=generator, dtype=dtype)
-
-
-class Tower(nn.Module):
-    """Three blocks, each a unit with a scalar and uneven rows, between two linears of the root."""
-
-    def __init__(self, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, 7)
-        self.blocks = nn.ModuleList(Block(7) for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
-        self.leave = nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = self.dropout(block(x))
-        output: Tensor = self.leave(x)
-        return output
 
 
 class World:
@@ -86,9 +81,9 @@ class World:
         """The module as this world trains it."""
         return module if self.stage is None else STAGES[self.stage](module, axis(), **options)  # type: ignore[return-value]
 
-    def accumulate(self, *modules: nn.Module) -> AbstractContextManager[object]:
+    def accumulate(self, *modules: nn.Module, unshard: bool = False) -> AbstractContextManager[object]:
         """`zf.accumulate`, which plain replicas that reduce once need not."""
-        return nullcontext() if self.is_replica else zf.accumulate(*modules)
+        return nullcontext() if self.is_replica else zf.accumulate(*modules, unshard=unshard)
 
     def reduce(self, *modules: nn.Module) -> None:
         """Averages the gradients of replicas; a parameter without gradient on some ranks counts as zeros there."""
@@ -121,6 +116,107 @@ class World:
 
 
 Trial = Callable[[World], object]
+
+
+class Run:
+    """How the gradients of a program reach the other ranks: replicas do by hand what a transformed model does."""
+
+    def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.world, self.model, self.optimizer = world, model, optimizer
+        self._is_reducing = False
+        self._earlier: list[Tensor | None] = []
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """`loss.backward(**kwargs)`, reduced at its end, or at the end of `accumulate`."""
+        with self._reducing() if self.world.is_replica else nullcontext():
+            loss.backward(**kwargs)
+
+    def accumulate(self) -> AbstractContextManager[object]:
+        """Backwards inside are summed on each rank and reduced once."""
+        return self._reducing() if self.world.is_replica else zf.accumulate(self.model)
+
+    def zero_grad(self, *, set_to_none: bool, by_model: bool = False) -> None:
+        """`zero_grad` of the optimizer, or of the model."""
+        (self.model if by_model else self.optimizer).zero_grad(set_to_none=set_to_none)
+        self._earlier = [None if grad is None or set_to_none else torch.zeros_like(grad) for grad in self._earlier]
+
+    def mean(self, grad: Tensor | None) -> Tensor | None:
+        """A gradient that `torch.autograd.grad` gave, as it is over all ranks."""
+        return mean_of_ranks(grad) if grad is not None and self.world.is_replica else grad
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """What was in `.grad` before is set aside; what comes inside is reduced and added. An exception drops that."""
+        if self._is_reducing:
+            yield
+            return
+        everything = list(self.model.parameters())
+        self._earlier = [parameter.grad for parameter in everything]
+        for parameter in everything:
+            parameter.grad = None
+        self._is_reducing = True
+        try:
+            yield
+        except BaseException:
+            for parameter, grad in zip(everything, self._earlier, strict=True):
+                parameter.grad = grad
+            raise
+        finally:
+            self._is_reducing = False
+        fresh = means([parameter.grad for parameter in everything], everything)
+        for parameter, grad, mean in zip(everything, self._earlier, fresh, strict=True):
+            parameter.grad = None  # may have other strides than what is assigned
+            parameter.grad = grad if mean is None else mean if grad is None else grad + mean
+
+
+Program = Callable[[Any, Run, int], object]
+
+
+def mean_of_ranks(tensor: Tensor) -> Tensor:
+    """The sum in the order of the ranks, divided by their number."""
+    (mean,) = means([tensor.detach()], [tensor])
+    assert mean is not None
+    return mean
+
+
+def trained(
+    build: Callable[[], nn.Module],
+    program: Program,
+    *,
+    steps: int = 2,
+    optimizer: str = "sgd",
+    options: Mapping[str, object] | None = None,
+    transform: Callable[[nn.Module], nn.Module] = lambda model: model,
+    zeroes: bool = True,
+) -> Trial:
+    """A trial: the same program in each step. What it returns is compared, too.
+
+    Args:
+        build: Makes the plain model; seeded before each call.
+        program: Takes the model, a `Run` and the number of the step.
+        steps: Optimizer steps: the second starts from states, and follows the order that the first has recorded.
+        optimizer: A name in `OPTIMIZERS`.
+        options: Of each stage.
+        transform: Applied to each transformed model.
+        zeroes: Whether gradients are dropped after each step.
+    """
+
+    def trial(world: World) -> None:
+        model: nn.Module = world.build(build, **(options or {}))
+        model = model if world.is_replica else transform(model)
+        run = Run(world, model, OPTIMIZERS[optimizer](list(model.parameters())))
+        for step in range(steps):
+            seed_generator(step)
+            for number, leaf in enumerate(tree_leaves(program(model, run, step))):
+                is_tensor = leaf is None or isinstance(leaf, Tensor)
+                world.note(f"result {number} of step {step}", leaf if is_tensor else torch.as_tensor(leaf))
+            world.note_model(model)
+            run.optimizer.step()
+            if zeroes:
+                run.optimizer.zero_grad()
+        world.note_model(model)
+
+    return trial
 
 
 def differences(

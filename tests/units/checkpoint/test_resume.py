@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.support.groups import alone
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import named_fulls
 from tests.support.worlds import WIDTH, Tower, noise

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.promises.oracle import Run, differences, noise
 from tests.support.ranks import Ranks
+from tests.support.worlds import Run, differences, noise, trained
 
 
 class Pair(nn.Module):
@@ -210,7 +210,7 @@ def test_what_a_copy_follows_trains_the_copy(ranks: Ranks, build: Callable[[], n
     def program(model: Any, run: Run, number: int) -> None:
         run.backward(model(noise(3, 6, seed=number)).square().mean())
 
-    assert ranks(2).run(differences, build, program) == [[]] * 2
+    assert ranks(2).run(differences, trained(build, program)) == [[]] * 2
 
 
 def test_a_wrapped_forward_says_what_it_wraps() -> None:

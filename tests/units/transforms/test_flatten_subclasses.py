@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 
 WIDTH = 16

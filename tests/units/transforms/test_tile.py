@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zero_fn as zf
 from tests.axes.grids import grid
-from tests.distributed.test_peak_memory import Storages
 from tests.support.groups import alone, pretended
 from tests.support.ranks import Ranks, axis, sent_by_value
+from tests.support.storages import Storages
 from zero_fn.local.ranks import LocalRanks
 from zero_fn.values.tiled import TiledEmbedding, TiledLinear
 

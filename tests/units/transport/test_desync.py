@@ -15,9 +15,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import zero_fn as zf
-from tests.distributed.training import STAGES
 from tests.support.faults import ASTRAY, Fault, FreshRanks, Said
 from tests.support.profiles import examples
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis, sent_by_value
 from zero_fn.local.ranks import LocalRanks
 from zero_fn.transport import waiting

@@ -17,7 +17,7 @@ from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import held, wholes
 
-__all__ = ["STAGES", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
+__all__ = ["OPTIMIZERS", "STAGES", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
 
 STAGES: dict[str, Callable[..., nn.Module]] = {
     "replicate": zf.replicate,
@@ -27,6 +27,7 @@ STAGES: dict[str, Callable[..., nn.Module]] = {
 }
 
 OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adam": lambda ps: torch.optim.Adam(ps, lr=1e-2),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
     "adamw_foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
