@@ -17,7 +17,7 @@ import zero_fn as zf
 from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch, build
 from property_tests.strategies import FLOATS, chains, leaves, trees
 from tests.support.local_tensor import LocalTensors, World
-from tests.support.profiles import PROFILE, examples
+from tests.support.profiles import examples
 from zero_fn.dtensor.refused import note_mesh
 from zero_fn.resting import on_spec, resting_parameter
 from zero_fn.values.layout import ShardLayout, is_shardable, shard_layout
@@ -221,7 +221,7 @@ def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("verb", ["shard_params"] if PROFILE == "dev" else ["shard_optimizer", "shard_params"])
+@pytest.mark.parametrize("verb", ["shard_params", pytest.param("shard_optimizer", marks=pytest.mark.long)])
 def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors, verb: str) -> None:
     tree = Tree(Node((UNEVEN, Leaf((3,), (0,))), (Node((Leaf((70, 2), (0, 1)),)),)))
     with local_tensor(64) as world:

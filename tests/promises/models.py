@@ -9,7 +9,6 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from tests.support.models import Layer, Stack
-from tests.support.profiles import PROFILE
 
 __all__ = ["Layer", "Sizes", "Stack", "batches", "several", "sizes"]
 
@@ -21,8 +20,7 @@ several = settings(max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.ge
 
 def batches(one: st.SearchStrategy[T]) -> st.SearchStrategy[list[T]]:
     """Lists of random models for `several`. The first list that Hypothesis draws has only the simplest: it may be short."""
-    least, most = (1, 5) if PROFILE == "dev" else (4, 6)
-    return st.lists(one, min_size=least, max_size=most)
+    return st.lists(one, min_size=1, max_size=5)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.support.profiles import PROFILE
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import named_fulls
@@ -85,7 +84,9 @@ def _resumed(folder: str, stage: str) -> dict[str, Tensor]:
     return run.result()
 
 
-@pytest.mark.parametrize(("stage", "n"), [("zero3", 3)] if PROFILE == "dev" else [(stage, 2) for stage in STAGES])
+@pytest.mark.parametrize(
+    ("stage", "n"), [("zero3", 3), *(pytest.param(stage, 2, marks=pytest.mark.long) for stage in STAGES)]
+)
 def test_n7_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(ranks: Ranks, stage: str, n: int) -> None:
     fresh = Ranks()  # other processes than those of the session
     try:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
 from tests.support.models import WIDTH, Tower
-from tests.support.profiles import PROFILE
 from tests.support.programs import OPTIMIZERS, STAGES
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
@@ -42,9 +41,9 @@ __all__ = [
 ]
 
 ALL = tuple(STAGES)
-DAILY = ("zero1", "zero3") if PROFILE == "dev" else ALL
+DAILY = ("zero1", "zero3")
 """What a trial runs in if it names no stages. ZeRO-2 has the parameters of the one and the gradients of the other, and
-`replicate` shards nothing: `promises/test_stages_agree.py` and the laws compare all four every day."""
+`replicate` shards nothing: `promises/test_stages_agree.py` and the laws compare all four."""
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import zero_fn as zf
-from tests.support.profiles import PROFILE
 from tests.support.ranks import Ranks
 from tests.units.checkpoint.worlds import WORLDS, differing, everything, made, stepped
 
@@ -30,20 +29,19 @@ def _passed_on(world: str, folder: str, expected: dict[str, Any]) -> list[str]:
     return differing(expected, everything(model, optimizer))
 
 
-def _loaded(world: str, folder: str, expected: dict[str, Any]) -> list[str]:
+def _loaded(world: str, folder: str, expected: dict[str, Any], apart: int) -> list[str]:
     """Where what other worlds have saved differs from what was saved first, once it is loaded."""
     model, optimizer = made(world, folder, seed=8)
     wrong = []
-    for source in sources(world):
+    for source in sources(world, apart):
         stepped(model, optimizer, 3)
         zf.load(f"{folder}/{source}", model, optimizer)
         wrong += [f"{source}: {name}" for name in differing(expected, everything(model, optimizer))]
     return wrong
 
 
-def sources(world: str) -> list[str]:
-    """What a world loads: of every other world, or every day of each seventh, so that all are loaded by two."""
-    apart = 7 if PROFILE == "dev" else 1
+def sources(world: str, apart: int) -> list[str]:
+    """What a world loads: of every other world, or of each so many, so that all are loaded by some."""
     return list(WORLDS)[list(WORLDS).index(world) % apart :: apart]
 
 
@@ -58,11 +56,12 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return folder, expected
 
 
+@pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("world", WORLDS)
 def test_what_any_world_has_saved_is_loaded_to_the_bit(
-    ranks: Ranks, world: str, saved: tuple[str, dict[str, Any]]
+    ranks: Ranks, world: str, apart: int, saved: tuple[str, dict[str, Any]]
 ) -> None:
-    assert ranks(WORLDS[world].ranks).run(_loaded, world, *saved) == [[]] * WORLDS[world].ranks
+    assert ranks(WORLDS[world].ranks).run(_loaded, world, *saved, apart) == [[]] * WORLDS[world].ranks
 
 
 def test_replicas_share_the_writing(saved: tuple[str, dict[str, Any]]) -> None:

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.support.profiles import PROFILE
 from tests.support.ranks import Ranks, axis
 from zero_fn.checkpoint.format import files
 from zero_fn.checkpoint.format.boxes import Box
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, TensorReader
 
-FLIPS, CUTS = {"dev": (200, 60), "ci": (1_000, 300)}.get(PROFILE, (10_000, 1_000))
+FLIPS, CUTS = 200, 60
 
 
 def run_of(value: float) -> tuple[Any, torch.optim.Optimizer]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.axes.grids import Decoder, grid, parallelized
 from tests.support.groups import alone
-from tests.support.profiles import PROFILE
 from tests.support.ranks import Ranks, axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.support.seeds import seed_generator
@@ -29,14 +28,10 @@ from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.checkpoint.huggingface.exporting import export
 
 _EVERY_OTHER_WAY = (
-    [
-        world
-        for world in WORLDS
-        if PROFILE != "dev" or world not in ("replicate", "zero1", "zero3 on 3", "hybrid", "streamed")
-    ],
-    [world for world in WORLDS if PROFILE != "dev" or world not in ("replicas", "zero2", "zero3", "hpz", "streamed")],
+    [world for world in WORLDS if world not in ("replicate", "zero1", "zero3 on 3", "hybrid", "streamed")],
+    [world for world in WORLDS if world not in ("replicas", "zero2", "zero3", "hpz", "streamed")],
 )
-"""Those that are read, and those that are written: of ways that are alike one of the two, every day."""
+"""Those that are read, and those that are written: of ways that are alike one of the two."""
 
 
 class Turning(nn.Module):

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.support.groups import alone
-from tests.support.profiles import PROFILE
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -108,7 +107,7 @@ def stages(folder: str) -> dict[str, Json]:
 def some_stages(folder: str) -> dict[str, Json]:
     """Of all stages and tiers one of each kind, for what has little to do with them."""
     chosen = ("stage 0", "stage 1", "stage 3", "stage 2, states on a disk", "stage 3, everything on a disk")
-    return {name: config for name, config in stages(folder).items() if PROFILE != "dev" or name in chosen}
+    return {name: config for name, config in stages(folder).items() if name in chosen}
 
 
 def _every_stage(folder: str) -> list[tuple[str, float]]:
@@ -122,7 +121,7 @@ def _every_stage(folder: str) -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("n", [2] if PROFILE == "dev" else [1, 2])
+@pytest.mark.parametrize("n", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_every_stage_and_tier_trains_to_the_bits_of_plain_replicas(ranks: Ranks, tmp_path: Path, n: int) -> None:
     for found in ranks(n).run(_every_stage, str(tmp_path)):
         assert [difference for difference in found if difference[1]] == []
