@@ -22,9 +22,6 @@ from tests.support.models import Language, Odd
 from tests.support.profiles import PROFILE
 from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import Ranks, axis
-from zero_fn.transport.guarded import REMEMBERED_EVENTS
-from zero_fn.transport.links import Links
-from zero_fn.values.mesh import mesh_axis
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc"),
@@ -113,9 +110,6 @@ def _over_cycles(stage: str, warm_up: int, cycles: int) -> tuple[Footprint, Foot
 
 
 def _around(act: Callable[[int], None], warm_up: int, times: int) -> tuple[Footprint, Footprint]:
-    links = Links([mesh_axis(axis(), verb="test")])
-    for _ in range(REMEMBERED_EVENTS):
-        links.exchange(torch.zeros(1, dtype=torch.uint8))  # the memory of collectives is full, and stays as large
     gc.collect()
     gc.disable()
     try:

@@ -1629,6 +1629,11 @@ def guard_of_no_time() -> object:
         return None
 
 
+def guard_that_compares() -> object:
+    with zf.guard(compare=True):  # type: ignore[arg-type]
+        return None
+
+
 def checkpoint_is_nowhere() -> object:
     with a_folder() as folder:
         return zf.load(folder, nn.Linear(2, 2))
@@ -1925,7 +1930,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         units_differ_between_transforms, tiled_weight_is_tied,
     ),
     LayoutError: (
-        guard_of_no_time, cuda_of_one_queue,
+        guard_of_no_time, guard_that_compares, cuda_of_one_queue,
         closure_over_a_module,
         streamed_until_no_moment, checkpoint_loads_nothing,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,

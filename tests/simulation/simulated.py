@@ -233,7 +233,7 @@ class _Ranks:
         room = self._room
         room.wires, room.traces = Wires(turns, self._n, case.faults, case.timing), Traces()
         room.transport = case.transport
-        guarded._histories.clear()  # a group that was lost in an earlier case is as good as new
+        guarded._groups.clear()  # a group that was lost in an earlier case is as good as new
         with worlds_by_thread(), _generator_kept():
             turns.begin()
             self._done.acquire()

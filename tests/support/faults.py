@@ -125,13 +125,13 @@ class FreshRanks:
     def __init__(self) -> None:
         self.executed = 0
 
-    def __call__(self, n: int, stage: str, fault: Fault, *, compare: bool = False) -> dict[int, Said | None]:
+    def __call__(self, n: int, stage: str, fault: Fault) -> dict[int, Said | None]:
         self.executed += 1
         with tempfile.TemporaryDirectory() as directory, Metronome() as metronome, LocalRanks(n) as ranks:
             fault = replace(fault, deadline_s=fault.deadline_s * metronome.slowness())
             patience = patch.object(blame, "GRACE_S", _CASE_S / 2)  # survivors of a loaded machine need longer
             with contextlib.suppress(RankDied, _Reported), patience:
-                ranks.run(_train, (directory, stage, fault, compare), timeout_s=_CASE_S)
+                ranks.run(_train, (directory, stage, fault), timeout_s=_CASE_S)
             struck_s = json.loads((Path(directory) / "struck").read_text())["at_s"]
             due_s = struck_s + (fault.deadline_s if fault.kind == "stop" else 0.0)
             said: dict[int, Said | None] = {}
@@ -150,9 +150,9 @@ class FreshRanks:
         """Nothing is left: every case ends its ranks."""
 
 
-def _train(directory: str, stage: str, fault: Fault, compare: bool) -> None:
+def _train(directory: str, stage: str, fault: Fault) -> None:
     report: dict[str, object] = {"error": "", "text": "", "at_s": 0.0}
-    with zf.guard(deadline_s=fault.deadline_s, compare=compare):
+    with zf.guard(deadline_s=fault.deadline_s):
         try:
             _steps(Path(directory), stage, fault)
         except zf.ZeroError as error:
@@ -198,7 +198,7 @@ def _strike_at(directory: Path, fault: Fault) -> None:
     issue = Guarded.issue
 
     def struck(self: Guarded, *operation: Any) -> Watched:
-        if self.history.count == fault.at:
+        if self.group.count == fault.at:
             _note(directory)
             if fault.kind == "exit":
                 os._exit(3)

@@ -4,8 +4,8 @@ What can go wrong between ranks, and the error that every rank raises:
 
     a rank ended, was stopped or is busy elsewhere    `LostRankError`: which rank, in which collective
     ranks are at different collectives                where ranks share memory, `DisagreementError` before any byte is used;
-                                                      elsewhere `LostRankError` at the deadline;
-                                                      under `guard(compare=True)`, `DisagreementError` at the first difference
+                                                      with `TORCH_DISTRIBUTED_DEBUG=DETAIL`, where the backend compares;
+                                                      elsewhere `LostRankError` at the deadline
 
 Where ranks share memory, a rank that gives up tells the others which rank it blames, and these blame the same. Elsewhere a
 rank blames the one that it waited for; if the backend's own collective failed, it can blame none.
@@ -14,8 +14,6 @@ rank blames the one that it waited for; if the backend's own collective failed, 
 from __future__ import annotations
 
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,8 +25,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from zero_fn.errors import DisagreementError, LostRankError, ZeroError, warn_once
-from zero_fn.transport.agreement import agree
+from zero_fn.errors import DisagreementError, LayoutError, LostRankError, ZeroError, warn_once
 from zero_fn.transport.segment import Pending, Transport
 from zero_fn.transport.traffic import PAYLOAD, count, open_counts
 from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, deadline, set_deadline
@@ -36,25 +33,37 @@ from zero_fn.values.mesh import Axis
 
 __all__ = ["Guarded", "Watched", "guard"]
 
-REMEMBERED_EVENTS = 256
+MISMATCH = "Detected mismatch between collectives"
+"""How torch begins the error of a backend that compares: TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
-_compares = os.environ.get("ZERO_FN_COMPARE", "0") not in ("", "0")
 _is_deadline_asked = "ZERO_FN_DEADLINE_S" in os.environ
 # By the group of each axis of an accelerator: the axis in words, and the timeouts that its backends had. They take seconds
 # for what is issued from then on: the watchdog of NCCL keeps them, and gloo itself.
 _on_device: WeakKeyDictionary[Any, tuple[str, list[tuple[Any, timedelta]]]] = WeakKeyDictionary()
 
 
-@contextmanager
-def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> Iterator[None]:
-    """Sets, for the block, how long a collective may wait and whether ranks compare what they are about to do.
+def _require_no_comparison(name: str, value: object) -> None:
+    if value is not None:
+        raise LayoutError(
+            f"{name} is gone.",
+            got=repr(value),
+            why="torch compares collectives itself; ranks that share memory are always compared",
+            fix="leave it out, and set TORCH_DISTRIBUTED_DEBUG=DETAIL before the process starts; the last collectives of "
+            "each rank on NCCL are in torch's flight recorder: TORCH_FR_BUFFER_SIZE=2000",
+        )
 
-        with zf.guard(deadline_s=30, compare=True):
+
+_require_no_comparison("ZERO_FN_COMPARE", os.environ.get("ZERO_FN_COMPARE"))
+
+
+@contextmanager
+def guard(*, deadline_s: float | None = None, compare: None = None) -> Iterator[None]:
+    """Sets, for the block, how long a collective may wait.
+
+        with zf.guard(deadline_s=30):
             train(model)
 
-    Communicates, with `compare`, 16 bytes to each peer before every collective; else nothing.
-
-    The environment variables `ZERO_FN_DEADLINE_S` and `ZERO_FN_COMPARE=1` set the same for a whole program.
+    Communicates nothing. The environment variable `ZERO_FN_DEADLINE_S` sets the same for a whole program.
 
     Args:
         deadline_s: Seconds that a collective may wait for a peer, 300 unless set. Where the host waits, `LostRankError` is
@@ -63,27 +72,26 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
             so what the device has to compute before counts, too; and torch takes up to a minute more to end the process,
             unless `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=100`. Left out, `init_process_group(timeout=)` holds there.
             A backend that takes no timeout is warned about once.
-        compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that differs,
-            with its unit and operation. Slow; for finding out where ranks diverge. All ranks set it alike.
+        compare: Is gone: `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares.
 
     Returns:
         A context manager.
 
     Raises:
-        LayoutError: `deadline_s` is no number of seconds, or not positive.
+        LayoutError: `deadline_s` is no number of seconds, or not positive; or `compare` is given.
     """
-    global _compares, _is_deadline_asked
-    before = deadline(), _compares, _is_deadline_asked
+    global _is_deadline_asked
+    _require_no_comparison("guard(compare=)", compare)
+    before = deadline(), _is_deadline_asked
     set_deadline(before[0] if deadline_s is None else deadline_s)
     try:
         if deadline_s is not None:
             _is_deadline_asked = True
             _limit_devices()
-        _compares = before[1] if compare is None else compare
         yield
     finally:
         set_deadline(before[0])
-        _compares, _is_deadline_asked = before[1:]
+        _is_deadline_asked = before[1]
         if deadline_s is not None:
             _limit_devices()
 
@@ -104,46 +112,10 @@ def _limit_devices() -> None:
             )
 
 
-class _Event:
-    """A collective of this rank, as errors show it."""
-
-    __slots__ = ("check", "done_s", "issued_s", "number", "numel", "text")
-
-    def __init__(self, number: int, text: str, numel: int, check: str) -> None:
-        self.number, self.text, self.numel, self.check = number, text, numel, check
-        self.issued_s = time.monotonic()
-        self.done_s: float | None = None
-
-    def __str__(self) -> str:
-        check = f", {self.check}" if self.check else ""
-        return f"#{self.number} {self.text} ({self.numel} elements{check})"
-
-    @property
-    def state(self) -> str:
-        """How long the collective took, or how long this rank has waited for it so far."""
-        if self.done_s is None:
-            return f"not done after {time.monotonic() - self.issued_s:.1f} s"
-        return f"done in {1e3 * (self.done_s - self.issued_s):.1f} ms"
-
-
 def _limited(group: Any) -> list[tuple[Any, timedelta]]:
     """The backends of a group that take a timeout, each with the one that it has."""
     backends = dict.fromkeys(group._get_backend(device) for device in group._device_types)
     return [(each, each.options._timeout) for each in backends if hasattr(each, "_set_default_timeout")]
-
-
-class _History:
-    """The last collectives of this rank on one process group, and the error of the one that failed."""
-
-    __slots__ = ("count", "events", "failure")
-
-    def __init__(self) -> None:
-        self.events: deque[_Event] = deque(maxlen=REMEMBERED_EVENTS)
-        self.count = 0
-        self.failure: ZeroError | None = None
-
-
-_histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
 class _Marks(dict[str, int]):
@@ -154,13 +126,40 @@ class _Marks(dict[str, int]):
         return mark
 
 
+class _Group:
+    """Shared by all models on a process group: how many collectives were issued, and the error of the one that failed."""
+
+    __slots__ = ("count", "failure")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.failure: ZeroError | None = None
+
+
+_groups: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
+
+
 class Watched:
     """A collective under way, whose failure is raised as an error for the user."""
 
-    __slots__ = ("_event", "_line", "_pending")
+    __slots__ = ("_check", "_line", "_number", "_numel", "_pending", "_text")
 
-    def __init__(self, pending: Pending, line: Guarded, event: _Event) -> None:
-        self._pending, self._line, self._event = pending, line, event
+    def __init__(self, line: Guarded, text: str, numel: int, check: str) -> None:
+        self._line, self._text, self._numel, self._check = line, text, numel, check
+        self._number = line.group.count
+        self._pending: Pending | None = None
+
+    def begin(self, operation: Callable[[Any, int], Pending], payload: object, mark: int) -> Pending:
+        """Issues the collective. Raises as `wait`."""
+        try:
+            self._pending = pending = operation(payload, mark)
+        except (PeerLost, OutOfStep) as lost:
+            raise self._line.broken(lost, str(self)) from lost
+        except RuntimeError as error:
+            if MISMATCH not in str(error):
+                raise
+            raise self._line.broken(PeerLost(None, is_late=False, text=str(error)), str(self)) from error
+        return pending
 
     def wait(self) -> None:
         """Waits until the result may be used. May be called again.
@@ -169,25 +168,29 @@ class Watched:
             LostRankError: A rank has ended, or did not answer before the deadline.
             DisagreementError: A rank is at another collective.
         """
-        failure = self._line.history.failure
+        failure = self._line.group.failure
         if failure is not None:
             raise failure
+        assert self._pending is not None, "it was not begun"
         try:
             self._pending.wait()
         except (PeerLost, OutOfStep) as lost:
-            raise self._line.broken(lost, self._event) from lost
-        self._event.done_s = time.monotonic()
+            raise self._line.broken(lost, str(self)) from lost
+
+    def __str__(self) -> str:
+        check = f", {self._check}" if self._check else ""
+        return f"#{self._number} {self._text} ({self._numel} elements{check})"
 
 
 class Guarded:
-    """A transport along one axis whose collectives are remembered, and whose failures name ranks, units and collectives.
+    """A transport along one axis whose failures name ranks, units and collectives.
 
     After a failure every collective on the same process group raises it again: peers and this rank are out of step.
 
     Attributes:
         raw: The transport.
         rank, size: This rank's position on the axis, and the number of ranks.
-        history: The last collectives on the process group, those of other models too.
+        group: What all models on the process group share.
     """
 
     def __init__(self, raw: Transport, axis: Axis | None) -> None:
@@ -195,7 +198,7 @@ class Guarded:
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
         self._name, self._device_type = (axis.name, axis.device_type) if axis is not None else ("", "cpu")
         self._marks = _Marks()
-        self.history = _History() if axis is None else _histories.setdefault(axis.group, _History())
+        self.group = _Group() if axis is None else _groups.setdefault(axis.group, _Group())
         if axis is not None and axis.size > 1 and axis.device_type != "cpu":
             if axis.group not in _on_device:
                 _on_device[axis.group] = f"{axis} of {axis.device_type}, backend {axis.backend}", _limited(axis.group)
@@ -213,78 +216,37 @@ class Guarded:
             text: The collective in the words of an error: "all-gather of parameters of unit layers.0".
             numel, check: The number of elements, and a text, that must be the same on every rank.
         """
-        history = self.history
-        if history.failure is not None:
-            raise history.failure
-        event = _Event(history.count, text, numel, check)
-        history.count += 1
-        if _compares:
-            self._compare(event)
-        history.events.append(event)
-        try:
-            mark = self._marks[text] ^ numel * 0x9E3779B1
-            pending = operation(payload, (mark ^ crc32(check.encode()) if check else mark) & 0x7FFFFFFF)
-        except (PeerLost, OutOfStep) as lost:
-            raise self.broken(lost, event) from lost
+        group = self.group
+        if group.failure is not None:
+            raise group.failure
+        watched = Watched(self, text, numel, check)
+        group.count += 1
+        mark = self._marks[text] ^ numel * 0x9E3779B1
+        pending = watched.begin(operation, payload, (mark ^ crc32(check.encode()) if check else mark) & 0x7FFFFFFF)
         if open_counts and self.size > 1:
             collective = text.partition(" ")[0]
             count(collective if collective in PAYLOAD else "control", pending.nbytes, self._name)
-        return Watched(pending, self, event)
+        return watched
 
     def exchange(self, message: Tensor, what: str) -> Tensor:
         """The messages of all ranks, one row each, on the host. Waits. A message is uint8, of one length on all ranks."""
-        rows = self._rows(message)
+        rows = torch.empty(self.size, message.numel(), dtype=torch.uint8, device=self._device_type)
+        rows[self.rank] = message
         self.issue(self.raw.exchange, rows, "exchange of " + what, message.numel()).wait()
         return rows.cpu()
 
-    def broken(self, failure: Failure, event: _Event) -> ZeroError:
-        """The error for a failed collective, with the last collectives of this rank in a note."""
-        if self.history.failure is None:
+    def broken(self, failure: Failure, collective: str) -> ZeroError:
+        """The error for a failed collective."""
+        if self.group.failure is None:
             assert self._axis is not None, "one rank alone lost a peer"
             self.raw.give_up(failure)
-            self.history.failure = error = _explained(failure, event, self._axis)
-            rows = "\n".join(f"  {past}: {past.state}" for past in self.history.events)
-            error.add_note(f"Last collectives of rank {self.rank}, the newest last:\n{rows}")
-        return self.history.failure
-
-    def _rows(self, message: Tensor) -> Tensor:
-        """Memory for the messages of all ranks, with that of this rank in its row."""
-        rows = torch.empty(self.size, message.numel(), dtype=torch.uint8, device=self._device_type)
-        rows[self.rank] = message
-        return rows
-
-    def _compare(self, event: _Event) -> None:
-        """Raises on every rank if ranks begin different collectives. [guard(compare=True)]"""
-        history = self.history
-        last = history.events[-1] if history.events else "nothing"
-
-        def exchange(message: Tensor) -> Tensor:
-            rows = self._rows(message)
-            pending = self.raw.exchange(rows)
-            pending.wait()
-            count("control", pending.nbytes)
-            return rows.cpu()
-
-        try:
-            agree(
-                exchange,
-                "collectives",
-                [str(event)],
-                why="the next bytes would be taken for others, or never come",
-                fix="run the same forwards, backwards and steps of optimizers on every rank; the last collective that "
-                f"agreed was {last}",
-            )
-        except (PeerLost, OutOfStep) as lost:
-            history.events.append(event)
-            raise self.broken(lost, event) from lost
-        except DisagreementError as error:
-            history.failure = error
-            raise
+            self.group.failure = _explained(failure, collective, self._axis)
+        return self.group.failure
 
 
-def _explained(failure: Failure, event: _Event, axis: Axis) -> ZeroError:
+def _explained(failure: Failure, collective: str, axis: Axis) -> ZeroError:
     """The error for the user."""
-    here = f"rank {axis.rank}, waiting in {event}"
+    here = f"rank {axis.rank}, waiting in {collective}"
     if isinstance(failure, OutOfStep):
         first, second = sorted((failure.seen_by, failure.peer))
         return DisagreementError(
@@ -293,7 +255,14 @@ def _explained(failure: Failure, event: _Event, axis: Axis) -> ZeroError:
             why="the ranks did not run the same forwards and backwards, or one of them raised and went on, or left out "
             "optimizer.step()",
             fix="run the same program on every rank (config.layerdrop = 0.0, encoder_layerdrop, decoder_layerdrop: models of "
-            "transformers skip layers at random); `with zf.guard(compare=True):` stops where they part",
+            "transformers skip layers at random)",
+        )
+    if MISMATCH in str(failure):
+        return DisagreementError(
+            f"Ranks of axis {axis} are at different collectives.",
+            here=here,
+            why=str(failure),
+            fix="run the same forwards, backwards and steps of optimizers on every rank",
         )
     who = f"A rank of axis {axis}" if failure.peer is None else f"Rank {failure.peer} of axis {axis}"
     if failure.is_late:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 import weakref
 from collections import deque
@@ -19,7 +22,7 @@ import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.ranks import Ranks
 from zero_fn.transport import segment
-from zero_fn.transport.guarded import Guarded
+from zero_fn.transport.guarded import MISMATCH, Guarded
 from zero_fn.transport.links import Links, open_transport
 from zero_fn.transport.segment import Pending, Segment
 from zero_fn.transport.waiting import Failure, OnStream, OutOfStep, PeerLost, wait_for
@@ -123,17 +126,39 @@ def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer: int, seen_by
     assert "layerdrop" in error.fix, "models that skip layers at random are a frequent cause"
 
 
-def test_a_note_holds_the_last_256_collectives_of_this_rank() -> None:
+def test_the_collective_that_failed_has_its_number() -> None:
+    """Of the collectives on the group: ranks that waited in other numbers have parted before."""
+
     def many(transport: Links) -> None:
         for _ in range(400):
             transport.any(torch.zeros(1, dtype=torch.uint8), "nothing").wait()
 
-    (own,) = failed(LOST, many).__notes__
-    assert own.startswith("Last collectives of rank 0, the newest last:\n")
-    assert len(own.splitlines()) == 257
-    assert "#144 agreement on nothing" not in own
-    assert "#145 agreement on nothing (1 elements): done in" in own
-    assert "#400 all-gather of parameters of unit root (6 elements): not done after" in own
+    assert "#400 all-gather of parameters of unit root (6 elements)" in str(failed(LOST, many))
+
+
+def test_where_torch_compares_collectives_its_error_names_ours() -> None:
+    """[TORCH_DISTRIBUTED_DEBUG=DETAIL]"""
+    with pretended(2) as mesh:
+        raw = Failing()
+        transport = links_of(raw, mesh_axis(mesh, verb="test"))
+        compared = RuntimeError(f"{MISMATCH} on ranks. Rank 1 is running ...")
+        expected = "rank 0, waiting in #0 all-gather of parameters"
+        with (
+            patch.object(raw, "all_gather", side_effect=compared),
+            pytest.raises(zf.DisagreementError, match=expected) as error,
+        ):
+            transport.all_gather([SEGMENT], "parameters of unit a")
+        assert "Rank 1 is running" in str(error.value)
+        with pytest.raises(zf.DisagreementError):
+            transport.all_gather([SEGMENT], "parameters of unit b")
+
+
+def test_comparing_is_refused_with_what_compares() -> None:
+    with pytest.raises(zf.LayoutError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"), zf.guard(compare=True):  # type: ignore[arg-type]
+        pass
+    environment = {**os.environ, "ZERO_FN_COMPARE": "1"}
+    done = subprocess.run([sys.executable, "-c", "import zero_fn"], env=environment, capture_output=True, text=True)
+    assert "ZERO_FN_COMPARE is gone" in done.stderr
 
 
 def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
@@ -153,7 +178,7 @@ def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
         assert raw.marks[-1] == raw.marks[0]
 
 
-def test_models_on_one_group_share_its_history_and_its_failure() -> None:
+def test_models_on_one_group_share_its_failure() -> None:
     with pretended(2) as mesh:
         axis = mesh_axis(mesh, verb="test")
         broken, other = Failing(LOST), Failing()
@@ -192,7 +217,7 @@ def _says_at_the_transform() -> None:
 def _says_at_guard() -> None:
     with pretended(2, device_type="cuda") as mesh:
         transport = Guarded(Failing(), mesh_axis(mesh, verb="test"))
-        with zf.guard(compare=False):
+        with zf.guard():
             pass
         with pytest.warns(UserWarning, match="does not act on this accelerator") as said, zf.guard(deadline_s=60):
             del transport
@@ -229,7 +254,7 @@ def _timeouts() -> list[float]:
         note()
         with zf.guard(deadline_s=7):
             note()
-        with zf.guard(compare=False):
+        with zf.guard():
             note()
     note()
     with zf.guard(deadline_s=9):
