@@ -325,7 +325,7 @@ class _ScaledHead(_ChangedActivation):
 def _stand_in() -> None:
     """Tensors that stand in for some parameters are the user's: tensors of inference, which count no changes."""
     model: Any = zf.zero3(_ScaledHead(), axis())
-    with torch.inference_mode():
+    with zf.unsharded(model), torch.inference_mode():
         weight = torch.full((2, WIDTH), 0.5)
         functional_call(model, {"last.weight": weight}, (torch.ones(2, WIDTH),))
         assert torch.equal(weight, torch.full((2, WIDTH), 0.5).mul(0.98))

@@ -430,10 +430,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "swapped-values-ignored",
-        "swapped_values",
+        "is_swapped",
         "functional_call computes with the values it was given",
-        "found[i] = swapped[0]",
-        "pass",
+        "    return are_swapped",
+        "    return False",
         "tests/promises/test_functional.py",
     ),
     Bug(

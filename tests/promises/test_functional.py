@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call, grad, grad_and_value, stack_module_state, vmap
+from torch.func import functional_call, grad, grad_and_value, vmap
 
 import zero_fn as zf
 from tests.promises.models import Stack
@@ -142,124 +142,70 @@ def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", MODELS)
-def test_g21_functional_call_uses_the_tensors_it_is_given(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    """Whole tensors, all or some of them: gradients with respect to them are those of the rank, the rest trains on."""
+def test_g21_a_call_on_whole_tensors_is_that_of_a_plain_module(
+    ranks: Ranks, n: int, build: Callable[[], nn.Module]
+) -> None:
+    """Of the model and of a unit alone: functional_call, its transforms and ensembles. Gradients are those of the rank."""
 
     def program(model: Any, run: Run, number: int) -> object:
-        x = noise(4, 6, seed=number)
-        values = {name: value.requires_grad_() for name, value in _values(model, scale=0.5).items()}
-        loss = functional_call(model, values, (x,)).square().mean()
-        mine = torch.autograd.grad(loss, list(values.values()), allow_unused=True)
-        some = {name: value for name, value in values.items() if name.startswith(("layers.0", "enter.weight"))}
-        mixed = functional_call(model, some, (x,))
-        run.backward(mixed.square().mean() + model(x).sum())
-        return loss, mine, mixed, [value.grad for value in some.values()]
-
-    assert ranks(n).run(differences, build, program) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_g21_functional_call_in_units_called_alone_and_in_accumulate(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        x = noise(4, 6, seed=number)
-        with run.accumulate():
-            run.backward(model(x).square().mean())
-            layer = model.layers[1]
-            with torch.no_grad():
-                alone = functional_call(layer, _values(layer, scale=2.0), (x,))
-                all_but = functional_call(model, _values(model, scale=2.0), (x,))
-            run.backward(model(x + 1).square().mean())
-        return alone, all_but, model(x)
-
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("build", MODELS)
-def test_g21_torch_func_transforms_a_functional_call(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        x = noise(4, 6, seed=number)
+        x, layer = noise(4, 6, seed=number), model.layers[1]
         values = _values(model, scale=0.5)
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
 
         def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
             return functional_call(model, values, (x,)).square().mean()
 
-        run.backward(model(x).square().mean())
-        some = {name: value for name, value in values.items() if name.startswith("layers.1")}
+        inner = loss(leaves, x)
+        steps = torch.autograd.grad(inner, list(leaves.values()), create_graph=True, allow_unused=True)
+        fast = {name: p if g is None else p - 0.25 * g for (name, p), g in zip(leaves.items(), steps, strict=True)}
+        with run.accumulate():
+            alone = functional_call(layer, _values(layer, scale=2.0), (x,))
+            run.backward(model(x).square().mean())
         return (
-            grad(loss)(values, x),
-            grad_and_value(loss)(some, x),
+            torch.autograd.grad(loss(fast, x + 1), list(leaves.values()), allow_unused=True),
+            grad_and_value(loss)(values, x),
             vmap(grad(loss), in_dims=(None, 0))(values, x),  # of each sample
             grad(lambda values, x: sum(g.square().sum() for g in grad(loss)(values, x).values()))(values, x),
+            vmap(lambda values: functional_call(model, values, (x,)))(
+                {k: torch.stack([v, 2 * v]) for k, v in values.items()}
+            ),
+            alone,
             model(x),
         )
 
     assert ranks(n).run(differences, build, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g21_vmap_runs_an_ensemble_of_stacked_parameters(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        x = noise(4, 6, seed=number)
-        torch.manual_seed(number)
-        stacked, _ = stack_module_state([Stack() for _ in range(3)])
-        outputs = vmap(lambda values: functional_call(model, values, (x,)))(stacked)
-        run.backward(model(x).square().mean())
-        return outputs
-
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_g21_an_inner_step_on_whole_parameters_is_differentiated(ranks: Ranks, n: int) -> None:
-    """Fast weights of meta-learning: copies of the whole parameters, whose gradients are those of the rank."""
-
-    def program(model: Any, run: Run, number: int) -> object:
-        x, y = noise(4, 6, seed=number), noise(4, 6, seed=number + 10)
-        values = {name: value.requires_grad_() for name, value in _values(model, scale=1.0).items()}
-        inner = functional_call(model, values, (x,)).square().mean()
-        steps = torch.autograd.grad(inner, list(values.values()), create_graph=True)
-        fast = {name: p - 0.25 * g for (name, p), g in zip(values.items(), steps, strict=True)}
-        outer = (functional_call(model, fast, (y,)) - x).square().mean()
-        run.backward(model(x).square().mean())
-        return outer, torch.autograd.grad(outer, list(values.values()))
-
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
-
-
 def test_g21_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> None:
     def case() -> None:
         for stage in STAGES.values():
             torch.manual_seed(0)
-            model: Any = stage(Stack(), axis())
+            model: Any = stage(Tied(), axis())
             before = [id(parameter) for parameter in model.parameters()]
             x = noise(3, 6, seed=1)
             expected = model(x)
             values = _values(model, scale=2.0)
+            plain = Tied()
+            plain.load_state_dict(values, strict=False)
             with zf.traffic() as sent:
                 functional_call(model, values, (x,))
             assert sent.nbytes == 0, "nothing is gathered in place of what was given"
-            broken = {**values, "leave.weight": torch.randn(6, 5)}
-            with pytest.raises(zf.PlacementError, match=r"leave\.weight"):
-                functional_call(model, broken, (x,))
             for block in (zf.unsharded(model), zf.accumulate(model, unshard=True)):
                 with block:
-                    assert torch.equal(functional_call(model, values, (x,)), Stack_of(values)(x))
+                    assert torch.equal(functional_call(model, values, (x,)), plain(x))
                     assert torch.equal(model(x), expected)
+                    with pytest.raises(zf.PlacementError, match="tied"):
+                        two = {**values, "leave.weight": torch.randn(6, 6)}
+                        functional_call(model, two, (x,), tie_weights=False)
             assert torch.equal(model(x), expected)
             assert [id(parameter) for parameter in model.parameters()] == before
-
-    def Stack_of(values: dict[str, Tensor]) -> Stack:
-        plain = Stack()
-        plain.load_state_dict(values)
-        return plain
 
     ranks(2).run(case)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_g21_resting_tensors_are_refused(ranks: Ranks, stage: str) -> None:
-    """Fast weights made of shards, inside torch.func and outside; whole parameters of a block are plain."""
+def test_g21_resting_tensors_and_some_of_the_tensors_are_refused(ranks: Ranks, stage: str) -> None:
+    """Inside torch.func and outside. In the block of the error's fix, parameters are whole, and a call takes any of them."""
 
     def case() -> None:
         model = STAGES[stage](Stack(), axis())
@@ -268,25 +214,17 @@ def test_g21_resting_tensors_are_refused(ranks: Ranks, stage: str) -> None:
         def loss(values: dict[str, Tensor]) -> Tensor:
             return functional_call(model, values, (x,)).sum()
 
-        values = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
-        for call in (loss, grad(loss)):
-            with pytest.raises(zf.StateError, match="given a resting tensor"):
-                call(values)
+        some = {name: value for name, value in _values(model, scale=2.0).items() if "leave" in name}
+        for values in ({name: parameter.detach() * 2 for name, parameter in model.named_parameters()}, some):
+            for call in (loss, grad(loss)):
+                with pytest.raises(zf.StateError, match="resting tensors, or tensors for some"):
+                    call(values)
         model(x).sum().backward()
         expected = grad(loss)(_values(model, scale=2.0))
         with zf.unsharded(model):
+            assert loss(some).isfinite()
             found = grad(loss)({name: parameter.detach() * 2 for name, parameter in model.named_parameters()})
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-    ranks(2).run(case)
-
-
-def test_g21_a_tie_takes_one_tensor(ranks: Ranks) -> None:
-    def case() -> None:
-        tied = zf.shard_params(Tied(), axis())
-        whole = {name: torch.randn(6, 6) for name in ("enter.weight", "leave.weight")}
-        with pytest.raises(zf.PlacementError, match="tied"):
-            functional_call(tied, whole, (noise(3, 6, seed=1),), tie_weights=False)
 
     ranks(2).run(case)
 

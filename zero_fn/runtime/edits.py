@@ -57,8 +57,6 @@ def note_edited(slots: Iterable[Slot]) -> None:
 
 def _show_again(unit: Unit, changed: Sequence[Slot]) -> None:
     """Writes parameters of a unit that runs into the tensors that its modules see. Communicates one all-gather; waits."""
-    if unit.shown.swapped:
-        return
     with torch.inference_mode(False), torch.no_grad():
         for slot, whole in zip(changed, unit.at_rest.gather_whole(changed), strict=True):
             unit.groups.of(slot).is_inner_current = False

@@ -31,7 +31,7 @@ from zero_fn.runtime.gather import gather
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_hooks
 from zero_fn.runtime.selective import outside_selection
-from zero_fn.runtime.swapped import called_outside, is_transforming
+from zero_fn.runtime.swapped import called_outside, is_swapped, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
@@ -155,7 +155,7 @@ class Attached:
                 raise _went_on(unit)
             begun.depth += 1
             return False
-        if unit.running:
+        if unit.running or (unit.shown.leaves is None and is_swapped(unit.slots, unit.name)):
             return False
         is_outermost = forwards.call is None and not in_backward
         if is_outermost:
@@ -166,7 +166,7 @@ class Attached:
         if unit.shown.leaves is not None and not (in_backward and self.run.module.graphs.uses_of(unit.index)):
             self._begin_with_leaves(is_outermost=is_outermost)
             return (
-                True  # unless a checkpoint recomputes a forward from before the block that registered whole parameters
+                True  # but a checkpoint may recompute a forward from before the block that registered whole parameters
             )
         if in_backward and self.run.backwards.is_recomputing(unit, self):
             return False
@@ -177,11 +177,7 @@ class Attached:
             if is_outermost and forwards.current is None:
                 forwards.call = None
             raise
-        begun.has_backward = (
-            torch.is_grad_enabled()
-            and not (unit.shown.swapped and unit.shown.is_replaced)
-            and not begun.is_transforming
-        )
+        begun.has_backward = torch.is_grad_enabled() and not begun.is_transforming
         # What is kept between uses may be kept by autograd as well.
         packs = begun.has_backward and unit.groups.is_transient
         begun.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
@@ -195,7 +191,7 @@ class Attached:
         begun.use = use = called_outside(enter, unit, self) if begun.is_transforming else enter(unit, self)
         self._begun = begun
         take_hooks_inside(unit.inner, self._module())
-        begun.tensors = gather(use)
+        begun.tensors = called_outside(gather, use) if begun.is_transforming else gather(use)
         unit.shown.show(begun.tensors)
         return begun
 
@@ -232,7 +228,6 @@ class Attached:
             self.unit.shown.hide()
             if begun.use is None:
                 self.unit.running -= 1
-                self.unit.shown.swapped = {}
             else:
                 begun.tensors.clear()  # memory that somebody holds a part of is not used again
                 outside_selection(called_outside, forwards.leave, begun.use, failed=not is_done)
@@ -246,7 +241,8 @@ class Attached:
         if self.output_dtype is not None:
             output = cast(output, self.output_dtype)
         if use is None:
-            show_in_backward(unit, begun.tensors, _tensors_in(output))
+            if not begun.is_transforming:
+                show_in_backward(unit, begun.tensors, _tensors_in(output))
         elif begun.has_backward:
             _watch(output, use)
         elif use.node is not None:

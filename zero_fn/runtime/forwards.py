@@ -155,7 +155,7 @@ class Forwards:
             self.reshard(unit, grad=self.current.grad)
         else:
             assert kind is Fetch, f"no such action: {action}"
-            if unit.shown.is_ours:
+            if unit.shown.leaves is None:
                 unit.in_flight.fetch()
 
     def reshard(self, unit: Unit, *, grad: bool) -> None:
@@ -167,24 +167,19 @@ class Forwards:
 
     def begin(self, unit: Unit, entry: Door) -> None:
         """A forward of the module begins at this unit."""
-        is_swapped = self.prepare()
+        self.prepare()
         self.is_fresh = False
         self._module.graphs.limit()
         grad = torch.is_grad_enabled()
         begun_at = (unit.index, entry.attribute)
-        recorded = self.recorded.get((begun_at, grad)) if not is_swapped else None
+        recorded = self.recorded.get((begun_at, grad))
         offsets = self._module.graphs.offsets()
         self.current = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
-        self.current.is_swapped = is_swapped
         watch_edits(self, is_open=True)
 
-    def prepare(self) -> bool:
-        """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers.
-
-        Returns:
-            Whether other tensors stand in for some parameters (`functional_call`).
-        """
-        is_swapped, present = False, 0
+    def prepare(self) -> None:
+        """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers."""
+        present = 0
         must_expire = not self._module.accumulating or self.is_fresh
         forget_if_changed(self._module)
         for unit in self._module.live_units():
@@ -194,15 +189,13 @@ class Forwards:
             if must_expire:
                 unit.mark_stale()
             unit.follow_moved()
-            is_swapped |= bool(unit.shown.swapped)
         refuse_new(self._module)
         if present != self._present:  # layers may be taken out of a model
             self._present = present
             self.recorded.clear()
         self.agree()
-        if self.statistics.is_active and not is_swapped:
+        if self.statistics.is_active:
             self._broadcast_statistics()
-        return is_swapped
 
     def agree(self) -> None:
         """Compares over ranks what they hold: once, and again after loading."""
@@ -241,9 +234,6 @@ class Forwards:
         module = self._module
         if self.statistics.is_active:
             self.statistics.note()
-        if forward.is_swapped:
-            for unit in module.live_units():
-                unit.shown.swapped = {}
         if forward.failed:
             for unit in module.live_units():
                 unit.reshard()
@@ -251,7 +241,7 @@ class Forwards:
         trace = forward.relative_trace()
         key = (forward.entry, forward.grad)
         recorded = self.recorded.get(key)
-        if not forward.is_swapped and (recorded is None or recorded[0] != trace):
+        if recorded is None or recorded[0] != trace:
             self.recorded[key] = (trace, legs(module.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in module.live_units():

@@ -27,7 +27,7 @@ from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, placed
 from zero_fn.runtime.ored import Ored
 from zero_fn.runtime.slot import trained
-from zero_fn.runtime.swapped import in_compute_dtype, is_transforming, outside_transforms
+from zero_fn.runtime.swapped import is_transforming
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse, will_execute
@@ -54,14 +54,14 @@ def gather_again(unit: Unit) -> list[Tensor]:
     The same tensors serve every backward, as long as nobody could tell them from new ones. [Note: tensors that are lent]
     """
     gathered = unit.in_flight.memory
-    if gathered is None or not gathered.lends or unit.shown.swapped or unit.has_model_axes or is_transforming():
+    if gathered is None or not gathered.lends or unit.has_model_axes or is_transforming():
         with torch.enable_grad():
             return gather(UnitUse(unit, -1))
     now, lent = trained(unit.slots), gathered.lent
     if lent is None or lent.trained != now or not lent.is_untouched():
         use = UnitUse(weakref.proxy(unit), -1)  # the unit holds these tensors, their node holds this
         with torch.enable_grad():
-            lent = Lent(_gathered(use), now, use)
+            lent = Lent(gather(use), now, use)
         gathered.lend(lent)
     lent.use.generation, lent.use.has_arrived, lent.is_shown = unit.generation, False, True
     return lent.tensors
@@ -74,21 +74,11 @@ def gather(use: UnitUse) -> list[Tensor]:
         use: A use of the unit, whose parameters are gathered. Its `node` is set.
     """
     unit = use.unit
-    swapped = unit.shown.swapped
-    if not swapped and not is_transforming():
-        return _gathered(use)
-    with outside_transforms():  # [Note: torch.func sees whole tensors]
-        tensors = _gathered(use) if not unit.shown.is_replaced else []
-    return [in_compute_dtype(slot, swapped[i]) if i in swapped else tensors[i] for i, slot in enumerate(unit.slots)]
-
-
-def _gathered(use: UnitUse) -> list[Tensor]:
-    unit = use.unit
     tensors = unit.in_flight.tensors()
     flags = trained(unit.slots) if torch.is_grad_enabled() else []
     if True not in flags:
         return placed(unit.slots, tensors) if unit.has_model_axes else tensors
-    # Not `_Gather.apply`, which asks of every argument whether torch.func has wrapped it: `gather` has seen to that.
+    # Not `_Gather.apply`, which asks of every argument whether torch.func has wrapped it: this runs outside its transforms.
     outputs = _apply(_Gather, use, tensors, flags, _token, *[slot.parameter for slot in unit.slots])
     node = outputs[flags.index(True)].grad_fn
     assert node is not None

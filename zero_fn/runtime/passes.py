@@ -38,7 +38,6 @@ class ForwardPass:
         uses: The uses of this pass.
         depth: How many units are running.
         failed: Whether an exception passed through the forward.
-        is_swapped: Whether other tensors stand in for some parameters: later forwards do not follow its schedule.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class ForwardPass:
         self.uses: dict[Use, UnitUse] = {}
         self.depth = 0
         self.failed = False
-        self.is_swapped = False
         self._legs = legs
         self._at = 0  # the leg that comes next
         self._offsets = offsets

@@ -28,7 +28,6 @@ class Shown:
     """What modules see under the names of a unit's parameters.
 
     Attributes:
-        swapped: Tensors that stand in for parameters in the running forward (`torch.func.functional_call`), by slot number.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         last_entry: The entry at which the last forward with gradients began, weakly.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
@@ -47,22 +46,11 @@ class Shown:
                     self._by_module.append((weakref.ref(place.module), []))
                 self._by_module[number][1].append((place.attribute, i))
         self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
-        self.swapped: dict[int, Tensor] = {}
         self.leaves: list[nn.Parameter] | None = None
         self.last_entry: Callable[[], object] = _no_entry
         self.backward_entry: object = None
         self.needed_in, self.is_left = -1, False
         self._in_backward: list[Tensor] = []
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether other tensors stand in for every parameter in the running forward."""
-        return bool(self.swapped) and len(self.swapped) == len(self._slots)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether forwards read the gathered parameters, not whole ones of a block or of `functional_call`."""
-        return self.leaves is None and not self.is_replaced
 
     @uncompiled
     def show(self, tensors: Sequence[Tensor]) -> None:
@@ -103,7 +91,7 @@ class Shown:
 
     def start_over(self) -> None:
         """Lets modules see registered parameters, whatever an interrupted pass lets them see."""
-        self.swapped, self._in_backward, self.backward_entry, self.is_left = {}, [], None, False
+        self._in_backward, self.backward_entry, self.is_left = [], None, False
         self._show_registered()
 
     def _show_registered(self) -> None:
@@ -121,7 +109,7 @@ class Shown:
     def require_unchanged(self, unit: str, tensors: Sequence[Tensor]) -> None:
         """Refuses in-place changes of the tensors that modules saw under the names of parameters. [Note: changed values]
 
-        The user's own tensors may be changed: those of `functional_call`, and whole parameters that a block has registered.
+        The whole parameters that a block has registered may be changed: they are the user's.
 
         Args:
             unit: The name of the unit whose forward or backward has ended.
@@ -130,10 +118,10 @@ class Shown:
         Raises:
             PlacementError: One was changed in place.
         """
-        if self.leaves is None and not self.swapped and not any(map(_version, tensors)):
+        if self.leaves is None and not any(map(_version, tensors)):
             return
         for number, tensor in enumerate(tensors):
-            if number in self.swapped or (self.leaves is not None and tensor.is_inference()) or not tensor._version:
+            if (self.leaves is not None and tensor.is_inference()) or not tensor._version:
                 continue
             slot = self._slots[number]
             if self.leaves is not None and slot.kind.compute_dtype == slot.dtype:

@@ -6,7 +6,7 @@ with the control message that begins every backward. A forward in training mode 
 message of its own. So a model whose buffers never change sends nothing.
 
 Nothing is broadcast while some rank holds a graph that waits for its backward, which may need the values; nor inside
-`accumulate` after its first forward; nor while `functional_call` has other tensors in place.
+`accumulate` after its first forward.
 
 [Note: changes that no version counts] Writes through `.data`, and some kernels, leave a buffer's version as it is. They are
 found by values. To read all values in every forward would cost time, and on an accelerator a wait, for constants such as

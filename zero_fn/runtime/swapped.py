@@ -1,32 +1,27 @@
-"""Tensors that stand in for parameters during one forward: those that `torch.func.functional_call` registers.
+"""Calls of a module under torch.func.
 
-Whole plain tensors are used as they are, and their gradients are those of this rank. Resting tensors (such as
-`parameter - lr * grad`) are refused.
-
-[Note: torch.func sees whole tensors] `grad` and `vmap` of torch.func wrap tensors, and know no saved-tensor hooks. Inside
-them nothing is packed, and parameters are gathered outside the wrappers.
+`grad`, `vmap` and `jvp` wrap tensors, and know no saved-tensor hooks. Inside them nothing is packed, and parameters are
+gathered outside the wrappers. A unit in all of whose places `functional_call` has put whole tensors is left to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 
-from zero_fn.errors import PlacementError, StateError
+from zero_fn.errors import StateError
 from zero_fn.runtime.slot import Slot
 
-__all__ = ["called_outside", "in_compute_dtype", "is_transforming", "outside_transforms", "swapped_values"]
+__all__ = ["called_outside", "in_compute_dtype", "is_swapped", "is_transforming", "partly_swapped"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NOTHING = nullcontext()
 _peek = torch._C._functorch.peek_interpreter_stack
 
 
@@ -35,55 +30,44 @@ def is_transforming() -> bool:
     return _peek() is not None
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
-    """A context outside the transforms of torch.func."""
-    return temporarily_clear_interpreter_stack() if is_transforming() else _NOTHING
-
-
 def called_outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Calls a function outside the transforms of torch.func."""
     if _peek() is None:
         return function(*args, **kwargs)
-    with outside_transforms():
+    with temporarily_clear_interpreter_stack():
         return function(*args, **kwargs)
 
 
-def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
-    """The tensors that are registered in place of parameters, by the number of the slot.
+def is_swapped(slots: Sequence[Slot], unit: str) -> bool:
+    """Whether whole tensors stand in for all parameters of a unit at rest.
 
     Raises:
-        StateError: A tensor rests in parts on several ranks.
-        PlacementError: The places of a tied parameter hold several tensors, or a tensor has another shape.
+        StateError: They stand in for some only, or one of them rests in parts on several ranks.
     """
-    found: dict[int, Tensor] = {}
-    for i, slot in enumerate(slots):
-        values: list[Tensor | None] = [place.registered for place in slot.places]
-        swapped = [value for value in values if value is not None and not isinstance(value, nn.Parameter)]
-        if not swapped:
-            continue
-        if any(value is not swapped[0] for value in values):
-            raise PlacementError(
-                f"{slot.fqn!r} is tied, and its places were given different tensors.",
-                parameter=slot,
-                fix="functional_call(model, values, args) with one name of the tie, and tie_weights=True",
-            )
-        if tuple(swapped[0].shape) != slot.full_shape:
-            raise PlacementError(
-                f"{slot.fqn!r} was replaced by a tensor of another shape.",
-                expected=slot,
-                got=f"{type(swapped[0]).__name__} of {list(swapped[0].shape)}",
-                fix="functional_call(model, values, args) with whole tensors",
-            )
-        if _is_resting(swapped[0], slot):
-            raise StateError(
-                f"functional_call was given a resting tensor in place of {slot.fqn!r}.",
-                parameter=slot,
-                why="a forward computes with whole tensors, and this rank holds a part",
-                fix="values = {name: p.full_tensor().detach().requires_grad_() for name, p in model.named_parameters()}; or "
-                "read whole parameters in `with zf.unsharded(model):`. Their gradients are not averaged over ranks",
-            )
-        found[i] = swapped[0]
-    return found
+    are_swapped = are_at_rest = False
+    for slot in slots:
+        for place in slot.places:
+            module = place._module()
+            if module is None or place.attribute not in module._parameters:
+                continue
+            if (value := module._parameters[place.attribute]) is slot.parameter:
+                are_at_rest = True
+            elif value is not None and not isinstance(value, nn.Parameter):
+                are_swapped, are_at_rest = True, are_at_rest or _is_resting(value, slot)
+    if are_swapped and are_at_rest:
+        raise partly_swapped(unit)
+    return are_swapped
+
+
+def partly_swapped(unit: str) -> StateError:
+    """The error for a model that would run on its own parameters and on others at once."""
+    return StateError(
+        "functional_call was given resting tensors, or tensors for some of the parameters.",
+        unit=unit or "root",
+        why="parameters at rest are gathered, whole tensors are taken as they are, and one forward does one of the two",
+        fix="with zf.unsharded(model): functional_call(model, values, x), where parameters() are whole. Gradients of values "
+        "are those of this rank",
+    )
 
 
 def in_compute_dtype(slot: Slot, value: Tensor) -> Tensor:

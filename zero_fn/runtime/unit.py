@@ -29,7 +29,7 @@ from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.in_flight import InFlight, Phase
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.swapped import swapped_values
+from zero_fn.runtime.swapped import is_swapped, partly_swapped
 from zero_fn.transport.links import Links
 
 __all__ = ["Runs", "Unit", "unit_of"]
@@ -114,17 +114,14 @@ class Unit:
         """Follows parameters that `.to`, `to_empty`, `deepcopy`, `.data =` or `load_state_dict(assign=True)` moved elsewhere.
 
         Raises:
-            StateError: The parameters are evicted.
+            StateError: The parameters are evicted, or `functional_call` has put other tensors in their place.
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
-        shown = self.shown
-        shown.swapped = {}
-        if shown.leaves is not None or self.at_rest.is_current:
+        if self.shown.leaves is not None or self.at_rest.is_current:
             return
         self.at_rest.require_in_memory(self.name)
-        shown.swapped = swapped_values(self.slots)
-        if shown.swapped and all(i in shown.swapped or slot.is_current() for i, slot in enumerate(self.slots)):
-            return
+        if is_swapped(self.slots, self.name):
+            raise partly_swapped(self.name)
         self.reshard()
         self.at_rest.follow_moved()
         self.note_moved()
@@ -133,12 +130,10 @@ class Unit:
     # -- gathered ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already, or if
-        `functional_call` has put other tensors under all names."""
-        shown = self.shown
+        """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already."""
         if self.at_rest.is_moved:
             self.follow_moved()
-        if self.in_flight.phase is Phase.AT_REST and not (shown.swapped and shown.is_replaced):
+        if self.in_flight.phase is Phase.AT_REST:
             self.in_flight.begin(self)
 
     def await_gathered(self) -> None:

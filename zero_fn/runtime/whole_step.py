@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
+from zero_fn.errors import PlacementError
 from zero_fn.resting import on_spec
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.swapped import in_compute_dtype, swapped_values
+from zero_fn.runtime.swapped import in_compute_dtype
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 
@@ -86,17 +87,24 @@ def see_leaves(unit: Unit) -> list[Tensor]:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
             return see_leaves(unit)
-    unit.shown.swapped = swapped_values(unit.slots)
-    return [
-        in_compute_dtype(slot, unit.shown.swapped.get(i, leaf))
-        for i, (slot, leaf) in enumerate(zip(unit.slots, unit.shown.leaves, strict=True))
-    ]
+    found = []
+    for slot in unit.slots:
+        value, *others = (place.registered for place in slot.places)
+        if any(other is not value for other in others):
+            raise PlacementError(
+                f"{slot.fqn!r} is tied, and its places were given different tensors.",
+                parameter=slot,
+                fix="functional_call(model, values, args) with one name of the tie, and tie_weights=True",
+            )
+        assert value is not None
+        found.append(in_compute_dtype(slot, value))
+    return found
 
 
 def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor]) -> None:
     """Once backward has reached an output of a forward of the unit, lets modules see the tensors that the forward saw."""
     assert unit.shown.leaves is not None
-    if unit.shown.swapped or all(map(is_, tensors, unit.shown.leaves)):
+    if all(map(is_, tensors, unit.shown.leaves)):
         return
     hook = partial(_show_until_the_end, unit, tensors)
     for output in outputs:
