@@ -986,10 +986,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "a-copy-in-16-bits-that-stays",
-        "_placed_and_read",
+        "ZeroTrainerMixin._place_model",
         "a Trainer reads shards alone",
-        "zf.load_pretrained(transformed, weights)",
-        "transformed._kept = type(model).from_pretrained(weights).float(); zf.load_pretrained(transformed, weights)",
+        "zf.load_pretrained(self.model, self._weights)",
+        "self._kept = type(self.model).from_pretrained(self._weights).float(); zf.load_pretrained(self.model, self._weights)",
         "tests/outside/integrations/test_placed_by_config.py",
     ),
     Bug(

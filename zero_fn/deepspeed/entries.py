@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.errors import ConfigError
 
-__all__ = ["Config", "Entries", "RefusedEntry", "TakenEntry", "config_of", "filled", "leaves_of", "shown"]
+__all__ = ["Config", "Entries", "RefusedEntry", "TakenEntry", "config_of", "filled", "leaves_of", "left_to", "shown"]
 
 Config = str | os.PathLike[str] | Mapping[str, object]
 _SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""}
@@ -107,6 +107,16 @@ def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str
             fix='one of the two; auto= is for what is "auto" in the config, or not there',
         )
     return found
+
+
+def left_to(values: Mapping[str, object], config: Mapping[str, object], may_lack: Collection[str]) -> dict[str, object]:
+    """Of a program's values, by the paths of entries, those that a config leaves to it: `"auto"`, or missing if it may be."""
+    said = {path: value for path, value in leaves_of(config) if value is not None}
+    return {
+        path: value
+        for path, value in values.items()
+        if value is not None and said.get(path, "auto" if path in may_lack else None) == "auto"
+    }
 
 
 def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import zero_fn as zf
-from zero_fn.deepspeed.entries import leaves_of
+from zero_fn.deepspeed.entries import leaves_of, left_to
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import agreed_settings, mesh_of, placed_by, require_placed
 from zero_fn.integrations.placing import all_ranks
@@ -30,7 +30,7 @@ from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["AcceleratorConfig", "config_asked", "follow_settings"]
 
-_MAY_LACK = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_WHOLE, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
@@ -69,23 +69,12 @@ def _is_prepared(item: Any) -> bool:
 
 
 class AcceleratorConfig:
-    """A DeepSpeed config that a ZeroAccelerator follows.
-
-    Attributes:
-        settings: What it asks for; None until the first model that is trained.
-        is_clipped: Whether the gradients of this step were clipped.
-    """
+    """A DeepSpeed config that a ZeroAccelerator follows."""
 
     def __init__(self, config: Any, mesh: DeviceMesh | None, precision: str) -> None:
-        """
-        Args:
-            config: A path, or the object itself.
-            mesh: The mesh; None: that of a placed model, or one axis of all ranks.
-            precision: accelerate's `mixed_precision`.
-        """
-        self.settings: Settings | None = None
-        self.is_clipped = False
-        self._config, self._mesh, self._precision = config, mesh, precision
+        self.settings: Settings | None = None  # until the first model that is trained
+        self.is_clipped = False  # whether the gradients of this step were
+        self._config, self._mesh, self._precision = config, mesh, precision  # precision: accelerate's `mixed_precision`
         self._own: list[LRScheduler] = []
 
     def follow(self, accelerator: Any, objects: Sequence[Any]) -> None:
@@ -101,58 +90,13 @@ class AcceleratorConfig:
             own = mesh_of(model)
             mesh = self._mesh or own or all_ranks(accelerator.device.type)
             if self.settings is None:
-                values = partial(self._values, accelerator, objects)
+                values = partial(_auto_of, accelerator, objects, self._precision)
                 self.settings = settings = agreed_settings(self._config, values, mesh)
                 accelerator.place = partial(placed_by, settings, mesh)
                 follow_settings(accelerator, settings, mesh)
                 accelerator.gradient_accumulation_steps = settings.accumulation_steps
             if own is not None:
                 require_placed(self.settings, mesh, model)
-
-    def _values(self, accelerator: Any, objects: Sequence[Any], config: Mapping[str, object]) -> Mapping[str, Any]:
-        """What the program says where the config says `"auto"`, by the paths of entries."""
-        said, n = dict(leaves_of(config)), accelerator.num_processes
-        sizes: list[Any] = [each.batch_size for each in objects if isinstance(each, DataLoader)]
-        micro: Any = None if not sizes or None in sizes else min(sizes) // (n if accelerator.split_batches else 1)
-        steps: Any = accelerator.gradient_accumulation_steps
-        values: dict[str, Any] = dict(zip(_MAY_LACK[1:], (micro, steps), strict=True))
-        micro, steps = (
-            value if said.get(path, "auto") in ("auto", None) else said[path] for path, value in values.items()
-        )
-        values[_MAY_LACK[0]] = micro * steps * n if isinstance(micro, int) and isinstance(steps, int) else None
-        values["gradient_clipping"] = 1.0
-        asked = f"{self._precision}.enabled"
-        dtypes = {"bf16.enabled", "fp16.enabled"}
-        if self._precision != "no" and (
-            asked not in dtypes or said.get(asked) is False or any(said.get(path) is True for path in dtypes - {asked})
-        ):
-            raise zf.ConfigError(
-                "A DeepSpeed config contradicts the mixed_precision of its Accelerator.",
-                mixed_precision=self._precision,
-                config=", ".join(f"{path} = {said.get(path)}" for path in sorted(dtypes)),
-                fix='the same dtype in both; or "auto" in the config',
-            )
-        values.update({path: path == asked for path in dtypes})
-        for each in objects:
-            if isinstance(each, DummyOptim):
-                values |= {"optimizer.params.lr": each.lr, "optimizer.params.weight_decay": each.weight_decay}
-            elif isinstance(each, DummyScheduler) and each.lr_scheduler_callable is None:
-                rates = getattr(each.optimizer, "defaults", None) or vars(each.optimizer)
-                total = each.total_num_steps
-                values |= {
-                    "scheduler.params.warmup_min_lr": 0,
-                    "scheduler.params.warmup_max_lr": rates.get("lr"),
-                    "scheduler.params.warmup_num_steps": max(1, each.warmup_num_steps),
-                    "scheduler.params.total_num_steps": total
-                    if total is None or accelerator.split_batches
-                    else math.ceil(total / n),
-                }
-        may_lack = (*_MAY_LACK, *([asked] if self._precision != "no" else []))
-        return {
-            path: value
-            for path, value in values.items()
-            if value is not None and said.get(path, "auto" if path in may_lack else None) == "auto"
-        }
 
     def with_optimizers(self, objects: Sequence[Any]) -> tuple[Any, ...]:
         """The objects, with the optimizer of the config in place of a DummyOptim.
@@ -161,41 +105,25 @@ class AcceleratorConfig:
             ConfigError: The config and the program have an optimizer or a scheduler each, or neither has.
         """
         stock, schedule = (None, None) if self.settings is None else (self.settings.stock, self.settings.scheduler)
-        kinds: tuple[tuple[str, Any, Any, Any], ...] = (
-            ("optimizer", stock, Optimizer, DummyOptim),
-            ("scheduler", schedule, LRScheduler, DummyScheduler),
-        )
-        for name, own, kind, dummy in kinds:
-            for each in objects:
-                if own is not None and isinstance(each, kind) and not _is_prepared(each):
-                    raise zf.ConfigError(
-                        f"There are two ways to make the {name}: the DeepSpeed config, and the program.",
-                        program=type(each).__name__,
-                        fix=f'accelerate.utils.deepspeed.{dummy.__name__}(...) in the program; or no "{name}" in the config',
-                    )
-                if own is None and isinstance(each, dummy) and not getattr(each, "lr_scheduler_callable", None):
-                    raise zf.ConfigError(
-                        f"A {dummy.__name__} stands for the {name} of a DeepSpeed config, and there is none.",
-                        fix=f'"{name}": {{...}} in the config; or the {name} itself, prepared with or after its model',
-                    )
-        if stock is None:
-            return tuple(objects)
-        return tuple(
-            stock.kind(each.params, **stock.options) if isinstance(each, DummyOptim) else each for each in objects
-        )
+        found = []
+        for each in objects:
+            if isinstance(each, Optimizer | DummyOptim) and not _is_prepared(each):
+                _require_one("optimizer", stock, each, DummyOptim)
+            elif isinstance(each, LRScheduler | DummyScheduler) and not _is_prepared(each):
+                _require_one("scheduler", schedule, each, DummyScheduler)
+            found.append(stock.kind(each.params, **stock.options) if stock and isinstance(each, DummyOptim) else each)
+        return tuple(found)
 
     def completed(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
         """The objects, with streamed optimizers where the config offloads anything, and schedulers in place of a
         DummyScheduler."""
         is_away = self.settings is not None and self.settings.sharding.tiers != IN_MEMORY
-        found: list[Any] = [
-            zf.streamed(each)
-            if is_away and isinstance(each, Optimizer) and not isinstance(each, zf.Streamed) and not _is_prepared(each)
-            else each
-            for each in objects
-        ]
-        known = (*(each.optimizer for each in accelerator._optimizers), *found)
-        optimizers = [each for each in known if isinstance(each, Optimizer)]
+        optimizers, found = [each.optimizer for each in accelerator._optimizers], list(objects)
+        for number, each in enumerate(found):
+            if isinstance(each, Optimizer):
+                if is_away and not isinstance(each, zf.Streamed) and not _is_prepared(each):
+                    found[number] = zf.streamed(each)
+                optimizers.append(found[number])
         for number, each in enumerate(found):
             if isinstance(each, DummyScheduler):
                 make: Any = each.lr_scheduler_callable or (self.settings and self.settings.scheduler)
@@ -239,3 +167,59 @@ class AcceleratorConfig:
         type(optimizer).step(optimizer, closure)
         if accelerator.scaler is not None:
             optimizer._is_overflow = accelerator.optimizer_step_was_skipped  # accelerate does not see what is fused
+
+
+def _auto_of(
+    accelerator: Any, objects: Sequence[Any], precision: str, config: Mapping[str, object]
+) -> Mapping[str, object]:
+    """What the program says where the config says `"auto"`, by the paths of entries."""
+    said, n = dict(leaves_of(config)), accelerator.num_processes
+    sizes: list[Any] = [each.batch_size for each in objects if isinstance(each, DataLoader)]
+    own: Any = None if not sizes or None in sizes else min(sizes) // (n if accelerator.split_batches else 1)
+    micro, steps = (
+        value if said.get(path, "auto") in ("auto", None) else said[path]
+        for path, value in ((_MICRO, own), (_STEPS, accelerator.gradient_accumulation_steps))
+    )
+    whole = micro * steps * n if isinstance(micro, int) and isinstance(steps, int) else None
+    values = {_WHOLE: whole, _MICRO: micro, _STEPS: steps, "gradient_clipping": 1.0}
+    asked, dtypes = f"{precision}.enabled", {"bf16.enabled", "fp16.enabled"}
+    if precision != "no" and (
+        asked not in dtypes or said.get(asked) is False or any(said.get(path) is True for path in dtypes - {asked})
+    ):
+        raise zf.ConfigError(
+            "A DeepSpeed config contradicts the mixed_precision of its Accelerator.",
+            mixed_precision=precision,
+            config=", ".join(f"{path} = {said.get(path)}" for path in sorted(dtypes)),
+            fix='the same dtype in both; or "auto" in the config',
+        )
+    values |= {path: path == asked for path in dtypes}
+    for each in objects:
+        if isinstance(each, DummyOptim):
+            values |= {"optimizer.params.lr": each.lr, "optimizer.params.weight_decay": each.weight_decay}
+        elif isinstance(each, DummyScheduler) and each.lr_scheduler_callable is None:
+            rates = getattr(each.optimizer, "defaults", None) or vars(each.optimizer)
+            total = each.total_num_steps
+            values |= {
+                "scheduler.params.warmup_min_lr": 0,
+                "scheduler.params.warmup_max_lr": rates.get("lr"),
+                "scheduler.params.warmup_num_steps": max(1, each.warmup_num_steps),
+                "scheduler.params.total_num_steps": total
+                if total is None or accelerator.split_batches
+                else math.ceil(total / n),
+            }
+    return left_to(values, config, {_WHOLE, _MICRO, _STEPS, asked})
+
+
+def _require_one(name: str, own: object, each: Any, dummy: type) -> None:
+    """Requires that the optimizer or the scheduler is made in one way: `own`, by the config, or by the program."""
+    if own is not None and not isinstance(each, dummy):
+        raise zf.ConfigError(
+            f"There are two ways to make the {name}: the DeepSpeed config, and the program.",
+            program=type(each).__name__,
+            fix=f'accelerate.utils.deepspeed.{dummy.__name__}(...) in the program; or no "{name}" in the config',
+        )
+    if own is None and isinstance(each, dummy) and not getattr(each, "lr_scheduler_callable", None):
+        raise zf.ConfigError(
+            f"A {dummy.__name__} stands for the {name} of a DeepSpeed config, and there is none.",
+            fix=f'"{name}": {{...}} in the config; or the {name} itself, prepared with or after its model',
+        )

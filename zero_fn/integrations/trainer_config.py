@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
-from zero_fn.deepspeed.entries import leaves_of, shown
+from zero_fn.deepspeed.entries import leaves_of, left_to, shown
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import agreed_settings
 
@@ -40,7 +40,7 @@ _OTHERS = {
 
 
 def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settings:
-    """Reads a config as the Trainer of transformers does: its arguments replace `"auto"`.
+    """Reads a config as the Trainer of transformers does: its TrainingArguments replace `"auto"`.
 
     Communicates 16 bytes per rank, to find out whether all ranks have the same config.
 
@@ -54,18 +54,16 @@ def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settin
         ConfigError: Entries cannot be followed, or contradict arguments; the error names all of them.
         DisagreementError: Ranks have different configs.
     """
-    may_lack = {*_BATCHES, *(f"{dtype}.enabled" for dtype in ("bf16", "fp16") if args.mixed_precision == dtype)}
-    return agreed_settings(config, partial(_auto_of, values_of(args, mesh.size(), steps), steps, may_lack), mesh)
+    return agreed_settings(config, partial(_auto_of, args, mesh.size(), steps), mesh)
 
 
-def _auto_of(
-    values: Mapping[str, Any], steps: int, may_lack: Collection[str], config: Mapping[str, object]
-) -> Mapping[str, Any]:
+def _auto_of(args: Any, ranks: int, steps: int, config: Mapping[str, object]) -> Mapping[str, object]:
     """The values of the arguments for the entries that a config leaves to them.
 
     Raises:
         ConfigError: An entry of the config has another value than the argument.
     """
+    values = values_of(args, ranks, steps)
     said = {path: value for path, value in leaves_of(config) if value is not None}
     others = [
         f"{path} = {shown(said[path])}, and {argument} is {shown(values[path])}"
@@ -79,17 +77,11 @@ def _auto_of(
             **{str(number): line for number, line in enumerate(others, 1)},
             fix='the same value in both; or "auto" in the config',
         )
-    return {path: value for path, value in values.items() if said.get(path, path in may_lack and "auto") == "auto"}
+    return left_to(values, config, {*_BATCHES, f"{args.mixed_precision}.enabled"})
 
 
 def values_of(args: Any, ranks: int, steps: int) -> Mapping[str, Any]:
-    """The values of a Trainer's arguments, by the path of the config entry that means the same.
-
-    Args:
-        args: TrainingArguments.
-        ranks: The number of ranks that share a batch.
-        steps: Steps of the training; 0 if the number is not known yet.
-    """
+    """The values of a Trainer's arguments, by the path of the config entry that means the same."""
     micro, microbatches = args.per_device_train_batch_size, args.gradient_accumulation_steps
     return {
         "train_batch_size": micro * microbatches * ranks,

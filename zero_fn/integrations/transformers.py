@@ -102,6 +102,7 @@ class ZeroTrainerMixin(_AnyTrainer):
     _place: Place[nn.Module] | None = None
     _finish: Any = None
     _weights: str | os.PathLike[str] | None = None
+    _is_read = False  # whether the model has been placed once, with its weights
     _settings_at: Callable[[int], Settings]
 
     def __init__(
@@ -120,10 +121,7 @@ class ZeroTrainerMixin(_AnyTrainer):
         _refuse_arguments(self.args)
         if deepspeed is not None:
             self._follow_config(deepspeed, mesh)
-        was_placed = zf.is_transformed(self.model)
         self._place_model()
-        if weights is not None and was_placed:
-            zf.load_pretrained(self.model, weights)
 
     def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
         """Reads from the DeepSpeed config how to place the model, scale losses, and finish the optimizer."""
@@ -147,7 +145,8 @@ class ZeroTrainerMixin(_AnyTrainer):
 
         Called at the end of `__init__`, and before training, because `train` may have made another model.
         """
-        if not zf.is_transformed(self.model) or (self._place is not None and plain_trained(self.model)):
+        is_plain = not zf.is_transformed(self.model)
+        if is_plain or (self._place is not None and plain_trained(self.model)):
             if self._place is None:
                 raise zf.StateError(
                     "A ZeroTrainer was given a plain model, and not what to make of it.",
@@ -155,10 +154,13 @@ class ZeroTrainerMixin(_AnyTrainer):
                     fix=f"{type(self).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp']))",
                 )
             device = self.args.device if self.place_model_on_device else None
-            model, new = place_module(partial(_placed_and_read, self._place, self._weights), self.model, device)
+            model, new = place_module(self._place, self.model, device)
             self.model = self.model_wrapped = self.callback_handler.model = model
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
+        if self._weights is not None and (is_plain or not self._is_read):
+            zf.load_pretrained(self.model, self._weights)
+        self._is_read = True
         require_own_samples(self.model, self.args.world_size)
         run_together(self.model)
         if self.optimizer is not None:
@@ -255,14 +257,6 @@ class ZeroTrainerMixin(_AnyTrainer):
             return
         load_states(Path(checkpoint) / STATES, [], [(self.model, bare(self.optimizer))])
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
-
-
-def _placed_and_read(place: Place[nn.Module], weights: str | os.PathLike[str] | None, model: nn.Module) -> nn.Module:
-    """The transformed model. If it was plain or is on meta, each rank has read its shards of `weights`."""
-    is_plain, transformed = not zf.is_transformed(model), place(model)
-    if weights is not None and (is_plain or any(parameter.is_meta for parameter in transformed.parameters())):
-        zf.load_pretrained(transformed, weights)
-    return transformed
 
 
 def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
