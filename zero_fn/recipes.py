@@ -17,28 +17,14 @@ __all__ = ["hybrid", "zero1", "zero2", "zero3"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def zero1(module: M, mesh: DeviceMesh, **options: Any) -> M:
-    """ZeRO stage 1: shards optimizer states over one mesh axis, `model = zf.zero1(model, mesh["dp"])`.
+zero1 = shard_optimizer
+"""ZeRO stage 1: shards optimizer states over one mesh axis, `model = zf.zero1(model, mesh["dp"])`."""
 
-    The same as `shard_optimizer`, which documents options, communication, errors and result.
-    """
-    return shard_optimizer(module, mesh, **options)
+zero2 = shard_grads
+"""ZeRO stage 2: shards optimizer states and gradients over one mesh axis, `model = zf.zero2(model, mesh["dp"])`."""
 
-
-def zero2(module: M, mesh: DeviceMesh, **options: Any) -> M:
-    """ZeRO stage 2: shards optimizer states and gradients over one mesh axis, `model = zf.zero2(model, mesh["dp"])`.
-
-    The same as `shard_grads`, which documents options, communication, errors and result.
-    """
-    return shard_grads(module, mesh, **options)
-
-
-def zero3(module: M, mesh: DeviceMesh, **options: Any) -> M:
-    """ZeRO stage 3: shards all training state over one mesh axis, `model = zf.zero3(model, mesh["dp"])`.
-
-    The same as `shard_params`, which documents options, communication, errors and result.
-    """
-    return shard_params(module, mesh, **options)
+zero3 = shard_params
+"""ZeRO stage 3: shards all training state over one mesh axis, `model = zf.zero3(model, mesh["dp"])`."""
 
 
 def hybrid(
