@@ -945,7 +945,7 @@ BUGS: tuple[Bug, ...] = (
     # -- plan ----------------------------------------------------------------------------------------------------------
     Bug(
         "plan-of-sent-bytes",
-        "sent_nbytes",
+        "_sent_nbytes",
         "bytes of gradients sent: the own piece stays",
         "else numel - own",
         "else numel",
@@ -961,7 +961,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "plan-forgets-microbatches",
-        "walk",
+        "_walk",
         "gathers of the microbatches after the first",
         "((forward, True), (backward, False)) * backwards:",
         "((forward, True), (backward, False)) * 1:",

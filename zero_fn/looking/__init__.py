@@ -5,16 +5,12 @@ held       bytes that are held now, by kind and by tier
 check      what would go wrong at the next step
 table      rows of text
 predict    `plan`: bytes held, sent and moved, before anything is allocated
-counted    ... of one group
-walked     ... of the walk through all units
 autoplan   which stage and tiers fit a budget, and how long a step takes
-proposals  ... as a table
-links      how fast the links between ranks are
+links      how fast bytes move: between ranks, to and from disks and an accelerator
 """
 
-from zero_fn.looking.autoplan import autoplan
+from zero_fn.looking.autoplan import Proposal, Proposals, autoplan
 from zero_fn.looking.links import LinkSpeeds, measure_links
 from zero_fn.looking.predict import Plan, plan
-from zero_fn.looking.proposals import Proposal, Proposals
 
 __all__ = ["LinkSpeeds", "Plan", "Proposal", "Proposals", "autoplan", "measure_links", "plan"]

@@ -1,9 +1,27 @@
-"""`plan(model)`: predicts bytes that a real step can be measured against."""
+"""`plan(model)`: predicts bytes that a real step can be measured against.
+
+With Ψ elements, n ranks, and per element b bytes at rest, c bytes in compute and k bytes of optimizer states, a rank holds:
+
+    home       parameters                     gradients    optimizer
+    NOTHING    Ψ b          (+ Ψ c if cast)   Ψ b          Ψ k
+    OPTIMIZER  Ψ c          (+ Ψ/n b if cast) Ψ b          Ψ/n k
+    GRADS      Ψ c          (+ Ψ/n b if cast) Ψ/n b        Ψ/n k
+    PARAMS     Ψ/n b                          Ψ/n b        Ψ/n k
+
+In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n. An all-gather sends this
+rank's shard to n - 1 peers, a reduce-scatter sends each peer its piece: each sends (n - 1)/n Ψ b bytes.
+
+State that rests in another tier takes no memory of the device, and whole pages of the tier for each unit. For each disk there
+is a staging buffer of host memory for parameters and one for gradients, as large as the largest unit; beside an accelerator
+there are two of each. Gathered parameters that stay in memory between uses are not in flight: they count as held.
+
+Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,23 +29,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.looking.counted import add_moved, at_rest, device_type_of, sent_nbytes
 from zero_fn.looking.held import Held, padding_nbytes
-from zero_fn.looking.walked import walk
 from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.group import Group
+from zero_fn.runtime.kind import Lifetime, Shelved
+from zero_fn.runtime.parcels import planned_parcels, record_nbytes
+from zero_fn.runtime.passes import Script
+from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.unit import Unit
+from zero_fn.storage import stagings_for
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
+from zero_fn.values.schedule import Enter, Exit, Reshard, Settle, Trace, Unshard, Use, forward_schedule
+from zero_fn.values.tiers import Cpu, is_accelerator
 
 __all__ = ["Moved", "Plan", "plan"]
 
 
 class Moved(NamedTuple):
-    """Bytes per step, in whole pages.
-
-    Attributes:
-        read: Bytes read from the tier.
-        written: Bytes written to the tier.
-    """
+    """Bytes read from a tier and written to it per step, in whole pages."""
 
     read: int
     written: int
@@ -40,7 +59,7 @@ class Plan:
     Attributes:
         device_type: Type of the device that computes, such as "cuda".
         held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers (formulas:
-            `zero_fn.looking.counted`).
+            `zero_fn.looking.predict`).
         padding: Bytes that uneven shards and alignment add to `held`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: Bytes sent per step, by the name of the data axis.
@@ -122,7 +141,8 @@ def plan(
         StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
-    runs, units = runs_of(module, verb="plan"), units_of(module)
+    units = units_of(module)
+    runs = list({id(unit.run): run_of(unit) for unit in units}.values()) or runs_of(module, verb="plan")  # raises
     if optimizer is not None and optimizer_nbytes_per_element is not None:
         raise StateError(
             "plan() was given an optimizer and bytes per element of another one.",
@@ -131,31 +151,31 @@ def plan(
             fix="leave one of them out: plan(model, optimizer)",
         )
     groups = [group for unit in units for group in unit.groups]
+    device_type = next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
-    rest = at_rest(groups, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
+    held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
     found, sent, in_flight_nbytes = footprint(optimizer) if optimizer is not None else Footprint(), Counter[str](), 0
     for run in runs:
-        gathers, uses, peak = walk(run, backwards=backwards)
+        gathers, uses, peak = _walk(run, backwards=backwards)
         in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads
         for unit in run.module.live_units():
             times = gathers[unit.index]
             # Gradients of several uses or backwards are summed before they travel, in the dtype of the sum.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
             for group in unit.groups:
-                add_moved(group, times, found)
-                sent += sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
+                _add_moved(group, times, found)
+                sent += _sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
     if not isinstance(optimizer, Streamed):
         in_flight_nbytes = max(in_flight_nbytes, _widened_nbytes(units, optimizer))
-    held = replace(
-        rest,
-        optimizer=rest.optimizer + found.states_nbytes,
-        buffers=rest.buffers + found.buffers_nbytes,
-        tiers=dict(Counter(rest.tiers) + Counter({str(tier): nbytes for tier, nbytes in found.tiers.items()})),
-    )
     paddings = [padding_nbytes(unit) for unit in units]
     return Plan(
-        device_type_of(groups),
-        held,
+        device_type,
+        replace(
+            held,
+            optimizer=held.optimizer + found.states_nbytes,
+            buffers=held.buffers + found.buffers_nbytes,
+            tiers=dict(Counter(held.tiers) + Counter({str(tier): nbytes for tier, nbytes in found.tiers.items()})),
+        ),
         padding=Held(sum(parameters for parameters, _ in paddings), sum(gradients for _, gradients in paddings), 0),
         sent_nbytes=sent.total(),
         sent_by_axis=dict(sent),
@@ -178,3 +198,153 @@ def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:
     }
     groups = [nbytes] if optimizer is None else [map(id, group["params"]) for group in optimizer.param_groups]
     return max((sum(nbytes.get(each, 0) for each in group) for group in groups), default=0)
+
+
+def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_element: int) -> Held:
+    """Bytes that this rank holds between backward and `zero_grad`, without padding and buffers of a streamed optimizer."""
+    parameters = gradients = optimizer = 0
+    tiers, largest = Counter[str](), dict[Shelved, int]()
+    for group in groups:
+        kind = group.kind
+        for (what, tier), forms in group.forms_away():
+            nbytes = record_nbytes(forms)
+            tiers[str(tier)] += nbytes
+            if not isinstance(tier, Cpu):
+                largest[what, tier] = max(nbytes, largest.get((what, tier), 0))
+        for slot in group.slots:
+            parameters += kind.resting_nbytes(slot.path)
+            if not slot.parameter.requires_grad:
+                continue
+            gradients += 0 if kind.is_gradient_away else slot.path.gradient_numel * kind.gradient_dtype.itemsize
+            states = slot.path.local_numel * optimizer_nbytes_per_element
+            away = kind.states_away_nbytes(states)
+            optimizer += states - away
+            if away:
+                tiers[str(kind.home.tiers.optim)] += away
+    buffers = sum(largest.values()) * stagings_for(device_type)
+    return Held(parameters, gradients, optimizer, buffers, dict(tiers))
+
+
+def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
+    """Bytes that this rank sends in a step for the parameters of a group, by the name of the axis.
+
+    Of two axes the first carries as many bytes as one axis alone would; the second carries this rank's piece on the first.
+    """
+    total, kind = Counter[str](), group.kind
+    for slot in group.slots:
+        numel = slot.path.numel
+        for number, hop in enumerate(slot.path.hops if numel else ()):
+            size = hop.axis.size
+            piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // size)
+            own = min(piece, numel - min(hop.axis.rank * piece, numel))
+            gathered = (piece if pads else own) * (size - 1)
+            scattered = piece * (size - 1) if pads else numel - own
+            if hop.layout is not None:
+                times = 1 if number and kind.inner is Lifetime.ALWAYS else times_gathered
+                own_nbytes = gathered * kind.compute_dtype.itemsize
+                if kind.travels and slot.extension.sent_nbytes is not None:
+                    own_nbytes = slot.extension.sent_nbytes // size * (size - 1)
+                total[hop.axis.name] += times * own_nbytes
+            if slot.parameter.requires_grad:
+                # In the dtype of their sum if they are exact; along the second axis always.
+                summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
+                total[hop.axis.name] += scattered * summed.itemsize
+                total[hop.axis.name] += gathered * kind.gradient_dtype.itemsize if hop.layout is None else 0
+            numel = own
+    return +total
+
+
+def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
+    """Adds what forward and backward move from and to tiers: for each gather parameters, or their compute copies; gradients
+    once. Beside an accelerator both cross the link to the host."""
+    kind, away = group.kind, dict(group.forms_away())
+    trained = [slot.parameter.requires_grad for slot in group.slots]
+    has_copies = any(what == "compute copies" for what, _ in away)
+    for (what, tier), forms in away.items():
+        if what == "gradients" and all(trained):
+            found.written[tier] += record_nbytes(forms)
+        elif what == "gradients":
+            for parcel in planned_parcels(tuple(forms)):
+                some = [trained[piece.parameter] for piece in parcel.pieces]
+                found.written[tier] += parcel.nbytes if any(some) else 0
+                found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # frozen ones in the same pages
+        elif what == "compute copies" or not has_copies:
+            found.read[tier] += times_gathered * record_nbytes(forms)
+    if is_accelerator(kind.device_type):
+        numels = [slot.path.local_numel for slot in group.slots]
+        dtype = kind.compute_dtype if has_copies else kind.dtype
+        there = times_gathered * sum(numels) * dtype.itemsize if kind.is_away else 0
+        back = sum(n for n, flag in zip(numels, trained, strict=True) if flag) * kind.gradient_dtype.itemsize
+        found.link = Link(found.link[0] + there, found.link[1] + (back if kind.is_gradient_away else 0))
+
+
+class _Walk(NamedTuple):
+    """What a step does with the units of a module, by their numbers."""
+
+    gathers: Counter[int]
+    uses: Counter[int]  # in a forward
+    in_flight_nbytes: int  # most of gathered parameters and whole gradients on this rank at one moment
+
+
+def _walk(run: Run, *, backwards: int) -> _Walk:
+    """Counts along the schedule of the longest forward that was recorded and of its backward. Before the first forward it is
+    the schedule of units that run in registration order. Of several backwards, gradients stay whole until the last."""
+    units = {unit.index: unit for unit in run.module.live_units()}
+    trained = frozenset(index for index, unit in units.items() if unit.gradients.are_wanted)
+    recorded = (trace for (_, grad), (trace, _) in run.forwards.recorded.items() if grad)
+    trace = max(recorded, key=len, default=None) or _nested_trace({index: unit.name for index, unit in units.items()})
+    forward = run.module.ahead(forward_schedule(trace, keeps_last=True))
+    reduced = trained if backwards == 1 else frozenset()
+    backward = Script(_way_back(trace, trained), reduced, ahead=run.module.ahead).events
+    uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
+    gathers = Counter({index: 1 for index in uses if not units[index].groups.is_transient})
+    gathered: set[int] = set()
+    pending: set[int] = set()
+    peak = 0
+    gathered_nbytes = {index: unit.groups.gathered_nbytes for index, unit in units.items()}
+    gradient_nbytes = {index: _gradient_nbytes(unit) for index, unit in units.items()}
+    for events, in_forward in ((forward, True), (backward, False)) * backwards:
+        for event in events:
+            if isinstance(event, Unshard):
+                gathers[event.unit] += units[event.unit].groups.is_transient and event.unit not in gathered
+                gathered.add(event.unit)
+            elif isinstance(event, Reshard) and not (in_forward and units[event.unit].groups.reshards_after_backward):
+                gathered.discard(event.unit)
+            elif isinstance(event, Enter) and not in_forward:
+                pending.add(event.use.unit)
+            elif isinstance(event, Settle):
+                pending.discard(event.unit)
+            whole = sum(map(gathered_nbytes.__getitem__, gathered))
+            peak = max(peak, whole + sum(map(gradient_nbytes.__getitem__, pending)))
+        if not in_forward:
+            gathered.clear()  # a backward ends with every transient unit at rest
+    return _Walk(gathers, uses, peak)
+
+
+def _gradient_nbytes(unit: Unit) -> int:
+    """Bytes of the whole gradients of a unit, from the backward that makes them until they are reduced."""
+    trained = (slot for slot in unit.slots if slot.parameter.requires_grad)
+    return sum(slot.path.numel * slot.kind.compute_dtype.itemsize for slot in trained)
+
+
+def _way_back(trace: Trace, trained: Set[int]) -> Trace:
+    """The part of a forward that its backward runs through: the uses that end after the first trained unit has begun."""
+    begun = False
+    uses: set[Use] = set()
+    for bracket in trace:
+        begun |= bracket.use.unit in trained
+        if begun and isinstance(bracket, Exit):
+            uses.add(bracket.use)
+    return tuple(bracket for bracket in trace if bracket.use in uses)
+
+
+def _nested_trace(units: Mapping[int, str]) -> Trace:
+    """The trace of a model whose units run in order, the root first, each inside the unit whose name begins its own."""
+    trace: list[Enter | Exit] = []
+    around: list[int] = []
+    for unit, name in units.items():
+        while around and units[around[-1]] and not name.startswith(f"{units[around[-1]]}."):
+            trace.append(Exit(Use(around.pop())))
+        trace.append(Enter(Use(unit)))
+        around.append(unit)
+    return (*trace, *(Exit(Use(unit)) for unit in reversed(around)))
