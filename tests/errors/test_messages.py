@@ -24,6 +24,7 @@ import resource
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import zero_fn as zf
 from tests.support.groups import alone, pretended, pretended_grid
@@ -599,6 +601,13 @@ def torch_func_of_resting_parameters() -> object:
         model = zf.shard_params(Model(), mesh)
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return torch.func.grad(lambda values: torch.func.functional_call(model, values, (batch(),)).sum())(values)
+
+
+def unit_in_a_selective_checkpoint() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        return checkpoint(model, batch(), use_reentrant=False, context_fn=contexts)
 
 
 def functional_call_unties() -> object:
@@ -1998,6 +2007,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         gradient_of_a_whole_parameter,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
+        unit_in_a_selective_checkpoint,
         step_between_forward_and_backward, step_after_a_cast, step_in_a_hook_of_a_node, meta_without_reset_parameters,
         meta_that_nobody_wrote, part_of_a_model_that_stays_on_meta, emptied_buffer_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, forward_is_exported, gradients_are_vectorized,

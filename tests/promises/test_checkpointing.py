@@ -18,10 +18,12 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+import zero_fn as zf
 from tests.promises.models import Layer, Stack
 from tests.promises.oracle import Run, differences, noise
 from tests.support.profiles import SIZES
-from tests.support.ranks import Ranks
+from tests.support.programs import STAGES
+from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 
 
@@ -89,12 +91,25 @@ def _save_products(_context: object, operation: object, *_args: object, **_kwarg
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Selective(Stack):
-    """What a unit does of its own is not among the operations of the forward that are saved or computed again."""
+def _selected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    contexts = partial(create_selective_checkpoint_contexts, _save_products)
+    return checkpoint(function, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
+
+class SelectiveLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return _selected(self.second, torch.tanh(_selected(super().forward, x)))
+
+
+class SelectiveInside(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SelectiveLayer(6, 6) for _ in range(3))
+
+
+class SelectiveAround(Stack):
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, _save_products)
-        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return _selected(layer, x)
 
 
 # A reentrant checkpoint does not stop early.
@@ -108,7 +123,7 @@ MODELS = [
     (OneOverAll, True),
     (OneOverAll, False),
     (Dropout, False),
-    (Selective, True),
+    (SelectiveInside, True),
 ]
 
 
@@ -128,6 +143,21 @@ def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[],
                 backward(model, run, number + 20)
 
     assert ranks(n).run(differences, build, program) == [[]] * n
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g22_selective_checkpoints_around_units_are_refused(ranks: Ranks, stage: str) -> None:
+    """Where parameters are whole, nothing is gathered in them, and they work."""
+
+    def case() -> None:
+        model, x = STAGES[stage](SelectiveAround(), axis()), noise(3, 6, seed=0).requires_grad_()
+        with pytest.raises(zf.StateError, match="inside a selective checkpoint"):
+            model(x)
+        with zf.accumulate(model, unshard=True):
+            model(x).sum().backward()
+        assert x.grad is not None
+
+    ranks(2).run(case)
 
 
 PLACES = {

@@ -22,7 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.call_hooks import ATTACHED, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
@@ -30,7 +32,6 @@ from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.gather import gather
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_hooks
-from zero_fn.runtime.selective import outside_selection
 from zero_fn.runtime.swapped import called_outside, is_swapped, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
@@ -172,7 +173,7 @@ class Attached:
             return False
         self._require_run()
         try:
-            begun = outside_selection(self._entered, is_outermost)
+            begun = self._entered(is_outermost)
         except Exception:
             if is_outermost and forwards.current is None:
                 forwards.call = None
@@ -230,7 +231,7 @@ class Attached:
                 self.unit.running -= 1
             else:
                 begun.tensors.clear()  # memory that somebody holds a part of is not used again
-                outside_selection(called_outside, forwards.leave, begun.use, failed=not is_done)
+                called_outside(forwards.leave, begun.use, failed=not is_done)
             if begun.is_outermost and forwards.current is None:
                 forwards.call = None
         return output
@@ -262,7 +263,15 @@ class Attached:
         self.unit.shown.show(begun.tensors)
 
     def _require_run(self) -> None:
-        """Raises inside torch.jit.trace and torch.export, which record a call rather than run it."""
+        """Raises inside torch.jit.trace and torch.export, which record a call rather than run it, and inside a selective
+        checkpoint, which would count a gather among the operations of the forward."""
+        if _depth() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
+            raise StateError(
+                "A unit was called inside a selective checkpoint.",
+                unit=self.unit.name or "root",
+                why="its gather would be saved, or be missing among the operations that are computed again",
+                fix="put the checkpoint inside the unit: call it in the forward of the module that units= names",
+            )
         if torch._C._is_tracing() or torch.compiler.is_exporting():
             raise StateError(
                 "A transformed module cannot be traced by torch.jit, or exported.",
@@ -343,6 +352,8 @@ class Method(Attached):
 # -- hooks ----------------------------------------------------------------------------------------------------------
 
 _CALL = nn.Module._call_impl.__code__
+_SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+_depth = torch._C._len_torch_dispatch_stack
 
 
 def attach(attached: Attached) -> None:
