@@ -25,7 +25,7 @@ from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, write_json
 from zero_fn.checkpoint.format.folders import part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.others.of_deepspeed import _cut_all, _cut_each
-from zero_fn.checkpoint.others.pickles import ByteRange, PlacedTensor
+from zero_fn.checkpoint.others.torch_files import Record, TensorInFile
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -200,12 +200,12 @@ def test_what_deepspeed_has_cut_is_found_once(
     group = {f"p{number}": shape for number, shape in enumerate(shapes)}
     gaps = [data.draw(st.integers(0, 3)) for _ in shapes]
     whole = sum(map(prod, shapes)) + sum(gaps)
-    bytes_of_rank = ByteRange(Path("x"), 0, 0, 0)
+    bytes_of_rank = Record(Path("x"), 0, 0, 0)
     begins: Counter[int] = Counter()
     found: dict[str, list[int]] = {name: [] for name in group}
     for rank in range(ranks):
         size = min(-(-whole // ranks), max(whole - rank * -(-whole // ranks), 0))
-        flat = PlacedTensor(bytes_of_rank, 0, torch.float32, (size,), (1,))
+        flat = TensorInFile(bytes_of_rank, 0, torch.float32, (size,), (1,))
         cut = _cut_each([group], rank, ranks) if is_cut_each else _cut_all([group], [gaps], [flat], begins)
         for _, name, at, count, first in cut:
             found[name] += range(at, at + count)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
@@ -642,3 +644,16 @@ def test_redistributions_of_dtensors_meet_in_one_function_of_two_modules(
     tensor.redistribute(placements=[Shard(1)])
     tensor.softmax(0)
     assert seen == ["_redistribute", "_redistribute", "_dispatch"]
+
+
+def test_a_file_that_is_read_without_bytes_says_where_they_are(tmp_path: Path) -> None:
+    """dtype, shape and strides, and under a private name the first byte of the storage: what `torch_files.py` reads."""
+    x = torch.arange(24.0).view(4, 6)
+    torch.save({"x": x, "y": x.t()[1:], "z": torch.ones(3)}, tmp_path / "x.pt")
+    with FakeTensorMode():
+        found = torch.load(tmp_path / "x.pt", weights_only=True)
+    raw = (tmp_path / "x.pt").read_bytes()
+    assert found["y"].stride() == (1, 6) and found["y"].storage_offset() == 1
+    at: int = found["x"].untyped_storage()._checkpoint_offset
+    assert found["y"].untyped_storage()._checkpoint_offset == at
+    assert raw[at : at + 96] == x.numpy().tobytes()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
-from tests.units.checkpoint.test_pickles import CALLED, _Calls, trap
+from tests.units.checkpoint.test_torch_files import CALLED, Calls, trap
 from zero_fn.errors import CheckpointError, StorageError
 
 
@@ -169,7 +169,7 @@ def test_stock_checkpoints_go_on_working(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_metadata_that_runs_code_is_refused(saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved[0] / "lone", tmp_path / "copy"))
-    (copy / ".metadata").write_bytes(pickle.dumps({"a": _Calls(trap, 1)}))
+    (copy / ".metadata").write_bytes(pickle.dumps({"a": Calls(trap, 1)}))
     CALLED.clear()
     with pytest.raises(CheckpointError, match="trap"):
         zf.load(copy, _built(1))

@@ -18,7 +18,7 @@ import zero_fn as zf
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 from tests.units.checkpoint.made_by_deepspeed import HERE, KINDS, STEPS, UNIVERSAL, adamw, batch, built, loss_of
-from zero_fn.checkpoint.others.foreign import Foreign
+from zero_fn.checkpoint.others.torch_files import Foreign
 from zero_fn.errors import CheckpointError
 
 GOLDEN: dict[str, Any] = json.loads((HERE / "golden.json").read_text())

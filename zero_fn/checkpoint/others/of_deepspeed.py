@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_fn.checkpoint.format.files import damaged, disk, understood
-from zero_fn.checkpoint.others.foreign import Foreign
-from zero_fn.checkpoint.others.pickles import PlacedTensor, read_pickle
+from zero_fn.checkpoint.others.torch_files import Foreign, TensorInFile, read_torch_file
 from zero_fn.errors import CheckpointError
 
 __all__ = ["DeepSpeedFolder", "deepspeed_folder"]
@@ -74,7 +73,7 @@ class DeepSpeedFolder(Foreign):
             names = sorted(found.name for found in path.iterdir())
         with understood(path, "it says what DeepSpeed 0.19 does not say"):
             models = self._by_rank(_MODEL, names, is_universal="zero" in names)
-            said = read_pickle(models[0])
+            said = read_torch_file(models[0])
             self._groups: list[Shapes] = [dict(each) for each in said["param_shapes"] or ()]
             self._shapes: Shapes = {name: shape for each in self._groups for name, shape in each.items()}
             shared: dict[str, str] = said["shared_params"] or {}
@@ -115,7 +114,7 @@ class DeepSpeedFolder(Foreign):
             if name in said["buffer_names"] or not (is_cut or name in trained):
                 self.add("model", name, "", tensor.shape, tensor)
         if is_cut and frozen:
-            parts = [said, *map(read_pickle, models[1:])]
+            parts = [said, *map(read_torch_file, models[1:])]
             for name, shape in frozen.items():
                 for rank, part in enumerate(parts):
                     at, count = _part(prod(shape), rank, len(parts))
@@ -125,7 +124,7 @@ class DeepSpeedFolder(Foreign):
         """Adds parameters and states of ZeRO: each rank has some elements of each group."""
         begins: Counter[int] = Counter()
         for rank, path in enumerate(paths):
-            said = read_pickle(path)["optimizer_state_dict"]
+            said = read_torch_file(path)["optimizer_state_dict"]
             is_cut = "fp32_flat_groups" in said
             base = said["optimizer_state_dict" if is_cut else "base_optimizer_state"]
             counts = said["partition_count"]
@@ -170,7 +169,7 @@ class DeepSpeedFolder(Foreign):
             with disk(path / name, "Reading a checkpoint"):
                 files = sorted((path / name).glob("*.pt"))
             for file in files:
-                found = read_pickle(file)
+                found = read_torch_file(file)
                 value = found["param"] if isinstance(found, dict) else found
                 if file.stem == "fp32":
                     self.add("model", name, "", shape, value)
@@ -179,17 +178,17 @@ class DeepSpeedFolder(Foreign):
                 else:
                     self.add_state(name, file.stem, value)
         if self._has_states:
-            said = read_pickle(path / "optimizer_state.pt")
+            said = read_torch_file(path / "optimizer_state.pt")
             self._add_groups(said.get("optimizer_state_dict", said))
 
 
 def _is_of_elements(state: Any) -> bool:
     """Whether a state has a number for each element, and is not one number."""
-    return isinstance(state, PlacedTensor) and bool(state.shape)
+    return isinstance(state, TensorInFile) and bool(state.shape)
 
 
 def _cut_all(
-    groups: list[Shapes], gaps: list[list[int]], values: list[PlacedTensor], begins: Counter[int]
+    groups: list[Shapes], gaps: list[list[int]], values: list[TensorInFile], begins: Counter[int]
 ) -> Iterator[Fragment]:
     """What a rank has of groups that were cut as wholes; `begins` is how much of each group the ranks before have."""
     for group, (shapes, paddings, tensor) in enumerate(zip(groups, gaps, values, strict=True)):
