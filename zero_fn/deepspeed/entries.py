@@ -27,10 +27,7 @@ _SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""}
 
 
 def config_of(config: Config) -> Mapping[str, object]:
-    """The config as an object of JSON.
-
-    Args:
-        config: A path, the JSON as text or, as Hugging Face takes it, in base64, or the object itself.
+    """The config as an object of JSON: of a path, of text, of text in base64 as Hugging Face takes it, or the object itself.
 
     Raises:
         ConfigError: There is no such file, it is not a JSON object, or it has an entry twice.
@@ -79,11 +76,7 @@ def _finite(name: str) -> float:
 
 
 def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str, object]:
-    """A copy of a config, with values for entries that are `"auto"`, null or missing.
-
-    Args:
-        config: The JSON object.
-        auto: The values, by the paths of entries: `{"optimizer.params.lr": 3e-4}`.
+    """A copy of a config, with the values of `auto`, by their paths, for entries that are `"auto"`, null or missing.
 
     Raises:
         ConfigError: An entry has another value already.
@@ -130,17 +123,11 @@ def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[st
 
 @dataclass(frozen=True, slots=True)
 class TakenEntry:
-    """The outcome of one entry.
+    """The outcome of one entry."""
 
-    Attributes:
-        entry: The path of the entry in the JSON, `zero_optimization.stage`.
-        value: The value of the entry, as JSON.
-        became: What the entry became here, in a few words.
-    """
-
-    entry: str
-    value: str
-    became: str
+    entry: str  # its path in the JSON, `zero_optimization.stage`
+    value: str  # as JSON
+    became: str  # what it became here, in a few words
 
 
 class RefusedEntry(Exception):
@@ -155,16 +142,11 @@ class _Problem(NamedTuple):
 
 
 class Entries:
-    """The entries of a config, by their paths in `KEYS`.
-
-    Attributes:
-        outcomes: The outcomes of all entries that were not refused, in the order of the config.
-        autos: The entries that are `"auto"` and need a value.
-    """
+    """The entries of a config, by their paths in `KEYS`."""
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self.outcomes: list[TakenEntry] = []
-        self.autos: list[str] = []
+        self.outcomes: list[TakenEntry] = []  # of all entries that were not refused, in the order of the config
+        self.autos: list[str] = []  # "auto", and in need of a value
         self._problems: list[_Problem] = []
         self._found: dict[str, tuple[str, object]] = {}  # the name and the value in the config
         self._taken: dict[str, object] = {}  # values that were checked, of entries that have one

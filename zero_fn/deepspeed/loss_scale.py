@@ -21,11 +21,7 @@ __all__ = ["Scaler", "scaler_of"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's loss scaler with DeepSpeed's rule.
-
-    Attributes:
-        has_skipped: Whether the last step was skipped.
-    """
+    """torch's loss scaler with DeepSpeed's rule. `has_skipped` says whether the last step was skipped."""
 
     def __init__(
         self, device: str, *, first: float, window: int | None, hysteresis: int, is_refilled: bool, least: float
@@ -33,11 +29,10 @@ class Scaler(torch.amp.GradScaler):
         """
         Args:
             device: Type of the device of the gradients.
-            first: The first scale.
+            first, least: The first scale, and the smallest.
             window: Taken steps after which the scale doubles; None: the scale never changes.
             hysteresis: Skipped steps after which the scale is halved.
             is_refilled: Whether each taken step resets the count of skipped steps; else only a doubling does.
-            least: The smallest scale.
         """
         super().__init__(device, init_scale=first)
         self._window, self._hysteresis, self._is_refilled, self._least = window, hysteresis, is_refilled, least

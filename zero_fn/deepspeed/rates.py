@@ -36,47 +36,38 @@ _OF_TORCH = {
 
 
 class Warmup(LRScheduler):
-    """A scheduler whose rates rise first. To be stepped after each step of its optimizer, as all schedulers of torch."""
+    """A scheduler of torch whose rates rise first; `then` is DeepSpeed's name of it, `options` are `scheduler.params`."""
 
     def __init__(self, optimizer: Optimizer, then: str, options: Mapping[str, Any]) -> None:
-        """
-        Args:
-            optimizer: The optimizer whose rates are set.
-            then: DeepSpeed's name of the scheduler, which says what comes after the rise.
-            options: The entries of `scheduler.params`.
-        """
         self._then, self._options = then, options
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
         """The rates of all parameter groups for the next step."""
-        return [self._rate(float(own), self.last_epoch - 1) for own in self.base_lrs]
+        return [_rate(self._then, self._options, float(own), self.last_epoch - 1) for own in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps taken, and the rates. The formula is not saved: it comes from the config."""
         return {name: value for name, value in super().state_dict().items() if name not in ("_then", "_options")}
 
-    def _rate(self, own: float, done: int) -> float:
-        """The rate of a parameter group that was built with the rate `own`, after `done` steps as DeepSpeed counts them."""
-        options, is_cosine = self._options, self._then == "WarmupCosineLR"
-        steps = max(2, options["warmup_num_steps"])
-        least = float(options["warmup_min_ratio" if is_cosine else "warmup_min_lr"])
-        if done < 0:
-            return 0.0 if is_cosine else least
-        total, part = options.get("total_num_steps", 0), 1.0
-        left = max(1, total - steps)
-        if done < steps and options["warmup_type"] == "linear":
-            part = done / steps
-        elif done < steps:
-            part = math.log(done + 1) / math.log(steps)
-        elif self._then == "WarmupDecayLR":
-            part = max(0.0, (total - done) / left)
-        elif is_cosine:
-            way = (1 + math.cos(math.pi * min(1.0, (done - steps + 1) / left))) / 2
-            least, part = options["cos_min_ratio"], way
-        if is_cosine:
-            return own * max(0.0, least + (1 - least) * part)
-        return least + ((own if options["warmup_max_lr"] is None else options["warmup_max_lr"]) - least) * part
+
+def _rate(then: str, options: Mapping[str, Any], own: float, done: int) -> float:
+    """The rate of a parameter group that was built with the rate `own`, after `done` steps as DeepSpeed counts them."""
+    is_cosine, steps = then == "WarmupCosineLR", max(2, options["warmup_num_steps"])
+    least = float(options["warmup_min_ratio" if is_cosine else "warmup_min_lr"])
+    if done < 0:
+        return 0.0 if is_cosine else least
+    total, part = options.get("total_num_steps", 0), 1.0
+    left = max(1, total - steps)
+    if done < steps:
+        part = done / steps if options["warmup_type"] == "linear" else math.log(done + 1) / math.log(steps)
+    elif then == "WarmupDecayLR":
+        part = max(0.0, (total - done) / left)
+    elif is_cosine:
+        least, part = options["cos_min_ratio"], (1 + math.cos(math.pi * min(1.0, (done - steps + 1) / left))) / 2
+    if is_cosine:
+        return own * max(0.0, least + (1 - least) * part)
+    return least + ((own if options["warmup_max_lr"] is None else options["warmup_max_lr"]) - least) * part
 
 
 def warmup_of(entries: Entries) -> Callable[[Optimizer], Warmup] | None:
@@ -94,19 +85,18 @@ def warmup_of(entries: Entries) -> Callable[[Optimizer], Warmup] | None:
     if then not in _TAKES:
         instead = _OF_TORCH.get(then, '"type": "WarmupLR"; or a scheduler of torch, over setup.optimizer')
         raise entries.refused("scheduler.type", " or ".join(_TAKES), instead)
-    wants, total = f"one of {', '.join(_TAKES[then])}, which {then} has", f"{params}.total_num_steps"
+    known, total = _TAKES[then], f"{params}.total_num_steps"
+    wants = f"one of {', '.join(known)}, which {then} has"
     wrong = [
-        entries.refused(
-            f"{params}.{entry}", wants, (*difflib.get_close_matches(entry, _TAKES[then], n=1), "remove it")[0]
-        )
-        for entry in given
-        if entry not in _TAKES[then]
+        entries.refused(f"{params}.{name}", wants, (*difflib.get_close_matches(name, known, n=1), "remove it")[0])
+        for name in given
+        if name not in known
     ]
-    if "total_num_steps" in _TAKES[then] and not entries.is_given(total):
+    if "total_num_steps" in known and not entries.is_given(total):
         wrong.append(entries.refused(total, "the steps of the training", '"total_num_steps": 10000'))
     if wrong:
         raise wrong[0]
-    options = {name: entries[f"{params}.{name}"] for name in _TAKES[then]}
+    options = {name: entries[f"{params}.{name}"] for name in known}
     if then == "WarmupDecayLR" and options["warmup_max_lr"] is None:
         options["warmup_max_lr"] = 0.001
     return partial(Warmup, then=then, options=options)

@@ -25,63 +25,35 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the section `zero_optimization` asks for.
+    """What the section `zero_optimization` asks for."""
 
-    Attributes:
-        stage: 0 (replicas) to 3.
-        secondary: Number of ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none.
-        persist_numel: Parameters of at most so many elements stay whole.
-        tiers: The tiers of parameters, gradients and states.
-    """
-
-    stage: int = 0
-    secondary: int = 1
-    persist_numel: int = 0
+    stage: int = 0  # 0: replicas
+    secondary: int = 1  # ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none
+    persist_numel: int = 0  # parameters of at most so many elements stay whole
     tiers: Tiers = IN_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a config asks for.
+    """What a config asks for."""
 
-    Attributes:
-        micro_batch_size: Samples of a microbatch, on each rank.
-        accumulation_steps: Microbatches of a step.
-        compute: The dtype of gathered parameters; None: the dtype at rest.
-        reduce: The dtype of gradient sums.
-        grads: The dtype of gradients at rest; None: that of their parameters.
-        saved: The dtype in which a Trainer saves its model; None: that at rest.
-        scaler: Makes the loss scaler, given the type of the device; None unless `compute` is float16.
-        skips_overflow: Whether a step is skipped if its gradients are not finite.
-        max_norm: The norm to which gradients are clipped; 0: not clipped.
-        sharding: The stage and the tiers.
-        stock: Makes the optimizer from a model; None if the config has none.
-        scheduler: Makes the scheduler from the optimizer; None if the config has none.
-        outcomes: The outcome of each entry, in the order of the config.
-    """
-
-    micro_batch_size: int
-    accumulation_steps: int
-    compute: torch.dtype | None
-    reduce: torch.dtype
-    grads: torch.dtype | None
-    saved: torch.dtype | None
-    scaler: Callable[[str], Scaler] | None
-    skips_overflow: bool
-    max_norm: float
+    micro_batch_size: int  # samples, on each rank
+    accumulation_steps: int  # microbatches of a step
+    compute: torch.dtype | None  # of gathered parameters; None: the dtype at rest
+    reduce: torch.dtype  # of gradient sums
+    grads: torch.dtype | None  # of gradients at rest; None: that of their parameters
+    saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
+    scaler: Callable[[str], Scaler] | None  # made for a type of device; None unless `compute` is float16
+    skips_overflow: bool  # whether a step is skipped if its gradients are not finite
+    max_norm: float  # to which gradients are clipped; 0: not clipped
     sharding: Sharding
-    stock: Stock | None
+    stock: Stock | None  # makes the optimizer from a model; None, as for the scheduler: the config has none
     scheduler: Callable[[Optimizer], Warmup] | None
-    outcomes: tuple[TakenEntry, ...]
+    outcomes: tuple[TakenEntry, ...]  # of each entry, in the order of the config
 
 
 def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, object] | None = None) -> Settings:
-    """Reads and checks every entry of a config.
-
-    Args:
-        config: The JSON object.
-        ranks: Number of ranks that share a batch.
-        auto: Values for entries that are `"auto"` or missing, by their paths.
+    """Reads and checks every entry of a config for so many ranks that share a batch. `auto` has values for its `"auto"`.
 
     Raises:
         ConfigError: Entries are unknown, have wrong values, contradict others, or ask for what is not done here. Lists all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from typing import Any, Generic, TypeVar
 
@@ -92,16 +93,19 @@ class DeepSpeedSetup(Generic[M]):
 
     def state_dict(self) -> dict[str, Any]:
         """What is neither in the model nor in the optimizer: the scheduler, the loss scale, and the counts of steps."""
-        parts = {"scheduler": self.scheduler, "scaler": self.scaler}
-        states = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        states = {name: part.state_dict() for name, part in self._parts.items() if part is not None}
         return {**states, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned."""
-        for name, part in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+        for name, part in self._parts.items():
             if part is not None and name in state:
                 part.load_state_dict(state[name])
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "scaler": self.scaler}
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call `backward()` on: divided by `accumulation_steps`, times the loss scale of float16."""
@@ -123,7 +127,9 @@ class DeepSpeedSetup(Generic[M]):
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = self._norm()
+        norm = None
+        if self.max_norm or self.skips_overflow:
+            norm = float(clip_grad_norm(self.model.parameters(), self.max_norm or None))
         is_taken = not self.skips_overflow or (norm is not None and isfinite(norm))
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
@@ -136,12 +142,6 @@ class DeepSpeedSetup(Generic[M]):
         self.optimizer.zero_grad()
         self.steps, self.skipped_steps = self.steps + 1, self.skipped_steps + (not is_taken)
         return norm
-
-    def _norm(self) -> float | None:
-        """The norm of all gradients, if it is needed. Clips them if there is a norm to clip to."""
-        if not self.max_norm and not self.skips_overflow:
-            return None
-        return float(clip_grad_norm(self.model.parameters(), self.max_norm or None))
 
     def __str__(self) -> str:
         rows = [(outcome.entry, outcome.value, outcome.became) for outcome in self.outcomes]
@@ -206,7 +206,7 @@ def from_deepspeed(
         The configuration of DeepSpeed 0.19.8, https://www.deepspeed.ai/docs/config-json/.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-        _one_axis(mesh)
+        mesh_axis(mesh, verb="from_deepspeed")
     settings = agreed_settings(config, lambda _: auto or {}, mesh)
     make = settings.stock if optimizer is None else optimizer
     if make is None:
@@ -229,12 +229,8 @@ def from_deepspeed(
     stepped = make(placed)
     if settings.sharding.tiers != IN_MEMORY:
         stepped = streamed(stepped)
-    outcomes = settings.outcomes
-    if optimizer is not None:
-        unused = "not used: optimizer= was given"
-        outcomes = tuple(
-            replace(each, became=unused) if each.entry.startswith("optimizer.") else each for each in outcomes
-        )
+    unused = {} if optimizer is None else {"became": "not used: optimizer= was given"}
+    outcomes = [replace(each, **unused) if each.entry.startswith("optimizer.") else each for each in settings.outcomes]
     return DeepSpeedSetup(
         model=placed,
         optimizer=stepped,
@@ -244,7 +240,7 @@ def from_deepspeed(
         accumulation_steps=settings.accumulation_steps,
         max_norm=settings.max_norm,
         skips_overflow=settings.skips_overflow,
-        outcomes=outcomes,
+        outcomes=tuple(outcomes),
         device=torch.empty(0, device=mesh.device_type).device,  # with its index
     )
 
@@ -256,15 +252,10 @@ def agreed_settings(
     *,
     is_placing: bool = False,
 ) -> Settings:
-    """The settings of a config, once all ranks have the same config. An error is raised on every rank.
+    """The settings of a config, once all ranks over which `mesh` shares a batch have the same one; an error comes on all.
 
-    Communicates 16 bytes per rank.
-
-    Args:
-        config: A path, or the object itself.
-        auto: Given that object, values for entries that are `"auto"` or missing, by their paths.
-        mesh: The ranks that share a batch.
-        is_placing: Only what says where a model rests is looked at.
+    `auto`, given the config, has values for its `"auto"`, by their paths. With `is_placing` only what says where a model
+    rests is looked at. Communicates 16 bytes per rank.
     """
     failure: ConfigError | None = None
     try:
@@ -288,11 +279,7 @@ def agreed_settings(
 
 
 def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = None, *, donate: bool = False) -> M:
-    """The model with placements, dtypes and tiers as the settings say. One that is placed is checked, and gets what it lacks:
-    places for adapters.
-
-    Raises:
-        ConfigError, MeshError: As `require_placed`.
+    """The model with placements, dtypes and tiers as the settings say. One that is placed is checked; adapters get places.
 
     [Note: masters] As in DeepSpeed, trained parameters rest in float32, whatever dtype they were loaded in. Frozen ones keep
     their dtype if the model computes in 16 bits.
@@ -333,10 +320,6 @@ def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> De
     """Requires that a placed model rests as the settings say. Returns its own mesh, which may have other names.
 
     The same transforms place parameters of these shapes on `meta`: but for tiers, where they would make room.
-
-    Raises:
-        ConfigError: A parameter has another placement, dtype or tier.
-        MeshError: The model is placed over other ranks than those of the mesh.
     """
     own, twin, sharding = mesh_of(model) or mesh, nn.Module(), settings.sharding
     if (own.device_type, own.mesh.flatten().tolist()) != (mesh.device_type, mesh.mesh.flatten().tolist()):
@@ -373,14 +356,15 @@ def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, do
     keeps_all = not any(is_large("", parameter) for parameter in model.parameters())
     stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage  # stage 3 without anything to shard is stage 2
     where = is_large if stage == 3 else None
-
-    def cut(module: M, axis: DeviceMesh, *, donate: bool) -> M:
-        if stage == 3:
-            return shard_params(module, axis, units=units, where=where, donate=donate)
-        return (replicate, shard_optimizer, shard_grads)[stage](module, axis, units=units, donate=donate)
-
+    transforms: tuple[Callable[..., M], ...] = (
+        replicate,
+        shard_optimizer,
+        shard_grads,
+        partial(shard_params, where=where),
+    )
+    cut = partial(transforms[stage], units=units, donate=donate)
     if sharding.secondary in (1, mesh.size()):
-        return cut(model, _one_axis(mesh), donate=donate)
+        return cut(model, mesh_axis(mesh, verb="from_deepspeed").mesh)
     names = mesh.mesh_dim_names or ()
     if len(names) != 2 or mesh.size(1) != sharding.secondary:
         raise MeshError(
@@ -390,8 +374,4 @@ def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, do
             fix=f"mesh = init_device_mesh({mesh.device_type!r}, ({mesh.size() // sharding.secondary}, {sharding.secondary}), "
             'mesh_dim_names=("outer", "inner")); zf.from_deepspeed(model, config, mesh)',
         )
-    return shard_grads(cut(model, mesh[names[1]], donate=donate), mesh[names[0]], where=where, donate=True)
-
-
-def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh_axis(mesh, verb="from_deepspeed").mesh
+    return shard_grads(cut(model, mesh[names[1]]), mesh[names[0]], where=where, donate=True)
