@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from property_tests.modules import build_model
-from property_tests.on_ranks import Seen, same, whole
 from property_tests.rules import (
     Accumulate,
     Backward,
@@ -32,6 +31,7 @@ from property_tests.rules import (
     Load,
     Program,
     Rule,
+    Seen,
     Step,
     Transform,
     ZeroGrad,
@@ -40,7 +40,9 @@ from property_tests.rules import (
     evaluated,
     expecting_failure,
     failing,
+    same,
     set_frozen,
+    whole,
 )
 from tests.support.reference import mean_in_rank_order
 

@@ -1,9 +1,8 @@
-"""Laws 1, 5 and 6 on 8 to 64 ranks, simulated: what rests is DTensor's own, and training is that of one process."""
+"""Laws 1 and 5 on 8 to 64 ranks, simulated: what rests is DTensor's own, and so is what optimizers and norms make of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-import zero_fn as zf
-from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch, build
+from property_tests.programs import Chain, Leaf, Tree, apply, build
 from property_tests.strategies import FLOATS, chains, leaves, trees
 from tests.support.local_tensor import LocalTensors, World
 from tests.support.profiles import examples
@@ -55,19 +53,7 @@ def at_rest(world: World, whole: Tensor, layout: ShardLayout) -> DTensor:
 @example(LARGE, 64)
 @example(UNEVEN, 64)
 @example(Leaf((1, 2, 4), (0, 1, 2)), 64)  # one rank owns everything
-def test_the_shards_of_all_ranks_are_exactly_the_whole(local_tensor: LocalTensors, leaf: Leaf, n: int) -> None:
-    whole = leaf.values()
-    layout = cut(whole, n)
-    with local_tensor(n) as world:
-        resting = at_rest(world, whole, layout)
-        for gathered in world.values(resting.full_tensor()):
-            assert torch.equal(gathered, whole)
-
-
-@given(leaf=parameters(), n=SIZES)
-@example(LARGE, 64)
-@example(UNEVEN, 64)
-def test_the_shard_of_a_rank_is_the_one_that_torch_would_give_it(
+def test_the_shards_of_all_ranks_are_the_whole_and_those_that_torch_would_cut(
     local_tensor: LocalTensors, leaf: Leaf, n: int
 ) -> None:
     """Also where ranks outnumber rows: then the shape of the empty shard must be torch's, for checkpoints name it."""
@@ -75,27 +61,15 @@ def test_the_shard_of_a_rank_is_the_one_that_torch_would_give_it(
     layout = cut(whole, n)
     with local_tensor(n) as world:
         ours = at_rest(world, whole, layout)
-        theirs = distribute_tensor(whole, world.mesh, [Shard(layout.dim)])
-        assert ours.shape == theirs.shape
-        for mine, other in zip(world.values(ours), world.values(theirs), strict=True):
-            assert mine.shape == other.shape
-            assert torch.equal(mine, other)
-
-
-@given(leaf=parameters(), n=SIZES)
-@example(UNEVEN, 64)
-def test_replicating_and_cutting_again_gives_the_same_shards(local_tensor: LocalTensors, leaf: Leaf, n: int) -> None:
-    whole = leaf.values()
-    layout = cut(whole, n)
-    with local_tensor(n) as world:
-        ours = at_rest(world, whole, layout)
         replicated = ours.redistribute(world.mesh, [Replicate()])
-        again = replicated.redistribute(world.mesh, [Shard(layout.dim)])
         for copy in world.values(replicated):
             assert torch.equal(copy, whole)
-        for mine, other in zip(world.values(ours), world.values(again), strict=True):
-            assert mine.shape == other.shape
-            assert torch.equal(mine, other)
+        theirs = distribute_tensor(whole, world.mesh, [Shard(layout.dim)])
+        assert ours.shape == theirs.shape
+        for other in (theirs, replicated.redistribute(world.mesh, [Shard(layout.dim)])):
+            for mine, one in zip(world.values(ours), world.values(other), strict=True):
+                assert mine.shape == one.shape
+                assert torch.equal(mine, one)
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -168,66 +142,6 @@ def test_clipping_sees_the_norm_of_the_whole_and_no_padding(
     scale = torch.clamp(0.5 / (torch.tensor(norms[0]) + 1e-6), max=1.0)
     for grad, value in zip(grads, clipped, strict=True):
         assert torch.equal(grad * scale, value)
-
-
-TREES = trees(dtypes=(torch.float32, torch.float64, torch.int64))
-
-
-def trained(world: World, tree: Tree, chain: Chain, microbatches: int) -> list[Tensor]:
-    """Whole parameters, and whole gradients of the last step, after two steps; as the last rank has them."""
-    model = apply(chain, build(tree), world.mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-    for step in range(2):
-        optimizer.zero_grad()
-        with zf.accumulate(model):
-            for microbatch in range(microbatches):
-                x = world.each(partial(batch, 10 * step + microbatch))
-                model(x.requires_grad_()).sum().backward()
-        optimizer.step()
-    found = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    return [world.values(tensor.full_tensor())[-1] for tensor in found]
-
-
-def alone(tree: Tree, n: int, microbatches: int) -> list[Tensor]:
-    """The same by one process that runs all ranks in turn and sums their gradients in the order of ranks."""
-    model = build(tree)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-    for step in range(2):
-        optimizer.zero_grad()
-        of_ranks = []
-        for rank in range(n):
-            model.zero_grad()
-            for microbatch in range(microbatches):
-                model(batch(10 * step + microbatch, rank)).sum().backward()
-            of_ranks.append([parameter.grad for parameter in trained])
-        for parameter, grads in zip(trained, zip(*of_ranks, strict=True), strict=True):
-            parameter.grad = None if grads[0] is None else reduce(torch.add, grads) / n
-        optimizer.step()
-    found = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    return [tensor.detach() for tensor in found]
-
-
-@examples(dev=5, ci=40, deep=800)
-@given(tree=TREES, chain=chains(), n=st.sampled_from([8, 8, 8, 9, 12]), microbatches=st.integers(1, 2))
-def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(
-    local_tensor: LocalTensors, tree: Tree, chain: Chain, n: int, microbatches: int
-) -> None:
-    with local_tensor(n) as world:
-        found = trained(world, tree, chain, microbatches)
-    expected = alone(tree, n, microbatches)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("verb", ["shard_params", pytest.param("shard_optimizer", marks=pytest.mark.long)])
-def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors, verb: str) -> None:
-    tree = Tree(Node((UNEVEN, Leaf((3,), (0,))), (Node((Leaf((70, 2), (0, 1)),)),)))
-    with local_tensor(64) as world:
-        found = trained(world, tree, (Link(verb),), 1)
-    for one, other in zip(found, alone(tree, 64, 1), strict=True):
-        assert torch.equal(one, other)
 
 
 @examples(dev=6, ci=48, deep=960)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 import zero_fn as zf
 from property_tests.modules import Model, Part
-from property_tests.on_ranks import Held, Seen, run_program
 from property_tests.programs import Chain, Link
-from property_tests.rules import Accumulate, Backward, Evaluate, Program, Step
-from property_tests.strategies_of_programs import backwards, chains_for, faults, models, schedules, steps
+from property_tests.rules import Accumulate, Backward, Evaluate, Held, Program, Seen, Step, run_program
+from property_tests.strategies import backwards, chains_for, faults, models, schedules, steps
 from tests.simulation import Fault, Report, Simulated
 from tests.support.profiles import examples
 from zero_fn.transport.exchange import REDUCE

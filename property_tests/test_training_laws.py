@@ -1,59 +1,288 @@
-"""Law 6: the stage is a memory decision; it never changes a bit.
+"""Law 6: whatever a program does, it gives what plain replicas give, to the bit, in every stage; so a stage is a decision on
+memory, and never changes a number.
 
-Equivalence with one process on the whole batch is in `tests/distributed/`; here are random modules and chains.
+Programs over real layers run on simulated ranks and on gloo ranks, and, rule by rule, as a machine; random trees of
+parameters run on gloo ranks and, 8 to 64 of them, under torch's own simulator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import Tensor, nn
 
 import zero_fn as zf
-from property_tests.programs import Chain, Link, Tree, apply, batch, build
-from property_tests.strategies import chains, trees
-from tests.support.profiles import examples
+from property_tests.modules import Model, Part
+from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch, build
+from property_tests.replicas import Replicas, differences
+from property_tests.rules import (
+    Accumulate,
+    Backward,
+    Copy,
+    Edit,
+    Evaluate,
+    Fail,
+    Freeze,
+    Load,
+    OnRank,
+    Optimizer,
+    Program,
+    Rule,
+    Seen,
+    Step,
+    Transform,
+    ZeroGrad,
+    run_program,
+)
+from property_tests.strategies import (
+    STAGES,
+    backwards,
+    chains,
+    chains_for,
+    models,
+    programs,
+    rules,
+    schedules,
+    steps,
+    trees,
+)
+from tests.simulation import Simulated
+from tests.simulation import axis as simulated_axis
+from tests.support.local_tensor import LocalTensors
+from tests.support.profiles import examples, machine_settings
 from tests.support.ranks import Ranks, axis
+from tests.support.reference import mean_in_rank_order
 
-REPLICAS: Chain = (Link("replicate"),)
+Timing = Literal["early", "late"]
+Transport = Literal["exchange", "native"]
 
 
-def trained(tree: Tree, chain: Chain, microbatches: int) -> list[Tensor]:
-    """Every whole parameter and, before the last step, every whole gradient, after three steps."""
-    model = apply(chain, build(tree), axis())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rank = axis().get_local_rank()
-    grads: list[Tensor] = []
-    for step in range(3):
+def check(
+    simulated: Simulated,
+    program: Program,
+    n: int | tuple[int, int] = 2,
+    schedule: tuple[int, ...] = (),
+    timing: Timing = "late",
+    transport: Transport = "exchange",
+) -> None:
+    """Runs a program and its replicas, and compares them after every rule."""
+    seen = simulated(n, schedule=schedule, timing=timing, transport=transport).run(
+        run_program, program, may_leave_messages=any(isinstance(rule, Fail) for rule in program.rules)
+    )
+    rows = [seen] if isinstance(n, int) else [seen[:2], seen[2:]]
+    for row in rows:
+        found = differences(program, row)
+        assert not found, "\n".join(found)
+
+
+def any_program_on(*meshes: int | tuple[int, int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """What is drawn for a test of whole programs."""
+    timings, transports = st.sampled_from(["early", "late"]), st.sampled_from(["exchange", "native"])
+    n = st.sampled_from(meshes)
+    return given(program=programs(), n=n, schedule=schedules, timing=timings, transport=transports)
+
+
+# Three tests, not one: processes that share the tests share them out one by one.
+
+
+@examples(dev=40, ci=6_000, deep=400_000)
+@any_program_on(1, 2, 2, 2)
+def test_any_program_gives_what_replicas_give_on_two_ranks(simulated: Simulated, **drawn: Any) -> None:
+    check(simulated, **drawn)
+
+
+@examples(dev=25, ci=4_500, deep=300_000)
+@any_program_on(3, 3, (2, 2))
+def test_any_program_gives_what_replicas_give_on_three_ranks(simulated: Simulated, **drawn: Any) -> None:
+    check(simulated, **drawn)
+
+
+@examples(dev=25, ci=4_500, deep=300_000)
+@any_program_on(4, 5, 8)
+def test_any_program_gives_what_replicas_give_on_many_ranks(simulated: Simulated, **drawn: Any) -> None:
+    check(simulated, **drawn)
+
+
+def _on_gloo(several: list[Program]) -> list[list[Seen]]:
+    return [run_program(program, axis) for program in several]
+
+
+@examples(dev=5, ci=100, deep=5_000)
+@given(st.lists(programs(max_rules=4), min_size=3, max_size=4), st.sampled_from([2, 2, 3]))
+def test_any_program_gives_what_replicas_give_on_gloo_ranks(ranks: Ranks, several: list[Program], n: int) -> None:
+    by_rank = ranks(n).run(_on_gloo, several)
+    for program, *seen in zip(several, *by_rank, strict=True):
+        found = differences(program, seen)
+        assert not found, "\n".join([str(program), *found])
+
+
+# -- rule by rule -------------------------------------------------------------------------------------------------------
+
+
+def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
+    """A machine that steps simulated ranks rule by rule; after each, what all ranks hold equals what replicas hold.
+
+    The ranks stand still between rules: each waits at a point where it holds nothing of the simulator but the baton. So
+    Hypothesis sees the state it builds on, and shrinks the list of rules like any other.
+    """
+
+    class Training(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = 0
+            self.ranks: list[OnRank] = []
+
+        @initialize(
+            model=models(),
+            n=st.integers(1, 3),
+            schedule=schedules,
+            kind=st.sampled_from(["sgd", "adamw"]),
+            data=st.data(),
+        )
+        def begin(self, model: Model, n: int, schedule: tuple[int, ...], kind: str, data: st.DataObject) -> None:
+            self.model, self.n, self.schedule = model, n, schedule
+            program = Program(model, data.draw(chains_for(model), label="chain"), (), Optimizer(kind))
+            self.replicas = Replicas(program, n, is_reordered=True)
+            self.ranks = self._on_ranks(lambda rank: OnRank(program, simulated_axis()))
+
+        @rule(one=backwards())
+        def backward(self, one: Rule) -> None:
+            self._do(one)
+
+        @rule(one=steps())
+        def step(self, one: Rule) -> None:
+            self._do(one)
+
+        @rule(
+            one=st.builds(ZeroGrad, st.booleans())
+            | st.builds(Freeze, st.integers(0, 3), st.booleans())
+            | st.builds(Evaluate, st.sampled_from(["no_grad", "inference_mode", "eval"]))
+            | st.builds(
+                Fail, st.sampled_from(["forward", "backward", "recomputation"]), st.integers(0, 3), st.booleans()
+            )
+        )
+        def between(self, one: Rule) -> None:
+            self._do(one)
+
+        @rule(data=st.data())
+        def anything(self, data: st.DataObject) -> None:
+            """Accumulate, edit, save and load, transform, copy: whatever fits the model."""
+            self._do(data.draw(rules(self.model), label="rule"))
+
+        def _do(self, one: Rule) -> None:
+            seed = 100 * self.number
+            self.number += 1
+            seen: list[Seen] = self._on_ranks(lambda rank: self.ranks[rank].do(one, seed))
+            found = self.replicas.follow(one, seed, seen)
+            assert not found, "\n".join(found)
+
+        def _on_ranks(self, run: Callable[[int], object]) -> list:
+            case = simulated(self.n, schedule=self.schedule, timing="late")
+            return case.run(lambda: run(dist.get_rank()), may_leave_messages=True)
+
+    return Training
+
+
+def test_the_model_equals_the_oracle_after_every_rule(simulated: Simulated) -> None:
+    run_state_machine_as_test(machine_of(simulated), settings=machine_settings(dev=15, ci=400, deep=20_000))
+
+
+# -- trees of parameters ------------------------------------------------------------------------------------------------
+
+TREES = trees(dtypes=(torch.float32, torch.float64, torch.int64))
+Training = tuple[Tree, Chain, int]
+"""A module, its transforms, and microbatches of a step."""
+TRAININGS = st.tuples(TREES, chains(), st.integers(1, 2))
+
+
+def trained(model: nn.Module, input_of: Callable[[int], Tensor], microbatches: int) -> list[Tensor]:
+    """Parameters after two steps, and gradients of the last one, as they rest."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    for step in range(2):
         optimizer.zero_grad()
         with zf.accumulate(model):
             for microbatch in range(microbatches):
-                model(batch(10 * step + microbatch, rank)).sum().backward()
-        grads = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
+                model(input_of(10 * step + microbatch)).sum().backward()
         optimizer.step()
-    return [*(parameter.detach().full_tensor() for parameter in model.parameters()), *grads]
+    return [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def differences(programs: list[tuple[Tree, Chain, int]]) -> list[int]:
-    """The number of each program whose results are not bitwise those of replicas."""
-    wrong = []
-    for number, (tree, chain, microbatches) in enumerate(programs):
-        one, other = trained(tree, chain, microbatches), trained(tree, REPLICAS, microbatches)
-        if len(one) != len(other) or not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
-            wrong.append(number)
-    return wrong
+def alone(tree: Tree, n: int, microbatches: int) -> list[Tensor]:
+    """The same by one process that runs all ranks in turn and sums their gradients in the order of ranks."""
+    model = build(tree)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for step in range(2):
+        of_ranks = []
+        for rank in range(n):
+            model.zero_grad()
+            for microbatch in range(microbatches):
+                model(batch(10 * step + microbatch, rank)).sum().backward()
+            of_ranks.append([parameter.grad for parameter in parameters])
+        for parameter, grads in zip(parameters, zip(*of_ranks, strict=True), strict=True):
+            parameter.grad = None if grads[0] is None else mean_in_rank_order(list(grads), grads[0].dtype)
+        optimizer.step()
+    return [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-TREES = trees(dtypes=(torch.float32, torch.float64, torch.int64))
+def are_same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def _wholes(trainings: list[Training]) -> list[list[Tensor]]:
+    rank = axis().get_local_rank()
+    return [
+        [
+            tensor.full_tensor()
+            for tensor in trained(apply(chain, build(tree), axis()), partial(batch, rank=rank), count)
+        ]
+        for tree, chain, count in trainings
+    ]
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @examples(dev=4, ci=20, deep=1000)
-@given(programs=st.lists(st.tuples(TREES, chains(), st.integers(1, 2)), min_size=4, max_size=5))
-def test_stages_give_bitwise_the_same_parameters(ranks: Ranks, n: int, programs: list[tuple[Tree, Chain, int]]) -> None:
-    assert ranks(n).run(differences, programs) == [[]] * n
+@given(trainings=st.lists(TRAININGS, min_size=4, max_size=5))
+def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks_of_gloo(
+    ranks: Ranks, n: int, trainings: list[Training]
+) -> None:
+    expected = [alone(tree, n, count) for tree, _, count in trainings]
+    for found in ranks(n).run(_wholes, trainings):
+        assert [are_same(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(trainings)
+
+
+def check_simulated(local_tensor: LocalTensors, n: int, training: Training) -> None:
+    tree, chain, microbatches = training
+    with local_tensor(n) as world:
+
+        def input_of(seed: int) -> Tensor:
+            return world.each(partial(batch, seed)).requires_grad_()
+
+        found = trained(apply(chain, build(tree), world.mesh), input_of, microbatches)
+        wholes = [world.values(tensor.full_tensor())[-1] for tensor in found]
+    assert are_same(wholes, alone(tree, n, microbatches))
+
+
+@examples(dev=5, ci=40, deep=800)
+@given(training=TRAININGS, n=st.sampled_from([8, 8, 8, 9, 12]))
+def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(
+    local_tensor: LocalTensors, training: Training, n: int
+) -> None:
+    check_simulated(local_tensor, n, training)
+
+
+@pytest.mark.parametrize("verb", ["shard_params", pytest.param("shard_optimizer", marks=pytest.mark.long)])
+def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors, verb: str) -> None:
+    leaves = Leaf((13, 3, 2), (0, 1, 2)), Leaf((3,), (0,))
+    check_simulated(local_tensor, 64, (Tree(Node(leaves, (Node((Leaf((70, 2), (0, 1)),)),))), (Link(verb),), 1))
 
 
 def test_strides_are_those_of_the_module_when_ranks_outnumber_rows(ranks: Ranks) -> None:
@@ -67,3 +296,270 @@ def test_strides_are_those_of_the_module_when_ranks_outnumber_rows(ranks: Ranks)
         return seen[0]
 
     assert ranks(3).run(gathered_strides) == [(8, 1)] * 3
+
+
+# -- found here ---------------------------------------------------------------------------------------------------------
+
+Case = tuple[Program, int, tuple[int, ...], Timing]
+
+
+def case(
+    model: Model, chain: str | Chain, *rules: Rule, n: int = 2, schedule: tuple[int, ...] = (), timing: Timing = "late"
+) -> Case:
+    """A program, and ranks on which it was wrong."""
+    return Program(model, (Link(chain),) if isinstance(chain, str) else chain, rules), n, schedule, timing
+
+
+PARTS = {"units": "parts.?"}
+ONE = Backward(together=False)
+TIED = (Backward(), Backward(forwards=2, together=False), Step(), Backward(forwards=3))
+EMPTY_SHARD = Model(1, (Part("linear", 1),))
+
+
+def in_stages(
+    name: str,
+    model: Model,
+    *rules: Rule,
+    verbs: tuple[str, ...] = ("replicate", "shard_params"),
+    options: dict[str, Any] | None = None,
+    n: int = 2,
+    timing: Timing = "late",
+) -> dict[str, Case]:
+    """The same program in some stages."""
+    return {f"{name}, {verb}": case(model, (Link(verb, options or {}),), *rules, n=n, timing=timing) for verb in verbs}
+
+
+def tied_expert(wrap: str) -> Model:
+    """The first of two experts is tied to the head: where it is chosen, its layer computes no gradient of its own."""
+    return Model(2, (Part("routed", 2, wrap=wrap), Part("linear", 3)), ties=((6, 0), (7, 0)), output="pair", twice=0)
+
+
+def _recomputed(kind: str) -> Model:
+    parts = (Part("embedding", 2), Part(kind, 2, wrap="reentrant"), Part("mlp", 1, wrap="reentrant"), Part(kind, 1))
+    return Model(1, parts, ties=((37, 0),), output="dict")
+
+
+def _nested_weighted() -> Model:
+    inside = (Part("weighted", 5, wrap="reentrant"), Part("weighted", 6, wrap="reentrant"))
+    return Model(1, (Part("weighted", 1), Part("nest", 6, wrap="reentrant", children=inside)), twice=1)
+
+
+def _frozen_checkpointed() -> Model:
+    nest = Part("nest", 7, wrap="reentrant", children=(Part("embedding", 5),))
+    parts = (Part("norm", 5, True, "checkpoint"), Part("linear", 2, True), nest, Part("norm", 7, True))
+    return Model(3, parts, ties=((19, 6), (3, 4)), output="pair", twice=1, double=True)
+
+
+def _around_two_units() -> Model:
+    inside = Part("nest", children=(Part("routed"), Part("routed", 2)), wrap="checkpoint")
+    parts = (Part("mlp", 2), Part("nest", 2, True, children=(Part("routed"), inside)))
+    return Model(2, parts, ties=((21, 0), (3, 3), (21, 0)))
+
+
+def _tied_under_reentrant() -> Model:
+    inside = (Part("mlp", 1, wrap="reentrant"), Part("norm", 7, wrap="reentrant"), Part("conv", 7, wrap="reentrant"))
+    parts = (Part("linear", 2), Part("nest", children=inside), Part("weighted", 7, True, "reentrant"), Part("mlp", 2))
+    return Model(3, parts, ties=((16, 5), (18, 7)))
+
+
+def _tied_frozen_experts() -> Model:
+    routed, mlp = Part("routed", 2), Part("mlp", 2)
+    nested = Part("nest", 2, wrap="checkpoint", children=(routed,))
+    last = Part("nest", 2, wrap="checkpoint", children=(routed, routed))
+    parts = (Part("mlp", 3), Part("nest", 2, True, "", (nested, mlp)), Part("nest", 2, True, "", (routed, mlp, last)))
+    return Model(3, parts, ties=((36, 4), (0, 0)))
+
+
+def _failing_beside_experts(name: str, options: dict[str, Any]) -> dict[str, Case]:
+    head = {"where": "head.*"}
+    chain = (
+        Link("shard_optimizer", {"units": "*inside.?", **head}),
+        Link("shard_optimizer", options),
+        Link("replicate", head),
+    )
+    failed = Fail("backward", 1)
+    several = (ONE, failed, ONE), (Step(), Backward(), Step(), Evaluate("no_grad"), failed)
+    timings: tuple[Timing, ...] = ("early", "late")
+    return {
+        f"{name}, {number}, {timing}": case(_tied_frozen_experts(), chain, *rules, n=3, timing=timing)
+        for number, rules in enumerate(several)
+        for timing in timings
+    }
+
+
+FOUND: dict[str, Case] = {
+    # The outputs of the unit were opaque, so nothing told that backward had come; the recomputation then entered the unit
+    # anew, whose hooks left fewer tensors to the checkpoint than in forward.
+    "a checkpoint is the first that backward meets of its unit": case(
+        Model(5, (Part("recurrent", 2, wrap="checkpoint"),), output="opaque"),
+        "shard_params",
+        *(Backward(), Step(), Backward(retain=True)),
+    ),
+    # The weight belongs to the unit around, which backward had not come to and whose module is not called: the recomputed
+    # forward saw the shard.
+    **in_stages(
+        "a recomputation reads a weight that is tied to one outside",
+        _recomputed("odd"),
+        *(Backward(output=1), Step(), Backward(), Backward(output=1), Step()),
+    ),
+    **in_stages(
+        "a recomputed attention reads a weight that is tied to one outside",
+        _recomputed("attention"),
+        *(Backward(output=1), Step(), Backward(), Backward(output=1), Step()),
+    ),
+    # Parameters are kept, so that no saved tensor is asked for first: only the outputs tell that backward came.
+    **{
+        f"a hook reads parameters before its module is recomputed, {output}": case(
+            Model(5, (Part("weighted", 2, wrap="checkpoint"),), output=output), "shard_grads", Backward()
+        )
+        for output in ("record", "opaque")
+    },
+    # `copy.deepcopy` raised once, on a gradient that is a view beyond the start of its buffer; and copied gradients,
+    # which the copy of a parameter never has.
+    "a model is copied while it has gradients": case(EMPTY_SHARD, "replicate", Backward(), Copy(), Backward(), Step()),
+    # The weight of `expert0` belongs to the unit of the root, which output 1 uses only on ranks that chose this expert. The
+    # second backward of several forwards was on no schedule, so what it reduced depended on the rank.
+    **in_stages(
+        "an expert tied to another unit is skipped in the second of two backwards",
+        Model(2, (Part("routed", 2), Part("linear", 1)), ties=((0, 2),), output="dict"),
+        *(Backward(), Backward(forwards=2, together=False, output=1)),
+    ),
+    # The first checkpoint inside put its unit at rest, and the hook of the next one reads before its module is called.
+    **in_stages(
+        "hooks read parameters in reentrant checkpoints inside another",
+        _nested_weighted(),
+        *(Backward(output=1), Backward(output=1)),
+        options={**PARTS, "donate": True},
+    ),
+    # The unit of the tied weights was entered in three layers; when one ran again it was taken for a part of another, whose
+    # hooks hand other tensors to the checkpoint.
+    "frozen checkpointed layers beside ties into reentrant checkpoints": case(
+        _frozen_checkpointed(),
+        (
+            Link("shard_params", {"units": "*", "where": ("*weight*", "head.bias")}),
+            Link("shard_params", {"where": "head.*", "persist_below": 40}),
+        ),
+        *(ONE, Step(), Step(), Backward(together=False, unused=True), Backward()),
+        n=3,
+        timing="early",
+    ),
+    # A frozen layer is passed only where an expert is tied to a trained weight. Its second use was forgotten after the
+    # first backward, which may pass it or not, and then gathered by the ranks alone that do pass it.
+    "ties of skipped experts in later backwards": case(
+        Model(1, (Part("routed", 3, True, "checkpoint"), Part("routed", 2)), ties=((5, 0), (19, 4)), output="opaque"),
+        (Link("shard_optimizer", {"where": "head.*"}), Link("shard_params", {"reshard_after": "backward"})),
+        Accumulate(
+            (
+                Backward(forwards=2, together=False, output=1, retain=True),
+                Backward(forwards=2, together=False, output=0),
+            )
+        ),
+        Evaluate(),
+        Accumulate((Backward(forwards=3, output=0), ONE)),
+        *(Backward(forwards=3, together=False, output=1), Step(clip=1.0)),
+        n=3,
+        schedule=(2, 6),
+        timing="early",
+    ),
+    # A rank that had nothing to reduce in a unit ran ahead of its backward, which then gathered the unit once more.
+    **in_stages("experts that are tied to another unit", tied_expert(""), *TIED, options=PARTS),
+    **in_stages("experts that are tied to another unit on 3 ranks", tied_expert(""), *TIED, options=PARTS, n=3),
+    **in_stages("experts below a checkpoint that are tied", tied_expert("checkpoint"), *TIED, options=PARTS),
+    **in_stages("the same on 3 ranks", tied_expert("checkpoint"), *TIED, options=PARTS, n=3),
+    # Its weight is tied to that of its neighbour, its bias to that of the head. It entered the unit of one of them only,
+    # and the unit of the other, a list of modules, is not called: the forward raised ShardedAccessError.
+    **in_stages(
+        "a layer whose parameters belong to two other units",
+        Model(2, (Part("linear", 3), Part("linear", 2)), ties=((0, 0), (4, 0))),
+        *(Backward(), Step(), Backward(forwards=2)),
+        options={"units": "*"},
+    ),
+    # A checkpoint around two units entered the first of them; the schedule took it that backward had passed the other,
+    # and the recomputation of that one for the use of an earlier forward. A rank that then came to a frozen expert
+    # gathered it alone.
+    "a recomputation ahead of backward is not taken for an earlier forward": case(
+        _around_two_units(), (Link("shard_params", {"units": "*inside.?"}),), Backward(forwards=3, unused=True)
+    ),
+    # A unit was resharded after the first checkpoint inside it: a retained graph was on no schedule.
+    "ties under reentrant checkpoints in later backwards": case(
+        _tied_under_reentrant(),
+        "shard_params",
+        Backward(forwards=2, together=False, output=0),
+        Backward(forwards=3, together=False, output=0, retain=True),
+        n=4,
+    ),
+    # torch has no maximum of an empty shard: one rank raised alone.
+    "clipping to the largest element of an empty shard": case(
+        EMPTY_SHARD, "shard_optimizer", Backward(), Step(clip=0.1, norm=float("inf"))
+    ),
+    **{
+        f"clipping to the largest element is exact, {verb} {n}": case(
+            Model(4, (Part("mlp", 6), Part("linear", 1))),
+            verb,
+            *(Backward(), Step(clip=0.01, norm=float("inf"))) * 2,
+            n=n,
+        )
+        for verb in STAGES
+        for n in (1, 2)
+    },
+    # Names showed gathered tensors until the next forward, and deepcopy refuses those.
+    "a model is copied right after it failed in backward": case(
+        Model(2, (Part("dropped", 6), Part("odd", 6, wrap="reentrant"), Part("mixed", 4)), twice=0),
+        (Link("shard_params", {**PARTS, "reshard_after": "backward"}),),
+        *(Backward(), Fail("backward", 2), Copy()),
+    ),
+    # `unsharded` called the model in use until its next forward.
+    **{
+        f"a verb right after a backward that raised, {after}": case(
+            Model(5, (Part("routed", 2), Part("recurrent", 7), Part("conv", 1, frozen=True)), output="opaque"),
+            "shard_optimizer",
+            *(Fail("backward"), after, Backward(), Step()),
+            n=4,
+        )
+        for after in (Edit(), Load((Link("shard_params"),)), Transform((Link("shard_grads"),)))
+    },
+    # Its local gradients were silently added to the sum of the block.
+    **in_stages(
+        "accumulate forgets what a backward that raised before it left",
+        Model(3, (Part("embedding"), Part("mlp", 5)), output="pair", twice=0),
+        *(Fail("backward", 3), Accumulate((Backward(forwards=2, output=1),)), Step()),
+    ),
+    # The memory of the copy was once made in that forward, as inference tensors, which autograd refuses for ever.
+    **in_stages(
+        "a copy trains after its first forward was in inference mode",
+        Model(2, (Part("linear", 1),)),
+        *(Copy(), Evaluate("inference_mode"), Backward(), Step()),
+        verbs=("replicate", "shard_optimizer", "shard_params"),
+    ),
+    # Frozen experts, one of them tied to a weight that is trained: ranks that chose it had issued its reduction when the
+    # backward raised in the layer before; the others, which only pass through, had waited to see it passed.
+    **_failing_beside_experts("a backward raised beside an expert that trains on some ranks", {}),
+    **_failing_beside_experts("the same, of the head alone", {"where": "head.*", "persist_below": 0}),
+    # It had raised on those ranks only: an error of the program, which all ranks are told of.
+    **in_stages(
+        "a backward raised in a layer that trains on some ranks",
+        Model(5, (Part("routed", 3, True), Part("linear", 1), Part("linear", 1)), ties=((30, 0),)),
+        *(Fail("backward"), Load((Link("shard_params"),)), Evaluate("no_grad"), Backward(), Fail("backward")),
+        verbs=("replicate", "shard_optimizer", "shard_params"),
+        n=3,
+        timing="early",
+    ),
+}
+"""Programs that were wrong once, or raised."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_here_stays_right(simulated: Simulated, name: str) -> None:
+    check(simulated, *FOUND[name])
+
+
+def test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_raise_on_every_rank(
+    simulated: Simulated,
+) -> None:
+    """What a reentrant checkpoint computes is on no schedule: its unit is reduced by the ranks whose nested backward comes to
+    a parameter of it, and nothing tells beforehand which do. So they part, and each one says at which collective."""
+    program = Program(tied_expert("reentrant"), (Link("shard_params", PARTS),), (Backward(),) * 4)
+    report = simulated(2).report(run_program, program)
+    errors = [outcome.error for outcome in report.outcomes]
+    assert all(isinstance(error, zf.LostRankError | zf.DisagreementError) for error in errors), report
+    assert any("unit parts.0" in str(error) for error in errors)

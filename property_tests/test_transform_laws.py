@@ -265,7 +265,7 @@ def test_shards_at_rest_partition_each_parameter(ranks: Ranks, n: int, programs:
                 assert torch.equal(torch.cat([part for _, part in parts], dim), whole)
 
 
-# -- found here -----
+# -- found here ---------------------------------------------------------------------------------------------------------
 
 
 class Product(nn.Module):

@@ -31,7 +31,7 @@ from typing import Any
 from tests.mutations.__main__ import _copy
 from tests.mutations.warm import Notes, Row, add, changes, load, noting, rows, run_pytest, warm_up
 
-_SIMULATED = ["property_tests/test_simulated_training.py", "property_tests/test_simulated_axes.py"]
+_SIMULATED = ["property_tests/test_training_laws.py", "property_tests/test_axes_laws.py"]
 _TIERS = [
     "property_tests/test_offload_laws.py",
     "property_tests/test_streamed_laws.py",
