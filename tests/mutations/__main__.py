@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = [
     *(f"tests/units/transport/test_{name}.py" for name in ("collectives", "arena", "agreement")),
     "tests/units/values",
-    *("property_tests", "tests/errors", "tests/distributed", "tests"),
+    *("property_tests", "tests/errors", "tests/promises", "tests"),
 ]
 UNPLANTED = ["--ignore=tests/test_mutations.py"]  # it would see every bug, as a text
 

@@ -33,7 +33,7 @@ class Bug:
     breaks: str
     old: str
     new: str
-    likely: str = "tests/distributed/test_training.py"
+    likely: str = "tests/promises/test_stages_agree.py"
 
 
 def planted(bug: Bug, package: Path) -> tuple[Path, str]:
@@ -175,7 +175,7 @@ BUGS: tuple[Bug, ...] = (
         "the own part of a gathered parameter",
         "apart = [segment for segment in segments if segment.source is not None]",
         "apart: list[Segment] = []",
-        "tests/distributed/test_training.py",
+        "tests/promises/test_stages_agree.py",
     ),
     Bug(
         "traffic-counted-wrong",
@@ -248,7 +248,7 @@ BUGS: tuple[Bug, ...] = (
         "that a file with the shards of one rank is no other rank's",
         "placement.is_replicate() or theirs[i] == ours[i]",
         "True",
-        "tests/distributed/test_loaded_states.py",
+        "tests/promises/test_loaded_states.py",
     ),
     # -- layout --------------------------------------------------------------------------------------------------------
     Bug(
@@ -330,7 +330,7 @@ BUGS: tuple[Bug, ...] = (
         "memory: autograd keeps gathered weights",
         "    packed = _find(tensor)\n    if packed is not None:\n",
         "    packed = None\n    if packed is not None:\n",
-        "tests/distributed/test_peak_memory.py",
+        "tests/promises/test_memory_is_freed.py",
     ),
     Bug(
         "packed-without-offset",
@@ -338,7 +338,7 @@ BUGS: tuple[Bug, ...] = (
         "which weight of a unit a saved tensor is",
         "tensor.size(), tensor.stride(), tensor.storage_offset()",
         "tensor.size(), tensor.stride(), 0",
-        "tests/distributed/test_training.py",
+        "tests/promises/test_stages_agree.py",
     ),
     Bug(
         "hooks-fire-twice",
@@ -346,7 +346,7 @@ BUGS: tuple[Bug, ...] = (
         "hooks of users on parameters",
         "    for hook in gradient_hooks(parameter):",
         "    for hook in 2 * gradient_hooks(parameter):",
-        "tests/distributed/test_verbs.py",
+        "tests/promises/test_hooks.py",
     ),
     Bug(
         "regather-not-awaited",
@@ -354,7 +354,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients that rest replicated are read before they are there",
         "if self._regathered is not None:",
         "if self._regathered is not None and self._memory is None:",
-        "tests/distributed/test_training.py",
+        "tests/promises/test_stages_agree.py",
     ),
     Bug(
         "recomputation-passes-uses",
@@ -402,7 +402,7 @@ BUGS: tuple[Bug, ...] = (
         "that a gradient into a copy raises",
         "            if whole.requires_grad:",
         "            if False:",
-        "tests/distributed/test_verbs.py",
+        "tests/promises/test_unsharded.py",
     ),
     Bug(
         "changes-unseen",
@@ -450,7 +450,7 @@ BUGS: tuple[Bug, ...] = (
         "weights are read before they are there",
         "            self._pending.wait()\n",
         "",
-        "tests/distributed/test_training.py",
+        "tests/promises/test_stages_agree.py",
     ),
     Bug(
         "stale-kept-weights",
@@ -458,7 +458,7 @@ BUGS: tuple[Bug, ...] = (
         "kept buffers are gathered again after a step",
         "if self.phase is Phase.AT_REST:",
         "if self.phase is Phase.AT_REST or not self._groups.is_transient:",
-        "tests/distributed/test_training.py",
+        "tests/promises/test_stages_agree.py",
     ),
     Bug(
         "reshard-forgotten",
@@ -466,7 +466,7 @@ BUGS: tuple[Bug, ...] = (
         "gathered parameters are freed in forward",
         "not unit.running",
         "unit.running",
-        "tests/distributed/test_peak_memory.py",
+        "tests/promises/test_memory_is_freed.py",
     ),
     Bug(
         "any-rank-decides-alone",
@@ -474,7 +474,7 @@ BUGS: tuple[Bug, ...] = (
         "uses that some rank does not run",
         "zip(uses, union, strict=False) if runs",
         "zip(uses, local, strict=True) if runs",
-        "tests/distributed/test_programs.py",
+        "tests/promises/test_unused.py",
     ),
     Bug(
         "waiting-uses-not-agreed",
@@ -578,7 +578,7 @@ BUGS: tuple[Bug, ...] = (
         "memory of reentrant checkpoints",
         "if unit.shown.is_left and now",
         "if False and now",
-        "tests/distributed/test_peak_memory.py",
+        "tests/promises/test_memory_is_freed.py",
     ),
     Bug(
         "accumulate-is-never-fresh",
@@ -594,7 +594,7 @@ BUGS: tuple[Bug, ...] = (
         "what was accumulated before an exception is dropped",
         "unit.gradients.take()",
         "pass",
-        "tests/distributed/test_programs.py::test_a_program_gives_what_replicas_give[failing accumulation-2]",
+        "tests/promises/test_exceptions.py",
     ),
     Bug(
         "failed-backward-leaves-gradients",
@@ -610,7 +610,7 @@ BUGS: tuple[Bug, ...] = (
         "a unit whose forward raised counts as left",
         "forward.failed |= failed",
         "forward.failed = forward.failed",
-        "tests/distributed/test_programs.py::test_a_program_gives_what_replicas_give[failing forward-2]",
+        "tests/promises/test_exceptions.py",
     ),
     Bug(
         "agreement-skipped",
@@ -634,7 +634,7 @@ BUGS: tuple[Bug, ...] = (
         "parameters that .to(), to_empty() and load_state_dict(assign=True) moved",
         "return self.moving is None and all(",
         "return True or all(",
-        "tests/distributed/test_verbs.py",
+        "tests/promises/test_materialize.py",
     ),
     Bug(
         "writeback-skips-a-slot",
@@ -642,7 +642,7 @@ BUGS: tuple[Bug, ...] = (
         "edits of the first parameter of a unit in unsharded()",
         "in wholes.items()",
         "in list(wholes.items())[1:]",
-        "tests/distributed/test_verbs.py",
+        "tests/promises/test_unsharded.py",
     ),
     Bug(
         "buffers-never-due",
@@ -706,7 +706,7 @@ BUGS: tuple[Bug, ...] = (
         "a unit is not entered after its recomputation was interrupted",
         "self.running = 0",
         "pass",
-        "tests/distributed/test_door.py",
+        "tests/promises/test_exceptions.py",
     ),
     Bug(
         "interrupted-forwards-stay-open",
@@ -714,7 +714,7 @@ BUGS: tuple[Bug, ...] = (
         "a forward after an interrupted one begins anew",
         "self.start_over()",
         "pass",
-        "tests/distributed/test_door.py",
+        "tests/promises/test_exceptions.py",
     ),
     Bug(
         "interrupted-units-keep-running",
@@ -722,7 +722,7 @@ BUGS: tuple[Bug, ...] = (
         "a unit that an interrupt has left is entered again",
         "self.running = 0",
         "pass",
-        "tests/distributed/test_door.py",
+        "tests/promises/test_exceptions.py",
     ),
     # -- tiers ---------------------------------------------------------------------------------------------------------
     Bug(
@@ -965,7 +965,7 @@ BUGS: tuple[Bug, ...] = (
         "gathers of the microbatches after the first",
         "((forward, True), (backward, False)) * backwards:",
         "((forward, True), (backward, False)) * 1:",
-        "tests/distributed/test_verbs.py",
+        "tests/promises/test_planned_bytes.py",
     ),
     # -- DeepSpeed -----------------------------------------------------------------------------------------------------
     Bug(
@@ -1086,7 +1086,7 @@ BUGS: tuple[Bug, ...] = (
         "a gradient in bfloat16 is rounded once, when its sum is complete",
         "and slot.kind.sum_dtype == slot.kind.gradient_dtype",
         "and slot.kind.sum_dtype == slot.dtype",
-        "tests/distributed/test_narrow_gradients.py",
+        "tests/promises/test_narrow_gradients.py",
     ),
     Bug(
         "gradients-begin-where-parameters-do",
@@ -1094,7 +1094,7 @@ BUGS: tuple[Bug, ...] = (
         "the step reads gradients in bfloat16 from where they are in their record",
         "begins[cut.in_parcel]",
         "cut.in_parcel",
-        "tests/distributed/test_narrow_gradients.py",
+        "tests/promises/test_narrow_gradients.py",
     ),
     Bug(
         "norms-in-16-bits",
@@ -1102,6 +1102,6 @@ BUGS: tuple[Bug, ...] = (
         "norms of gradients in bfloat16 are taken in float32",
         "(narrow, torch.float32)",
         "(narrow, None)",
-        "tests/distributed/test_narrow_gradients.py",
+        "tests/promises/test_narrow_gradients.py",
     ),
 )

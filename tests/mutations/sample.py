@@ -38,7 +38,7 @@ _TIERS = [
     "tests/accelerator",
     "tests/units/looking",
 ]
-_RANKS = ["tests/distributed", "tests/promises", "tests/fsdp2"]
+_RANKS = ["tests/promises"]
 TESTS = {
     "storage": ["tests/units/storage", "tests/units/streamed", "tests/units/transforms", *_TIERS],
     "streamed": ["tests/units/streamed", "tests/units/runtime", "tests/units/transforms", *_TIERS],

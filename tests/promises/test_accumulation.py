@@ -1,4 +1,4 @@
-"""G1 to G3: gradients of several microbatches."""
+"""Gradients of several microbatches: reduced once in a block, or each time; what waits, and what an exception leaves."""
 
 from __future__ import annotations
 
@@ -9,45 +9,140 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from torch import nn
+from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.promises.models import Sizes, Stack, batches, several, sizes
-from tests.promises.oracle import Program, Run, differences, noise
-from tests.support.profiles import SIZES
-from tests.support.programs import STAGES
+from tests.support.models import Language, Stack
+from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, fulls
+from tests.support.worlds import Program, Run, World, differences, noise, trained
 
 
 def backward(model: Any, run: Run, seed: int, width: int = 6) -> None:
     run.backward(model(noise(3, width, seed=seed)).square().mean())
 
 
-def checked(batch: list[Sizes], program: Callable[[Sizes], Program]) -> list[str]:
-    """What differs, over a list of random models."""
-    found = []
-    for size in batch:
-        wrong = differences(size, program(size), optimizer=size.optimizer, options=size.options)
-        found += [f"{size}: {line}" for line in wrong]
-    return found
+def _reduced_once(model: Any, run: Run, number: int) -> None:
+    with run.accumulate():
+        for i in range(3):
+            backward(model, run, 10 * number + i)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@several
-@given(batch=batches(sizes))
-def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
-    def program(size: Sizes) -> Program:
-        def step(model: Any, run: Run, number: int) -> None:
-            with run.accumulate():
-                for i in range(size.microbatches):
-                    backward(model, run, size.seed + 10 * number + i, size.width)
+def _reduced_each_time(model: Any, run: Run, number: int) -> None:
+    for i in range(3):
+        backward(model, run, 10 * number + i)
 
-        return step
 
-    assert ranks(n).run(checked, batch, program) == [[]] * n
+def _blocks_and_plain_backwards(model: Any, run: Run, number: int) -> None:
+    backward(model, run, 10 * number)
+    with run.accumulate():
+        backward(model, run, 10 * number + 1)
+        with run.accumulate():
+            backward(model, run, 10 * number + 2)
+    if number % 2:
+        with run.accumulate():
+            backward(model, run, 10 * number + 3)
+    backward(model, run, 10 * number + 4)
+
+
+def _exception_in_a_block(model: Any, run: Run, number: int) -> None:
+    """The gradients before it are restored."""
+    backward(model, run, 10 * number)
+    with pytest.raises(ZeroDivisionError), run.accumulate():
+        backward(model, run, 10 * number + 1)
+        raise ZeroDivisionError
+
+
+def _frozen_in_a_block(model: Any, run: Run, number: int) -> None:
+    """The reduction had no room for it: an assertion failed."""
+    model.requires_grad_(True)
+    with run.accumulate():
+        backward(model, run, 10 * number)
+        model.layers[number].first.requires_grad_(False)
+        model.enter.bias.requires_grad_(False)
+        backward(model, run, 10 * number + 1)
+
+
+def _one_forward_one_backward(model: Any, run: Run, number: int) -> None:
+    """The forward of a microbatch runs before the backward of the one before."""
+    losses: list[Tensor] = []
+    with run.accumulate():
+        for microbatch in range(3):
+            losses.append(model(noise(2, 6, seed=10 * number + microbatch)).square().mean() / 3)
+            if len(losses) > 1:
+                run.backward(losses.pop(0))
+        run.backward(losses.pop())
+
+
+def _drops_what_waits(set_to_none: bool, by_model: bool) -> Program:
+    def program(model: Any, run: Run, number: int) -> None:
+        backward(model, run, 1)
+        with run.accumulate():
+            backward(model, run, 10 * number + 2)
+            run.zero_grad(set_to_none=set_to_none, by_model=by_model)
+            if number != 1:  # in step 1 nothing comes after
+                backward(model, run, 10 * number + 3)
+                backward(model, run, 10 * number + 4)
+
+    return program
+
+
+PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
+    "reduced once": (_reduced_once, {"optimizer": "adamw"}),
+    "reduced once, other units": (_reduced_once, {"options": {"units": "*.first"}}),
+    "reduced each time": (_reduced_each_time, {"optimizer": "adamw"}),
+    "reduced each time, other units": (_reduced_each_time, {"options": {"units": "*.first"}}),
+    "blocks and plain backwards, no zero_grad": (_blocks_and_plain_backwards, {"zeroes": False}),
+    "an exception in a block": (_exception_in_a_block, {}),
+    "frozen in a block": (_frozen_in_a_block, {}),
+    "one forward, one backward": (_one_forward_one_backward, {}),
+    "zero_grad drops": (_drops_what_waits(set_to_none=True, by_model=False), {"steps": 3}),
+    "zero_grad to zeros of the model": (_drops_what_waits(set_to_none=False, by_model=True), {"steps": 3}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_microbatches_add_up_as_in_replicas(ranks: Ranks, name: str) -> None:
+    program, how = PROGRAMS[name]
+    assert ranks(2).run(differences, trained(Stack, program, **how)) == [[]] * 2
+
+
+class Fork(Stack):
+    """Odd ranks leave out the middle layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [layer(self.enter(x)) for layer in self.layers]
+        return self.leave(outputs[0] + outputs[1 + axis().get_local_rank() % 2])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks, set_to_none: bool) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        with run.accumulate():
+            backward(model, run, 10 * number + 2)
+            run.zero_grad(set_to_none=set_to_none)
+            if number:
+                backward(model, run, 10 * number + 3)
+
+    assert ranks(2).run(differences, trained(Fork, program)) == [[]] * 2
+
+
+def _some_parts_accumulate(world: World) -> None:
+    """The others are reduced in each backward."""
+    model: Any = world.build(Stack)
+    parts = model.layers[0], model.layers[2]
+    with world.accumulate(*parts):
+        for microbatch in range(2):
+            model(noise(4, 6, seed=microbatch)).mean().backward()
+    world.reduce(*parts)
+    for part in parts:
+        world.note_model(part)
+
+
+def test_some_parts_may_accumulate(ranks: Ranks) -> None:
+    assert ranks(2).run(differences, _some_parts_accumulate) == [[]] * 2
 
 
 def _of_two_models(stage: str, unshard: bool, breaks: int) -> None:
@@ -65,10 +160,9 @@ def _of_two_models(stage: str, unshard: bool, breaks: int) -> None:
             models[1](models[0](noise(3, 6, seed=seed))).sum().backward()
     if hook is not None:
         hook.remove()
-    for model in models if breaks else ():
-        model.zero_grad()
-    if breaks:  # neither is in a block any more: a backward reduces again
-        for seed in range(2):
+        for model in models:
+            model.zero_grad()
+        for seed in range(2):  # neither is in a block any more: a backward reduces again
             models[1](models[0](noise(3, 6, seed=seed))).sum().backward()
     for seed in range(2):
         plain[1](plain[0](noise(3, 6, seed=seed))).sum().backward()
@@ -80,154 +174,57 @@ def _of_two_models(stage: str, unshard: bool, breaks: int) -> None:
 
 
 @pytest.mark.parametrize("breaks", [0, 1, 2])
-@pytest.mark.parametrize("unshard", [False, True])
-@pytest.mark.parametrize("stage", ["replicate", "zero3"])
-def test_g01_a_block_of_two_models_ends_for_both(ranks: Ranks, stage: str, unshard: bool, breaks: int) -> None:
+@pytest.mark.parametrize(("stage", "unshard"), [("replicate", True), ("zero3", False), ("zero3", True)])
+def test_a_block_of_two_models_ends_for_both(ranks: Ranks, stage: str, unshard: bool, breaks: int) -> None:
     ranks(2).run(_of_two_models, stage, unshard, breaks)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@several
-@given(batch=batches(sizes))
-def test_g02_gradients_reduced_each_time_add_up(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
-    def program(size: Sizes) -> Program:
-        def step(model: Any, run: Run, number: int) -> None:
-            for i in range(size.microbatches):
-                backward(model, run, size.seed + 10 * number + i, size.width)
-
-        return step
-
-    assert ranks(n).run(checked, batch, program) == [[]] * n
-
-
-WAYS = [(True, False), (False, True)]
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("set_to_none", "by_model"), WAYS)
-def test_g03_zero_grad_drops_pending_gradients(ranks: Ranks, n: int, set_to_none: bool, by_model: bool) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        backward(model, run, 1)
-        with run.accumulate():
-            backward(model, run, 10 * number + 2)
-            run.zero_grad(set_to_none=set_to_none, by_model=by_model)
-            if number != 1:  # in step 1 nothing comes after
-                backward(model, run, 10 * number + 3)
-                backward(model, run, 10 * number + 4)
-
-    assert ranks(n).run(differences, Stack, program, steps=3) == [[]] * n
-
-
-class Fork(Stack):
-    """Odd ranks leave out the middle layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = [layer(self.enter(x)) for layer in self.layers]
-        rank = axis().get_local_rank()
-        return self.leave(outputs[0] + outputs[1 + rank % 2])
+def _pending(stage: str) -> None:
+    seed_generator(0)
+    model: Any = STAGES[stage](Stack(), axis())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = fulls(model.parameters())
+    weight = model.enter.weight
+    model(noise(3, 6, seed=1)).square().mean().backward()
+    earlier = full(weight.grad)
+    with zf.accumulate(model):
+        model(noise(3, 6, seed=2)).square().mean().backward()
+        assert weight.grad is not None
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+        reads: list[Callable[[], object]] = [
+            optimizer.step,
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: weight.grad.full_tensor(),
+            lambda: weight.grad.to_local(),
+            lambda: weight.grad.norm(),
+            lambda: weight.grad * 2,
+            lambda: weight.grad.mul_(2),
+            lambda: torch._foreach_norm([weight.detach(), weight.grad]),
+            lambda: weight + weight.grad,
+            lambda: weight.grad.isnan(),
+            lambda: torch.mul(torch.ones(6), 2, out=weight.grad),
+        ]
+        for read in reads:
+            with pytest.raises(zf.StateError, match=r"enter\.weight"):
+                read()
+        optimizer.zero_grad()
+        optimizer.step()  # nothing waits: nothing happens, as in replicas
+    assert weight.grad is None
+    assert all(map(torch.equal, fulls(model.parameters()), before))
+    assert earlier.any()
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_g03_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks, n: int, set_to_none: bool) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        with run.accumulate():
-            backward(model, run, 10 * number + 2)
-            run.zero_grad(set_to_none=set_to_none)
-            if number:
-                backward(model, run, 10 * number + 3)
-
-    assert ranks(n).run(differences, Fork, program) == [[]] * n
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+def test_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_pending, stage)
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g03_blocks_and_plain_backwards_add_up_without_zero_grad(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        backward(model, run, 10 * number)
-        with run.accumulate():
-            backward(model, run, 10 * number + 1)
-            with run.accumulate():
-                backward(model, run, 10 * number + 2)
-        if number % 2:
-            with run.accumulate():
-                backward(model, run, 10 * number + 3)
-        backward(model, run, 10 * number + 4)
-
-    assert ranks(n).run(differences, Stack, program, zeroes=False) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_g03_an_exception_in_a_block_restores_the_gradients_before_it(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        backward(model, run, 10 * number)
-        with pytest.raises(ZeroDivisionError), run.accumulate():
-            backward(model, run, 10 * number + 1)
-            raise ZeroDivisionError
-
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_g03_a_parameter_frozen_in_a_block_keeps_what_it_has(ranks: Ranks, n: int) -> None:
-    """The reduction had no room for it: an assertion failed."""
-
-    def program(model: Stack, run: Run, number: int) -> None:
-        model.requires_grad_(True)
-        with run.accumulate():
-            backward(model, run, 10 * number)
-            model.layers[number].first.requires_grad_(False)
-            model.enter.bias.requires_grad_(False)
-            backward(model, run, 10 * number + 1)
-
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: str) -> None:
-    def case() -> None:
-        seed_generator(0)
-        model: Any = STAGES[stage](Stack(), axis())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        before = fulls(model.parameters())
-        weight = model.enter.weight
-        model(noise(3, 6, seed=1)).square().mean().backward()
-        earlier = full(weight.grad)
-        with zf.accumulate(model):
-            model(noise(3, 6, seed=2)).square().mean().backward()
-            assert weight.grad is not None
-            assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
-            reads: list[Callable[[], object]] = [
-                optimizer.step,
-                lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-                lambda: weight.grad.full_tensor(),
-                lambda: weight.grad.to_local(),
-                lambda: weight.grad.norm(),
-                lambda: weight.grad * 2,
-                lambda: weight.grad.mul_(2),
-                lambda: torch._foreach_norm([weight.detach(), weight.grad]),
-                lambda: weight + weight.grad,
-                lambda: weight.grad.isnan(),
-                lambda: torch.mul(torch.ones(6), 2, out=weight.grad),
-            ]
-            for read in reads:
-                with pytest.raises(zf.StateError, match=r"enter\.weight"):
-                    read()
-            optimizer.zero_grad()
-            optimizer.step()  # nothing waits: nothing happens, as in replicas
-        assert weight.grad is None
-        assert all(map(torch.equal, fulls(model.parameters()), before))
-        assert earlier.any()
-
-    ranks(2).run(case)
-
-
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("inside", [True, False])
-def test_g03_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks: Ranks, n: int, inside: bool) -> None:
+def test_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks: Ranks, inside: bool) -> None:
     """It reaches the leaf beside the unit, as a resting gradient."""
 
-    def case() -> list[bool]:
-        equal = []
+    def case() -> None:
+        found = []
         for stage in STAGES.values():
             seed_generator(0)
             model: Any = stage(Stack(), axis())
@@ -238,7 +235,28 @@ def test_g03_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks
                     weight.square().sum().backward()
             if not inside:
                 weight.square().sum().backward()
-            equal.append(full(weight.grad))
-        return [torch.equal(grad, equal[0]) for grad in equal]
+            found.append(full(weight.grad))
+        assert all(torch.equal(found[0], grad) for grad in found)
 
-    assert ranks(n).run(case) == [[True] * 4] * n
+    ranks(2).run(case)
+
+
+def _control_calls(stage: str) -> list[tuple[int, int]]:
+    """Control messages and gathers of one accumulate block after another, the last with a block nested in it."""
+    torch.manual_seed(0)
+    model, found = STAGES[stage](Language(), axis()), []
+    for nested in (False, False, True):
+        with zf.traffic() as sent, zf.accumulate(model):
+            loss_of(model, 0).backward()
+            with zf.accumulate(model) if nested else nullcontext():
+                loss_of(model, 1).backward()
+        found.append((sent.calls["control"], sent.calls["all-gather"]))
+    return found
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_only_the_first_forward_compares_layouts(ranks: Ranks, stage: str) -> None:
+    """Every block of `accumulate` compared them once, and a nested block gathered kept parameters again."""
+    for first, second, nested in ranks(2).run(_control_calls, stage):
+        assert second[0] == 4 < first[0]  # one as each of two backwards begins, two as the block ends
+        assert nested == second

@@ -1,4 +1,4 @@
-"""G16, G18 and G19: what is called in which order, and how often backward passes through it."""
+"""What is called in which order, and how often backward passes through it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.promises.models import Layer, Stack, batches, several
-from tests.promises.oracle import Run, differences, noise
-from tests.support.profiles import SIZES, UNEVEN
-from tests.support.ranks import Ranks
-from tests.support.worlds import World
-from tests.support.worlds import differences as differences_of_trials
+import zero_fn as zf
+from tests.support.models import Layer, Stack
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import Program, Run, World, differences, noise, trained
+
+
+def forward(model: Any, number: int) -> Tensor:
+    return model(noise(3, 6, seed=number)).square().mean()
+
+
+# -- any module is an entry -------------------------------------------------------------------------------------------
 
 
 class Nested(nn.Module):
@@ -36,108 +41,161 @@ class Nested(nn.Module):
         return x
 
 
-NAMES = [
-    "", "stacks.0", "stacks.1", "stacks.0.enter", "stacks.0.layers.0", "stacks.0.layers.0.first", "stacks.0.layers.1",
-    "stacks.1.layers.1.second", "stacks.1.leave", "named.layer", "named.layer.first", "named.linear",
-]  # fmt: skip
-WIDTHS = {"stacks.1.layers.1.second": 5}
-calls = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), min_size=1, max_size=5)
+ORDERS = [
+    [("stacks.0.layers.0.first", True), ("", True), ("stacks.0", False), ("named.linear", True)],
+    [("stacks.1.layers.1.second", True), ("stacks.1.layers.1.second", True), ("stacks.1", True)],
+    [("named.layer", False), ("named.layer.first", True), ("stacks.0.enter", True), ("stacks.1.leave", True)],
+    [("stacks.0.layers.1", True), ("", False), ("stacks.0.layers.1", True), ("stacks.0.layers.0", True)],
+]
 
 
-@pytest.mark.parametrize("n", SIZES)
-@several
-@given(orders=batches(calls), units=st.sampled_from([None, "*", "stacks.*"]))
-def test_g16_any_module_is_an_entry_in_any_order(
-    ranks: Ranks, n: int, orders: list[list[tuple[str, bool]]], units: str | None
-) -> None:
+@pytest.mark.parametrize("units", [None, "*", "stacks.*"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_module_is_an_entry_in_any_order(ranks: Ranks, order: list[tuple[str, bool]], units: str | None) -> None:
     """Children before the root, alone, with gradients or without; what they give is used in one backward each."""
 
-    def case() -> list[str]:
-        found = []
-        for order in orders:
+    def program(model: Any, run: Run, number: int) -> object:
+        outputs = []
+        for i, (name, is_trained) in enumerate(order):
+            with torch.set_grad_enabled(is_trained):
+                x = noise(3, 5 if name.endswith("1.second") else 4, seed=10 * number + i)
+                outputs.append(model.get_submodule(name)(x))
+            if is_trained and i % 2:
+                run.backward(outputs[-1].square().mean())
+        run.backward(model(noise(3, 4, seed=number)).square().mean())
+        return outputs
 
-            def program(model: Any, run: Run, number: int, order: list[tuple[str, bool]] = order) -> object:
-                outputs = []
-                for i, (name, is_trained) in enumerate(order):
-                    with torch.set_grad_enabled(is_trained):
-                        x = noise(3, WIDTHS.get(name, 4), seed=10 * number + i)
-                        outputs.append(model.get_submodule(name)(x))
-                    if is_trained and i % 2:
-                        run.backward(outputs[-1].square().mean())
-                run.backward(model(noise(3, 4, seed=number)).square().mean())
-                return outputs
-
-            options = {} if units is None else {"units": units}
-            found += [f"{order}: {line}" for line in differences(Nested, program, options=options)]
-        return found
-
-    assert ranks(n).run(case) == [[]] * n
+    options = {} if units is None else {"units": units}
+    assert ranks(2).run(differences, trained(Nested, program, options=options)) == [[]] * 2
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g16_the_first_call_of_all_may_be_a_child(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        child = model.layers[number]
-        run.backward(child.second(torch.tanh(child.first(noise(3, 6, seed=number)))).square().mean())
-        run.backward(child(noise(3, 6, seed=number)).square().mean())
-        run.backward(model(noise(3, 6, seed=number)).square().mean())
-
-    assert ranks(n).run(differences, Stack, program, steps=3) == [[]] * n
+def _child_first(model: Any, run: Run, number: int) -> None:
+    child = model.layers[number]
+    run.backward(child.second(torch.tanh(child.first(noise(3, 6, seed=number)))).square().mean())
+    run.backward(child(noise(3, 6, seed=number)).square().mean())
+    run.backward(forward(model, number))
 
 
-def forward(model: Any, number: int) -> Tensor:
-    return model(noise(3, 6, seed=number)).square().mean()
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_layers_may_be_taken_out_between_steps(ranks: Ranks, n: int) -> None:
+def _layers_taken_out(model: Any, run: Run, number: int) -> None:
     """Schedules were recorded with them, forward and backward."""
-
-    def program(model: Any, run: Run, number: int) -> None:
-        if number == 2:
-            del model.layers[1]
-        if number == 3:
-            model.layers = model.layers[:1]
-        run.backward(forward(model, number))
-
-    assert ranks(n).run(differences, Stack, program, steps=5) == [[]] * n
+    if number == 2:
+        del model.layers[1]
+    if number == 3:
+        model.layers = model.layers[:1]
+    run.backward(forward(model, number))
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g18_two_forwards_then_one_backward(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        run.backward(forward(model, number) + forward(model, number + 50))
+def _another_order(model: Any, run: Run, number: int) -> None:
+    """In each step: what was gathered ahead is not what is needed."""
+    x = model.enter(noise(2, 6, seed=number))
+    for layer in ([0, 1, 2], [2, 1, 0], [1, 1, 0], [2], [0, 1, 2])[number]:
+        x = model.layers[layer](x)
+    run.backward(model.leave(x).square().mean())
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+# -- several forwards -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-def test_g18_several_forwards_then_a_backward_each(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
+def _two_forwards_one_backward(model: Any, run: Run, number: int) -> None:
+    run.backward(forward(model, number) + forward(model, number + 50))
+
+
+def _a_backward_each(*order: int) -> Program:
     def program(model: Any, run: Run, number: int) -> None:
         losses = [forward(model, 10 * number + i) for i in range(3)]
         for i in order:
             run.backward(losses[i])
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    return program
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g18_forwards_and_backwards_interleave(ranks: Ranks, n: int) -> None:
+def _interleaved(model: Any, run: Run, number: int) -> None:
+    first = forward(model, 10 * number)
+    second = forward(model, 10 * number + 1)
+    run.backward(first)
+    third = forward(model, 10 * number + 2)
+    discarded = forward(model, 10 * number + 3)
+    run.backward(second + third)
+    del discarded
+    with run.accumulate():
+        fourth, fifth = forward(model, 10 * number + 4), forward(model, 10 * number + 5)
+        run.backward(fifth)
+        run.backward(fourth)
+
+
+def _a_checkpointed_one_too(model: Any, run: Run, number: int) -> None:
+    x = noise(3, 6, seed=number)
+    run.backward((model(x) * checkpoint(model, 2 * x, use_reentrant=False)).mean())
+
+
+def _saved_on_the_host(model: Any, run: Run, number: int) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        run.backward(forward(model, number))
+
+
+# -- parts of a graph, and graphs that are retained -------------------------------------------------------------------
+
+
+class Heads(Stack):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        hidden = self.layers[0](self.enter(x))
+        return self.layers[1](hidden), self.leave(self.layers[2](hidden)), hidden
+
+
+def _part_of_the_outputs(*chosen: int) -> Program:
     def program(model: Any, run: Run, number: int) -> None:
-        first = forward(model, 10 * number)
-        second = forward(model, 10 * number + 1)
-        run.backward(first)
-        third = forward(model, 10 * number + 2)
-        discarded = forward(model, 10 * number + 3)
-        run.backward(second + third)
-        del discarded
-        with run.accumulate():
-            fourth, fifth = forward(model, 10 * number + 4), forward(model, 10 * number + 5)
-            run.backward(fifth)
-            run.backward(fourth)
+        outputs = model(noise(3, 6, seed=number))
+        run.backward(sum(outputs[(i + number) % 3].square().mean() for i in chosen))  # type: ignore[arg-type]
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    return program
+
+
+def _retained(*order: int) -> Program:
+    def program(model: Any, run: Run, number: int) -> None:
+        losses = [output.square().mean() for output in model(noise(3, 6, seed=number))]
+        for i in order:
+            run.backward(losses[i], retain_graph=True)
+
+    return program
+
+
+class NoInputs(Stack):
+    """Its root makes its own inputs, by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        return super().forward(self.scale * torch.ones(2, 6))
+
+
+def _without_inputs(model: Any, run: Run, number: int) -> None:
+    run.backward((model() * noise(2, 6, seed=number)).mean())
+
+
+PROGRAMS: dict[str, tuple[type[nn.Module], Program, int]] = {
+    "the first call is of a child": (Stack, _child_first, 3),
+    "layers are taken out": (Stack, _layers_taken_out, 5),
+    "another order in each step": (Stack, _another_order, 5),
+    "two forwards, one backward": (Stack, _two_forwards_one_backward, 2),
+    "three forwards, a backward each": (Stack, _a_backward_each(0, 1, 2), 2),
+    "three forwards, a backward each, in another order": (Stack, _a_backward_each(1, 2, 0), 2),
+    "forwards and backwards interleave": (Stack, _interleaved, 2),
+    "a forward and a checkpointed one": (Stack, _a_checkpointed_one_too, 2),
+    "saved on the host": (Stack, _saved_on_the_host, 2),
+    "one of three outputs": (Heads, _part_of_the_outputs(0), 3),
+    "two of three outputs": (Heads, _part_of_the_outputs(1, 2), 3),
+    "retained, one after the other": (Heads, _retained(0, 1, 2), 2),
+    "retained, one of them twice": (Heads, _retained(1, 1, 0), 2),
+    "no inputs": (NoInputs, _without_inputs, 2),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_calls_and_backwards_of_any_order_are_those_of_replicas(ranks: Ranks, name: str) -> None:
+    build, program, steps = PROGRAMS[name]
+    assert ranks(2).run(differences, trained(build, program, steps=steps)) == [[]] * 2
 
 
 class Exact(nn.Module):
@@ -156,51 +214,20 @@ class Exact(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("n", UNEVEN)
-@several
-@given(parts=st.lists(st.integers(1, 5), min_size=1, max_size=4), accumulates=st.booleans())
-def test_g18_any_number_of_forwards_share_a_backward(ranks: Ranks, n: int, parts: list[int], accumulates: bool) -> None:
+@pytest.mark.parametrize(("parts", "accumulates"), [((5,), False), ((3, 1, 4), True)])
+def test_any_number_of_forwards_share_a_backward(ranks: Ranks, parts: tuple[int, ...], accumulates: bool) -> None:
     """Sums of more than two uses may be made in another order than autograd's: in whole numbers they are the same."""
 
     def program(model: Any, run: Run, number: int) -> None:
-        for i, forwards in enumerate(parts if accumulates or n != 3 else parts[:1]):
-            xs = [noise(2, 5, seed=10 * i + j, dtype=torch.float64).sign() for j in range(forwards)]
-            run.backward(sum(model(x).sum() for x in xs))
+        with run.accumulate() if accumulates else nullcontext():
+            for i, forwards in enumerate(parts):
+                xs = [noise(2, 5, seed=10 * i + j, dtype=torch.float64).sign() for j in range(forwards)]
+                run.backward(sum(model(x).sum() for x in xs))  # type: ignore[arg-type]
 
-    def program_in_block(model: Any, run: Run, number: int) -> None:
-        with run.accumulate():
-            program(model, run, number)
-
-    chosen = program_in_block if accumulates else program
-    assert ranks(n).run(differences, Exact, chosen, steps=1) == [[]] * n
+    assert ranks(3).run(differences, trained(Exact, program, steps=1)) == [[]] * 3
 
 
-class Heads(Stack):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        hidden = self.layers[0](self.enter(x))
-        return self.layers[1](hidden), self.leave(self.layers[2](hidden)), hidden
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("chosen", [(0,), (2,), (1, 2)])
-def test_g19_backward_of_part_of_the_outputs(ranks: Ranks, n: int, chosen: tuple[int, ...]) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        outputs = model(noise(3, 6, seed=number))
-        run.backward(sum(outputs[i].square().mean() for i in chosen))
-
-    assert ranks(n).run(differences, Heads, program) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 1, 0)])
-def test_g19_a_retained_graph_is_backed_through_again(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        outputs = model(noise(3, 6, seed=number))
-        losses = [output.square().mean() for output in outputs]
-        for i in order:
-            run.backward(losses[i], retain_graph=True)
-
-    assert ranks(n).run(differences, Heads, program) == [[]] * n
+# -- backwards inside a forward ---------------------------------------------------------------------------------------
 
 
 class InChunks(torch.autograd.Function):
@@ -265,14 +292,11 @@ def _fail_once() -> Callable[[Tensor], None]:
     return fail
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize(
     "kind", ["a head", "a unit", "all so far", "frozen", "checkpointed", "forces", "forces, checkpointed", "raises"]
 )
-def test_g19_a_forward_may_back_through_what_it_has_computed(
-    ranks: Ranks, n: int, kind: str, accumulates: bool
-) -> None:
+def test_a_forward_may_back_through_what_it_has_computed(ranks: Ranks, kind: str, accumulates: bool) -> None:
     """To the bit where each parameter has one sum. Where backwards are reduced one by one, their sum over ranks has another
     order than that of replicas."""
 
@@ -289,4 +313,66 @@ def test_g19_a_forward_may_back_through_what_it_has_computed(
             optimizer.step()
             model.zero_grad()
 
-    assert ranks(n).run(differences_of_trials, trial, tolerance=1e-13) == [[]] * n
+    assert ranks(2).run(differences, trial, tolerance=1e-13) == [[]] * 2
+
+
+# -- roots, and what is around them -----------------------------------------------------------------------------------
+
+
+def _containers(world: World) -> None:
+    """FSDP2 refuses lists and dicts: nobody calls them. A slice of a Sequential is one, of units."""
+    torch.manual_seed(0)
+    listed: Any = world.place(nn.ModuleList(Layer() for _ in range(2)))
+    named: Any = world.place(nn.ModuleDict({"a": Layer(), "b": Layer()}))
+    chain: Any = world.place(nn.Sequential(Layer(), Layer(), Layer()))
+    x = chain[:2](noise(2, 6, seed=0))
+    for module in (*listed, *named.values()):
+        x = module(x)
+    x.square().mean().backward()
+    world.reduce(listed, named, chain)
+    world.note_model(listed, named, chain)
+
+
+def test_containers_may_be_roots(ranks: Ranks) -> None:
+    assert ranks(2).run(differences, _containers) == [[]] * 2
+
+
+class Summed(nn.Module):
+    """Communicates in its forward, beside the gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.weight = nn.Sequential(Layer(), Layer()), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.detach().clone()
+        work = dist.all_reduce(seen, async_op=True)
+        x = self.layers(x * self.weight)
+        assert work is not None
+        work.wait()
+        return x + seen
+
+
+def _inside_ddp() -> None:
+    losses = []
+    for transform in (lambda model: model, lambda model: zf.zero3(model, axis())):
+        torch.manual_seed(0)
+        model = Summed()
+        model.layers = transform(model.layers)
+        if losses:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                model, [name for name, _ in model.named_parameters() if name.startswith("layers")]
+            )
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = wrapped(noise(2, 6, seed=step)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert abs(losses[0] - losses[1]) < 1e-6
+
+
+def test_sharded_parts_train_inside_ddp_that_ignores_them(ranks: Ranks) -> None:
+    ranks(2).run(_inside_ddp)

@@ -1,4 +1,4 @@
-"""G22: activation checkpointing, around units and inside them, and what can go wrong in a recomputation."""
+"""Activation checkpointing, around units and inside them, and what can go wrong in a recomputation."""
 
 from __future__ import annotations
 
@@ -19,58 +19,44 @@ from torch.utils.checkpoint import (
 )
 
 import zero_fn as zf
-from tests.promises.models import Layer, Stack
-from tests.promises.oracle import Run, differences, noise
-from tests.support.profiles import SIZES
+from tests.support.models import Layer, Stack
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
+from tests.support.worlds import Run, differences, noise, trained
 
 
 class Around(Stack):
     """Each layer, a unit, is a checkpoint."""
 
-    reentrant = False
+    def __init__(self, reentrant: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.reentrant, self.dropout = reentrant, dropout
 
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(layer, x, use_reentrant=self.reentrant)
-
-
-class AroundReentrant(Around):
-    reentrant = True
+        return checkpoint(layer, nn.functional.dropout(x, self.dropout), use_reentrant=self.reentrant)
 
 
 class InnerLayer(Layer):
-    reentrant = False
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)
         return x + checkpoint(self.second, torch.tanh(hidden), use_reentrant=self.reentrant)
 
 
-class InnerReentrantLayer(InnerLayer):
-    reentrant = True
-
-
 class Inside(Stack):
-    """Checkpoints inside units."""
+    """Checkpoints inside units, and, if asked, around them too."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = False, around: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(InnerLayer(6, 9) for _ in range(3))
-
-
-class InsideReentrant(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(InnerReentrantLayer(6, 9) for _ in range(3))
-
-
-class Both(Inside):
-    """A checkpoint in a checkpoint."""
+        self.layers = nn.ModuleList(InnerLayer(reentrant) for _ in range(3))
+        self.around = around
 
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(layer, x, use_reentrant=False)
+        return checkpoint(layer, x, use_reentrant=False) if self.around else super().run(layer, x)
 
 
 class OneOverAll(Stack):
@@ -79,11 +65,6 @@ class OneOverAll(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint_sequential(self.layers, 2, self.enter(x), use_reentrant=False)
         return self.leave(x)
-
-
-class Dropout(Around):
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return super().run(layer, nn.functional.dropout(x, 0.5))
 
 
 def _save_products(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
@@ -113,18 +94,18 @@ class SelectiveAround(Stack):
 
 
 # A reentrant checkpoint does not stop early.
-MODELS = [
-    (Around, True),
-    (Around, False),
-    (AroundReentrant, True),
-    (Inside, True),
-    (InsideReentrant, True),
-    (Both, True),
-    (OneOverAll, True),
-    (OneOverAll, False),
-    (Dropout, False),
-    (SelectiveInside, True),
-]
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "around": (Around, True),
+    "around, to the end": (Around, False),
+    "around, reentrant": (lambda: Around(reentrant=True), True),
+    "inside": (Inside, True),
+    "inside, reentrant": (lambda: Inside(reentrant=True), True),
+    "inside and around": (lambda: Inside(around=True), True),
+    "over all": (OneOverAll, True),
+    "over all, to the end": (OneOverAll, False),
+    "dropout": (lambda: Around(dropout=0.5), False),
+    "selective, inside": (SelectiveInside, True),
+}
 
 
 def backward(model: Any, run: Run, seed: int) -> None:
@@ -132,21 +113,26 @@ def backward(model: Any, run: Run, seed: int) -> None:
     run.backward(model(noise(3, 6, seed=seed).requires_grad_()).square().mean())
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("build", "early_stop"), MODELS)
-def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module], early_stop: bool) -> None:
+def alone_and_accumulated(model: Any, run: Run, number: int) -> None:
+    backward(model, run, number)
+    with run.accumulate():
+        backward(model, run, number + 10)
+        backward(model, run, number + 20)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_recomputed_model_trains(ranks: Ranks, case: str) -> None:
+    build, early_stop = MODELS[case]
+
     def program(model: Any, run: Run, number: int) -> None:
         with set_checkpoint_early_stop(early_stop):
-            backward(model, run, number)
-            with run.accumulate():
-                backward(model, run, number + 10)
-                backward(model, run, number + 20)
+            alone_and_accumulated(model, run, number)
 
-    assert ranks(n).run(differences, build, program) == [[]] * n
+    assert ranks(2).run(differences, trained(build, program)) == [[]] * 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_g22_selective_checkpoints_around_units_are_refused(ranks: Ranks, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_selective_checkpoints_around_units_are_refused(ranks: Ranks, stage: str) -> None:
     """Where parameters are whole, nothing is gathered in them, and they work."""
 
     def case() -> None:
@@ -175,38 +161,33 @@ def by_hooks(places: str, model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("is_first", [True, False], ids=["before the transform", "after it"])
 @pytest.mark.parametrize("places", PLACES)
-def test_g22_composable_checkpoints_train(ranks: Ranks, n: int, places: str, is_first: bool) -> None:
+def test_composable_checkpoints_train(ranks: Ranks, places: str, is_first: bool) -> None:
     def build() -> nn.Module:
-        model = (Both if places == "all at once" else Stack)()
+        model = Inside(around=True) if places == "all at once" else Stack()
         return by_hooks(places, model) if is_first else model
 
-    def program(model: Any, run: Run, number: int) -> None:
-        backward(model, run, number)
-        with run.accumulate():
-            backward(model, run, number + 10)
-            backward(model, run, number + 20)
-
     def found() -> list[str]:
-        transform = (lambda model: model) if is_first else partial(by_hooks, places)
-        kept = {"reshard_after": "backward"}
-        return differences(build, program, transform=transform) + differences(
-            build, program, transform=transform, stages=["zero3"], options=kept
-        )
+        how: dict[str, Any] = {"transform": (lambda model: model) if is_first else partial(by_hooks, places)}
+        kept = trained(build, alone_and_accumulated, options={"reshard_after": "backward"}, **how)
+        return differences(trained(build, alone_and_accumulated, **how)) + differences(kept, stages=["zero3"])
 
-    assert ranks(n).run(found) == [[]] * n
+    assert ranks(2).run(found) == [[]] * 2
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(
-    ("build", "where"),
-    [(Around, 0), (Around, 2), (AroundReentrant, 2), (Inside, 2), (InsideReentrant, 0), (OneOverAll, 0)],
+    ("case", "where"),
+    [
+        ("around", 0),
+        ("around", 2),
+        ("around, reentrant", 2),
+        ("inside", 2),
+        ("inside, reentrant", 0),
+        ("over all", 0),
+    ],
 )
-def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
-    ranks: Ranks, n: int, build: Callable[[], nn.Module], where: int
-) -> None:
+def test_an_exception_in_a_recomputation_leaves_nothing_behind(ranks: Ranks, case: str, where: int) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         calls = []
 
@@ -223,12 +204,11 @@ def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
         backward(model, run, number)
         return len(calls)
 
-    assert ranks(n).run(differences, build, program) == [[]] * n
+    assert ranks(2).run(differences, trained(MODELS[case][0], program)) == [[]] * 2
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("build", [Around, AroundReentrant])
-def test_g22_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("case", ["around", "around, reentrant"])
+def test_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, case: str) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         counts: list[str] = []
         handles = []
@@ -239,7 +219,6 @@ def test_g22_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, n: int, 
         backward(model, run, number)
         for handle in handles:
             handle.remove()
-        names = sorted(set(counts))
-        return [counts.count(name) for name in names]
+        return [counts.count(name) for name in sorted(set(counts))]
 
-    assert ranks(n).run(differences, build, program) == [[]] * n
+    assert ranks(2).run(differences, trained(MODELS[case][0], program)) == [[]] * 2

@@ -1,25 +1,32 @@
-"""G27: whatever raises in the middle of a step, the next step gives what replicas give; the user calls only `zero_grad`."""
+"""Whatever raises in the middle of a step, the next step gives what replicas give; the user calls only `zero_grad`.
+
+torch calls our hook after an exception, and not after an interrupt, of which the next forward finds the traces.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.simulation import Simulated
 from tests.simulation import axis as simulated_axis
-from tests.support.programs import STAGES
+from tests.support.groups import alone
+from tests.support.models import Block, Recomputed
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
-from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.support.worlds import WIDTH, Tower, World, differences, noise
+
+_packing = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Breakdown(Exception):
@@ -30,68 +37,38 @@ def _raise(*_: object) -> None:
     raise Breakdown
 
 
-class Checkpointed(Tower):
-    """Each block is recomputed in backward."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.leave(x)
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
-class Reentrant(Checkpointed):
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _loss(model: nn.Module, seed: int) -> Tensor:
+    loss: Tensor = model(noise(4, WIDTH, seed=seed)).square().mean()
+    return loss
+
+
+# -- in backward, in blocks, in recomputations ------------------------------------------------------------------------
+
+
+class Reentrant(Recomputed):
     reentrant = True
 
 
-Trap = Callable[[Tower, Tensor], AbstractContextManager[Any]]
-
-
-@contextmanager
-def _while(*handles: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _in_a_module(name: str) -> Trap:
-    return lambda model, loss: _while(model.get_submodule(name).register_forward_hook(_raise))
-
-
-def _before_a_module(name: str) -> Trap:
-    return lambda model, loss: _while(model.get_submodule(name).register_forward_pre_hook(_raise))
+Trap = Callable[[Tower], Any]
 
 
 def _in_backward_of(name: str) -> Trap:
-    def trap(model: Tower, loss: Tensor) -> AbstractContextManager[None]:
-        module = model.get_submodule(name)
+    def register(module: nn.Module, args: object, output: Tensor) -> None:
+        if output.requires_grad:  # it does not in the first forward of a reentrant checkpoint
+            output.register_hook(_raise)
 
-        def register(module: nn.Module, args: object, output: Tensor) -> None:
-            if output.requires_grad:  # it does not in the first forward of a reentrant checkpoint
-                output.register_hook(_raise)
-
-        return _while(module.register_forward_hook(register))
-
-    return trap
+    return lambda model: model.get_submodule(name).register_forward_hook(register)
 
 
-def _in_a_full_backward_hook(name: str) -> Trap:
-    return lambda model, loss: _while(model.get_submodule(name).register_full_backward_hook(_raise))
-
-
-def _in_a_hook_of(parameter: str) -> Trap:
-    return lambda model, loss: _while(model.get_parameter(parameter).register_hook(_raise))
-
-
-def _in_a_post_hook_of(parameter: str) -> Trap:
-    return lambda model, loss: _while(model.get_parameter(parameter).register_post_accumulate_grad_hook(_raise))
-
-
-def _in_recomputation(model: Tower, loss: Tensor) -> AbstractContextManager[None]:
+def _in_recomputation(model: Tower) -> Any:
     calls: list[int] = []
 
     def second_time(*_: object) -> None:
@@ -99,34 +76,32 @@ def _in_recomputation(model: Tower, loss: Tensor) -> AbstractContextManager[None
         if len(calls) == 2:
             raise Breakdown
 
-    return _while(model.get_submodule("blocks.1.up").register_forward_hook(second_time))
-
-
-def _nowhere(model: Tower, loss: Tensor) -> AbstractContextManager[None]:
-    return nullcontext()
+    return model.get_submodule("blocks.1.up").register_forward_hook(second_time)
 
 
 TRAPS: dict[str, tuple[type[Tower], Trap]] = {
-    "forward of the root, at its beginning": (Tower, _before_a_module("")),
-    "forward of the root, at its end": (Tower, _in_a_module("")),
-    "forward of a unit, in its middle": (Tower, _in_a_module("blocks.1.up")),
-    "forward between units": (Tower, _in_a_module("blocks.1")),
+    "forward of a unit": (Tower, lambda model: model.get_submodule("blocks.1.up").register_forward_hook(_raise)),
     "backward, before any unit": (Tower, _in_backward_of("")),
-    "backward of a unit, in its middle": (Tower, _in_backward_of("blocks.1.up")),
+    "backward of a unit": (Tower, _in_backward_of("blocks.1.up")),
     "backward between units": (Tower, _in_backward_of("blocks.0")),
-    "a full backward hook": (Tower, _in_a_full_backward_hook("blocks.1.down")),
-    "a hook of a parameter": (Tower, _in_a_hook_of("blocks.1.up.weight")),
-    "a hook of a scalar": (Tower, _in_a_hook_of("blocks.0.gate")),
-    "a post-accumulate hook": (Tower, _in_a_post_hook_of("blocks.2.down.bias")),
-    "recomputation": (Checkpointed, _in_recomputation),
+    "a full backward hook": (
+        Tower,
+        lambda model: model.get_submodule("blocks.1.down").register_full_backward_hook(_raise),
+    ),
+    "a hook of a parameter": (Tower, lambda model: model.get_parameter("blocks.1.up.weight").register_hook(_raise)),
+    "a hook of a scalar": (Tower, lambda model: model.get_parameter("blocks.0.gate").register_hook(_raise)),
+    "a post-accumulate hook": (
+        Tower,
+        lambda model: model.get_parameter("blocks.2.down.bias").register_post_accumulate_grad_hook(_raise),
+    ),
+    "recomputation": (Recomputed, _in_recomputation),
     "reentrant recomputation": (Reentrant, _in_recomputation),
     "backward between reentrant checkpoints": (Reentrant, _in_backward_of("blocks.0")),
 }
 
-
 TRAPS_IN_BLOCKS = (
-    "forward of a unit, in its middle",
-    "backward of a unit, in its middle",
+    "forward of a unit",
+    "backward of a unit",
     "backward between units",
     "a hook of a parameter",
     "a post-accumulate hook",
@@ -135,41 +110,141 @@ TRAPS_IN_BLOCKS = (
 """Traps that are also tried inside a block of `accumulate`."""
 
 
+@contextmanager
+def _trapped(trap: Trap, model: Tower) -> Iterator[None]:
+    handle = trap(model)
+    try:
+        with pytest.raises(Breakdown):
+            yield
+    finally:
+        handle.remove()
+
+
 def _train_with(case: str, in_accumulate: bool, world: World) -> None:
     build, trap = TRAPS[case]
     model = world.build(build)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def loss_of(seed: int) -> Tensor:
-        return model(noise(4, WIDTH, seed=seed)).square().mean()
-
+    optimizer = _adam(model)
     for step in range(3):
-        x = noise(4, WIDTH, seed=step)
         if step == 1:
-            with pytest.raises(Breakdown), trap(model, x), world.accumulate(model) if in_accumulate else nullcontext():
-                loss_of(10 + step).backward()
+            with _trapped(trap, model), world.accumulate(model) if in_accumulate else nullcontext():
+                _loss(model, 10 + step).backward()
+            if not in_accumulate:
+                _require_names_of_resting_parameters(model)
             optimizer.zero_grad()
         if in_accumulate:
             with world.accumulate(model):
-                loss_of(20 + step).backward()
-                loss_of(30 + step).backward()
+                _loss(model, 20 + step).backward()
+                _loss(model, 30 + step).backward()
             world.reduce(model)
             world.note_model(model)
             optimizer.step()
             optimizer.zero_grad()
         else:
-            world.step(model, optimizer, loss_of(step))
+            world.step(model, optimizer, _loss(model, step))
+
+
+def _require_names_of_resting_parameters(model: nn.Module) -> None:
+    """A gathered parameter stood under its name until the next forward; an edit of it was lost."""
+    for name, parameter in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        assert getattr(model.get_submodule(owner), attribute) is parameter, name
 
 
 @pytest.mark.parametrize(
     ("case", "in_accumulate"), [*((case, False) for case in TRAPS), *((case, True) for case in TRAPS_IN_BLOCKS)]
 )
-def test_g27_the_step_after_an_exception_is_exact(ranks: Ranks, case: str, in_accumulate: bool) -> None:
-    def trial(world: World) -> None:
-        _train_with(case, in_accumulate, world)
+def test_the_step_after_an_exception_is_exact(ranks: Ranks, case: str, in_accumulate: bool) -> None:
+    assert ranks(2).run(differences, partial(_train_with, case, in_accumulate)) == [[]] * 2
 
-    for found in ranks(2).run(differences, trial):
-        assert found == []
+
+# -- in hooks of modules, by an exception or an interrupt -------------------------------------------------------------
+
+
+def _fails_in_a_hook(where: str, inside: str, error: Callable[..., None], world: World) -> None:
+    """A hook raises in the second forward; then two steps as if nothing was."""
+    model = world.build(Tower)
+    optimizer = _adam(model)
+    world.step(model, optimizer, _loss(model, 0))
+    resting = 0 if world.is_replica else zf.held(model).parameters
+    module = model.get_submodule(inside)
+    handle = {
+        "first of all": lambda: module.register_forward_pre_hook(error, prepend=True),
+        "before": lambda: module.register_forward_pre_hook(error),
+        "after": lambda: module.register_forward_hook(error, prepend=True),
+        "last of all": lambda: module.register_forward_hook(error),
+    }[where]()
+    with pytest.raises((Breakdown, KeyboardInterrupt)):
+        _loss(model, 1)
+    handle.remove()
+    if error is _raise:
+        assert _packing(False) is None, "tensors are packed outside a forward"
+        is_over = (where, inside) == ("last of all", "")  # then what the backward needs first is kept
+        assert world.is_replica or is_over or zf.held(model).parameters == resting, "a unit stayed gathered"
+        _require_names_of_resting_parameters(model)
+    world.step(model, optimizer, _loss(model, 2))
+    assert _packing(False) is None
+    world.step(model, optimizer, _loss(model, 3))
+
+
+@pytest.mark.parametrize(
+    ("where", "inside", "error"),
+    [
+        (where, inside, (_raise, _interrupt)[(one + other) % 2])
+        for one, where in enumerate(("first of all", "before", "after", "last of all"))
+        for other, inside in enumerate(("", "blocks.1", "enter", "blocks.2.up"))
+    ],
+)
+def test_a_hook_that_raises_leaves_nothing(ranks: Ranks, where: str, inside: str, error: Callable[..., None]) -> None:
+    assert ranks(2).run(differences, partial(_fails_in_a_hook, where, inside, error)) == [[]] * 2
+
+
+def _interrupted(then: str, world: World) -> None:
+    model = world.build(Tower)
+    optimizer = _adam(model)
+    world.step(model, optimizer, _loss(model, 0))
+    loss = _loss(model, 1)
+    handle = model.blocks[1].register_forward_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _loss(model, 2)
+    handle.remove()
+    if then == "a backward of before":
+        world.step(model, optimizer, loss)
+    elif then == "a step":
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    elif then == "a verb" and not world.is_replica:
+        with zf.unsharded(model):
+            pass
+    elif then == "a child":
+        model.blocks[2](noise(4, 7, seed=3)).sum()
+    world.step(model, optimizer, _loss(model, 4))
+
+
+@pytest.mark.parametrize("then", ["a backward of before", "a step", "a verb", "a child"])
+def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(ranks: Ranks, then: str) -> None:
+    assert ranks(2).run(differences, partial(_interrupted, then)) == [[]] * 2
+
+
+def test_an_interrupt_of_what_is_computed_again_leaves_nothing() -> None:
+    """torch calls no hook after it: the unit seemed to run on, and was not entered again."""
+    with alone() as mesh:
+        plain = Recomputed()
+        model: Any = zf.zero3(copy.deepcopy(plain), mesh)
+        interrupted = _loss(model, 0)
+        handle = model.blocks[1].up.register_forward_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.backward()
+        handle.remove()
+        model.zero_grad()
+        for module in (plain, model):
+            _loss(module, 0).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(full(one.grad), other.grad)
+
+
+# -- around a step ----------------------------------------------------------------------------------------------------
 
 
 class Failing(torch.optim.SGD):
@@ -192,21 +267,12 @@ def _optimizer_raises(world: World) -> None:
     optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
     for step in range(4):
         optimizer.fails = step % 2 == 0
-        model(noise(4, WIDTH, seed=10 + step)).square().mean().backward()
+        _loss(model, 10 + step).backward()
         world.reduce(model)
-        if optimizer.fails:
-            with pytest.raises(Breakdown):
-                optimizer.step()
-        else:
+        with pytest.raises(Breakdown) if optimizer.fails else nullcontext():
             optimizer.step()
         optimizer.zero_grad()
         world.note_model(model)
-
-
-def test_g27_the_step_after_an_exception_in_the_optimizer_is_exact(ranks: Ranks) -> None:
-    for n in (2, 3):
-        for found in ranks(n).run(differences, _optimizer_raises):
-            assert found == []
 
 
 def _closure_raises(world: World) -> None:
@@ -216,13 +282,13 @@ def _closure_raises(world: World) -> None:
 
         def closure(step: int = step) -> float:
             optimizer.zero_grad()
-            loss = model(noise(4, WIDTH, seed=step)).square().mean()
+            loss = _loss(model, step)
             loss.backward()
             world.reduce(model)
             return loss.item()
 
         def broken() -> float:
-            model(noise(4, WIDTH, seed=99)).square().mean().backward()
+            _loss(model, 99).backward()
             raise Breakdown
 
         with pytest.raises(Breakdown):
@@ -231,28 +297,73 @@ def _closure_raises(world: World) -> None:
         world.note_model(model)
 
 
-def test_g27_the_step_after_an_exception_in_a_closure_is_exact(ranks: Ranks) -> None:
-    for found in ranks(2).run(differences, _closure_raises):
-        assert found == []
+class Recursive(nn.Module):
+    """Calls itself, and once a call of itself fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        x = torch.tanh(self.linear(x)) * self.gate
+        if times == 1:
+            try:
+                self(x, times=-1)
+            except Breakdown:
+                return x
+        if times < 0:
+            raise Breakdown
+        y: Tensor = self(x, times - 1)
+        return y + self.gate
 
 
-def _names_after(case: str) -> None:
-    """A gathered parameter stood under its name until the next forward; an edit of it was lost."""
-    build, trap = TRAPS[case]
-    for stage in ALL:
-        seed_generator(0)
-        model: Any = STAGES[stage](build(), axis())
-        x = noise(4, WIDTH, seed=0)
-        with pytest.raises(Breakdown), trap(model, x):
-            model(x).square().mean().backward()
-        for name, parameter in model.named_parameters():
-            owner, _, attribute = name.rpartition(".")
-            assert getattr(model.get_submodule(owner), attribute) is parameter, f"{stage}: {name}"
+def _recurses(world: World) -> None:
+    """It is left when the outermost call ends."""
+    model = world.build(Recursive)
+    optimizer = _adam(model)
+    for seed in range(3):
+        world.step(model, optimizer, _loss(model, seed))
 
 
-@pytest.mark.parametrize("case", [case for case in TRAPS if "hook of" not in case])
-def test_g27_names_show_resting_parameters_after_an_exception(ranks: Ranks, case: str) -> None:
-    ranks(2).run(_names_after, case)
+def _handles_another(world: World) -> None:
+    """An exception that is being handled is none of the forward."""
+    model = world.build(Tower)
+    optimizer = _adam(model)
+    for seed in range(2):
+        try:
+            raise Breakdown
+        except Breakdown:
+            world.step(model, optimizer, _loss(model, seed))
+
+
+@pytest.mark.parametrize("trial", [_optimizer_raises, _closure_raises, _recurses, _handles_another])
+def test_an_exception_around_a_step_leaves_nothing(ranks: Ranks, trial: Callable[[World], None]) -> None:
+    assert ranks(2).run(differences, trial) == [[]] * 2
+
+
+def _whole_for_hooks() -> list[list[bool]]:
+    """Whether hooks of users see whole parameters: those of before the transform, and those of after it."""
+    seen: list[list[bool]] = []
+    for registers_first in (True, False):
+        plain: Any = nn.Sequential(Block(7), Block(7))
+        found: list[bool] = []
+
+        def look(module: Any, *_: object, found: list[bool] = found) -> None:
+            found.append(type(module.gate) is Tensor)
+
+        model = plain if registers_first else zf.zero3(plain, axis(), units=Block)
+        model[1].register_forward_pre_hook(look)
+        model[1].register_forward_hook(look)
+        model = zf.zero3(model, axis(), units=Block) if registers_first else model
+        model(noise(2, 7, seed=0))
+        seen.append(found)
+    return seen
+
+
+def test_hooks_of_before_the_transform_see_whole_parameters_and_those_of_after_it_until_the_forward(
+    ranks: Ranks,
+) -> None:
+    assert ranks(2).run(_whole_for_hooks) == [[[True, True], [True, False]]] * 2
 
 
 class Detached(nn.Linear):
@@ -273,10 +384,11 @@ def _passes(raises: bool) -> list[list[float]]:
         middle = model[0](noise(2, 3, seed=1)).clone()  # so that backward raises between two units
         if raises_now:
             middle.register_hook(_raise)
-        with pytest.raises(Breakdown) if raises_now else nullcontext():
+        context: AbstractContextManager[Any] = pytest.raises(Breakdown) if raises_now else nullcontext()
+        with context:
             model[2](model[1](middle)).sum().backward()
     return [full(parameter.grad).flatten().tolist() for parameter in model.parameters()]
 
 
-def test_g27_a_rank_without_gradients_issues_the_reductions_that_others_wait_for(simulated: Simulated) -> None:
+def test_a_rank_without_gradients_issues_the_reductions_that_others_wait_for(simulated: Simulated) -> None:
     assert simulated(2).run(_passes, True) == simulated(2).run(_passes, False)

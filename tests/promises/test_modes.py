@@ -1,19 +1,17 @@
-"""G25 gradients of inputs, G26 evaluation modes before, between and instead of training."""
+"""Gradients of inputs; evaluation modes before, between and instead of training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.profiles import SIZES
 from tests.support.ranks import Ranks
 from tests.support.worlds import WIDTH, Tower, World, differences, noise
-
-# -- G25 --------------------------------------------------------------------------------------------------------------
 
 
 def _input_gradients(world: World) -> None:
@@ -32,27 +30,13 @@ def _input_gradients(world: World) -> None:
         model.requires_grad_(True)
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g25_gradients_of_inputs_are_those_of_replicas(ranks: Ranks, n: int) -> None:
-    for found in ranks(n).run(differences, _input_gradients):
-        assert found == []
-
-
-# -- G26 --------------------------------------------------------------------------------------------------------------
-
-MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-}
-
-
-def _evaluation(mode: str, world: World) -> None:
+def _evaluation(mode: Callable[[], AbstractContextManager[object]], world: World) -> None:
     model = world.build(lambda: Tower(dropout=0.2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def evaluate(x: Tensor) -> None:
         model.eval()
-        with MODES[mode]():
+        with mode():
             world.note("output", model(x).clone())
         model.train()
 
@@ -64,18 +48,8 @@ def _evaluation(mode: str, world: World) -> None:
         evaluate(noise(4, WIDTH, seed=50 + step))  # between a forward and its backward
         world.step(model, optimizer, loss)
         evaluate(noise(1, WIDTH, seed=step))
-    with MODES[mode](), torch.enable_grad():  # enable_grad does nothing inside inference_mode
+    with mode(), torch.enable_grad():  # enable_grad does nothing inside inference_mode
         world.note("output", model.eval()(noise(4, WIDTH, seed=9)).detach().clone())
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("n", SIZES)
-def test_g26_evaluation_first_and_between_changes_nothing(ranks: Ranks, n: int, mode: str) -> None:
-    def trial(world: World) -> None:
-        _evaluation(mode, world)
-
-    for found in ranks(n).run(differences, trial):
-        assert found == []
 
 
 def _built_in_inference_mode(world: World) -> None:
@@ -90,11 +64,6 @@ def _built_in_inference_mode(world: World) -> None:
         world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
 
 
-def test_g26_a_model_transformed_in_inference_mode_can_train(ranks: Ranks) -> None:
-    for found in ranks(2).run(differences, _built_in_inference_mode):
-        assert found == []
-
-
 def _moved_before_inference(world: World) -> None:
     model = world.build(Tower).double()
     with torch.inference_mode():
@@ -104,6 +73,15 @@ def _moved_before_inference(world: World) -> None:
         world.step(model, optimizer, model(noise(4, WIDTH, seed=step).double()).square().mean())
 
 
-def test_g26_a_model_moved_before_a_forward_in_inference_mode_can_train(ranks: Ranks) -> None:
-    for found in ranks(2).run(differences, _moved_before_inference):
-        assert found == []
+TRIALS: dict[str, Callable[[World], None]] = {
+    "gradients of inputs": _input_gradients,
+    "inference_mode": partial(_evaluation, torch.inference_mode),
+    "no_grad": partial(_evaluation, torch.no_grad),
+    "transformed in inference_mode": _built_in_inference_mode,
+    "moved before inference_mode": _moved_before_inference,
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_evaluation_changes_nothing_and_inputs_have_their_gradients(ranks: Ranks, trial: str) -> None:
+    assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2

@@ -1,4 +1,4 @@
-"""G24: outputs of any structure, and objects that nobody can look into."""
+"""Outputs of any structure, and objects that nobody can look into."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.promises.models import Layer, Stack, batches, several
-from tests.promises.oracle import Run, differences, noise
-from tests.support.profiles import SIZES
+from tests.support.models import Layer, Stack
 from tests.support.ranks import Ranks
+from tests.support.worlds import Run, differences, noise, trained
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -60,52 +57,37 @@ class Lazy:
         return self._give()
 
 
-WRAP: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda x: (x, None, 3),
-    "list": lambda x: ["a", x],
-    "dict": lambda x: {"key": x, 7: "b"},
-    "ordered": lambda x: OrderedDict(out=x),
-    "namedtuple": lambda x: Pair(x, 1.5),
-    "typed": lambda x: Typed(x, "note"),
-    "record": lambda x: Record(x, {"n": 1}),
-    "frozen": Frozen,
-    "opaque": Opaque,
-    "slotted": Slotted,
-    "lazy": Lazy,
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda x: (x, None, 3), lambda x: x[0]),
+    "list": (lambda x: ["a", x], lambda x: x[1]),
+    "dict": (lambda x: {"key": x, 7: "b"}, lambda x: x["key"]),
+    "ordered": (lambda x: OrderedDict(out=x), lambda x: x["out"]),
+    "namedtuple": (lambda x: Pair(x, 1.5), lambda x: x.left),
+    "typed": (lambda x: Typed(x, "note"), lambda x: x.value),
+    "record": (lambda x: Record(x, {"n": 1}), lambda x: x.value),
+    "frozen": (Frozen, lambda x: x.value),
+    "opaque": (Opaque, lambda x: x._hidden),
+    "slotted": (Slotted, lambda x: x.value),
+    "lazy": (Lazy, lambda x: x()),
 }
-
-UNWRAP: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda x: x[0],
-    "list": lambda x: x[1],
-    "dict": lambda x: x["key"],
-    "ordered": lambda x: x["out"],
-    "namedtuple": lambda x: x.left,
-    "typed": lambda x: x.value,
-    "record": lambda x: x.value,
-    "frozen": lambda x: x.value,
-    "opaque": lambda x: x._hidden,
-    "slotted": lambda x: x.value,
-    "lazy": lambda x: x(),
-}
-
-nestings = st.lists(st.sampled_from(sorted(WRAP)), min_size=1, max_size=4)
+"""How a value is put into a container, and taken out."""
 
 
 def wrapped(nesting: list[str], value: Any) -> Any:
     for kind in nesting:
-        value = WRAP[kind](value)
+        value = WAYS[kind][0](value)
     return value
 
 
 def unwrapped(nesting: list[str], value: Any) -> Any:
     for kind in reversed(nesting):
-        value = UNWRAP[kind](value)
+        value = WAYS[kind][1](value)
     return value
 
 
 class WrappedLayer(Layer):
     def __init__(self, nesting: list[str]) -> None:
-        super().__init__(6, 9)
+        super().__init__()
         self.nesting = nesting
 
     def forward(self, x: Tensor) -> Any:
@@ -127,50 +109,42 @@ class Wrapped(Stack):
         return unwrapped(self.inner, layer(wrapped(self.inner, x)))
 
 
-def checked(pairs: list[tuple[list[str], list[str]]]) -> list[str]:
-    found = []
-    for outer, inner in pairs:
+def _wrapped_in(outer: list[str], inner: list[str]) -> list[str]:
+    def program(model: Any, run: Run, number: int) -> Tensor:
+        with run.accumulate():
+            for i in range(1 + number % 2):
+                output = unwrapped(outer, model(wrapped(outer, noise(3, 6, seed=10 * number + i))))
+                run.backward(output.square().mean())
+        return output
 
-        def program(model: Any, run: Run, number: int, outer: list[str] = outer) -> Tensor:
-            with run.accumulate():
-                for i in range(1 + number % 2):
-                    x = wrapped(outer, noise(3, 6, seed=10 * number + i))
-                    output = unwrapped(outer, model(x))
-                    run.backward(output.square().mean())
-            return output
-
-        def build(outer: list[str] = outer, inner: list[str] = inner) -> nn.Module:
-            return Wrapped(outer, inner)
-
-        found += [f"{outer} {inner}: {line}" for line in differences(build, program)]
-    return found
+    return differences(trained(lambda: Wrapped(outer, inner), program))
 
 
-@pytest.mark.parametrize("n", SIZES)
-@several
-@given(pairs=batches(st.tuples(nestings, nestings)))
-def test_g24_outputs_may_be_nested_in_anything(ranks: Ranks, n: int, pairs: list[tuple[list[str], list[str]]]) -> None:
-    assert ranks(n).run(checked, pairs) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("kind", sorted(WRAP))
-def test_g24_an_object_of_the_root_and_of_units(ranks: Ranks, n: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", WAYS)
+def test_an_object_of_the_root_and_of_units(ranks: Ranks, kind: str) -> None:
     """In FSDP2 gradients of a root that returns an opaque object stay local, and the optimizer does nothing."""
-    assert ranks(n).run(checked, [([kind], [kind])]) == [[]] * n
+    assert ranks(2).run(_wrapped_in, [kind], [kind]) == [[]] * 2
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g24_a_loss_made_inside_and_returned_in_an_object(ranks: Ranks, n: int) -> None:
-    class WithLoss(Stack):
-        def forward(self, x: Tensor) -> Any:
-            output = super().forward(x)
-            return Opaque({"loss": output.square().mean(), "logits": output.detach(), "hidden": [output * 2]})
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(["dict", "opaque", "tuple"], ["record", "lazy"]), (["lazy", "typed", "slotted", "list"], ["ordered", "frozen"])],
+)
+def test_outputs_may_be_nested_in_anything(ranks: Ranks, outer: list[str], inner: list[str]) -> None:
+    assert ranks(2).run(_wrapped_in, outer, inner) == [[]] * 2
 
+
+class WithLoss(Stack):
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        return Opaque({"loss": output.square().mean(), "logits": output.detach(), "hidden": [output * 2]})
+
+
+def test_a_loss_made_inside_and_returned_in_an_object(ranks: Ranks) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         outputs = model(noise(3, 6, seed=number))._hidden
         run.backward(outputs["loss"], retain_graph=True)
         run.backward(outputs["hidden"][0].sum())
         return outputs["logits"]
 
-    assert ranks(n).run(differences, WithLoss, program) == [[]] * n
+    assert ranks(2).run(differences, trained(WithLoss, program)) == [[]] * 2

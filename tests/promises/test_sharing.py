@@ -1,4 +1,4 @@
-"""G6 to G8: parameters and modules that are used, or named, several times."""
+"""Parameters, buffers and modules that are used, or named, several times."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.promises.models import Layer, Sizes, Stack, batches, several, sizes
-from tests.promises.oracle import Run, differences, noise
-from tests.support.profiles import SIZES
+from tests.support.models import Language, Stack
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, named_fulls
+from tests.support.worlds import Run, differences, noise, trained
 
 
 class Repeated(Stack):
-    """A layer and a linear run twice; one module has two names."""
+    """A layer and a linear run twice; one module and one buffer have two names."""
+
+    scale: Tensor
 
     def __init__(self, width: int = 6, hidden: int = 9, layers: int = 3) -> None:
         super().__init__(width, hidden, layers)
+        scale = torch.full((width,), 0.5)
+        for layer in (self, *self.layers):
+            layer.register_buffer("scale", scale)
         for layer in self.layers:
             layer.again = layer.second
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](self.enter(x))
+        assert self.layers[0].scale is self.scale
+        x = self.layers[0](self.enter(x) * self.scale)
         x = self.layers[0](x)
         return self.leave(self.leave(x))
 
@@ -48,64 +52,28 @@ class TiedAcross(Stack):
     """Weights shared between layers, and between the root and a layer."""
 
     def __init__(self, width: int = 6, hidden: int = 9, layers: int = 3) -> None:
-        super().__init__(width, width, max(layers, 2))
+        super().__init__(width, width, layers)
         self.layers[1].first.weight = self.layers[0].first.weight
         self.layers[0].second.weight = self.leave.weight
         self.layers[-1].second.bias = self.enter.bias
 
 
-class Language(nn.Module):
-    """The head of a language model is its embedding."""
+@pytest.mark.parametrize(("width", "layers", "units"), [(6, 3, None), (1, 2, "*"), (17, 2, "*.first")])
+@pytest.mark.parametrize("kind", [Repeated, TiedInside, TiedAcross])
+def test_what_is_shared_is_one_parameter_whose_uses_are_summed_once(
+    ranks: Ranks, kind: type[Stack], width: int, layers: int, units: str | None
+) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        run.backward(model(noise(3, width, seed=number)).square().mean())
 
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width, width) for _ in range(2))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def checked(batch: list[Sizes], kind: type[Stack]) -> list[str]:
-    found = []
-    for size in batch:
-
-        def program(model: Any, run: Run, number: int, size: Sizes = size) -> None:
-            run.backward(model(noise(3, size.width, seed=size.seed + number)).square().mean())
-
-        def build(size: Sizes = size) -> Stack:
-            return kind(size.width, size.hidden, size.layers)
-
-        wrong = differences(build, program, optimizer=size.optimizer, options=size.options)
-        found += [f"{size}: {line}" for line in wrong]
-    return found
-
-
-@pytest.mark.parametrize("n", SIZES)
-@several
-@given(batch=batches(sizes))
-def test_g06_what_runs_several_times_is_summed_once(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
-    assert ranks(n).run(checked, batch, Repeated) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-@several
-@given(batch=batches(sizes))
-def test_g07_ties_in_a_unit_are_one_parameter(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
-    assert ranks(n).run(checked, batch, TiedInside) == [[]] * n
+    options = {} if units is None else {"units": units}
+    trial = trained(lambda: kind(width, 9, layers), program, optimizer="adamw", options=options)
+    assert ranks(2).run(differences, trial) == [[]] * 2
 
 
 @pytest.mark.parametrize(("n", "vocabulary"), [(2, 17), (3, 7)])
-def test_g07_the_last_rank_updates_its_rows_of_a_tied_embedding(ranks: Ranks, n: int, vocabulary: int) -> None:
+def test_the_last_rank_updates_its_rows_of_a_tied_embedding(ranks: Ranks, n: int, vocabulary: int) -> None:
     """In FSDP2 the rows of the last rank are never updated where they are fewer than those of the others."""
-
-    def build() -> nn.Module:
-        return Language(5, vocabulary)
 
     def program(model: Any, run: Run, number: int) -> None:
         tokens = torch.arange(vocabulary)
@@ -114,18 +82,11 @@ def test_g07_the_last_rank_updates_its_rows_of_a_tied_embedding(ranks: Ranks, n:
         run.optimizer.step()
         assert not (before == full(model.head.weight)).all(1).any(), "every row has moved"
 
-    assert ranks(n).run(differences, build, program, optimizer="adam") == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-@several
-@given(batch=batches(sizes))
-def test_g08_ties_across_units_are_one_parameter(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
-    assert ranks(n).run(checked, batch, TiedAcross) == [[]] * n
+    assert ranks(n).run(differences, trained(lambda: Language(vocabulary, 5), program, optimizer="adam")) == [[]] * n
 
 
 @pytest.mark.parametrize("build", [TiedInside, TiedAcross])
-def test_g08_ties_survive_transforms_steps_and_state_dicts(ranks: Ranks, build: type[Stack]) -> None:
+def test_ties_survive_transforms_steps_and_state_dicts(ranks: Ranks, build: type[Stack]) -> None:
     def case() -> None:
         for stage in STAGES.values():
             plain = build()
@@ -146,3 +107,26 @@ def test_g08_ties_survive_transforms_steps_and_state_dicts(ranks: Ranks, build: 
                 assert torch.equal(parameter, values[name])
 
     ranks(3).run(case)
+
+
+def _parts(stage: str) -> None:
+    """Transformed again, they rest as the whole was asked to: they were replicated, without a word."""
+    torch.manual_seed(0)
+    model: Any = zf.precision(STAGES[stage](Language(), axis()), output=torch.float64)
+    placements = [p.placements for p in model.blocks.parameters()]
+    part: Any = zf.precision(model.blocks)  # repeated: as it was asked for
+    assert [p.placements for p in part.parameters()] == placements
+    assert part[0](torch.ones(2, 4, 10)).dtype == torch.bfloat16
+    again: Any = STAGES[stage](nn.Sequential(part), axis())
+    assert [p.placements for p in again.parameters()] == placements
+    tied: Any = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10, bias=False))
+    tied[1].weight = tied[0].weight
+    whole: Any = STAGES[stage](tied, axis())
+    head: Any = zf.precision(whole[1], compute=torch.float32)
+    alone: Any = STAGES[stage](nn.Linear(10, 10), axis())
+    assert head.weight.placements == alone.weight.placements
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_parts, stage)

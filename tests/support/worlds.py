@@ -84,6 +84,10 @@ class World:
         """`zf.accumulate`, which plain replicas that reduce once need not."""
         return nullcontext() if self.is_replica else zf.accumulate(*modules, unshard=unshard)
 
+    def unsharded(self, module: nn.Module) -> AbstractContextManager[object]:
+        """Whole parameters, which are written back."""
+        return nullcontext() if self.is_replica else zf.unsharded(module, writeback=True)
+
     def reduce(self, *modules: nn.Module) -> None:
         """Averages the gradients of replicas; a parameter without gradient on some ranks counts as zeros there."""
         if not self.is_replica:
@@ -130,9 +134,9 @@ class Run:
         with self._reducing() if self.world.is_replica else nullcontext():
             loss.backward(**kwargs)
 
-    def accumulate(self) -> AbstractContextManager[object]:
+    def accumulate(self, *, unshard: bool = False) -> AbstractContextManager[object]:
         """Backwards inside are summed on each rank and reduced once."""
-        return self._reducing() if self.world.is_replica else zf.accumulate(self.model)
+        return self._reducing() if self.world.is_replica else zf.accumulate(self.model, unshard=unshard)
 
     def zero_grad(self, *, set_to_none: bool, by_model: bool = False) -> None:
         """`zero_grad` of the optimizer, or of the model."""

@@ -1,0 +1,194 @@
+"""States that are loaded by torch's own means: those of whole parameters are sharded, other stages and other numbers of ranks
+go on, and a file with the shards of one rank is for no other."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import zero_fn as zf
+from tests.support.models import Language, Odd
+from tests.support.programs import STAGES, loss_of, parameters
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def _built(stage: str, build: type[Language], streamed: bool = False) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = STAGES[stage](build(), axis())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, zf.streamed(optimizer, zf.cpu()) if streamed else optimizer
+
+
+def _step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = parameters(one), parameters(other)
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def _resumed(folder: str, stage: str, own: bool, what: str) -> str:
+    """What comes of loading a file of the own rank, or of rank 0."""
+    model, optimizer = _built(stage, Odd, what == "streamed")
+    _step(model, optimizer, 0)
+    rank = dist.get_rank()
+    state = model if what == "model" else optimizer
+    torch.save(state.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    loaded = torch.load(f"{folder}/{rank if own else 0}.pt", weights_only=True)
+    try:
+        if what == "first":  # no step yet
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            optimizer.load_state_dict(loaded)
+            optimizer.step()
+        else:
+            state.load_state_dict(loaded)
+    except zf.ZeroError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "first", "streamed"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_shards_of_another_rank_are_refused(ranks: Ranks, stage: str, what: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert ranks(2).run(_resumed, folder, stage, True, what) == [""] * 2
+        first, second = ranks(2).run(_resumed, folder, stage, False, what)
+    assert first == "" or (what == "streamed" and "Loading the states of an optimizer failed on rank 1" in first)
+    assert "holds the shard of another rank" in second
+    assert "torch.distributed.checkpoint" in second
+
+
+def _whole_states(optimizer: Any) -> dict[str, Any]:
+    state_dict = optimizer.state_dict()
+    states = {number: {name: full(value) for name, value in of.items()} for number, of in state_dict["state"].items()}
+    return {**state_dict, "state": states}
+
+
+def _from_one_process(stage: str, streamed: bool) -> bool:
+    """Whether states of the plain module, and those of the stage, give the same step."""
+    model, optimizer = _built(stage, Odd, streamed)
+    _step(model, optimizer, 0)
+    plain = Odd()
+    plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    alone = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    alone.load_state_dict(_whole_states(optimizer))
+    twin, other = _built(stage, Odd, streamed)
+    _step(twin, other, 0)
+    other.load_state_dict(alone.state_dict())
+    for stepped, its in ((model, optimizer), (twin, other)):
+        _step(stepped, its, 1)
+    return _same(model, twin)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_states_of_whole_parameters_are_sharded(ranks: Ranks, stage: str, streamed: bool) -> None:
+    assert ranks(2).run(_from_one_process, stage, streamed) == [True] * 2
+
+
+def _moved_after_loading(stage: str, kind: type[torch.optim.Optimizer], whole: bool) -> bool:
+    """Whether states that were loaded are stepped alike by the optimizer and by the streamed one that takes them over."""
+    models = []
+    for streams in (False, True):
+        model, _ = _built(stage, Language)
+        saved: dict[str, Any] | None = None
+        for seed in range(3):
+            optimizer: Any = kind(model.parameters())
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            if streams:
+                optimizer = zf.streamed(optimizer, zf.cpu())
+            _step(model, optimizer, seed)
+            saved = _whole_states(optimizer) if whole else optimizer.state_dict()
+        models.append(model)
+    return _same(*models)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "whole"),  # NAdam has a second number for each parameter
+    [("zero1", torch.optim.NAdam, False), ("zero3", torch.optim.AdamW, False), ("zero3", torch.optim.NAdam, True)],
+)
+def test_states_that_were_loaded_move_to_a_tier(
+    ranks: Ranks, stage: str, kind: type[torch.optim.Optimizer], whole: bool
+) -> None:
+    assert ranks(2).run(_moved_after_loading, stage, kind, whole) == [True] * 2
+
+
+def _from_rank_0(stage: str) -> None:
+    """The state of rank 0, whole and on the host, given to another stage, and to plain modules."""
+    first, optimizer = _built("zero3", Language)
+    for number in range(2):
+        _step(first, optimizer, number)
+    values = get_model_state_dict(first, options=WHOLE)
+    states = copy.deepcopy(get_optimizer_state_dict(first, optimizer, options=WHOLE))  # numbers of steps alias
+    assert bool(values) == (dist.get_rank() == 0)
+    values = {name: value.clone() for name, value in values.items()}
+    second, other = _built(stage, Language)
+    set_model_state_dict(second, dict(values), options=FROM_RANK_0)  # which it changes
+    set_optimizer_state_dict(second, other, states, options=FROM_RANK_0)
+    assert _same(first, second)
+    for model, its in ((first, optimizer), (second, other)):
+        _step(model, its, 5)
+    assert _same(first, second)
+    if dist.get_rank() == 0:
+        Language().load_state_dict(values)
+
+
+@pytest.mark.parametrize("stage", ["replicate", "zero2"])
+def test_states_of_rank_0_go_to_other_stages_whole(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_from_rank_0, stage)
+
+
+def _states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _saved(folder: str) -> dict[str, Tensor]:
+    model, optimizer = _built("zero3", Language)
+    for step in range(3):
+        _step(model, optimizer, step)
+    dcp.save(_states(model, optimizer), checkpoint_id=folder)
+    _step(model, optimizer, 3)
+    return parameters(model)
+
+
+def _continued(folder: str, stage: str) -> dict[str, Tensor]:
+    model, optimizer = _built(stage, Language)
+    states = _states(model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    model.load_state_dict(states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    _step(model, optimizer, 3)
+    return parameters(model)
+
+
+def test_a_checkpoint_of_torch_continues_at_another_stage_and_number_of_ranks(ranks: Ranks, tmp_path: Any) -> None:
+    """Before it is continued on others, where batches are others; there it is loaded."""
+    expected = ranks(3).run(_saved, str(tmp_path))
+    for one, other in zip(expected, ranks(3).run(_continued, str(tmp_path), "zero1"), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    ranks(2).run(_continued, str(tmp_path), "zero2")

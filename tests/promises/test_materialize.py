@@ -1,0 +1,194 @@
+"""Models that are built on meta: every stage draws the same values, and memory that nobody wrote is never trained."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.models import Language
+from tests.support.programs import STAGES, loss_of, parameters
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import named_fulls
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = loss_of(model, 0)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Positions(nn.Module):
+    """Owns a buffer that only `reset_parameters` can make."""
+
+    angles: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(5), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.angles.is_meta:
+            torch.arange(5, out=self.angles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.angles.unsqueeze(-1)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(37, 10), Positions()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 10)) for _ in range(3))
+        self.head = nn.Linear(10, 37)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.positions(self.embedding(tokens))
+        for block in self.blocks:
+            x = x + block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+def _on_meta(stage: str) -> nn.Module:
+    with torch.device("meta"):
+        model = STAGES[stage](Small(), axis())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert zf.held(model).parameters == 0
+    return model
+
+
+def _materialized() -> None:
+    """With the optimizer built before and after."""
+    found = []
+    for stage in STAGES:
+        for is_late in (True, False):
+            model = _on_meta(stage)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            torch.manual_seed(3)
+            model = zf.materialize(model, "cpu")
+            loss = _step(model, torch.optim.AdamW(model.parameters(), lr=0.1) if is_late else optimizer)
+            found.append({**parameters(model), "loss": torch.tensor(loss)})
+    assert all(_equal(found[0], other) for other in found[1:])
+
+
+def test_materialize_gives_the_same_values_in_every_stage(ranks: Ranks) -> None:
+    ranks(3).run(_materialized)
+
+
+def _kept_parameters() -> None:
+    """Which somebody refers to, so that the optimizer of before does not train what they become."""
+    for stage in ("zero1", "zero3"):
+        model = _on_meta(stage)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        kept = [weakref.ref(parameter) for parameter in model.parameters()]
+        zf.materialize(model, "cpu")
+        with pytest.raises(zf.StaleError, match="memory for what was on meta"):
+            _step(model, optimizer)
+        assert kept
+
+
+def test_an_optimizer_that_cannot_follow_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(_kept_parameters)
+
+
+class Table(nn.Module):
+    """Sets one of its buffers."""
+
+    used: Tensor
+    left_out: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.register_buffer("used", torch.zeros(4), persistent=False)
+        self.register_buffer("left_out", torch.zeros(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_()
+        self.used.fill_(1)
+
+
+class Shared(nn.Module):
+    """Two blocks whose linears share a weight: it belongs to the root, the biases to the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.blocks[1][0].weight = self.blocks[0][0].weight  # type: ignore[index]
+
+
+def _initialised_in_part() -> None:
+    with torch.device("meta"):
+        gated, table = zf.zero3(Language(), axis()), zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis())
+        shared = zf.zero3(Shared(), axis())
+    with pytest.raises(zf.StateError, match="reset_parameters"):
+        zf.materialize(gated, "cpu")  # `Block` owns its gate and cannot reset it
+    assert all(parameter.is_meta for parameter in gated.parameters())
+    with pytest.raises(zf.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
+        zf.materialize(table, "cpu")
+    table[1].left_out.fill_(2)  # type: ignore[operator]
+    zf.materialize(table, "cpu")  # what is in memory stays
+    assert table[1].left_out.tolist() == [2.0] * 4  # type: ignore[operator]
+    zf.materialize(shared, "cpu")  # the unit that came second was left with the memory as it was
+    for values in named_fulls(dict(shared.named_parameters())).values():
+        assert values.abs().max() < 1
+        assert values.unique().numel() == values.numel()
+
+
+def test_materialize_names_what_nobody_wrote(ranks: Ranks) -> None:
+    ranks(2).run(_initialised_in_part)
+
+
+class Rotary(nn.Module):
+    """Owns a buffer that no state_dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.frequencies(), persistent=False)
+        self.out = nn.Linear(6, 6)
+
+    def frequencies(self) -> Tensor:
+        return 1 / 10 ** torch.arange(6.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * self.inv_freq)  # type: ignore[operator]
+
+
+def _emptied(stage: str, twin: bool, around: bool) -> None:
+    """FSDP2's way: `to_empty`, then values; shards cannot be drawn one by one, and buffers have none."""
+    torch.manual_seed(0)
+    values = nn.Sequential(Rotary(), nn.Linear(6, 2)).state_dict()
+    with torch.device("meta"):
+        model: Any = STAGES[stage](nn.Sequential(Rotary(), nn.Linear(6, 2)), axis())
+    if twin:
+        model = copy.deepcopy(model)
+    (nn.ModuleList([model]) if around else model).to_empty(device="cpu")
+    with pytest.raises(zf.ShardedAccessError):
+        model[1].reset_parameters()
+    model.load_state_dict(values)
+    for _ in range(2):
+        with pytest.raises(zf.StateError, match=r"memory to 1 buffers[\s\S]*0\.inv_freq"):
+            model(torch.ones(2, 6))
+    model[0].inv_freq = model[0].frequencies()
+    model(torch.ones(2, 6)).sum().backward()
+    model.to(torch.float64)(torch.ones(2, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("stage", "twin", "around"), [("zero1", False, False), ("zero3", True, False), ("zero3", False, True)]
+)
+def test_what_to_empty_left_without_values_is_refused(ranks: Ranks, stage: str, twin: bool, around: bool) -> None:
+    """In a copy, and where a module around the transformed one was emptied, too."""
+    ranks(2).run(_emptied, stage, twin, around)

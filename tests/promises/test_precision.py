@@ -1,0 +1,229 @@
+"""`precision`: what a module sees, gives and keeps in which dtype; masters of weights that were loaded in 16 bits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.support.models import Layer
+from tests.support.programs import STAGES
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import noise
+
+# -- what modules are given and give ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    mask: Tensor
+    inner: list[Tensor]
+    name: str = "of tensors"
+
+
+class Masked(nn.Module):
+    """Takes and gives a dataclass, or an object of attrs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(6, 6), []  # type: ignore[var-annotated]
+
+    def forward(self, batch: Any) -> Any:
+        self.seen.append(batch)
+        x = self.layer(batch.x) * batch.mask + batch.inner[0]
+        return replace(batch, x=x) if isinstance(batch, Batch) else x
+
+
+def _records(stage: str, library: str) -> None:
+    kind: Any = Batch
+    if library == "attrs":
+        kind = pytest.importorskip("attrs").make_class("AttrsBatch", ["x", "mask", "inner"], frozen=True, slots=True)
+    model: Any = zf.precision(STAGES[stage](Masked(), axis()), compute=torch.bfloat16, output=torch.float64)
+    given = kind(torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), [torch.ones(2, 6)])
+    output = model(given)
+    (seen,) = model.seen
+    assert (seen.x.dtype, seen.mask.dtype, seen.inner[0].dtype) == (torch.bfloat16, torch.bool, torch.bfloat16)
+    if library == "dataclasses":
+        assert (output.x.dtype, output.inner[0].dtype, output.name) == (torch.float64, torch.float64, "of tensors")
+        output = output.x
+    assert given.x.dtype == torch.float32
+    output.sum().backward()
+    assert model.layer.weight.grad is not None
+
+
+@pytest.mark.parametrize(("stage", "library"), [("zero1", "dataclasses"), ("zero3", "dataclasses"), ("zero3", "attrs")])
+def test_tensors_in_records_are_cast(ranks: Ranks, stage: str, library: str) -> None:
+    ranks(2).run(_records, stage, library)
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 6)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        self.seen.append(x.dtype)
+        output: Tensor = self.two(x)
+        return output
+
+
+def _output_of_a_part(stage: str) -> None:
+    model: Any = TwoParts()
+    model.one = zf.precision(model.one, compute=torch.bfloat16, output=torch.float32)
+    model = STAGES[stage](model, axis())
+    model = zf.precision(model, compute=torch.float32, where="two.*", output=torch.float16)
+    output = model(torch.ones(2, 6))
+    assert (model.seen, output.dtype) == ([torch.float32], torch.float16)
+    assert copy.deepcopy(model)(torch.ones(2, 6)).dtype == torch.float16
+    output.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with zf.accumulate(model, unshard=True):
+        model(torch.ones(2, 6)).sum().backward()
+    assert model.seen == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_transformed(
+    ranks: Ranks, stage: str
+) -> None:
+    ranks(2).run(_output_of_a_part, stage)
+
+
+class Normed(nn.Module):
+    """Norms with weights and a buffer that stays in float32, and an input that comes past the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList((nn.LayerNorm(6), nn.GroupNorm(2, 6)))
+        self.body, self.outside = Layer(), torch.ones(6)
+        self.register_buffer("offset", torch.ones(6))
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.offset.dtype == torch.float32
+        for norm in self.norms:
+            x = norm(x)
+        self.seen.add(x.dtype)
+        y: Tensor = self.body(x + self.outside.to(x.dtype))
+        return y
+
+
+def _dtypes(stage: str, compute: torch.dtype) -> None:
+    """Also of a model that was frozen at first, whose sums have the dtype asked for all the same."""
+    found = []
+    for is_frozen_first in (False, True):
+        torch.manual_seed(0)
+        model: Any = zf.precision(STAGES[stage](Normed(), axis()), compute=compute, reduce=torch.float32)
+        if is_frozen_first:
+            model.requires_grad_(False)
+            model(noise(2, 6, seed=5))
+            model.requires_grad_(True)
+        for ends in (model, lambda x, model=model: checkpoint(model, x, use_reentrant=False)):
+            y = ends(noise(2, 6, seed=0))
+            y.float().square().mean().backward()
+            assert model.seen == {compute}
+            assert y.dtype == compute
+            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("stage", "compute"), [("zero1", torch.bfloat16), ("zero3", torch.float16)])
+def test_dtypes_are_those_that_were_asked_for(ranks: Ranks, stage: str, compute: torch.dtype) -> None:
+    ranks(2).run(_dtypes, stage, compute)
+
+
+# -- masters ----------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A 16-bit embedding that is also the head, a buffer that stays as it is, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 6, dtype=torch.bfloat16)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6, dtype=torch.bfloat16) for _ in range(2)])
+        self.norm = nn.LayerNorm(6, dtype=torch.bfloat16)
+        self.head = nn.Linear(6, 11, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((6,), 0.5, dtype=torch.bfloat16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        out: Tensor = self.head(self.norm(x) * self.scale.to(x.dtype))
+        return out
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    found = []
+    for seed in range(3):
+        torch.manual_seed(10 * seed + dist.get_rank())
+        tokens = torch.randint(0, 11, (4, 5))
+        loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    zf.check(model, optimizer)
+    with zf.unsharded(model):
+        return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def _masters(stage: str, order: str, folder: str) -> None:
+    disk = zf.nvme(folder)
+
+    def sharded(module: nn.Module) -> nn.Module:
+        return STAGES[stage](module, axis())
+
+    def masters(module: nn.Module) -> nn.Module:
+        return zf.precision(module, rest=torch.float32)
+
+    def away(module: nn.Module) -> nn.Module:
+        return zf.offload(module, params=disk, optim=disk) if order == "away" else module
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        return zf.streamed(optimizer) if order == "away" else optimizer
+
+    widened, loaded = Tied(), Tied()
+    for parameter in widened.parameters():
+        parameter.data = parameter.data.float()
+    expected = away(sharded(zf.precision(widened)))
+    model: Any = sharded(masters(loaded)) if order == "before" else masters(away(sharded(loaded)))
+    assert all(parameter.dtype == torch.bfloat16 for parameter in loaded.parameters()), "the input is unchanged"
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert model.scale.dtype == torch.bfloat16
+    assert model.head.weight is model.embed.weight
+    assert all(map(torch.equal, _trained(model, adam(model)), _trained(expected, adam(expected))))
+    assert zf.held(model) == zf.held(expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "order"), [("zero1", "before"), ("zero1", "away"), ("zero2", "after"), ("zero3", "away")]
+)
+def test_masters_are_those_of_weights_widened_before(ranks: Ranks, tmp_path: Path, stage: str, order: str) -> None:
+    ranks(2).run(_masters, stage, order, str(tmp_path))
+
+
+def _some() -> None:
+    model = zf.precision(zf.zero3(Tied(), axis()), rest=torch.float32, where=lambda name, _: "norm" not in name)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"norm.weight", "norm.bias"}
+
+
+def test_masters_are_made_where_it_is_asked(ranks: Ranks) -> None:
+    ranks(2).run(_some)

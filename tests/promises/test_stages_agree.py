@@ -1,0 +1,183 @@
+"""Every stage trains to the same bits, and to those of DDP on two ranks; beyond, gradients stay within its rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zero_fn as zf
+from tests.support.models import Language, Odd, Stack
+from tests.support.programs import STAGES, gradients, gradients_of_ddp, loss_of, parameters, train, train_ddp
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import noise
+
+
+def _differing(runs: list[dict[str, Tensor]]) -> list[list[str]]:
+    """Names of what differs between the first run and each other one."""
+    first, *others = runs
+    assert all(first.keys() == other.keys() for other in others)
+    return [[name for name in first if not torch.equal(first[name], other[name])] for other in others]
+
+
+CASES: dict[str, tuple[int, type[Language], dict[str, Any]]] = {
+    "four ranks": (4, Odd, {"optimizer": "adamw_foreach"}),
+    "microbatches": (3, Odd, {"optimizer": "adamw_foreach", "microbatches": 3}),
+    "adamw, clipped": (3, Odd, {"optimizer": "adamw", "clip": 0.1}),
+    "sgd, clipped": (3, Odd, {"optimizer": "sgd", "clip": 0.1}),
+    "adagrad, clipped": (3, Odd, {"optimizer": "adagrad", "clip": 0.1}),
+    "fused": (3, Language, {"optimizer": "adamw_fused"}),
+    "bfloat16": (3, Language, {"transform": zf.precision}),
+    "bfloat16, microbatches": (2, Language, {"transform": zf.precision, "microbatches": 2}),
+}
+
+
+def _stages(build: type[Language], options: dict[str, Any]) -> list[list[str]]:
+    # A norm of shards is rounded in another order than that of whole gradients, and so are the last elements of a fused step.
+    is_in_order = "clip" not in options and options.get("optimizer") != "adamw_fused"
+    names = [*STAGES] if is_in_order else ["zero1", "zero2", "zero3"]
+    return _differing([train(build, name, **options) for name in names])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_train_to_the_same_bits(ranks: Ranks, case: str) -> None:
+    n, build, options = CASES[case]
+    for differing in ranks(n).run(_stages, build, options):
+        assert not any(differing)
+
+
+def _stages_against_ddp(microbatches: int) -> list[list[str]]:
+    runs = [train(Odd, stage, microbatches=microbatches) for stage in STAGES]
+    return _differing([train_ddp(Odd, microbatches=microbatches), *runs])
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_stages_equal_ddp_to_the_bit_on_two_ranks(ranks: Ranks, microbatches: int) -> None:
+    assert ranks(2).run(_stages_against_ddp, microbatches) == [[[]] * 4] * 2
+
+
+def _gradient_errors(stage: str, seed: int) -> tuple[list[str], list[str]]:
+    """Elementwise |g - g_DDP| against 2 gamma_(n+1) mean |g_r|, gamma_k = k u / (1 - k u): SEMANTICS N3."""
+    reference = gradients_of_ddp(Odd, seed)
+    torch.manual_seed(0)
+    local = Odd()
+    loss_of(local, seed).backward()
+    torch.manual_seed(0)
+    model = STAGES[stage](Odd(), axis())
+    loss_of(model, seed).backward()
+    n = dist.get_world_size()
+    outside, missing = [], []
+    for name, grad in gradients(model).items():
+        expected = reference[name]
+        if grad is None or expected is None:
+            if (grad is None) != (expected is None):
+                missing.append(name)
+            continue
+        plain = dict(local.named_parameters())[name]
+        size = torch.zeros_like(expected) if plain.grad is None else plain.grad
+        size = size.abs().to(torch.float64)
+        dist.all_reduce(size)
+        unit = torch.finfo(grad.dtype).eps / 2
+        gamma = (n + 1) * unit / (1 - (n + 1) * unit)
+        # A complex product rounds each part; its error is bounded by twice that of a real one.
+        bound = (4 if grad.is_complex() else 2) * gamma * size / n
+        if ((grad - expected).abs().to(torch.float64) > bound).any():
+            outside.append(name)
+    return outside, missing
+
+
+@pytest.mark.parametrize(("n", "stage"), [(3, "replicate"), (3, "zero1"), (4, "zero3")])
+def test_gradients_stay_within_the_rounding_of_ddp(ranks: Ranks, n: int, stage: str) -> None:
+    assert ranks(n).run(_gradient_errors, stage, 7) == [([], [])] * n
+
+
+def _built_in_parts() -> Any:
+    """Each block is transformed as it is built, the rest around them later."""
+    model: Any = Language()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = zf.shard_params(block, axis())
+    return model
+
+
+def _variants() -> list[list[str]]:
+    return _differing(
+        [
+            train(Odd, "zero3"),
+            train(Odd, "zero3", options={"persist_below": 200}),
+            train(Odd, "zero3", options={"reshard_after": "backward"}),
+            train(Odd, "zero3", options={"units": "blocks.1"}),
+            train(Odd, "zero3", options={"units": zf.by_size(nbytes=500)}),
+            train(Odd, "zero3", options={"where": "blocks.*"}),
+            train(Odd, "zero3", options={"donate": True}),
+            train(Odd, "zero1", transform=lambda model: zf.shard_params(model, axis(), where="*.up.*")),
+            train(Odd, "zero3", transform=lambda model: zf.shard_grads(model, axis())),
+        ]
+    ) + _differing([train(Language, "zero3"), train(_built_in_parts, "zero1")])
+
+
+def test_options_never_change_the_numbers(ranks: Ranks) -> None:
+    assert ranks(3).run(_variants) == [[[]] * 9] * 3
+
+
+def _mixed_by_hand() -> list[str]:
+    """bf16 compute with fp32 masters, written out: the same casts, the same order of summation."""
+    torch.manual_seed(0)
+    masters = {name: parameter.detach().clone() for name, parameter in Language().named_parameters()}
+    torch.manual_seed(0)
+    model = zf.precision(zf.zero3(Language(), axis()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    computed = Language().to(torch.bfloat16)
+    for step in range(4):
+        for name, parameter in computed.named_parameters():
+            parameter.data.copy_(masters[name])
+        computed.zero_grad()
+        loss_of(computed, step).backward()
+        for name, parameter in computed.named_parameters():
+            assert parameter.grad is not None
+            parts = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, parameter.grad)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
+            masters[name].sub_(total.div_(len(parts)), alpha=0.1)
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (differing,) = _differing([masters, parameters(model)])
+    return differing
+
+
+def test_mixed_precision_equals_the_same_casts_by_hand(ranks: Ranks) -> None:
+    assert ranks(3).run(_mixed_by_hand) == [[]] * 3
+
+
+def _gradients_over(mesh: DeviceMesh) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = zf.zero3(Stack(), mesh)
+    model(noise(2, 6, seed=0)).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def _over_other_axes() -> bool:
+    """An axis without a name; an axis of ranks 0 and 2, on a group that is there, while rank 1 does something else."""
+    is_same = all(map(torch.equal, _gradients_over(axis()), _gradients_over(init_device_mesh("cpu", (3,)))))
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return is_same
+    found = _gradients_over(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    torch.manual_seed(0)
+    plain = Stack()
+    plain(noise(2, 6, seed=0)).square().mean().backward()
+    for parameter, grad in zip(plain.parameters(), found, strict=True):
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=group)
+        is_same &= torch.equal(parameter.grad / 2, grad)
+    return is_same
+
+
+def test_an_axis_may_have_no_name_and_some_of_the_ranks(ranks: Ranks) -> None:
+    assert ranks(3).run(_over_other_axes) == [True] * 3

@@ -1,0 +1,112 @@
+"""`unsharded`: whole parameters in a block, written back on request; backwards that meet it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.models import Odd
+from tests.support.programs import STAGES, gradients, loss_of, parameters
+from tests.support.ranks import Ranks, axis
+
+
+def _built(stage: str) -> Any:
+    torch.manual_seed(0)
+    return STAGES[stage](Odd(), axis())
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: grad for name, grad in gradients(model).items() if grad is not None}
+
+
+def _whole_and_written_back(stage: str) -> None:
+    model = _built(stage)
+    torch.manual_seed(0)
+    plain = {name: parameter.detach() for name, parameter in Odd().named_parameters()}
+    with zf.unsharded(model):
+        inside = dict(model.named_parameters())
+        assert all(type(parameter) is nn.Parameter for parameter in inside.values())
+        assert _equal({name: p.detach() for name, p in inside.items()}, plain)
+        assert model.head.weight is model.embedding.weight
+        with zf.traffic() as sent, torch.no_grad():
+            loss_of(model, 0)
+        assert sent.nbytes == 0
+        with torch.no_grad():
+            model.norm.weight.add_(1)
+    assert _equal(parameters(model), plain), "edits without writeback are dropped"
+    with zf.unsharded(model.blocks[0], writeback=True), torch.no_grad():
+        model.blocks[0].down.weight.add_(1)
+    plain["blocks.0.down.weight"] = plain["blocks.0.down.weight"] + 1
+    assert _equal(parameters(model), plain)
+    with pytest.raises(zf.DisagreementError), zf.unsharded(model, writeback=True), torch.no_grad():
+        model.norm.bias.add_(dist.get_rank())
+    assert _equal(parameters(model), plain), "edits that differ between ranks are refused"
+    with pytest.raises(ZeroDivisionError), zf.unsharded(model, writeback=True), torch.no_grad():
+        model.norm.bias.add_(1)
+        raise ZeroDivisionError
+    assert _equal(parameters(model), plain), "an exception drops edits"
+    loss_of(model, 0).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not _equal(parameters(model), plain)
+    for writeback in (False, True):  # an adapter freezes its base so
+        with zf.unsharded(model, writeback=writeback):
+            model.norm.requires_grad_(False)
+        assert model.norm.weight.requires_grad is not writeback
+    assert model.head.weight.requires_grad
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_unsharded_gives_whole_parameters_and_writes_back_on_request(ranks: Ranks, stage: str) -> None:
+    ranks(3).run(_whole_and_written_back, stage)
+
+
+def _backwards(stage: str) -> None:
+    expected, model = _built(stage), _built(stage)
+    loss_of(expected, 0).backward()
+    loss = loss_of(model, 0)
+    with zf.unsharded(model):
+        loss.backward()
+    assert _equal(_gradients(model), _gradients(expected)), "of a forward before the block"
+    model.zero_grad()
+    with zf.unsharded(model):
+        loss = loss_of(model, 0) + model.norm.weight.square().sum()
+        (whole,) = torch.autograd.grad(model.norm.bias.square().sum(), model.norm.bias)
+    assert type(whole) is Tensor, "asked for, a gradient is there"
+    with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter"):
+        loss.backward()
+    with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter"), zf.unsharded(model):
+        loss_of(model, 0).backward()
+    model.zero_grad()
+    loss_of(model, 0).backward()
+    assert _equal(_gradients(model), _gradients(expected)), "nothing is left of the backward that failed"
+
+
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+def test_a_backward_gives_the_gradients_of_the_forward_before_and_none_that_would_be_lost(
+    ranks: Ranks, stage: str
+) -> None:
+    ranks(2).run(_backwards, stage)
+
+
+def _parts_without_parameters() -> None:
+    for stage in ("zero1", "zero3"):
+        model: Any = STAGES[stage](nn.Sequential(nn.Linear(6, 6), nn.Dropout()), axis())
+        for part in model:
+            with zf.unsharded(part):
+                pass
+            with zf.accumulate(part):
+                model(torch.ones(2, 6)).sum().backward()
+        assert model[0].weight.grad is not None
+
+
+def test_parts_without_parameters_are_passed_over(ranks: Ranks) -> None:
+    ranks(2).run(_parts_without_parameters)
