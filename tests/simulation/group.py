@@ -43,7 +43,7 @@ class Room(Protocol):
 class Work(dist.Work):
     """The work of some sends and receives, and what is done when they are over."""
 
-    def __init__(self, works: Sequence[Sent | Received], finish: Callable[[], object] | None = None) -> None:
+    def __init__(self, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._works, self._finish = works, finish
 
@@ -62,22 +62,14 @@ class Work(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """The backend "simulated"."""
+    """The backend "simulated". `name` is the same on all ranks; `members` are its ranks, counted in the whole world."""
 
     def __init__(self, room: Room, name: str, rank: int, members: Sequence[int]) -> None:
-        """A group of ranks.
-
-        Args:
-            room: Of the case that runs now.
-            name: The same on all its ranks.
-            rank: Of this rank in the group.
-            members: All its ranks, counted in the whole world.
-        """
         super().__init__(rank, len(members))  # type: ignore[call-arg]
-        self._room, self._name, self._place, self._members = room, name, rank, list(members)
+        self._room, self._name, self._place, self.members = room, name, rank, list(members)
 
     def size(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def rank(self) -> int:
         return self._place
@@ -86,154 +78,122 @@ class SimulatedGroup(dist.ProcessGroup):
         return self
 
     def name(self) -> str:
-        return self.getBackendName()
-
-    def getBackendName(self) -> str:
         return "simulated"
 
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    getBackendName = name
 
     @property
     def group_name(self) -> str:
         return self._name
 
-    @property
-    def members(self) -> list[int]:
-        """Its ranks, counted in the whole world."""
-        return self._members
+    pg_name = group_name
 
     def __repr__(self) -> str:
-        return f"SimulatedGroup({self._name!r}, rank {self._place} of {self._members})"
+        return f"SimulatedGroup({self._name!r}, rank {self._place} of {self.members})"
 
     # -- point to point ---------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: object = 0) -> Sent:
         (tensor,) = tensors
-        return self._send(tensor, dstRank, tag)
+        return self._room.wires.send((self._name, self.members[self._place], self.members[dstRank], tag), tensor)
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: object = 0) -> Received:
         (tensor,) = tensors
-        return self._receive(tensor, srcRank, tag)
-
-    def _send(self, tensor: Tensor, target: int, tag: object) -> Sent:
-        address = (self._name, self._members[self._place], self._members[target], tag)
-        return self._room.wires.send(address, tensor)
-
-    def _receive(self, into: Tensor, source: int, tag: object) -> Received:
-        address = (self._name, self._members[source], self._members[self._place], tag)
-        return self._room.wires.receive(address, into)
+        return self._room.wires.receive((self._name, self.members[srcRank], self.members[self._place], tag), tensor)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        return self._joined([self._allreduce(tensor, op) for tensor in _listed(tensors)])
+        works = []
+        for tensor in _listed(tensors):
+            parts = [torch.empty_like(tensor) for _ in self.members]
+            finish = _reducing(parts, op, tensor)
+            works.append(self._exchange("allreduce", tensor, [tensor] * self.size(), parts, finish))
+        return Work(works)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         (tensor,) = _listed(tensors)
-        root = opts.rootRank
         self._note("broadcast", tensor)
-        if self._place == root:
-            return Work([self._send(tensor, rank, "broadcast") for rank in self._peers()])
-        return Work([self._receive(tensor, root, "broadcast")])
+        if self._place == opts.rootRank:
+            return Work([self.send([tensor], rank, "broadcast") for rank in self._peers()])
+        return Work([self.recv([tensor], opts.rootRank, "broadcast")])
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        (out,), root = _listed(output_tensors), opts.rootRank
+        (out,) = _listed(output_tensors)
         self._note("scatter", out)
-        if self._place != root:
-            return Work([self._receive(out, root, "scatter")])
+        if self._place != opts.rootRank:
+            return Work([self.recv([out], opts.rootRank, "scatter")])
         (pieces,) = input_tensors
-        out.copy_(pieces[root])
-        return Work([self._send(pieces[rank], rank, "scatter") for rank in self._peers()])
+        out.copy_(pieces[self._place])
+        return Work([self.send([pieces[rank]], rank, "scatter") for rank in self._peers()])
 
     def barrier(self, opts: Any = None) -> Work:
         return self.allreduce([torch.ones(1, dtype=torch.uint8)])
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        self._note("all_gather_single", input)
-        pieces = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
-        return self._all_gather(list(pieces), input.reshape(-1), "all_gather_single")
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
+        return Work([self._all_gather(*pair, "allgather") for pair in zip(output_tensors, input_tensors, strict=True)])
 
-    _allgather_base = all_gather_single
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        pieces = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
+        return self._all_gather(pieces, input.reshape(-1), "all_gather_single")
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._joined(
-            [self.all_gather_single(output, piece) for output, piece in zip(outputs, inputs, strict=True)]
-        )
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        works = []
-        for pieces, own in zip(output_tensors, input_tensors, strict=True):
-            self._note("allgather", own)
-            works.append(self._all_gather(pieces, own, "allgather"))
-        return self._joined(works)
+        return Work([self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        self._note("reduce_scatter_single", output)
         pieces = input.reshape(-1).chunk(self.size()) if input.numel() else [input] * self.size()
-        works: list[Sent | Received] = []
-        parts = [pieces[self._place]] * self.size()
-        for rank in self._peers():
-            parts[rank] = torch.empty_like(pieces[self._place])
-            works.append(self._send(pieces[rank], rank, "reduce_scatter_single"))
-            works.append(self._receive(parts[rank], rank, "reduce_scatter_single"))
-        return Work(works, lambda: output.view(-1).copy_(self._reduced(parts, op)))
-
-    _reduce_scatter_base = reduce_scatter_single
+        parts = [torch.empty_like(pieces[self._place]) for _ in self.members]
+        return self._exchange("reduce_scatter_single", output, pieces, parts, _reducing(parts, op, output.view(-1)))
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._joined(
-            [self.reduce_scatter_single(output, whole, opts) for output, whole in zip(outputs, inputs, strict=True)]
-        )
+        return Work([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
+    # Their names before torch 2.13.
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _allreduce(self, tensor: Tensor, op: Any) -> Work:
-        self._note("allreduce", tensor)
+    def _all_gather(self, pieces: Sequence[Tensor], own: Tensor, kind: str) -> Work:
+        return self._exchange(kind, own, [own.view(piece.shape) for piece in pieces], pieces)
+
+    def _exchange(
+        self,
+        kind: str,
+        noted: Tensor,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        finish: Callable[[], object] | None = None,
+    ) -> Work:
+        """Sends one tensor to each rank and receives one from each; that of this rank is copied at the end."""
+        self._note(kind, noted)
         works: list[Sent | Received] = []
-        parts = [tensor] * self.size()
         for rank in self._peers():
-            parts[rank] = torch.empty_like(tensor)
-            works.append(self._send(tensor, rank, "allreduce"))
-            works.append(self._receive(parts[rank], rank, "allreduce"))
-        return Work(works, lambda: tensor.copy_(self._reduced(parts, op)))
+            works += [self.send([sent[rank]], rank, kind), self.recv([received[rank]], rank, kind)]
 
-    def _all_gather(self, pieces: list[Tensor], own: Tensor, tag: str) -> Work:
-        works: list[Sent | Received] = []
-        for rank in self._peers():
-            works.append(self._send(own, rank, tag))
-            works.append(self._receive(pieces[rank], rank, tag))
+        def end() -> None:
+            received[self._place].copy_(sent[self._place])
+            if finish is not None:
+                finish()
 
-        def place() -> None:
-            pieces[self._place].copy_(own.view(pieces[self._place].shape))
-
-        return Work(works, place)
-
-    def _reduced(self, parts: Sequence[Tensor], op: Any) -> Tensor:
-        total = fold(next(add for known, add in _REDUCTIONS.items() if op == known), parts)
-        return total / len(parts) if op == dist.ReduceOp.AVG else total
+        return Work(works, end)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size()) if rank != self._place]
 
     def _note(self, kind: str, tensor: Tensor) -> None:
-        self._room.traces.note(self._name, self._members[self._place], (kind, tensor.numel(), tensor.dtype))
+        self._room.traces.note(self._name, self.members[self._place], (kind, tensor.numel(), tensor.dtype))
 
-    @staticmethod
-    def _joined(works: Sequence[Work]) -> Work:
-        def wait() -> None:
-            for work in works:
-                work.wait()
 
-        return Work([], wait)
+def _reducing(parts: Sequence[Tensor], op: Any, out: Tensor) -> Callable[[], object]:
+    def reduce() -> None:
+        total = fold(next(add for known, add in _REDUCTIONS.items() if op == known), parts)
+        out.copy_(total / len(parts) if op == dist.ReduceOp.AVG else total)
+
+    return reduce
 
 
 def _listed(tensors: Any) -> list[Tensor]:

@@ -62,27 +62,16 @@ class Outcome(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Report(Generic[R]):
-    """How a case ended.
-
-    Attributes:
-        outcomes: By rank.
-        deadlock: What each rank waited for when none could go on; None if that never was so.
-        happened: Faults that have happened: a program may be over before its fault is due.
-        events: The last communication events of each rank, as text.
-        counts: How many events each rank has had.
-        trace: The collectives of each rank.
-        desync: Where the collectives of two ranks differ; None if they do not.
-        left_over: Messages that nobody received.
-    """
+    """How a case ended, by rank."""
 
     outcomes: list[Outcome[R]]
-    deadlock: list[str] | None
-    happened: list[Fault]
-    events: list[list[str]]
-    counts: list[int]
-    trace: list[list[object]]
-    desync: str | None
-    left_over: list[str]
+    deadlock: list[str] | None  # what each rank waited for when none could go on; None if that never was so
+    happened: list[Fault]  # a program may be over before its fault is due
+    events: list[list[str]]  # the last communication events, as text
+    counts: list[int]  # how many events there were
+    trace: list[list[object]]  # the collectives
+    desync: str | None  # where the collectives of two ranks differ
+    left_over: list[str]  # messages that nobody received
 
     def __str__(self) -> str:
         lines = list(self.deadlock or [])
@@ -105,18 +94,10 @@ class Case:
     transport: Literal["exchange", "native"]
 
     def run(self, fn: Callable[..., R], *args: Any, may_leave_messages: bool = False, **kwargs: Any) -> list[R]:
-        """Runs `fn(*args, **kwargs)` on every rank.
+        """Runs `fn(*args, **kwargs)` on every rank; returns the value of each.
 
-        Args:
-            fn: Any function.
-            may_leave_messages: Messages that nobody received are no mistake: the program was left in the middle of something.
-
-        Returns:
-            The value of each rank.
-
-        Raises:
-            Exception: Whatever the first rank that raised has raised, with the report as a note.
-            Desync: Nobody raised, but ranks called different collectives or messages were left.
+        Raises what the first rank that raised has raised, with the report as a note; or `Desync`, if ranks called different
+        collectives, or left messages and were not in the middle of something.
         """
         report = self.report(fn, *args, **kwargs)
         for outcome in report.outcomes:
@@ -134,14 +115,10 @@ class Case:
 
 
 class Simulated:
-    """Ranks of this process, by number.
-
-    Attributes:
-        executed: Cases so far.
-    """
+    """Ranks of this process, by number."""
 
     def __init__(self) -> None:
-        self.executed = 0
+        self.executed = 0  # cases so far
         self._ranks: dict[tuple[int, ...], _Ranks] = {}
 
     def __call__(
@@ -153,14 +130,10 @@ class Simulated:
         timing: Timing = "early",
         transport: Literal["exchange", "native"] = "exchange",
     ) -> Case:
-        """A case.
+        """A case. A pair of ranks is a grid with the axes "outer" and "dp", of which programs use "dp".
 
-        Args:
-            n: Ranks; a pair is a grid with the axes "outer" and "dp", of which programs use "dp".
-            schedule: Which rank is next; see `turns`.
-            faults: See `wires`.
-            timing: When messages are read and written; see `wires`.
-            transport: What zero_fn sends: its own direct exchange, or the collectives of the group.
+        `schedule` says which rank is next (`turns`), `timing` when messages are read and written (`wires`), and `transport`
+        what zero_fn sends: its own direct exchange, or the collectives of the group.
         """
         shape = (n,) if isinstance(n, int) else n
         if shape not in self._ranks:
@@ -206,7 +179,7 @@ class _Ranks:
 
     def run(self, case: Case, job: Callable[[], R]) -> Report[R]:
         """Runs a job on every rank."""
-        turns = self._run(lambda: _isolated(job), case)
+        turns = self._run(lambda: (seed_generator(0), job())[1], case)  # as if it were the first of its process
         wires, traces = self._room.wires, self._room.traces
         outcomes, self._outcomes = self._outcomes, [Outcome()] * self._n
         return Report(
@@ -253,7 +226,7 @@ class _Ranks:
             except RankKilled:
                 self._outcomes[rank] = Outcome(was_killed=True)
             except BaseException as error:
-                killed = self._room.wires.is_dead(rank)
+                killed = self._room.wires.is_dead[rank]
                 self._outcomes[rank] = Outcome(was_killed=True) if killed else Outcome(error=error)
             del job
             self._turns.end(rank)
@@ -272,20 +245,13 @@ def _held() -> threading.Lock:
     return lock
 
 
-def _isolated(job: Callable[[], R]) -> R:
-    """Runs a case as if it were the first of its process."""
-    seed_generator(0)
-    return job()
-
-
 @contextmanager
 def _generator_kept() -> Iterator[None]:
-    state, numbers = torch.default_generator.get_state(), random.getstate()
-    with warnings.catch_warnings():
+    numbers = random.getstate()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            torch.default_generator.set_state(state)
             random.setstate(numbers)
 
 

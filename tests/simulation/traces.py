@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Any
 
-from torch import Tensor
-
-from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
-from zero_fn.transport.waiting import Failure
+from zero_fn.transport.segment import Transport
 
 __all__ = ["Recorded", "Traces"]
 
@@ -28,54 +26,38 @@ class Traces:
         return [entry for ranks in self._entries.values() for entry in ranks.get(rank, [])]
 
     def difference(self, members: dict[str, Sequence[int]]) -> str | None:
-        """Where two ranks of a group first differ; None if no two do.
-
-        Args:
-            members: The ranks of each group.
-        """
+        """Where two ranks of a group first differ; None if no two do."""
         for group, ranks in self._entries.items():
             first, *others = members[group]
-            expected = ranks.get(first, [])
             for other in others:
-                pairs = zip_longest(expected, ranks.get(other, []))
-                for number, (one, two) in enumerate(pairs):
+                for number, (one, two) in enumerate(zip_longest(ranks.get(first, []), ranks.get(other, []))):
                     if one != two:
                         return f"group {group!r}, collective {number}: rank {first} {one}, rank {other} {two}"
         return None
 
 
+_NOTED: dict[str, Callable[[Any], list[object]]] = {
+    "all_gather": lambda segments: [(each.numel, each.piece_numel, each.kind) for each in segments],
+    "reduce_scatter": lambda several: [(each.rows.numel(), each.piece_numel, each.kind) for each in several],
+    "any": lambda bits: [bits.numel()],
+    "exchange": lambda rows: [rows.shape],
+}
+"""What is noted of the operations of a transport."""
+
+
 class Recorded:
     """A transport whose operations are noted before they are done."""
 
-    def __init__(self, inner: Transport, note: object) -> None:
+    def __init__(self, inner: Transport, note: Callable[[object], object]) -> None:
         self._inner, self._note = inner, note
-        self.pads = inner.pads
 
-    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        return self._inner.prepared(segments)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in _NOTED:
+            return found
 
-    def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
-        self._note(("all-gather", mark, *map(_shape, segments)))  # type: ignore[operator]
-        return self._inner.all_gather(segments, mark)
+        def noted(what: Any, mark: int = 0) -> Any:
+            self._note((name, mark, *_NOTED[name](what)))
+            return found(what, mark)
 
-    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        shapes = tuple(
-            (contribution.rows.numel(), contribution.piece_numel, contribution.kind) for contribution in contributions
-        )
-        self._note(("reduce-scatter", mark, *shapes))  # type: ignore[operator]
-        return self._inner.reduce_scatter(contributions, mark)
-
-    def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        self._note(("any", mark, bits.numel()))  # type: ignore[operator]
-        return self._inner.any(bits, mark)
-
-    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
-        self._note(("exchange", mark, rows.shape))  # type: ignore[operator]
-        return self._inner.exchange(rows, mark)
-
-    def give_up(self, failure: Failure | None = None) -> None:
-        self._inner.give_up(failure)
-
-
-def _shape(segment: Segment) -> tuple[object, ...]:
-    return (segment.numel, segment.piece_numel, segment.kind)
+        return noted

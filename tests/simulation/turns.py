@@ -37,25 +37,16 @@ class Wait(Protocol):
 
 
 class Turns:
-    """The baton of one case.
+    """The baton of one case. It lies with the caller until `begin`.
 
-    Attributes:
-        turn: Counts how often the baton was offered.
-        deadlock: The first deadlock, as a line for each rank that waited; None while there was none.
+    There is a held lock for each rank: releasing it lets the rank run; and `done`, released when all ranks have ended.
     """
 
     def __init__(self, locks: Sequence[threading.Lock], done: threading.Lock, schedule: Sequence[int]) -> None:
-        """The baton lies with the caller until `begin`.
-
-        Args:
-            locks: One per rank, held; releasing it lets the rank run.
-            done: Held; released when all ranks have ended.
-            schedule: Which rank is next.
-        """
         self._locks, self._done, self._schedule = locks, done, tuple(schedule)
         self._cursor = 0
-        self.turn = 0
-        self.deadlock: list[str] | None = None
+        self.turn = 0  # how often the baton was offered
+        self.deadlock: list[str] | None = None  # the first one, as a line for each rank that waited
         self._waits: list[Wait | None] = [None] * len(locks)
         self._ended = [False] * len(locks)
         self._timed_out = [False] * len(locks)
@@ -72,26 +63,6 @@ class Turns:
 
     def offer(self, rank: int) -> None:
         """`rank` could go on; another may be let run before."""
-        self._pass_on(rank)
-
-    def wait(self, rank: int, wait: Wait) -> bool:
-        """`rank` goes on when `wait` is over. Returns False if it never will: every rank waits."""
-        self._waits[rank] = wait
-        self._pass_on(rank)
-        self._waits[rank] = None
-        timed_out, self._timed_out[rank] = self._timed_out[rank], False
-        return not timed_out
-
-    def end(self, rank: int) -> None:
-        """The program of `rank` is over."""
-        self._ended[rank] = True
-        following = self._next(rank)
-        if following is None:
-            self._done.release()
-        else:
-            self._locks[following].release()
-
-    def _pass_on(self, rank: int) -> None:
         following = self._next(rank)
         if following is None or following == rank:
             return
@@ -101,6 +72,20 @@ class Turns:
         self._locks[rank].acquire()
         torch.default_generator.set_state(generator)
 
+    def wait(self, rank: int, wait: Wait) -> bool:
+        """`rank` goes on when `wait` is over. Returns False if it never will: every rank waits."""
+        self._waits[rank] = wait
+        self.offer(rank)
+        self._waits[rank] = None
+        timed_out, self._timed_out[rank] = self._timed_out[rank], False
+        return not timed_out
+
+    def end(self, rank: int) -> None:
+        """The program of `rank` is over."""
+        self._ended[rank] = True
+        following = self._next(rank)
+        (self._done if following is None else self._locks[following]).release()
+
     def _next(self, current: int) -> int | None:
         n = len(self._locks)
         order = [*range(current, n), *range(current)]
@@ -109,7 +94,8 @@ class Turns:
             return None
         self.turn += 1
         while not (able := [rank for rank in unfinished if self._is_able(rank)]):
-            ripe = [at for rank in unfinished if (at := self._ripens_at(rank)) is not None]
+            waits = [wait for rank in unfinished if (wait := self._waits[rank]) is not None]
+            ripe = [at for wait in waits if (at := wait.ripens_at()) is not None]
             if ripe:
                 self.turn = max(self.turn, min(ripe))
                 continue
@@ -126,7 +112,3 @@ class Turns:
     def _is_able(self, rank: int) -> bool:
         wait = self._waits[rank]
         return wait is None or self._timed_out[rank] or wait.is_over(self.turn)
-
-    def _ripens_at(self, rank: int) -> int | None:
-        wait = self._waits[rank]
-        return wait.ripens_at() if wait is not None else None

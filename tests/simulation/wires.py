@@ -19,9 +19,9 @@ Faults happen to a rank at its k-th event; a send or the wait for a message is o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -69,30 +69,27 @@ class Event:
         return f"{self.kind} rank {self.peer} {self.numel} {dtype} tag {tag}"
 
 
+@dataclass(slots=True)
 class _Message:
-    __slots__ = ("is_copied", "is_lost", "payload", "visible_at")
-
-    def __init__(self, payload: Tensor, visible_at: int) -> None:
-        self.payload, self.visible_at = payload, visible_at
-        self.is_copied, self.is_lost = False, False
+    payload: Tensor
+    visible_at: int
+    is_copied: bool = False
+    is_lost: bool = False
 
     def copy(self) -> None:
         if not self.is_copied:
             self.payload, self.is_copied = self.payload.detach().clone(), True
 
 
+@dataclass(slots=True)
 class _Channel:
-    __slots__ = ("messages", "posted", "sent")
-
-    def __init__(self) -> None:
-        self.messages: dict[int, _Message] = {}
-        self.sent = self.posted = 0
+    messages: dict[int, _Message] = field(default_factory=dict)
+    sent: int = 0
+    posted: int = 0
 
 
 class Sent:
     """The work of a send."""
-
-    __slots__ = ("_message",)
 
     def __init__(self, message: _Message) -> None:
         self._message = message
@@ -105,8 +102,6 @@ class Sent:
 
 class Received:
     """The work of a receive, and what its rank waits for."""
-
-    __slots__ = ("_address", "_channel", "_event", "_into", "_is_done", "_number", "_wires")
 
     def __init__(self, wires: Wires, address: Address, channel: _Channel, into: Tensor) -> None:
         self._wires, self._address, self._channel, self._into = wires, address, channel, into
@@ -180,22 +175,18 @@ class Received:
 
 
 class Wires:
-    """All messages of one case.
-
-    Attributes:
-        events: The last events of each rank.
-        counts: How many events each rank has had.
-        happened: Faults that have happened.
-    """
+    """All messages of one case."""
 
     def __init__(self, turns: Turns, n: int, faults: Sequence[Fault], timing: Timing) -> None:
         self.turns, self._timing = turns, timing
-        self.events: list[deque[Event]] = [deque(maxlen=_REMEMBERED_EVENTS) for _ in range(n)]
-        self.counts = [0] * n
+        self.events: list[deque[Event]] = [
+            deque(maxlen=_REMEMBERED_EVENTS) for _ in range(n)
+        ]  # the last ones of each rank
+        self.counts = [0] * n  # how many events each rank has had
         self.happened: list[Fault] = []
         self._faults: list[list[Fault]] = [[fault for fault in faults if fault.rank == rank] for rank in range(n)]
-        self._dead = [False] * n
-        self._channels: dict[Address, _Channel] = {}
+        self.is_dead = [False] * n  # which ranks were killed
+        self._channels: defaultdict[Address, _Channel] = defaultdict(_Channel)
         self._expected: dict[tuple[Address, int], Received] = {}
 
     def send(self, address: Address, tensor: Tensor) -> Sent:
@@ -207,7 +198,7 @@ class Wires:
         self._spoil(source, message, tag)
         if self._timing == "early":
             message.copy()
-        channel = self._channel(address)
+        channel = self._channels[address]
         channel.messages[channel.sent] = message
         expected = self._expected.pop((address, channel.sent), None)
         channel.sent += 1
@@ -220,7 +211,7 @@ class Wires:
     def receive(self, address: Address, into: Tensor) -> Received:
         """Expects a tensor."""
         self.refuse_the_dead(address[2])
-        channel = self._channel(address)
+        channel = self._channels[address]
         number = channel.posted
         received = Received(self, address, channel, into)
         if self._timing == "late":
@@ -236,18 +227,14 @@ class Wires:
         self.refuse_the_dead(rank)
         self.events[rank].append(Event(kind, peer, tag, tensor.numel(), tensor.dtype))
         self.counts[rank] += 1
-        if self._faults[rank] and self._fault(rank, "kill", tag) is not None:
-            self._dead[rank] = True
+        if self._fault(rank, "kill", tag) is not None:
+            self.is_dead[rank] = True
             raise RankKilled(f"rank {rank} was killed at event {self.counts[rank] - 1}")
 
     def refuse_the_dead(self, rank: int) -> None:
         """A killed rank that still runs (a `finally` of its program) says nothing more."""
-        if self._dead[rank]:
+        if self.is_dead[rank]:
             raise RankKilled
-
-    def is_dead(self, rank: int) -> bool:
-        """Whether a rank was killed."""
-        return self._dead[rank]
 
     def left_over(self) -> list[str]:
         """Messages that nobody received."""
@@ -257,15 +244,7 @@ class Wires:
             if channel.messages
         ]
 
-    def _channel(self, address: Address) -> _Channel:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = _Channel()
-        return channel
-
     def _spoil(self, rank: int, message: _Message, tag: object) -> None:
-        if not self._faults[rank]:
-            return
         delay = self._fault(rank, "delay", tag)
         if delay is not None:
             message.visible_at += delay.turns
