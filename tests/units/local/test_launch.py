@@ -33,6 +33,9 @@ class Broken(ValueError):
     """An exception that only this file knows."""
 
 
+def train(lr: float) -> None: ...
+
+
 def test_values_come_in_the_order_of_ranks_and_closures_work() -> None:
     offset = torch.tensor(10.0)
 
@@ -154,20 +157,12 @@ def test_a_rank_may_have_processes_of_its_own() -> None:
     assert launch(load, 1) == [([1, 5], multiprocessing.get_start_method())]
 
 
-def test_launch_on_a_rank_is_refused() -> None:
+def test_launch_on_a_rank_or_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateError, match="launch was called on a rank"):
         launch(lambda: launch(dist.get_rank, 2), 1)
-
-
-def test_launch_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(StateError, match="torchrun"):
         launch(dist.get_rank, 2)
-
-
-def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
-    with pytest.raises(LayoutError, match="needs a GPU for each rank"):
-        launch(dist.get_rank, 4096, backend="nccl")
 
 
 def test_results_that_cannot_be_sent_are_refused_with_advice() -> None:
@@ -221,25 +216,25 @@ def test_functions_that_are_sent_know_their_file() -> None:
     assert sent.__code__.co_firstlineno == outer.__code__.co_firstlineno
 
 
-def test_bad_arguments_are_refused_before_anything_starts() -> None:
-    def train(lr: float) -> None: ...
+REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+    (TypeError, "a function, not what it returned", (None, 2), {}),
+    (TypeError, "whole number of ranks", (train, 2.0), {}),
+    (TypeError, "missing a required argument: 'lr'", (train, 2), {}),
+    (SendError, "The function or an argument cannot be sent", (train, 2, threading.Lock()), {}),
+    (LayoutError, "at least one rank", (train, 0, 1.0), {}),
+    (LayoutError, "at least one thread", (train, 2, 1.0), {"threads": 0}),
+    (LayoutError, "no time", (train, 2, 1.0), {"timeout_s": 0}),
+    (LayoutError, "which rank is which", (train, 2, 1.0), {"env": {"RANK": "3"}}),
+    (LayoutError, "needs a GPU for each rank", (train, 4096, 1.0), {"backend": "nccl"}),
+]
 
-    with pytest.raises(TypeError, match="a function, not what it returned"):
-        launch(None, 2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="whole number of ranks"):
-        launch(train, 2.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing a required argument: 'lr'"):
-        launch(train, 2)
-    with pytest.raises(SendError, match="The function or an argument cannot be sent"):
-        launch(train, 2, threading.Lock())
-    with pytest.raises(LayoutError, match="at least one rank"):
-        launch(train, 0, 1.0)
-    with pytest.raises(LayoutError, match="at least one thread"):
-        launch(train, 2, 1.0, threads=0)
-    with pytest.raises(LayoutError, match="no time"):
-        launch(train, 2, 1.0, timeout_s=0)
-    with pytest.raises(LayoutError, match="which rank is which"):
-        launch(train, 2, 1.0, env={"RANK": "3"})
+
+@pytest.mark.parametrize(("kind", "message", "arguments", "options"), REFUSED)
+def test_bad_arguments_are_refused_before_anything_starts(
+    kind: type[Exception], message: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    with pytest.raises(kind, match=message):
+        launch(*arguments, **options)
 
 
 SCRIPT = """
