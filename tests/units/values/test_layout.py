@@ -28,52 +28,33 @@ def test_last_ranks_own_nothing_when_rows_run_out() -> None:
     assert layout.local_shape(3) == (0,)
 
 
-def test_strides_survive_when_a_small_parameter_has_too_few_rows() -> None:
-    assert shard_layout((2, 3, 7), strides_of(2, 3, 7), 4).order == (0, 1, 2)
-    assert shard_layout((2, 2**17), strides_of(2, 2**17), 4).order == (0, 1)  # padded by 2 rows: just tolerated
+def in_memory(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
 
 
-def test_another_dim_is_cut_when_too_few_rows_would_pad_much() -> None:
-    wide = shard_layout((2, 2**18), strides_of(2, 2**18), 4)
-    assert wide.order == (1, 0)
-    assert wide.stride == (1, 2)
-    experts = shard_layout((8, 512, 4096), strides_of(8, 512, 4096), 64)
-    assert experts.order == (1, 0, 2)  # rows of each expert stay contiguous
-    assert experts.padded_numel == experts.numel
-
-
-def test_dim_0_is_cut_when_no_dim_is_larger() -> None:
-    assert shard_layout((2, 2), strides_of(2, 2), 4).dim == 0
-    assert shard_layout((3, 3), strides_of(3, 3), 8).order == (0, 1)
-
-
-def test_a_dim_of_enough_rows_is_kept_though_another_is_larger() -> None:
-    assert shard_layout((4, 100), strides_of(4, 100), 4).dim == 0
-
-
-def test_outermost_dim_in_memory_is_cut_when_a_parameter_is_transposed() -> None:
-    transposed = torch.empty(6, 4).t()
-    layout = shard_layout(transposed.shape, transposed.stride(), 2)
-    assert layout.dim == 1
-    assert layout.stride == transposed.stride() == (1, 4)
-    assert layout.local_shape(1) == (4, 3)
-    assert layout.strides_of(layout.local_shape(1)) == (1, 4)
-
-
-def test_strides_survive_when_a_parameter_is_channels_last() -> None:
-    weight = torch.empty(8, 3, 5, 5).to(memory_format=torch.channels_last)
-    layout = shard_layout(weight.shape, weight.stride(), 4)
-    assert layout.order == (0, 2, 3, 1)
-    assert layout.stride == weight.stride()
-
-
-def test_contiguous_order_is_taken_when_elements_do_not_fill_their_memory() -> None:
-    sparse = torch.empty(6, 8)[:, ::2]
-    layout = shard_layout(sparse.shape, sparse.stride(), 2)
-    assert layout.order == (0, 1)
-    assert layout.stride == (4, 1)
-    expanded = torch.empty(1).expand(6, 4)
-    assert shard_layout(expanded.shape, expanded.stride(), 2).stride == (4, 1)
+@pytest.mark.parametrize(
+    ("parameter", "n", "order"),
+    [
+        pytest.param(in_memory(2, 3, 7), 4, (0, 1, 2), id="a small parameter of too few rows"),
+        pytest.param(in_memory(2, 2**17), 4, (0, 1), id="padding of two rows that is just tolerated"),
+        pytest.param(in_memory(2, 2**18), 4, (1, 0), id="too few rows would pad much"),
+        pytest.param(in_memory(8, 512, 4096), 64, (1, 0, 2), id="rows of each expert stay contiguous"),
+        pytest.param(in_memory(2, 2), 4, (0, 1), id="no dim is larger"),
+        pytest.param(in_memory(3, 3), 8, (0, 1), id="no dim is larger, of 8 ranks"),
+        pytest.param(in_memory(4, 100), 4, (0, 1), id="enough rows, though another dim is larger"),
+        pytest.param(in_memory(6, 4).t(), 2, (1, 0), id="transposed"),
+        pytest.param(in_memory(8, 3, 5, 5).to(memory_format=torch.channels_last), 4, (0, 2, 3, 1), id="channels last"),
+        pytest.param(in_memory(6, 8)[:, ::2], 2, (0, 1), id="elements that do not fill their memory"),
+        pytest.param(in_memory(1).expand(6, 4), 2, (0, 1), id="elements that share their memory"),
+    ],
+)
+def test_the_outermost_dim_in_memory_is_cut_unless_it_has_too_few_rows(
+    parameter: torch.Tensor, n: int, order: tuple[int, ...]
+) -> None:
+    layout = shard_layout(parameter.shape, parameter.stride(), n)
+    assert (layout.order, layout.dim) == (order, order[0])
+    sizes = [layout.shape[dim] for dim in order]
+    assert [layout.stride[dim] for dim in order] == list(torch.empty(sizes, device="meta").stride())
 
 
 def test_one_rank_owns_everything() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from zero_fn.transforms.tile import tile
 from zero_fn.values.units import (
     LARGE_NBYTES,
     BySize,
+    Units,
     anchors_of,
     by_size,
     distinct_parameters,
@@ -64,91 +67,103 @@ def group_parameters(module: nn.Module, anchors: list[str]) -> dict[str, list[st
     return groups
 
 
-# -- the default -----------------------------------------------------------------------------------------------------
+# -- which modules are units ------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_a_gpt_are_units_and_the_rest_is_the_root() -> None:
-    model = GPT()
-    anchors = anchors_of(model, None)
-    assert anchors == ["", "blocks.0", "blocks.1", "blocks.2"]
-    groups = group_parameters(model, anchors)
-    assert groups[""] == ["embedding.weight", "norm.weight", "norm.bias"]
-    assert all(name.startswith("blocks.1.") for name in groups["blocks.1"])
-    assert len(groups["blocks.1"]) == len(list(model.blocks[1].parameters()))
+class WideBlock(Block):
+    """A subclass of a block."""
 
 
-def test_blocks_are_not_looked_into() -> None:
-    """The `mlp` of a block is a Sequential of two Linears: part of its block, not two units."""
-    assert not any("mlp" in name for name in anchors_of(GPT(), None))
+class Stage(nn.Sequential):
+    """A subclass of a container."""
 
 
-def test_layers_of_a_resnet_are_looked_through() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv1, self.conv2 = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
-            self.downsample = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-
-    class ResNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Conv2d(3, 3, 7)
-            self.layer1 = nn.Sequential(Residual(), Residual())
-            self.layer2 = nn.Sequential(Residual(), Residual(), Residual())
-            self.fc = nn.Linear(3, 10)
-
-    assert anchors_of(ResNet(), None) == [
-        "", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2",
-    ]  # fmt: skip
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+        self.downsample = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
 
 
-def test_containers_of_containers_are_looked_through() -> None:
-    stages = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-    assert anchors_of(nn.ModuleDict({"stages": stages}), None) == [
-        "",
-        "stages.0.0",
-        "stages.0.1",
-        "stages.1.0",
-        "stages.1.1",
-    ]
-
-
-def test_linears_of_a_plain_mlp_are_units_and_activations_are_not() -> None:
-    mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    assert anchors_of(mlp, None) == ["", "0", "2", "4"]
-
-
-def test_members_of_a_module_dict_are_units() -> None:
-    heads = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)})
-    assert anchors_of(heads, None) == ["", "a", "b"]
-
-
-def test_a_container_of_one_is_no_repetition() -> None:
-    assert anchors_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), None) == [""]
+def holding(**children: nn.Module) -> nn.Module:
     model = nn.Module()
-    model.layers = nn.ModuleList([Block()])
-    # Its only member is looked into, and there the two Linears of `mlp` repeat.
-    assert anchors_of(model, None) == ["", "layers.0.mlp.0", "layers.0.mlp.2"]
+    for name, child in children.items():
+        model.add_module(name, child)
+    return model
 
 
-def test_a_subclass_of_a_container_is_a_block() -> None:
-    class Stage(nn.Sequential):
-        pass
-
-    model = nn.Sequential(Stage(nn.Linear(2, 2), nn.Linear(2, 2)), Stage(nn.Linear(2, 2)))
-    assert anchors_of(model, None) == ["", "0", "1"]
+def linears(*widths: int, bias: bool = True) -> list[nn.Module]:
+    return [nn.Linear(width, width, bias=bias) for width in widths]
 
 
-def test_a_module_without_parameters_has_the_root_only() -> None:
-    assert anchors_of(nn.Sequential(nn.ReLU(), nn.ReLU()), None) == [""]
-    assert anchors_of(nn.Linear(2, 2), None) == [""]
-
-
-def test_a_block_used_twice_is_one_unit() -> None:
+def twice() -> nn.Module:
     block = nn.Linear(2, 2)
-    model = nn.Sequential(block, nn.Linear(2, 2), block)
-    assert anchors_of(model, None) == ["", "0", "1"]
-    assert [named.places for named in distinct_parameters(model)][:2] == [(("0", "weight"),), (("0", "bias"),)]
+    return nn.Sequential(block, nn.Linear(2, 2), block)
+
+
+def nested() -> nn.Module:
+    return nn.ModuleDict({"stages": nn.ModuleList(nn.Sequential(*linears(2, 2)) for _ in range(2))})
+
+
+def sizes() -> nn.Module:
+    return nn.Sequential(*linears(8, 8), nn.Sequential(*linears(4, 4)))  # of 288 and 80 bytes
+
+
+def tied() -> nn.Module:
+    model: Any = nn.Sequential(*linears(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def resnet() -> nn.Module:
+    layers = [nn.Sequential(*(Residual() for _ in range(count))) for count in (2, 3)]
+    return holding(stem=nn.Conv2d(3, 3, 7), layer1=layers[0], layer2=layers[1], fc=nn.Linear(3, 10))
+
+
+@pytest.mark.parametrize(
+    ("make", "units", "expected"),
+    [
+        (GPT, None, "blocks.0 blocks.1 blocks.2"),  # the mlp of a block is a Sequential of two Linears: no two units
+        (resnet, None, "layer1.0 layer1.1 layer2.0 layer2.1 layer2.2"),
+        (nested, None, "stages.0.0 stages.0.1 stages.1.0 stages.1.1"),
+        (mlp, None, "0 2 4"),  # without activations
+        (lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)}), None, "a b"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), None, ""),  # a container of one is no repetition
+        (lambda: holding(layers=nn.ModuleList([Block()])), None, "layers.0.mlp.0 layers.0.mlp.2"),  # and is looked into
+        (lambda: nn.Sequential(Stage(*linears(2, 2)), Stage(*linears(2))), None, "0 1"),
+        (lambda: nn.Sequential(nn.ReLU(), nn.ReLU()), None, ""),
+        (lambda: nn.Linear(2, 2), None, ""),
+        (twice, None, "0 1"),
+        (lambda: GPT(2), Block, "blocks.0 blocks.1"),
+        (lambda: GPT(1), (nn.Embedding, Attention), "embedding blocks.0.attention"),
+        (lambda: nn.Sequential(WideBlock(), Block()), Block, "0 1"),
+        (lambda: GPT(2), "blocks.?", "blocks.0 blocks.1"),
+        (lambda: GPT(2), ("head", "blocks.*.mlp"), "blocks.0.mlp blocks.1.mlp head"),  # in the order of registration
+        (lambda: GPT(2), ["head", Block], "blocks.0 blocks.1 head"),
+        (sizes, by_size(nbytes=288), "0 1"),  # the innermost modules that are large enough
+        (sizes, by_size(nbytes=160), "0 1 2"),
+        (sizes, by_size(nbytes=80), "0 1 2.0 2.1"),
+        (sizes, by_size(nbytes=10_000), ""),
+        (lambda: nn.Sequential(nn.Sequential(*linears(8, 4)), *linears(4)), by_size(nbytes=288), "0.0"),
+        (tied, by_size(nbytes=256), "0"),  # a tied parameter counts once
+        (lambda: holding(experts=nn.ModuleList(linears(4, 4, 4, 4))), by_size(nbytes=320), ""),  # which has no forward
+    ],
+)
+def test_units_beside_the_root_are_found_by_repetition_or_as_asked_for(
+    make: Callable[[], nn.Module], units: Units, expected: str
+) -> None:
+    assert anchors_of(make(), units) == ["", *expected.split()]
+
+
+def test_blocks_of_a_gpt_have_their_parameters_and_the_root_has_the_rest() -> None:
+    model = GPT()
+    groups = group_parameters(model, anchors_of(model, None))
+    assert groups[""] == ["embedding.weight", "norm.weight", "norm.bias"]
+    assert groups["blocks.1"] == [f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()]
 
 
 # -- large modules beside the blocks -----------------------------------------------------------------------------------
@@ -304,31 +319,7 @@ def test_names_that_begin_alike_are_not_nested() -> None:
     assert innermost_common(["", "layers.1", "layers.10"], ["layers.10.mlp"]) == "layers.10"
 
 
-# -- chosen by the user ----------------------------------------------------------------------------------------------
-
-
-def test_units_may_be_a_class_or_several() -> None:
-    assert anchors_of(GPT(2), Block) == ["", "blocks.0", "blocks.1"]
-    assert anchors_of(GPT(1), (nn.Embedding, Attention)) == ["", "embedding", "blocks.0.attention"]
-
-
-def test_units_may_be_a_base_class() -> None:
-    class WideBlock(Block):
-        pass
-
-    assert anchors_of(nn.Sequential(WideBlock(), Block()), Block) == ["", "0", "1"]
-
-
-def test_units_may_be_patterns_of_module_names() -> None:
-    model = GPT(2)
-    assert anchors_of(model, "blocks.?") == ["", "blocks.0", "blocks.1"]
-    assert anchors_of(model, ("head", "blocks.*.mlp")) == ["", "blocks.0.mlp", "blocks.1.mlp", "head"]
-    assert anchors_of(model, ["head", Block]) == ["", "blocks.0", "blocks.1", "head"]
-
-
-def test_anchors_come_in_the_order_of_registration_whatever_the_order_of_rules() -> None:
-    model = GPT(2)
-    assert anchors_of(model, ("head", "embedding")) == anchors_of(model, ("embedding", "head"))
+# -- refused ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("units", [nn.Conv2d, "layers.*", (Block, "nothing"), (nn.Linear, nn.Conv3d)])
@@ -344,41 +335,11 @@ def test_units_of_another_type_are_refused(units: object) -> None:
         anchors_of(GPT(1), units)  # type: ignore[arg-type]
 
 
-def test_units_by_size_are_the_innermost_modules_that_are_large_enough() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    assert (8 * 8 + 8) * 4 == 288 and (4 * 4 + 4) * 4 == 80
-    assert anchors_of(model, by_size(nbytes=288)) == ["", "0", "1"]
-    assert anchors_of(model, by_size(nbytes=160)) == ["", "0", "1", "2"]
-    assert anchors_of(model, by_size(nbytes=80)) == ["", "0", "1", "2.0", "2.1"]
-    assert anchors_of(model, by_size(nbytes=10_000)) == [""]
-
-
-def test_units_by_size_count_what_smaller_units_left_over() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)), nn.Linear(4, 4))
-    # The inner Sequential has 80 bytes left once its first Linear is a unit: they go to the root.
-    assert anchors_of(model, by_size(nbytes=288)) == ["", "0.0"]
-
-
-def test_units_by_size_count_a_tied_parameter_once() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    model[1].weight = model[0].weight
-    assert anchors_of(model, by_size(nbytes=256)) == ["", "0"]
-
-
-def test_units_by_size_skip_containers_that_have_no_forward() -> None:
-    model = nn.Module()
-    model.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-    assert anchors_of(model, by_size(nbytes=320)) == [""]
-
-
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_by_size_needs_a_positive_number_of_bytes(nbytes: int) -> None:
     with pytest.raises(UnitError, match="positive number"):
         by_size(nbytes=nbytes)
     assert by_size(nbytes=1) == BySize(1)
-
-
-# -- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_lazy_parameters_are_refused_by_name() -> None:
