@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.simulation import axis
+from tests.support.eviction import evicted
 from tests.support.models import Language
 from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
@@ -431,7 +432,7 @@ def add_a_group(training: Training, _: int) -> None:
 @action
 def evict(training: Training, _: int) -> None:
     if training.path is not None:
-        zf.evict(training.model, training.optimizer, to=training.tier(training.path)).restore()
+        evicted(training.model, training.optimizer).restore()
 
 
 def trained(placed: Placed, program: list[tuple[str, int]], path: str | None) -> list[list[Tensor]]:

@@ -595,7 +595,7 @@ def evicted_and_restored(tier: Tier) -> None:
     model, plain = net(), net()
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     require_same(model, optimizer, plain, plain_optimizer)
-    evicted = zf.evict(model, optimizer, to=tier)
+    evicted = zf.evict(model, optimizer, to=zf.cpu())
     evicted.restore()
     require_same(model, optimizer, plain, plain_optimizer)
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.axes.grids import composed, loss_of
+from tests.support.eviction import evicted
 from tests.support.ranks import Ranks
 from tests.units.storage.disks import failing
 
@@ -38,7 +39,7 @@ def _alike(composition: str, path: str, states: tuple[str, ...]) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
             if is_away and step == 1:
-                zf.evict(model, optimizer, to=zf.nvme(path)).restore()
+                evicted(model, optimizer).restore()
         given.append({name: _local(parameter) for name, parameter in model.named_parameters()})
     one, other = given
     return [name for name, values in one.items() if not torch.equal(values, other[name])]

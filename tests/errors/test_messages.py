@@ -43,6 +43,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import zero_fn as zf
+from tests.support.eviction import evicted
 from tests.support.groups import alone, pretended, pretended_grid
 from tests.support.ranks import Ranks, axis
 from tests.support.snapshot import assert_matches, is_writing
@@ -1177,7 +1178,7 @@ def evicted_model_runs() -> object:
 def evicted_unit_runs() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
-        zf.evict(model, to=zf.nvme("."))
+        evicted(model)
         return zf.describe(model)
 
 
@@ -1205,7 +1206,11 @@ def evicted_states_share_memory() -> object:
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight] = {"momentum": torch.zeros(4, 4), "other": torch.zeros(4, 4)}
     optimizer.state[model.weight]["other"] = optimizer.state[model.weight]["momentum"]
-    return zf.evict(model, optimizer, to=zf.nvme("."))
+    return evicted(model, optimizer)
+
+
+def evicted_to_a_disk() -> object:
+    return zf.evict(nn.Linear(4, 4), to=zf.nvme("."))
 
 
 def restored_twice() -> object:
@@ -1937,7 +1942,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     LayoutError: (
         guard_of_no_time, guard_that_compares, cuda_of_one_queue,
         closure_over_a_module,
-        streamed_until_no_moment, checkpoint_loads_nothing,
+        streamed_until_no_moment, checkpoint_loads_nothing, evicted_to_a_disk,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype, precision_with_wider_gradients,

@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop, Rprop
 
 import zero_fn as zf
 from tests.axes.grids import grid
+from tests.support.eviction import evicted
 from tests.support.models import Language, Odd
 from tests.support.ranks import Ranks, axis
 from zero_fn.runtime.norms import clip_grad_norm
@@ -184,7 +185,7 @@ def _between_steps(folder: str) -> None:
     set_optimizer_state_dict(fresh, unstepped, get_optimizer_state_dict(fresh, unstepped))  # torch assigns wide zeros
     model(_batch(1)).float().sum().backward()
     before = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
-    zf.evict(model, optimizer, to=zf.nvme(folder)).restore()
+    evicted(model, optimizer).restore()
     after = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
     assert {grad.dtype for grad in after} == {NARROW, torch.complex64}
     _require_same(after, before, "evicted")

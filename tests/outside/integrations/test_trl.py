@@ -13,6 +13,7 @@ from torch import nn
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start, tokenizer
+from tests.support.eviction import evicted
 from tests.support.ranks import Ranks
 
 pytest.importorskip("trl", reason="the extra [trl] is not installed")
@@ -175,7 +176,7 @@ def test_a_trainer_of_trl_has_the_numbers_of_replicas(prepared: Ranks, tmp_path:
 
 
 def _reference(folder: str) -> None:
-    """A reference model at a stage of its own, which rests on a disk before, between and after two trainings."""
+    """A reference model at a stage of its own, which is evicted before, between and after two trainings."""
     from transformers import AutoModelForCausalLM
 
     _written(folder, "DPOTrainer")
@@ -188,15 +189,15 @@ def _reference(folder: str) -> None:
     wanted = numbers(_trainer(folder, "DPOTrainer", "replicas", options, ref_model=reference()))
     ours = place("zero3")(reference())
     held = zf.held(ours).parameters
-    evicted = zf.evict(ours, to=zf.nvme(folder))
+    away = evicted(ours)
     assert held > 0 == zf.held(ours).parameters
     for _ in range(2):
-        evicted.restore()
+        away.restore()
         assert zf.held(ours).parameters == held
         trainer = _trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)
         require_close(numbers(trainer), wanted, 5e-5)
         assert zf.is_transformed(trainer.ref_model)
-        evicted = zf.evict(ours, to=zf.nvme(folder))
+        away = evicted(ours)
         assert zf.held(ours).parameters == 0
 
 

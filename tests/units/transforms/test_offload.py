@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from tests.support.eviction import evicted
 from tests.support.groups import alone
 from tests.support.models import Language, Odd
 from tests.support.ranks import Ranks, axis
@@ -172,7 +173,7 @@ def test_accumulation_whole_steps_and_unsharded_blocks_see_the_same(ranks: Ranks
             with zf.unsharded(model.head, writeback=True), torch.no_grad():
                 model.head.weight.mul_(1.5)
             if path is not None and step == 1:
-                zf.evict(model, optimizer, to=zf.nvme(path)).restore()
+                evicted(model, optimizer).restore()
         return [whole(p) for p in model.parameters()]
 
     for offloaded, expected in zip(ranks(2).run(program, str(tmp_path)), ranks(2).run(program, None), strict=True):
