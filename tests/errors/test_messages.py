@@ -521,14 +521,15 @@ def streamed_optimizer_that_clips() -> object:
     return zf.streamed(_Clipping(Model().parameters(), lr=0.1), zf.cpu())
 
 
-class _Counting(torch.optim.SGD):
+class _Sharing(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        self.count = getattr(self, "count", 0) + 1
-        return super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+            self.state[p]["flat"] = self.state[p]["momentum"].view(-1)
 
 
-def streamed_optimizer_that_counts() -> object:
-    return zf.streamed(_Counting(Model().parameters(), lr=0.1), zf.cpu(), elementwise=True)
+def streamed_states_share_memory() -> object:
+    return zf.streamed(_Sharing(Model().parameters(), lr=0.1), zf.cpu(), elementwise=True)
 
 
 def parameters_share_memory() -> object:
@@ -1960,7 +1961,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
-                streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
+                streamed_optimizer_of_whole_matrices, streamed_states_share_memory,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned,
         data_of_a_parameter_in_a_tier_was_assigned, parameter_is_pruned_after_the_transform,

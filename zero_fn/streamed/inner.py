@@ -37,7 +37,6 @@ Schema = tuple[tuple[str, torch.dtype], ...]
 """Names and dtypes of the states that have an element for each element of the parameter."""
 
 _NUMEL = 7
-_REPLACED = ("params", "param_groups", "state", "defaults", "takes_from_tiers")
 
 
 def require_streamable(optimizer: Optimizer, *, elementwise: bool) -> None:
@@ -114,8 +113,8 @@ def kept_by(
         in_pieces: Whether the optimizer will step one buffer after the other.
 
     Raises:
-        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone. Or a
-            user's optimizer will step buffers, and keeps something elsewhere than in the states of parameters.
+        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone. Or states
+            of a user's optimizer share memory.
     """
     local = local_of(parameter)
     probe = nn.Parameter(torch.zeros(*[1] * (local.dim() - 1), _NUMEL, dtype=local.dtype, device=device))
@@ -127,22 +126,21 @@ def kept_by(
     }
     try:
         try:
-            states, elsewhere = _stepped(optimizer, group, probe, {})
+            states = _stepped(optimizer, group, probe, {})
         except KeyError:  # it looks for states that it made when it was made; they may be in their tier
             born = born or dict(type(optimizer)([probe], **optimizer.defaults).state[probe])
-            states, elsewhere = _stepped(optimizer, group, probe, born)
+            states = _stepped(optimizer, group, probe, born)
     except Exception as error:  # whatever an optimizer raises that wants a closure, sparse gradients, ...
         raise _refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
     if any(key is not probe for key in states):
         raise _refusal(optimizer, "it keeps states that belong to no parameter")
     tensors = {name: value for name, value in states[probe].items() if isinstance(value, Tensor)}
-    elsewhere += [list(tensors)[later] for _, later in at_same_address(tensors.values())]
-    if in_pieces and elsewhere and type(optimizer) not in TORCH_ELEMENTWISE:
+    shared = [list(tensors)[later] for _, later in at_same_address(tensors.values())]
+    if in_pieces and shared and type(optimizer) not in TORCH_ELEMENTWISE:
         raise _refusal(
             optimizer,
-            f"it keeps {', '.join(elsewhere)} outside the states of the parameters; but step() is called once for each "
-            "buffer, and not once for each step",
-            fix="keep it in the state of each parameter: self.state[p]['step'] += 1",
+            f"its states {', '.join(shared)} lie in memory of other states; each will have its own in a buffer",
+            fix="keep one of them, and view it in step(): flat = self.state[p]['momentum'].view(-1)",
         )
     return schema_of(states[probe], probe)
 
@@ -159,25 +157,17 @@ def _is_moment(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]
 
 def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], probe: nn.Parameter, states: dict[str, Any]
-) -> tuple[Mapping[Any, Any], list[str]]:
-    """All states after a step of one parameter, and the names of attributes and options that the step changed."""
+) -> Mapping[Any, Any]:
+    """All states after a step of one parameter."""
     state: defaultdict[Any, Any] = defaultdict(dict, {probe: states} if states else {})
     trial = {**group, "params": [probe]}
     optimizer = stand_in(optimizer, [trial], state)
+    for own in (vars(optimizer), trial):  # what a step changes in place is a copy
+        lists = {n: copy.copy(v) for n, v in own.items() if isinstance(v, list | dict | set) and v is not state}
+        own |= lists | {name: value.detach().clone() for name, value in own.items() if isinstance(value, Tensor)}
     with torch.no_grad():
-        for own in (vars(optimizer), trial):  # what a step changes in place is a copy
-            own |= {name: copy.copy(own[name]) for name in _shown(own) if isinstance(own[name], list | dict | set)}
-            own |= {name: value.clone() for name, value in own.items() if isinstance(value, Tensor)}
-        before = _shown(vars(optimizer) | trial | vars(probe))
         raw_step(optimizer)
-        after = _shown(vars(optimizer) | trial | vars(probe))
-    return state, [name for name, text in after.items() if before.get(name) != text]
-
-
-def _shown(own: Mapping[str, Any]) -> dict[str, str]:
-    """Attributes and options as text, without hooks and without those that a stand-in has of its own."""
-    names = (name for name in own if name not in _REPLACED and not name.startswith("_optimizer_"))
-    return {name: repr(own[name]) for name in names}
+    return state
 
 
 # -- after it was given to streamed() --------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def streamed(
               identity or the order of parameters.
             - `step()` may be called several times in a step, each time for some of the parameters, in any order.
 
-            zero_fn tries one step of seven elements, and checks no more than that.
+            zero_fn tries one step of seven elements, to learn which states it keeps, and does not check your word.
 
     Returns:
         An optimizer over the same `param_groups`; step this one. `state_dict()` reads all states into memory, in the format
@@ -93,7 +93,7 @@ def streamed(
 
     Raises:
         PlacementError: The optimizer looks at whole tensors; or it is not known to treat every element alone, and
-            `elementwise` is not given, or was seen to be wrong; or `finish="forward"` of an optimizer that is not torch's,
+            `elementwise` is not given; or states share memory; or `finish="forward"` of an optimizer that is not torch's,
             which might read what has changed since `step()`.
         LayoutError: `finish` is another word.
         StateError: The optimizer was streamed already.
