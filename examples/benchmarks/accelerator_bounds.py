@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_fn as zf
-from zero_fn.storage.slab import map_memory
+from zero_fn.storage.host_memory import map_memory
 
 _MIB = 1 << 20
 

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.profiler import record_function
 
 import zero_fn as zf
-from zero_fn.storage.memory import available
+from zero_fn.storage.host_memory import available
 
 HOST_KEPT_FREE = 10 << 30
 SHARE_OF_DEVICE = 0.88  # the rest is for the context, workspaces and holes of the allocator

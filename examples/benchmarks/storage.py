@@ -35,10 +35,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from zero_fn.storage import Disk, Slab, Transfer
-from zero_fn.storage.carrier import Carrier, Threads
-from zero_fn.storage.request import Request
-from zero_fn.storage.shelf import BLOCK_NBYTES
+from zero_fn.storage import DiskStorage, Slab, Transfer
+from zero_fn.storage.io import IoBackend, Request, Threads
+from zero_fn.storage.tier_storage import BLOCK_NBYTES
 from zero_fn.storage.uring import Uring
 from zero_fn.values.tiers import cpu, nbytes_of_text, nvme
 
@@ -49,11 +48,11 @@ Way = Callable[[bool], None]
 """Moves all bytes once; true is to write them."""
 
 
-def through_spill(carrier: Carrier, path: str, size: int) -> Way:
+def through_spill(carrier: IoBackend, path: str, size: int) -> Way:
     """As `streamed` does it: four buffers in turn."""
     slab = Slab(BUFFERS * BUFFER_NBYTES, cpu(), "buffers", forked=False)
     slab.memory.random_(0, 256)
-    disk = Disk(nvme(path), "the benchmark", carrier)
+    disk = DiskStorage(nvme(path), "the benchmark", carrier)
     disk.reserve([size])
     views = list(torch.split(slab.memory, BUFFER_NBYTES))
 
@@ -73,7 +72,7 @@ def unchecked(path: str, size: int) -> Way:
     carrier = Uring()
     slab = Slab(BUFFERS * BUFFER_NBYTES, cpu(), "buffers", forked=False)
     slab.memory.random_(0, 256)
-    disk = Disk(nvme(path), "the benchmark", carrier)
+    disk = DiskStorage(nvme(path), "the benchmark", carrier)
     disk.reserve([size])
     room = BUFFERS * BUFFER_NBYTES
 

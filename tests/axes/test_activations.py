@@ -216,7 +216,7 @@ def test_a_flipped_bit_on_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.
     parking = Parking(zf.nvme(tmp_path))
     parked = [parking.park(torch.randn(10)) for _ in range(5)]
     numbers = iter(range(1, 1000))
-    monkeypatch.setattr("zero_fn.storage.transfer._digest", lambda _request: next(numbers))
+    monkeypatch.setattr("zero_fn.storage.io._digest", lambda _request: next(numbers))
     with pytest.raises(zf.StorageError, match="does not hold what was written"):
         parked[0].take()
 

@@ -74,9 +74,8 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
-from zero_fn.storage import Disk, Slab
-from zero_fn.storage.carrier import Threads
-from zero_fn.storage.request import Request
+from zero_fn.storage import DiskStorage, Slab
+from zero_fn.storage.io import Request, Threads
 from zero_fn.transport.segment import Pending
 from zero_fn.values.mesh import mesh_axis
 
@@ -1057,7 +1056,7 @@ def disk_gives_other_bytes() -> object:
 
 
 def disk_lost_a_write() -> object:
-    disk = Disk(zf.nvme("."), "states", Threads())
+    disk = DiskStorage(zf.nvme("."), "states", Threads())
     memory = Slab(4096, zf.cpu(), "a test").memory
     disk.reserve([4096])
     disk.write(0, memory).wait()
@@ -1072,7 +1071,7 @@ def disk_takes_no_more_open_files() -> object:
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_fn.storage.file._opened", fails)
+        patch.setattr("zero_fn.storage.files._opened", fails)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 1024), before[1]))
         try:
             return zf.streamed(stepped()[1], zf.nvme("/"))

@@ -751,7 +751,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "limit-of-the-host-for-each-growth",
-        "Shelf._grow",
+        "HostStorage.reserve",
         "the limit of host memory bounds all that was taken of it",
         "None if limit is None else limit - self.nbytes",
         "limit",
@@ -759,9 +759,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "staging-lent-while-it-is-written",
-        "Disk.borrow",
+        "DiskStorage.borrow",
         "staging buffers have nothing under way when they are lent again",
-        "        self._carrier.settle(memory)\n",
+        "        self._backend.settle(memory)\n",
         "",
         "tests/units/storage/test_disk.py",
     ),
@@ -879,7 +879,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "staging-read-over-what-leaves",
-        "Disk.borrow",
+        "DiskStorage.borrow",
         "a staging buffer is used again once what it held is on the device",
         "left.synchronize()",
         "pass",

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.side_stream import side_stream
-from zero_fn.storage import Disk, Slab
+from zero_fn.storage import DiskStorage, Slab
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.values.mesh import Axis, mesh_axis
@@ -143,7 +143,7 @@ def _memory_speed(device: torch.device | None, size: int, rounds: int) -> float:
 def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
     slab = Slab(size, cpu(), "measure_links", forked=False)
     slab.memory.random_(0, 256)
-    disk = Disk(nvme(*((path,) if isinstance(path, str) else path)), "measure_links")
+    disk = DiskStorage(nvme(*((path,) if isinstance(path, str) else path)), "measure_links")
     (place,) = disk.reserve([slab.nbytes])
     written_s = _median_s(lambda: disk.write(place, slab.memory).wait(), rounds)
     read_s = _median_s(lambda: disk.read(place, slab.memory).wait(), rounds)

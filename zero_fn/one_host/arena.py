@@ -14,7 +14,7 @@ from bisect import insort
 
 import torch
 
-from zero_fn.storage.memory import too_small
+from zero_fn.storage.host_memory import too_small
 from zero_fn.values.layout import ALIGNMENT_NBYTES
 
 __all__ = ["WORD_NBYTES", "Arena", "Mapped", "map_arena"]

@@ -20,7 +20,7 @@ from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Shelf, shelf_of, stagings_for
+from zero_fn.storage import TierStorage, stagings_for, storage_on
 from zero_fn.transport.links import Links
 
 __all__ = ["Away"]
@@ -34,19 +34,19 @@ class Away:
 
     def __init__(self, transport: Links) -> None:
         self._transport = transport
-        self._shelves: dict[Shelved, Shelf] = {}
+        self._shelves: dict[Shelved, TierStorage] = {}
         self._reserved: dict[Shelved, list[int]] = {}
         self._writing: deque[Record] = deque()
         self._failure: StorageError | None = None
 
-    def shelf(self, what: Shelved) -> Shelf:
+    def shelf(self, what: Shelved) -> TierStorage:
         """The shelf for parameters, or for gradients, of the module in a tier."""
         if what not in self._shelves:
             kind, tier = what
-            self._shelves[what] = shelf_of(tier, kind)
+            self._shelves[what] = storage_on(tier, kind)
         return self._shelves[what]
 
-    def shelves(self) -> list[tuple[str, Shelf]]:
+    def shelves(self) -> list[tuple[str, TierStorage]]:
         """All shelves, each with the name of what it holds."""
         return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
 

@@ -28,7 +28,7 @@ from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot, trained
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage.recycled import Recurring
+from zero_fn.storage.pool import BufferPool
 from zero_fn.transport.links import Links, Waits
 from zero_fn.transport.segment import Contribution, Contributions
 
@@ -273,7 +273,7 @@ class GradientMemory:
         taken: Sequence[weakref.ref[torch.UntypedStorage]] = (),
     ) -> None:
         self._memos: tuple[dict[type, Any], dict[type, Any]] = {}, {}
-        self._buffers: list[Recurring] = []
+        self._buffers: list[BufferPool] = []
         self.taken = list(taken)
         self.places: list[_GradientPlace | None] = [None] * len(slots)
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[Slot, int]] = {}
@@ -284,7 +284,7 @@ class GradientMemory:
             offsets, total = dense_offsets(list(members), [slot.path.gradient_room for slot in members], dtype.itemsize)
             for slot, number in members.items():
                 self.places[number] = _GradientPlace(number, slot, len(self._buffers), offsets[slot])
-            self._buffers.append(Recurring(total, dtype, device))
+            self._buffers.append(BufferPool(total, dtype, device))
         self._placed = [place for place in self.places if place is not None]
         self._reduced = [place for place in self._placed if place.slot.path.numel]
         self._numel = sum(place.slot.path.numel for place in self._reduced)

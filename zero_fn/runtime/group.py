@@ -16,7 +16,7 @@ from zero_fn.runtime.parcels import PARCEL_NBYTES, STEPPED_IN_PLACE_NBYTES, Form
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
-from zero_fn.storage.recycled import Recurring
+from zero_fn.storage.pool import BufferPool
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import PACKED_NBYTES
 from zero_fn.values.layout import aligned_offsets
@@ -49,7 +49,7 @@ class Buffer:
         lifetime: Lifetime = Lifetime.ALWAYS,
     ) -> None:
         self.level, self.starts, self.numel, self.dtype, self.device = level, starts, numel, dtype, device
-        self._recurring = Recurring(numel, dtype, device) if lifetime is Lifetime.USE else None
+        self._recurring = BufferPool(numel, dtype, device) if lifetime is Lifetime.USE else None
         self.memory: Tensor | None = self.allocate() if lifetime is Lifetime.ALWAYS else None
 
     @property

@@ -2,9 +2,9 @@
 
     TierTensor       what modules hold: a tensor without memory; each operation on it opens the record
     Record           what of a group is in memory, on its way, or waits for a step; versions of parcels
-    Shelf, Disk      ranges of the tier, and the staging buffers through which they pass
+    TierStorage      ranges of the tier, and the staging buffers through which they pass
     Transfer         requests under way, with the digests of their blocks
-    Carrier          io_uring or threads, which hand requests to the kernel
+    IoBackend        io_uring or threads, which hand requests to the kernel
 
 [Note: a step that waits] A streamed optimizer may leave parcels to be stepped later (`streamed/pipeline.py`). Everything else
 that reads or writes the tier calls `settle` first, which takes that step.
@@ -22,7 +22,7 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.parcels import Form, Parcel, parcels_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Shelf, Transfer, wait_all
+from zero_fn.storage import TierStorage, Transfer, wait_all
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["Record", "Stretch", "record_of"]
@@ -51,7 +51,7 @@ class Record:
 
     waited_for: tuple[Callable[[int], None], int] | None = None
 
-    def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
+    def __init__(self, shelf: TierStorage, forms: Sequence[Form], device: torch.device, place: int) -> None:
         """Lays tensors out in a range of a shelf that was reserved for them: `record_nbytes(forms)` bytes from `place` on."""
         self.shelf, self.forms, self.device, self.place = shelf, list(forms), device, place
         self.is_addressable = isinstance(shelf.tier, Cpu)

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zero_fn.errors import StateError
 from zero_fn.kernels.threads import more_threads
 from zero_fn.runtime.parcels import Form
-from zero_fn.storage import Shelf
+from zero_fn.storage import TierStorage
 
 __all__ = ["PLACE", "TierTensor", "in_memory", "same_place", "written_by"]
 
@@ -56,7 +56,7 @@ class Holder(Protocol):
     """What holds the values of tensors in a tier. (record.py)"""
 
     device: torch.device
-    shelf: Shelf
+    shelf: TierStorage
     forms: Sequence[Form]
 
     def opened(self, number: int, *, is_written: bool, on_host: bool = False) -> AbstractContextManager[Tensor]:

@@ -1,36 +1,42 @@
 """Memory and files in which training state rests off the device.
 
-memory      how much memory this process may still take, and the error where that is too little
-slab        one page-aligned range of host memory of exact size, pinned where it can be; ring: equal ranges of one slab
-file        an unnamed file of reserved size; stripes: such files on several disks, used as one
-request     one read or write of a file, continued until it is complete
-carrier     carries requests: by io_uring (uring), or by a few threads where io_uring is refused
-transfer    requests under way, in blocks that have a checksum and a generation
-shelf       room for the tensors of a module on the host or on disks, and the staging buffers on the way to a disk
-store       room for byte strings on a tier, and the buffers through which they come and go
-recycled    memory of large buffers, used again by the next buffer of the size
+host_memory     how much memory this process may still take; ranges of exact size, aligned to pages, pinned where they can be
+files           unnamed files of reserved size, and the stripes of a range over several
+io              reads and writes of a file, in blocks that have a checksum; threads do them where `uring` (io_uring) may not
+tier_storage    room for the tensors of a module on the host or on disks, and the staging buffers on the way to a disk
+store           room for byte strings on a tier, and the buffers through which they come and go
+pool            memory of large buffers, used again by the next buffer of the size
 """
 
-from zero_fn.storage.ring import BUFFERS, NOTHING, Ring, ring_form, ring_of
-from zero_fn.storage.shelf import Disk, Shelf, shelf_of, stagings_for
-from zero_fn.storage.slab import Slab, whole_pages
+from zero_fn.storage.host_memory import Slab, whole_pages
+from zero_fn.storage.io import Transfer, Waited, wait_all
 from zero_fn.storage.store import Store
-from zero_fn.storage.transfer import Transfer, Waited, wait_all
+from zero_fn.storage.tier_storage import (
+    BUFFERS,
+    NOTHING,
+    DiskStorage,
+    StagingBuffers,
+    TierStorage,
+    staging_for,
+    staging_form,
+    stagings_for,
+    storage_on,
+)
 
 __all__ = [
     "BUFFERS",
     "NOTHING",
-    "Disk",
-    "Ring",
-    "Shelf",
+    "DiskStorage",
     "Slab",
+    "StagingBuffers",
     "Store",
+    "TierStorage",
     "Transfer",
     "Waited",
-    "ring_form",
-    "ring_of",
-    "shelf_of",
+    "staging_for",
+    "staging_form",
     "stagings_for",
+    "storage_on",
     "wait_all",
     "whole_pages",
 ]

@@ -1,8 +1,8 @@
 """Room for byte strings on a tier, and the memory in which they are used.
 
 device    tensors of the device: nothing moves
-host      ranges of a shelf, which are used where they lie
-disk      ranges of a shelf, which pass through four buffers: one is in use, one or two are being filled, one or two written
+host      ranges that are used where they lie
+disk      ranges that pass through four buffers: one is in use, one or two are being filled, one or two written
 """
 
 from __future__ import annotations
@@ -14,37 +14,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero_fn.storage.ring import BUFFERS, NOTHING, ring_form
-from zero_fn.storage.shelf import Disk, shelf_of
-from zero_fn.storage.transfer import Transfer, wait_all
+from zero_fn.storage.io import Transfer, wait_all
+from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, staging_form, storage_on
 from zero_fn.values.tiers import Tier, bytes_text
 
 __all__ = ["Store", "Stored"]
 
 
 class Stored(Protocol):
-    """A byte string of a store.
-
-    Attributes:
-        nbytes: Number of its bytes.
-        place: Its place in the store.
-        is_stored: Whether it was ever written there.
-    """
+    """A byte string of a store."""
 
     nbytes: int
-    place: int
-    is_stored: bool
+    place: int  # in the store
+    is_stored: bool  # whether it was ever written there
 
 
 class Store:
     """Room for byte strings, and their way in and out. As text it says where they rest and how they get there.
 
-    What waits for a disk raises `StorageError` if the disk fails, or does not hold what was written to it.
+    Reads and writes raise `StorageError` when they are waited for, if the disk fails or does not hold what was written to it.
     """
 
     def __init__(self, tier: Tier | None, what: str) -> None:
         """An empty store. A tier of None is the memory of the device itself."""
-        self._shelf = shelf_of(tier, what) if tier is not None else None
+        self._storage = storage_on(tier, what) if tier is not None else None
         self._on_device: list[Tensor] = []
         self._count = self._largest_nbytes = 0
         self._free: dict[int, list[int]] = {}  # places that were given up, by their bytes
@@ -53,19 +46,19 @@ class Store:
 
     def __str__(self) -> str:
         taken = bytes_text(self.nbytes)
-        if isinstance(self._shelf, Disk):
-            return f"{taken} in {self._shelf}, {self._shelf.stagings}"
-        return f"{taken} of memory of the {'device' if self._shelf is None else 'host'}"
+        if isinstance(self._storage, DiskStorage):
+            return f"{taken} in {self._storage}, {self._storage.stagings}"
+        return f"{taken} of memory of the {'device' if self._storage is None else 'host'}"
 
     @property
     def nbytes(self) -> int:
         """Bytes taken of the tier."""
-        return self._shelf.nbytes if self._shelf is not None else sum(map(len, self._on_device))
+        return self._storage.nbytes if self._storage is not None else sum(map(len, self._on_device))
 
     @property
     def buffers_nbytes(self) -> int:
         """Bytes of the buffers in host memory that byte strings pass through."""
-        return self._shelf.buffers_nbytes if self._shelf is not None else 0
+        return self._storage.buffers_nbytes if self._storage is not None else 0
 
     def reserve(self, members: Sequence[Stored], device: torch.device) -> None:
         """Gives each byte string a place, one that was given up or a new one. `device` is used if the tier is the device.
@@ -85,42 +78,42 @@ class Store:
         sizes = [member.nbytes for member in new]
         if not new:
             return
-        if self._shelf is None:
+        if self._storage is None:
             places = [len(self._on_device) + number for number in range(len(new))]
             self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-        elif isinstance(self._shelf, Disk):
-            places = self._shelf.reserve(sizes)
+        elif isinstance(self._storage, DiskStorage):
+            places = self._storage.reserve(sizes)
             self._count += len(sizes)
             self._largest_nbytes = max(self._largest_nbytes, *sizes)
-            count, size = ring_form(self._count, self._largest_nbytes)
-            if count > self._shelf.stagings.count or size > self._shelf.stagings.size:
+            count, size = staging_form(self._count, self._largest_nbytes)
+            if count > self._storage.stagings.count or size > self._storage.stagings.size:
                 self.forget()  # frees the old buffers first
-                self._shelf.stage(size, count)
+                self._storage.stage(size, count)
         else:
-            (begin,) = self._shelf.reserve([sum(sizes)])
+            (begin,) = self._storage.reserve([sum(sizes)])
             places = list(accumulate(sizes[:-1], initial=begin))
         for member, place in zip(new, places, strict=True):
             member.place = place
 
     def free(self, member: Stored) -> None:
-        """Gives up the place of a byte string on a shelf. A finalizer may call it: it waits for nothing."""
+        """Gives up the place of a byte string on a tier. A finalizer may call it: it waits for nothing."""
         self._free.setdefault(member.nbytes, []).append(member.place)
 
     def fetch(self, member: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
         """Memory for a byte string, and the transfers under way there: of its bytes as they come, or as they were written.
         The memory of the one that came four before may be taken.
         """
-        if self._shelf is None:
+        if self._storage is None:
             return self._on_device[member.place], ()
         if not member.nbytes:
             return NOTHING, ()
-        self._shelf.require_own()
+        self._storage.require_own()
         held = self._held.pop(member.place, None)
         if held is None:
             if len(self._held) == BUFFERS:
                 self._let_go(next(iter(self._held)))
-            memory = self._shelf.borrow(member.place, member.nbytes)
-            held = memory, [self._shelf.read(member.place, memory)] if member.is_stored else ()
+            memory = self._storage.borrow(member.place, member.nbytes)
+            held = memory, [self._storage.read(member.place, memory)] if member.is_stored else ()
         self._held[member.place] = held
         return held
 
@@ -136,10 +129,10 @@ class Store:
 
     def keep(self, member: Stored, memory: Tensor) -> Sequence[Transfer | None]:
         """Begins to write a byte string from its memory, which may be read meanwhile."""
-        if self._shelf is None or not member.nbytes:
+        if self._storage is None or not member.nbytes:
             member.is_stored = True
             return ()
-        transfers = [self._shelf.write(member.place, memory)]
+        transfers = [self._storage.write(member.place, memory)]
         member.is_stored = True
         self._held[member.place] = memory, transfers
         return transfers
@@ -151,9 +144,9 @@ class Store:
 
     def _let_go(self, place: int) -> None:
         """Waits for what is under way in the memory of a place, and gives the memory to others."""
-        if place in self._held and self._shelf is not None:
+        if place in self._held and self._storage is not None:
             memory, transfers = self._held.pop(place)
             try:
                 wait_all(transfers)
             finally:
-                self._shelf.give_back(memory)
+                self._storage.give_back(memory)

@@ -1,4 +1,4 @@
-"""Carries requests by io_uring: the kernel works on them while this process computes, without a thread of ours.
+"""Requests by io_uring: the kernel works on them while this process computes, without a thread of ours.
 
 [Note: rings in Python] The rings are memory shared with the kernel. The kernel reads the submission ring in `io_uring_enter`
 only, which this thread calls after it has written; completions are read after a call of `io_uring_enter`, too. The system
@@ -22,16 +22,18 @@ import errno
 import mmap
 import os
 import struct
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 
 from torch import Tensor
 
-from zero_fn.storage.request import Request
+from zero_fn.storage.io import IoBackend, Request, Threads
 
-__all__ = ["Uring"]
+__all__ = ["Uring", "io_backend"]
 
 _SETUP, _ENTER = 425, 426  # the same numbers on every architecture
 _ENTRIES = 128
@@ -75,9 +77,8 @@ class Uring:
         for index in range(entries):
             struct.pack_into("<I", self._rings, sq[6] + 4 * index, index)
         self._waiting: deque[Request] = deque()
-        self._under_way: dict[
-            int, tuple[Request, int]
-        ] = {}  # by the tail when it was handed over, with its answers then
+        # By the tail when it was handed over, with its answers then.
+        self._under_way: dict[int, tuple[Request, int]] = {}
         self._lock = threading.RLock()
 
     def __str__(self) -> str:
@@ -165,3 +166,18 @@ def _syscall(number: int, *args: object, waits: bool = True) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
+
+
+def io_backend() -> IoBackend:
+    """io_uring where the kernel allows it, else threads. A forked process makes its own, as a ring belongs to its process."""
+    return _of_process(os.getpid())
+
+
+@cache
+def _of_process(_pid: int) -> IoBackend:
+    if sys.platform == "linux" and sys.byteorder == "little":
+        try:
+            return Uring()
+        except OSError:  # no io_uring, or refused by seccomp or by the administrator
+            pass
+    return Threads()

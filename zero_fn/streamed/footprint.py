@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zero_fn.resting import local_of
 from zero_fn.runtime.parcels import record_nbytes
 from zero_fn.runtime.slot import slot_of
-from zero_fn.storage import BUFFERS, ring_form, whole_pages
+from zero_fn.storage import BUFFERS, staging_form, whole_pages
 from zero_fn.streamed.inner import require_streamable
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
@@ -115,7 +115,7 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
                 found.read[tier] += record_nbytes(forms) if kind != "compute copies" else 0
                 found.written[tier] += record_nbytes(forms) if kind != "gradients" else 0
     for sizes in rings:
-        count, size = ring_form(len(sizes), max(sizes, default=0))
+        count, size = staging_form(len(sizes), max(sizes, default=0))
         found.buffers_nbytes += count * size
     return found
 

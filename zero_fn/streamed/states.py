@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
-from zero_fn.storage import Store, ring_of
+from zero_fn.storage import Store, staging_for
 from zero_fn.streamed.inner import stand_in
 from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms_of
 from zero_fn.streamed.pipeline import Pass, Transfers
@@ -59,7 +59,7 @@ class States:
         filled = [chunk for chunk in self.chunks if any(states.get(cut.parameter) for cut in chunk.cuts)]
         self._visit(filled, fill)
         sizes = [chunk.window_nbytes for chunk in self.chunks if chunk.window_nbytes]
-        self.ring = ring_of(sizes, "parameters and gradients")
+        self.ring = staging_for(sizes, "parameters and gradients")
 
     def whole(self) -> defaultdict[Tensor, dict[str, Any]]:
         """The states of whole parameters, in memory of their own.

@@ -23,7 +23,7 @@ from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
-from zero_fn.storage import NOTHING, Ring, Waited
+from zero_fn.storage import NOTHING, StagingBuffers, Waited
 from zero_fn.streamed.pieces import Chunk, SteppedPiece, padded_nbytes
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.values.tiers import is_accelerator
@@ -106,7 +106,7 @@ class Window:
 class Windows:
     """The lane of windows: see `Lane`."""
 
-    def __init__(self, ring: Ring, grads: Mapping[int, Tensor]) -> None:
+    def __init__(self, ring: StagingBuffers, grads: Mapping[int, Tensor]) -> None:
         """A lane for one pass.
 
         Args:

@@ -18,7 +18,7 @@ import zero_fn as zf
 from tests.support.groups import alone, pretended
 from tests.support.models import Language
 from tests.support.ranks import Ranks, axis
-from zero_fn.storage import Disk, Slab
+from zero_fn.storage import DiskStorage, Slab
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
@@ -107,13 +107,13 @@ def test_a_part_of_the_states_is_planned_where_it_is(tmp_path: Path, tier: str, 
 def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     for verb in ("read", "write"):
-        own = getattr(Disk, verb)
+        own = getattr(DiskStorage, verb)
 
-        def counted(disk: Disk, offset: int, view: Tensor, own: Any = own, verb: str = verb) -> Any:
+        def counted(disk: DiskStorage, offset: int, view: Tensor, own: Any = own, verb: str = verb) -> Any:
             counts[str(disk.tier), verb] += view.numel()
             return own(disk, offset, view)
 
-        patch.setattr(Disk, verb, counted)
+        patch.setattr(DiskStorage, verb, counted)
     step()
     patch.undo()
     return counts

@@ -23,8 +23,8 @@ from zero_fn.kernels import library
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
 from zero_fn.runtime.record import Record
-from zero_fn.storage import Slab, shelf_of, wait_all
-from zero_fn.storage.request import Request
+from zero_fn.storage import Slab, storage_on, wait_all
+from zero_fn.storage.io import Request
 
 MIB = 1 << 20
 WAYS = ("copy", "at once", "behind", "parcel")
@@ -43,7 +43,7 @@ class Pair:
 
     @staticmethod
     def _record(kind: type[_R], path: Path, forms: list[Form]) -> _R:
-        shelf = shelf_of(zf.nvme(path), "a test")
+        shelf = storage_on(zf.nvme(path), "a test")
         (place,) = shelf.reserve([record_nbytes(forms)])
         return kind(shelf, forms, torch.device("cpu"), place)
 

@@ -17,7 +17,7 @@ import zero_fn as zf
 from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import _is_for_host
-from zero_fn.storage import Slab, shelf_of, wait_all
+from zero_fn.storage import Slab, storage_on, wait_all
 
 Forms = list[Form]
 
@@ -35,7 +35,7 @@ forms_of = st.lists(
 
 
 def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
-    shelf = shelf_of(zf.nvme(path), "a test")
+    shelf = storage_on(zf.nvme(path), "a test")
     (place,) = shelf.reserve([record_nbytes(forms)])
     shelf.stage(record_nbytes(forms), 1)
     borrow: Any = shelf.borrow
@@ -144,7 +144,7 @@ def test_a_tensor_that_is_given_twice_is_opened_once(tmp_path: Path) -> None:
 
 
 def test_what_is_written_or_small_is_computed_on_the_host_for_a_device(tmp_path: Path) -> None:
-    shelf = shelf_of(zf.nvme(tmp_path), "a test")
+    shelf = storage_on(zf.nvme(tmp_path), "a test")
     forms = [Form(6, torch.float32)]
     record = Record(shelf, forms, torch.device("meta"), *shelf.reserve([record_nbytes(forms)]))
     tensor, aten = record.tensor(0), torch.ops.aten

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from zero_fn.storage import Shelf
-from zero_fn.storage.request import Request
+from zero_fn.storage import TierStorage
+from zero_fn.storage.io import Request
 
 __all__ = ["answers", "failing", "old_disk", "reserved", "small_disk"]
 
 
-def reserved(shelf: Shelf, nbytes: int) -> int:
+def reserved(shelf: TierStorage, nbytes: int) -> int:
     """The place of a range of its own."""
     (place,) = shelf.reserve([nbytes])
     return place

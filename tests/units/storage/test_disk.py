@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 
 from tests.units.storage.disks import answers, old_disk, reserved, small_disk
 from zero_fn.errors import StorageError, TierError
-from zero_fn.storage.carrier import Carrier, Threads, _of_process, chosen_carrier
-from zero_fn.storage.recycled import Recurring
-from zero_fn.storage.request import Request
-from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
-from zero_fn.storage.slab import PAGE_NBYTES, Slab
-from zero_fn.storage.uring import Uring
+from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
+from zero_fn.storage.io import IoBackend, Request, Threads
+from zero_fn.storage.pool import BufferPool
+from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
+from zero_fn.storage.uring import Uring, _of_process, io_backend
 from zero_fn.values.tiers import cpu, nvme
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
@@ -37,8 +36,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=["uring", "threads"])
-def carrier(request: pytest.FixtureRequest) -> Carrier:
-    carrier: Carrier
+def carrier(request: pytest.FixtureRequest) -> IoBackend:
+    carrier: IoBackend
     if request.param == "threads":
         carrier = Threads()
     else:
@@ -50,8 +49,8 @@ def carrier(request: pytest.FixtureRequest) -> Carrier:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, carrier: Carrier) -> Disk:
-    return Disk(nvme(tmp_path), "states", carrier)
+def disk(tmp_path: Path, carrier: IoBackend) -> DiskStorage:
+    return DiskStorage(nvme(tmp_path), "states", carrier)
 
 
 def filled(nbytes: int, seed: int = 0) -> Slab:
@@ -60,7 +59,7 @@ def filled(nbytes: int, seed: int = 0) -> Slab:
     return slab
 
 
-def test_blocks_come_back_to_the_bit(disk: Disk, carrier: Carrier) -> None:
+def test_blocks_come_back_to_the_bit(disk: DiskStorage, carrier: IoBackend) -> None:
     slab = filled(2 * BLOCK_NBYTES + 3 * PAGE_NBYTES)
     expected = slab.memory.clone()
     first, second = reserved(disk, slab.nbytes), reserved(disk, slab.nbytes)
@@ -88,8 +87,8 @@ class Slow(Threads):
 
 def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_path: Path) -> None:
     """An interrupt drops them; the memory was that of the next tensor then, and the disk wrote into it."""
-    carrier, buffers = Slow(), Recurring(2 * BLOCK_NBYTES, torch.uint8, torch.device("cpu"))
-    disk = Disk(nvme(tmp_path), "states", carrier)
+    carrier, buffers = Slow(), BufferPool(2 * BLOCK_NBYTES, torch.uint8, torch.device("cpu"))
+    disk = DiskStorage(nvme(tmp_path), "states", carrier)
     offset = reserved(disk, 2 * BLOCK_NBYTES)
     memory = buffers.take()
     taken = memory.data_ptr()
@@ -124,7 +123,7 @@ class Late(Threads):
 
 def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_path: Path) -> None:
     """An interrupt may come before anybody waits: the disk would get the bytes of whoever borrows it next."""
-    disk = Disk(nvme(tmp_path), "states", Late())
+    disk = DiskStorage(nvme(tmp_path), "states", Late())
     place, other = reserved(disk, BLOCK_NBYTES), reserved(disk, BLOCK_NBYTES)
     disk.stage(BLOCK_NBYTES, 1)
     for place_of_it, value in ((place, 1), (other, 2)):
@@ -144,9 +143,9 @@ def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_pat
 def test_any_order_of_writes_and_reads_gives_what_was_written_last(
     writes: list[tuple[int, int]], pages: list[int]
 ) -> None:
-    for carrier in (chosen_carrier(), Threads()):
+    for carrier in (io_backend(), Threads()):
         with tempfile.TemporaryDirectory() as folder:
-            disk = Disk(nvme(folder), "states", carrier)
+            disk = DiskStorage(nvme(folder), "states", carrier)
             offsets = [reserved(disk, n * PAGE_NBYTES) for n in pages]
             slab = Slab(sum(pages) * PAGE_NBYTES, cpu(), "test")
             views = list(torch.split(slab.memory, [n * PAGE_NBYTES for n in pages]))
@@ -162,7 +161,7 @@ def test_any_order_of_writes_and_reads_gives_what_was_written_last(
 
 
 @pytest.mark.parametrize("is_write", [True, False])
-def test_short_answers_are_continued(disk: Disk, monkeypatch: pytest.MonkeyPatch, is_write: bool) -> None:
+def test_short_answers_are_continued(disk: DiskStorage, monkeypatch: pytest.MonkeyPatch, is_write: bool) -> None:
     """A short write of a page and a half counts as a page: direct I/O goes on at sectors only."""
     slab = filled(10 * PAGE_NBYTES)
     expected = slab.memory.clone()
@@ -186,7 +185,7 @@ def test_short_answers_are_continued(disk: Disk, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(slab.memory, expected)
 
 
-def test_interrupted_requests_are_asked_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_requests_are_asked_again(disk: DiskStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     slab = filled(PAGE_NBYTES)
     offset = reserved(disk, slab.nbytes)
     told = iter([-errno.EINTR, -errno.EAGAIN])
@@ -197,7 +196,7 @@ def test_interrupted_requests_are_asked_again(disk: Disk, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("is_write", [True, False])
 def test_an_error_of_the_disk_names_file_range_and_errno(
-    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_write: bool
+    disk: DiskStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_write: bool
 ) -> None:
     slab = filled(2 * PAGE_NBYTES)
     offset = reserved(disk, slab.nbytes)
@@ -213,7 +212,7 @@ def test_an_error_of_the_disk_names_file_range_and_errno(
     transfer.wait()  # said once; nothing is under way
 
 
-def test_errors_of_the_kernel_itself_reach_the_caller(disk: Disk) -> None:
+def test_errors_of_the_kernel_itself_reach_the_caller(disk: DiskStorage) -> None:
     """No injection: the descriptor is closed, as a failed mount would do."""
     slab = filled(PAGE_NBYTES)
     offset = reserved(disk, slab.nbytes)
@@ -225,7 +224,7 @@ def test_errors_of_the_kernel_itself_reach_the_caller(disk: Disk) -> None:
     os.close(keep)
 
 
-def test_a_file_that_was_cut_raises(disk: Disk) -> None:
+def test_a_file_that_was_cut_raises(disk: DiskStorage) -> None:
     slab = filled(4 * PAGE_NBYTES)
     offset = reserved(disk, slab.nbytes)
     disk.write(offset, slab.memory).wait()
@@ -235,7 +234,7 @@ def test_a_file_that_was_cut_raises(disk: Disk) -> None:
     assert f"{2 * PAGE_NBYTES} B" in str(raised.value.facts["why"])
 
 
-def edited(disk: Disk, at: int, change: int) -> None:
+def edited(disk: DiskStorage, at: int, change: int) -> None:
     """Flips bits of one byte of the file behind the back of its owner."""
     with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b", buffering=0) as file:
         byte = os.pread(file.fileno(), 1, at)[0]
@@ -246,7 +245,7 @@ def edited(disk: Disk, at: int, change: int) -> None:
 @given(at=st.integers(0, 3 * PAGE_NBYTES - 1), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_found(at: int, bit: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        disk = Disk(nvme(folder), "states", chosen_carrier())
+        disk = DiskStorage(nvme(folder), "states", io_backend())
         slab = filled(3 * PAGE_NBYTES)
         offset = reserved(disk, slab.nbytes)
         disk.write(offset, slab.memory).wait()
@@ -262,7 +261,7 @@ def test_any_flipped_bit_is_found(at: int, bit: int) -> None:
 def test_swapped_words_are_found_inside_a_sector_and_beyond(first: int, apart: int) -> None:
     second = min(first + apart, 511)
     with tempfile.TemporaryDirectory() as folder:
-        disk = Disk(nvme(folder), "states", chosen_carrier())
+        disk = DiskStorage(nvme(folder), "states", io_backend())
         slab = filled(PAGE_NBYTES)
         words = slab.memory.view(torch.int64)
         words.copy_(torch.arange(len(words)))
@@ -275,7 +274,7 @@ def test_swapped_words_are_found_inside_a_sector_and_beyond(first: int, apart: i
             disk.read(offset, slab.memory).wait()
 
 
-def test_a_lost_write_is_told_from_damage(disk: Disk) -> None:
+def test_a_lost_write_is_told_from_damage(disk: DiskStorage) -> None:
     slab, old = filled(PAGE_NBYTES), bytes(filled(PAGE_NBYTES).memory.tolist())
     offset = reserved(disk, slab.nbytes)
     disk.write(offset, slab.memory).wait()
@@ -291,9 +290,9 @@ def test_a_lost_write_is_told_from_damage(disk: Disk) -> None:
         disk.read(offset, slab.memory).wait()
 
 
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, carrier: Carrier) -> None:
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, carrier: IoBackend) -> None:
     with small_disk(tmp_path / "disk") as path:
-        disk = Disk(nvme(path), "states", carrier)
+        disk = DiskStorage(nvme(path), "states", carrier)
         offset = reserved(disk, MIB // 2)
         slab = filled(MIB // 2)
         disk.write(offset, slab.memory).wait()
@@ -305,7 +304,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, carrier
         assert reserved(disk, MIB // 2) == MIB // 2  # and what fits, fits
 
 
-def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk: Disk) -> None:
+def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk: DiskStorage) -> None:
     """It said that all that is free on the disk can be taken."""
     reserved(disk, MIB // 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -326,22 +325,22 @@ def test_a_limit_of_the_process_on_open_files_is_named(
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    disks = [Disk(nvme(tmp_path), "states")]
+    disks = [DiskStorage(nvme(tmp_path), "states")]
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
     try:
         with pytest.raises(StorageError, match=r"EMFILE") as raised:
             while True:
-                disks.append(Disk(nvme(tmp_path), "states"))
+                disks.append(DiskStorage(nvme(tmp_path), "states"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert "open files of the process (ulimit -n)" in str(raised.value.facts["bound"])
     assert "ulimit -n" in raised.value.fix
 
 
-def test_a_file_system_that_cannot_reserve_has_its_room_written(tmp_path: Path, carrier: Carrier) -> None:
+def test_a_file_system_that_cannot_reserve_has_its_room_written(tmp_path: Path, carrier: IoBackend) -> None:
     """It failed with EINVAL and the advice to check the disk."""
     with old_disk(tmp_path / "disk") as path:
-        disk, slab = Disk(nvme(path), "states", carrier), filled(3 * MIB + PAGE_NBYTES)
+        disk, slab = DiskStorage(nvme(path), "states", carrier), filled(3 * MIB + PAGE_NBYTES)
         offset, expected = reserved(disk, slab.nbytes), slab.memory.clone()
         assert os.fstat(disk.files[0].fd).st_blocks * 512 >= slab.nbytes
         disk.write(offset, slab.memory).wait()
@@ -360,50 +359,50 @@ def test_what_a_file_system_says_that_cannot_reserve(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", refuses)
-    disk = Disk(nvme(tmp_path), "states")
+    disk = DiskStorage(nvme(tmp_path), "states")
     assert [reserved(disk, 9 * MIB), reserved(disk, PAGE_NBYTES)] == [0, 9 * MIB]
     assert os.fstat(disk.files[0].fd).st_size == 9 * MIB + PAGE_NBYTES
 
 
-def test_the_limit_of_the_tier_holds(tmp_path: Path, carrier: Carrier) -> None:
-    disk = Disk(nvme(tmp_path, limit="1MiB"), "states", carrier)
+def test_the_limit_of_the_tier_holds(tmp_path: Path, carrier: IoBackend) -> None:
+    disk = DiskStorage(nvme(tmp_path, limit="1MiB"), "states", carrier)
     reserved(disk, MIB)
     with pytest.raises(TierError, match=r"(?s)1\.00 MiB can be taken.*limit of the tier"):
         reserved(disk, PAGE_NBYTES)
 
 
 @pytest.mark.parametrize("path", ["missing", "a_file", "/proc"])
-def test_a_path_that_takes_no_files_raises(tmp_path: Path, carrier: Carrier, path: str) -> None:
+def test_a_path_that_takes_no_files_raises(tmp_path: Path, carrier: IoBackend, path: str) -> None:
     (tmp_path / "a_file").touch()
     with pytest.raises(StorageError, match="No file can be made in"):
-        Disk(nvme(tmp_path / path), "states", carrier)
+        DiskStorage(nvme(tmp_path / path), "states", carrier)
 
 
-def test_a_read_only_path_raises(tmp_path: Path, carrier: Carrier) -> None:
+def test_a_read_only_path_raises(tmp_path: Path, carrier: IoBackend) -> None:
     with small_disk(tmp_path / "disk", "size=1m,ro") as path, pytest.raises(StorageError, match="EROFS"):
-        Disk(nvme(path), "states", carrier)
+        DiskStorage(nvme(path), "states", carrier)
 
 
-def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path: Path, carrier: Carrier) -> None:
+def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path: Path, carrier: IoBackend) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
-    disk, slab = Disk(nvme(folder), "states", carrier), filled(PAGE_NBYTES)
+    disk, slab = DiskStorage(nvme(folder), "states", carrier), filled(PAGE_NBYTES)
     offset, expected = reserved(disk, slab.nbytes), slab.memory.clone()
     disk.write(offset, slab.memory).wait()
     folder.rmdir()
     disk.read(offset, slab.memory.zero_()).wait()
     assert torch.equal(slab.memory, expected)
     with pytest.raises(StorageError, match="ENOENT"):
-        Disk(nvme(folder), "states", carrier)
+        DiskStorage(nvme(folder), "states", carrier)
 
 
 @pytest.mark.parametrize("has_unnamed", [True, False])
 def test_jobs_on_one_path_share_no_file(
-    tmp_path: Path, carrier: Carrier, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool
+    tmp_path: Path, carrier: IoBackend, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool
 ) -> None:
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    one, other = (Disk(nvme(tmp_path), "states", carrier) for _ in range(2))
+    one, other = (DiskStorage(nvme(tmp_path), "states", carrier) for _ in range(2))
     first, second = filled(PAGE_NBYTES, seed=1), filled(PAGE_NBYTES, seed=2)
     expected = first.memory.clone()
     one.write(reserved(one, PAGE_NBYTES), first.memory).wait()
@@ -417,8 +416,8 @@ def test_jobs_on_one_path_share_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dropped_spill_gives_its_room_back(tmp_path: Path, carrier: Carrier) -> None:
-    disk = Disk(nvme(tmp_path), "states", carrier)
+def test_a_dropped_spill_gives_its_room_back(tmp_path: Path, carrier: IoBackend) -> None:
+    disk = DiskStorage(nvme(tmp_path), "states", carrier)
     reserved(disk, 64 * MIB)
     fd = disk.files[0].fd
     del disk
@@ -428,10 +427,10 @@ def test_a_dropped_spill_gives_its_room_back(tmp_path: Path, carrier: Carrier) -
 
 KILLED = """
 import sys, time
-from zero_fn.storage import Disk, Slab
+from zero_fn.storage import DiskStorage, Slab
 from zero_fn.values.tiers import cpu, nvme
 slab = Slab(64 << 20, cpu(), "test")
-disk = Disk(nvme(sys.argv[1]), "states")
+disk = DiskStorage(nvme(sys.argv[1]), "states")
 (offset,) = disk.reserve([64 << 20])
 print("open", flush=True)
 while True:
@@ -460,11 +459,11 @@ def test_threads_carry_requests_where_io_uring_is_refused(monkeypatch: pytest.Mo
     def refused() -> Uring:
         raise PermissionError(errno.EPERM, "seccomp")
 
-    monkeypatch.setattr("zero_fn.storage.carrier.Uring", refused)
+    monkeypatch.setattr("zero_fn.storage.uring.Uring", refused)
     assert str(_of_process.__wrapped__(0)) == "4 threads"
 
 
-def test_a_full_ring_takes_more_requests_than_it_has_entries(disk: Disk) -> None:
+def test_a_full_ring_takes_more_requests_than_it_has_entries(disk: DiskStorage) -> None:
     slab = filled(300 * PAGE_NBYTES)
     expected = slab.memory.clone()
     reserved(disk, slab.nbytes)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_fn.storage.recycled import Recurring
+from zero_fn.storage.pool import BufferPool
 
 NBYTES = 8 << 20
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts page faults and mappings of Linux")
 
 
-def buffers_of(nbytes: int) -> Recurring:
-    return Recurring(nbytes, torch.uint8, torch.device("cpu"))
+def buffers_of(nbytes: int) -> BufferPool:
+    return BufferPool(nbytes, torch.uint8, torch.device("cpu"))
 
 
 def mappings() -> int:

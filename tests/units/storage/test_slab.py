@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from zero_fn.errors import TierError
-from zero_fn.storage.memory import Available, _cgroups
-from zero_fn.storage.shelf import shelf_of
-from zero_fn.storage.slab import PAGE_NBYTES, Slab
+from zero_fn.storage.host_memory import PAGE_NBYTES, Available, Slab, _cgroups
+from zero_fn.storage.tier_storage import storage_on
 from zero_fn.values.tiers import cpu, nvme
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
@@ -64,7 +63,7 @@ def test_a_slab_above_the_limit_of_its_tier_is_refused_with_both_numbers() -> No
 def test_the_limit_of_a_tier_is_for_all_that_was_reserved_there(tmp_path: Path) -> None:
     """It was counted for each time anew: 16 KiB were taken of 8."""
     for tier in (cpu(limit="8KiB"), nvme(tmp_path, limit="8KiB")):
-        shelf = shelf_of(tier, "states")
+        shelf = storage_on(tier, "states")
         assert shelf.reserve([1]) == [0]
         with pytest.raises(TierError, match=r"(?s)can be taken.*limit of the tier"):
             shelf.reserve([PAGE_NBYTES, 1])
@@ -80,7 +79,7 @@ def test_a_slab_larger_than_the_machine_is_refused_before_it_is_made() -> None:
 
 
 def test_a_slab_is_refused_when_the_memory_of_the_job_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_fn.storage.slab.available", lambda: Available(PAGE_NBYTES, "cgroup /job"))
+    monkeypatch.setattr("zero_fn.storage.host_memory.available", lambda: Available(PAGE_NBYTES, "cgroup /job"))
     with pytest.raises(TierError, match="cgroup /job"):
         Slab(2 * PAGE_NBYTES, cpu(), "states")
 

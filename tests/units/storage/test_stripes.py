@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.units.storage.disks import reserved, small_disk
-from zero_fn.storage.file import SpillFile
-from zero_fn.storage.request import Request
-from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
-from zero_fn.storage.slab import PAGE_NBYTES, Slab
-from zero_fn.storage.stripes import STRIPE_NBYTES, extents_of, share_of
+from zero_fn.storage.files import STRIPE_NBYTES, SpillFile, extents_of, share_of
+from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
+from zero_fn.storage.io import Request
+from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
 from zero_fn.values.tiers import Nvme, cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="opens files without a name again")
@@ -72,7 +71,7 @@ def test_every_page_has_one_place_inside_what_its_file_reserves(
 
 
 def test_bytes_come_back_from_every_offset_and_lie_on_all_disks(disks: list[str]) -> None:
-    disk = Disk(zf.nvme(*disks), "states")
+    disk = DiskStorage(zf.nvme(*disks), "states")
     pad, size = 3 * PAGE_NBYTES, 9 * STRIPE_NBYTES + 5 * PAGE_NBYTES
     reserved(disk, pad)
     slabs = {}
@@ -90,7 +89,7 @@ def test_bytes_come_back_from_every_offset_and_lie_on_all_disks(disks: list[str]
 
 
 def test_a_fault_is_named_with_its_path(disks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(zf.nvme(*disks), "states")
+    disk = DiskStorage(zf.nvme(*disks), "states")
     slab = filled(6 * STRIPE_NBYTES, 0)
     offset = reserved(disk, slab.nbytes)
     disk.write(offset, slab.memory).wait()
@@ -114,18 +113,18 @@ def test_a_fault_is_named_with_its_path(disks: list[str], monkeypatch: pytest.Mo
 
 def test_a_disk_too_small_leaves_all_as_they_were(disks: list[str], tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", "size=3m") as path:
-        disk = Disk(zf.nvme(disks[0], path, disks[1]), "states")
+        disk = DiskStorage(zf.nvme(disks[0], path, disks[1]), "states")
         reserved(disk, 3 * STRIPE_NBYTES)
         before = [file.nbytes for file in disk.files]
         with pytest.raises(zf.TierError, match=r"states in \S*small need"):
             reserved(disk, 6 * STRIPE_NBYTES)
         assert [file.nbytes for file in disk.files] == before
         assert reserved(disk, STRIPE_NBYTES) == 3 * STRIPE_NBYTES
-    limited = Disk(zf.nvme(*disks, limit="4MiB"), "states")
+    limited = DiskStorage(zf.nvme(*disks, limit="4MiB"), "states")
     with pytest.raises(zf.TierError, match=r"first, \S*second, \S*third need .* 4\.00 MiB can be taken"):
         reserved(limited, STRIPE_NBYTES * 3)
     with pytest.raises(zf.StorageError, match=r"No file can be made in .*missing"):
-        Disk(zf.nvme(disks[0], str(tmp_path / "missing")), "states")
+        DiskStorage(zf.nvme(disks[0], str(tmp_path / "missing")), "states")
 
 
 def test_training_on_several_disks_changes_no_bit(disks: list[str]) -> None:

@@ -40,8 +40,8 @@ from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.units.storage.disks import answers, failing, small_disk
 from zero_fn.kernels import Library
 from zero_fn.kernels.adam import Rounding
-from zero_fn.storage.memory import Available
-from zero_fn.storage.request import Request
+from zero_fn.storage.host_memory import Available
+from zero_fn.storage.io import Request
 
 KIB = 1024
 one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.streamed` is the function
@@ -551,7 +551,7 @@ def test_memory_too_small_for_the_states_is_refused(tmp_path: Path, monkeypatch:
     _, inner = make("adamw", [(100, 100)])
     with pytest.raises(zf.TierError, match=r"states of AdamW need 80\.00 KiB of host memory, 64\.00 KiB"):
         zf.streamed(inner, zf.cpu(limit="64KiB"))
-    monkeypatch.setattr("zero_fn.storage.slab.available", lambda: Available(64 * KIB, "cgroup /job"))
+    monkeypatch.setattr("zero_fn.storage.host_memory.available", lambda: Available(64 * KIB, "cgroup /job"))
     with pytest.raises(zf.TierError, match=r"(?s)buffers of states of AdamW need 80\.00 KiB.*cgroup /job"):
         zf.streamed(inner, zf.nvme(tmp_path))
     zf.streamed(inner, zf.nvme(tmp_path), buffer="16KiB")

@@ -29,7 +29,7 @@ from tests.support.ranks import Ranks, axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.units.storage.disks import answers, failing, small_disk
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage.request import Request
+from zero_fn.storage.io import Request
 
 MIB = 1 << 20
 STAGES = ("plain", "replicate", "zero1", "zero2", "zero3")

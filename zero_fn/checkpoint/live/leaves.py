@@ -25,7 +25,7 @@ from zero_fn.runtime.parcels import Parcel
 from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Ring, wait_all
+from zero_fn.storage import StagingBuffers, wait_all
 from zero_fn.transforms.selection import Where
 from zero_fn.values.tiled import Tiled
 
@@ -103,7 +103,7 @@ class ParcelWindow:
     def __init__(self) -> None:
         self._record: Record | None = None
         self._parcel: Parcel | None = None
-        self._buffers = Ring()
+        self._buffers = StagingBuffers()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_changed = False
 
@@ -157,7 +157,9 @@ class ParcelWindow:
             self._memory = record.memory_of(parcel)
         else:
             if self._buffers.size < parcel.nbytes:
-                self._buffers = Ring(1, max(each.nbytes for each in record.parcels), "a window of a checkpoint")
+                self._buffers = StagingBuffers(
+                    1, max(each.nbytes for each in record.parcels), "a window of a checkpoint"
+                )
             self._memory = self._buffers.views[0][: parcel.nbytes]
         wait_all([record.read_parcel(parcel, self._memory)])
         self._record, self._parcel = record, parcel

@@ -1,4 +1,12 @@
-"""A file of reserved size without a name: no other process can open it, and the kernel frees it when the process ends."""
+"""Files on disks, of reserved size and without names: no other process can open one, and the kernel frees it when the process
+ends. One range of bytes lies in several files that are read and written at once, as RAID-0 does, in stripes of 2 MiB:
+
+    bytes       |- stripe 0 -|- stripe 1 -|- stripe 2 -|- stripe 3 -|- 4 -|
+    disk 0      |- stripe 0 -|- stripe 2 -|- 4 -|
+    disk 1      |- stripe 1 -|- stripe 3 -|
+
+On one disk the range is not cut.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +16,16 @@ import os
 import resource
 import tempfile
 import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from zero_fn.errors import StorageError
-from zero_fn.storage.memory import too_small
+from zero_fn.storage.host_memory import too_small
 from zero_fn.values.tiers import bytes_text
 
-__all__ = ["FULL", "SpillFile"]
+__all__ = ["FULL", "STRIPE_NBYTES", "Extent", "SpillFile", "extents_of", "share_of"]
+
+STRIPE_NBYTES = 2 << 20
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Error numbers of the system that mean that there is no room."""
@@ -23,14 +35,7 @@ _ZEROS_NBYTES = 8 << 20
 
 
 class SpillFile:
-    """An open file without a name.
-
-    Attributes:
-        fd: The open file.
-        name: Its name in errors.
-        nbytes: Bytes reserved on the disk.
-        is_direct: Whether reads and writes bypass the page cache.
-    """
+    """An open file without a name."""
 
     def __init__(self, path: str, what: str) -> None:
         """Makes an empty file.
@@ -39,9 +44,9 @@ class SpillFile:
             StorageError: The path is missing, is no folder, or cannot be written; or the process may open no more files.
         """
         self.name = f"{what} in {path}"
-        self.nbytes = 0
+        self.nbytes = 0  # reserved on the disk
         try:
-            self.fd, self.is_direct = _opened(path)
+            self.fd, self.is_direct = _opened(path)  # direct: past the page cache
         except OSError as error:
             raise _not_made(path, what, error) from error
         self.close = weakref.finalize(self, os.close, self.fd)
@@ -149,3 +154,33 @@ def _unnamed(path: str, flags: int) -> int:
     finally:
         os.unlink(name)
         os.close(made)
+
+
+class Extent(NamedTuple):
+    """Bytes that lie in a row on one disk."""
+
+    start: int  # the first of them in the range that was asked for
+    nbytes: int
+    disk: int  # its number
+    offset: int  # the first byte in the file of the disk
+
+
+def extents_of(begin: int, nbytes: int, disks: int, largest_nbytes: int) -> Iterator[Extent]:
+    """A range of bytes, cut where it continues on another disk or would be longer than `largest_nbytes`."""
+    start = 0
+    while start < nbytes:
+        left = min(nbytes - start, largest_nbytes)
+        if disks == 1:
+            yield Extent(start, left, 0, begin + start)
+        else:
+            stripe, within = divmod(begin + start, STRIPE_NBYTES)
+            left = min(left, STRIPE_NBYTES - within)
+            yield Extent(start, left, stripe % disks, stripe // disks * STRIPE_NBYTES + within)
+        start += left
+
+
+def share_of(disk: int, nbytes: int, disks: int) -> int:
+    """How many of the first `nbytes` bytes lie on the disk of this number."""
+    stripes, rest = divmod(nbytes, STRIPE_NBYTES)
+    whole, more = divmod(stripes, disks)
+    return (whole + (disk < more)) * STRIPE_NBYTES + (rest if disk == more else 0)

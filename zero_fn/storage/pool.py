@@ -6,8 +6,8 @@ which then clears every page again for the next unit: 15,000 page faults and an 
 gathered twice. Or it cuts activations from the hole, takes new memory for the next unit, and so grows with the model.
 Mappings of their own, taken over by the next buffer of the same size, do neither.
 
-[Note: free, and there] The system may take memory that waits for its next buffer (`MADV_FREE`) if any process needs it. Until
-then the next buffer finds the pages as they are. With pages of 2 MiB that costs next to nothing.
+[Note: why freed buffers stay mapped] The system may take memory that waits for its next buffer (`MADV_FREE`) if
+any process needs it. Until then the next buffer finds the pages as they are. With pages of 2 MiB that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -17,27 +17,23 @@ import weakref
 import torch
 from torch import Tensor
 
-from zero_fn.storage.slab import MappedMemory, advise, map_memory, whole_pages
+from zero_fn.storage.host_memory import MappedMemory, advise, map_memory, whole_pages
 
-__all__ = ["Recurring"]
+__all__ = ["BufferPool"]
 
 _RECYCLED_NBYTES = 1 << 20
 """Smaller buffers are taken from the heap."""
 
 
 class _Free(list[MappedMemory]):
-    """Mappings of one size that wait for their next buffer. They are unmapped once no `Recurring` of that size is left."""
+    """Mappings of one size that wait for their next buffer. They are unmapped once no `BufferPool` of that size is left."""
 
 
 _free: weakref.WeakValueDictionary[int, _Free] = weakref.WeakValueDictionary()  # by size in bytes
 
 
-class Recurring:
-    """Makes flat buffers of one form, one after another.
-
-    Attributes:
-        numel, dtype, device: The form of each buffer.
-    """
+class BufferPool:
+    """Makes flat buffers of one form, one after another."""
 
     __slots__ = ("_free", "device", "dtype", "numel")
 
