@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,7 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 
 def require_own_samples(model: nn.Module, processes: int) -> None:
-    """Raises unless each process may train on samples of its own, which is what accelerate and the Trainer give it.
-
-    Raises:
-        MeshError: Gradients are averaged over fewer ranks than there are processes: some processes must share samples, as in
-            tensor parallelism.
-    """
+    """Requires that gradients are averaged over all processes, to each of which a trainer gives samples of its own."""
     for run in runs_of(model, verb="a trainer"):
         axes = run.transport.axes
         if prod(axis.size for axis in axes) != processes:
@@ -78,11 +74,7 @@ def require_own_samples(model: nn.Module, processes: int) -> None:
 
 
 def require_precision(accelerator: Accelerator) -> None:
-    """Refuses float16 where accelerate would compute in float32 and scale no loss, without a word.
-
-    Raises:
-        ConfigError: `mixed_precision="fp16"` on a CPU.
-    """
+    """Refuses float16 where accelerate would compute in float32 and scale no loss, without a word."""
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         raise zf.ConfigError(
             "accelerate has no float16 on this device: it would compute in float32, and scale no loss.",
@@ -162,14 +154,14 @@ class ZeroAccelerator(Accelerator):
             objects = self.config.with_optimizers(objects)
         new: dict[int, nn.Parameter] = {}
         objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
-        optimizers = [bare(item) for item in objects if isinstance(item, Optimizer)]
-        for optimizer in optimizers:
-            exchange_parameters(optimizer, replaced_since(optimizer, self._models) | new)
+        for item in objects:
+            if isinstance(item, Optimizer):
+                exchange_parameters(bare(item), replaced_since(bare(item), self._models) | new)
         if any(isinstance(item, DataLoader) for item in objects):
             for item in objects:
                 if isinstance(item, nn.Module) and zf.is_transformed(item):
                     require_own_samples(item, self.num_processes)
-        refuse_stale(optimizers)
+        refuse_stale([bare(item) for item in objects if isinstance(item, Optimizer)])
         if self.config is None:
             return super().prepare(*objects, **options)
         prepared = super().prepare(*self.config.completed(self, objects), **options)
@@ -313,23 +305,18 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def _without_transformed(self) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:
-        """Hides transformed models and their optimizers from accelerate, which would save the shards of one rank only.
-
-        Yields those models, and their optimizers with the model of each.
-        """
+        """Hides transformed models and their optimizers, which it yields with the model of each, from accelerate: it would
+        save the shards of one rank only."""
         models, optimizers = self._models, self._optimizers
         transformed = [model for model in models if zf.is_transformed(model)]
-        owners = [model_of(optimizer, transformed) for optimizer in optimizers]
+        owned = [(optimizer, model_of(optimizer, transformed)) for optimizer in optimizers]
         self._models = [model for model in models if not zf.is_transformed(model)]
-        self._optimizers = [optimizer for optimizer, owner in zip(optimizers, owners, strict=True) if owner is None]
+        self._optimizers = [optimizer for optimizer, owner in owned if owner is None]
+        bare_model = partial(self.unwrap_model, keep_torch_compile=False)
         try:
             yield (
-                [self.unwrap_model(model, keep_torch_compile=False) for model in transformed],
-                [
-                    (self.unwrap_model(owner, keep_torch_compile=False), bare(optimizer))
-                    for optimizer, owner in zip(optimizers, owners, strict=True)
-                    if owner is not None
-                ],
+                [bare_model(model) for model in transformed],
+                [(bare_model(owner), bare(optimizer)) for optimizer, owner in owned if owner is not None],
             )
         finally:
             self._models, self._optimizers = models, optimizers

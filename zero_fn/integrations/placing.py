@@ -64,18 +64,9 @@ def plain_trained(module: nn.Module) -> list[str]:
 
 
 def place_module(place: Place[M], module: M, device: torch.device | None = None) -> tuple[M, dict[int, nn.Parameter]]:
-    """Transforms a module.
+    """Transforms a module. Returns it, and its parameters by the id of the plain parameters that they replace.
 
-    Args:
-        place: The chain of transforms.
-        module: A plain module.
-        device: Where parameters and buffers go that the transforms left elsewhere; None leaves them where they are.
-
-    Returns:
-        The transformed module, and its parameters by the id of the plain parameters that they replace.
-
-    Raises:
-        StateError: `place` returned nothing, or a module that no transform has made.
+    What the transforms left elsewhere goes to `device`; None leaves it where it is.
     """
     old = dict(module.named_parameters())
     transformed = place(module)
@@ -141,11 +132,7 @@ def _generate(self: Any, *args: Any, **options: Any) -> Any:
 
 
 def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
-    """Replaces parameters of an optimizer. `new` has the replacements, by the id of the parameters that they replace.
-
-    Raises:
-        StateError: The optimizer has stepped one of them.
-    """
+    """Replaces parameters of an optimizer that has not stepped. `new` has the others by the id of those that they replace."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in new for parameter in held):
         return
@@ -163,30 +150,20 @@ def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -
 def replaced_since(optimizer: Optimizer, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
     """The parameters of models that a transform put in place of those of an optimizer, by the id of the replaced ones."""
     own = {id(parameter) for model in models for parameter in model.parameters()}
-    found = {}
-    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
-        replacement = replacement_of(parameter)
-        successor = None if replacement is None else replacement.parameter()
-        if successor is not None and id(successor) in own:
-            found[id(parameter)] = successor
-    return found
+    replaced = {id(p): replacement_of(p) for group in optimizer.param_groups for p in group["params"]}
+    successors = {key: replacement.parameter() for key, replacement in replaced.items() if replacement is not None}
+    return {key: new for key, new in successors.items() if new is not None and id(new) in own}
 
 
 def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers whose parameters a transform has replaced.
-
-    Raises:
-        StaleError: An optimizer was built before its model was transformed.
-    """
+    """Refuses optimizers whose parameters a transform has replaced."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                replacement = replacement_of(parameter)
-                if replacement is not None:
-                    raise zf.StaleError(
-                        "An optimizer was built before its model was transformed.",
-                        first=f"{replacement.fqn}, replaced by {replacement.site}",
-                        why="step() would update the old parameters and the loss would not move",
-                        fix="build it after the last transform: AdamW(model.parameters()); or leave the transform to "
-                        "ZeroAccelerator(place=...), which takes the plain model and its optimizer",
-                    )
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+            if (replacement := replacement_of(parameter)) is not None:
+                raise zf.StaleError(
+                    "An optimizer was built before its model was transformed.",
+                    first=f"{replacement.fqn}, replaced by {replacement.site}",
+                    why="step() would update the old parameters and the loss would not move",
+                    fix="build it after the last transform: AdamW(model.parameters()); or leave the transform to "
+                    "ZeroAccelerator(place=...), which takes the plain model and its optimizer",
+                )

@@ -148,11 +148,7 @@ def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
 
 
 def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> Any:
-    """Stands in for `maybe_distribute_model`: transforms the model on meta, before its values are read.
-
-    Raises:
-        ConfigError: Weights are quantised by another library than torchao.
-    """
+    """Stands in for `maybe_distribute_model`: transforms the model on meta, before its values are read."""
     del model.config.distributed_config  # it only made transformers call this function, and must not be saved
     method = getattr(model, "quantization_method", None)
     if method == QuantizationMethod.TORCHAO:

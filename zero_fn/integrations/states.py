@@ -33,16 +33,10 @@ __all__ = [
 def whole_state(
     module: nn.Module, *, keep: bool, names: Collection[str] | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """The state dict of a module with whole values in host memory. Tied entries stay one tensor.
+    """The state dict of a module with whole values in host memory, in another `dtype` if there is one. Tied entries stay one
+    tensor. All ranks call it; those that do not `keep` the values get an empty dict.
 
-    Communicates an all-gather for each parameter, one after the other. A rank that does not keep the values holds one whole
-    parameter at a time.
-
-    Args:
-        module: A transformed module, or one that holds such modules. All ranks call it.
-        keep: Whether this rank keeps the values; a rank that does not gets an empty dict.
-        names: The entries to gather; None gathers all.
-        dtype: The dtype of floating-point values; None: that in which they rest.
+    Communicates an all-gather for each parameter, or for those of `names`, one after the other.
     """
     wholes: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
@@ -106,11 +100,7 @@ def note_overwriting(folder: Path) -> None:
 
 
 def require_not_overwritten(folder: Path) -> None:
-    """Requires that what is in the folder was saved after files beside it were overwritten.
-
-    Raises:
-        CheckpointError: A save was killed between.
-    """
+    """Requires that what is in the folder was saved after files beside it were overwritten."""
     note, newest = folder / _OVERWRITING, _newest(folder)
     if note.is_file() and note.read_text() == newest.name:
         raise zf.CheckpointError(
@@ -122,20 +112,12 @@ def require_not_overwritten(folder: Path) -> None:
 
 
 def load_weights(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
-    """Loads the weights of the first model that `save_states` saved. Every rank calls it.
-
-    Raises:
-        CheckpointError: The folder holds no such model, or its tensors do not fit.
-    """
+    """Loads the weights of the first model that `save_states` saved. Every rank calls it."""
     zf.load(_first_in(folder), model, only="model", strict=strict)
 
 
 def load_extra(folder: Path) -> dict[str, Any]:
-    """Loads the `extra` that `save_states` was given. Every rank calls it.
-
-    Raises:
-        CheckpointError: The folder holds no save.
-    """
+    """Loads the `extra` that `save_states` was given. Every rank calls it."""
     return zf.load(_first_in(folder), only="extra")
 
 
@@ -150,11 +132,7 @@ def load_states(
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
     only: str | None = None,
 ) -> None:
-    """Loads what `save_states` saved, on any number of ranks and at any stage. Every rank calls it. `only`: see `zf.load`.
-
-    Raises:
-        CheckpointError: The folder does not hold such states, or they do not fit.
-    """
+    """Loads what `save_states` saved, on any number of ranks and at any stage. Every rank calls it. `only`: see `zf.load`."""
     newest = _newest(folder)
     for name, model, optimizer, where in _entries(models, optimizers):
         if not (newest / name).is_dir():
@@ -175,8 +153,8 @@ def _entries(
 ) -> Iterator[tuple[str, nn.Module, Optimizer | None, Chosen]]:
     """The entries of a checkpoint: name, model, optimizer, and which parameters are saved (None: all).
 
-    A model is saved with its first optimizer. Of a further optimizer of the same model, only the parameters that it steps are
-    saved. Of a model of PEFT, only trained parameters are: its frozen base can be read again from where it came.
+    A model is saved with its first optimizer; a second optimizer saves only its own parameters. Of a model of PEFT only
+    trained parameters are saved: its frozen base can be read again from where it came.
     """
     saved: set[int] = set()
     for number, (model, optimizer) in enumerate(optimizers):
@@ -194,11 +172,7 @@ def _is_held(held: set[int], name: str, parameter: nn.Parameter) -> bool:
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
-    """The model whose parameters an optimizer holds; None if it holds parameters of none of them.
-
-    Raises:
-        StateError: The optimizer holds parameters of several models.
-    """
+    """The model whose parameters an optimizer holds, which may be of one; None if it holds parameters of none of them."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = [model for model in models if any(id(parameter) in held for parameter in model.parameters())]
     if len(found) > 1:

@@ -42,27 +42,14 @@ _OTHERS = {
 def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settings:
     """Reads a config as the Trainer of transformers does: its TrainingArguments replace `"auto"`.
 
+    `steps` are those of the training; 0 if the number is not known yet: entries of the scheduler are then not checked.
     Communicates 16 bytes per rank, to find out whether all ranks have the same config.
-
-    Args:
-        config: A path of a JSON file, or the object itself.
-        args: TrainingArguments.
-        mesh: The ranks that share a batch.
-        steps: Steps of the training; 0 if the number is not known yet: entries of the scheduler are then not checked.
-
-    Raises:
-        ConfigError: Entries cannot be followed, or contradict arguments; the error names all of them.
-        DisagreementError: Ranks have different configs.
     """
     return agreed_settings(config, partial(_auto_of, args, mesh.size(), steps), mesh)
 
 
 def _auto_of(args: Any, ranks: int, steps: int, config: Mapping[str, object]) -> Mapping[str, object]:
-    """The values of the arguments for the entries that a config leaves to them.
-
-    Raises:
-        ConfigError: An entry of the config has another value than the argument.
-    """
+    """The values of the arguments for the entries that a config leaves to them; other entries have to say the same."""
     values = values_of(args, ranks, steps)
     said = {path: value for path, value in leaves_of(config) if value is not None}
     others = [

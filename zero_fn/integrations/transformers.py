@@ -283,9 +283,6 @@ def _load_weights(model: nn.Module, folder: str) -> bool:
 
     Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by `from_pretrained`: names
     in files are not always those of the model (experts of Mixtral), and the Trainer skips what it does not find.
-
-    Raises:
-        CheckpointError: The folder lacks parameters of the model, or one of both is of adapters and the other is not.
     """
     _require_same_kind(Path(folder), model)
     if not isinstance(model, PreTrainedModel):

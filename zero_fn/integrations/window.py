@@ -17,14 +17,10 @@ __all__ = ["AccumulationWindow"]
 
 
 class AccumulationWindow:
-    """The blocks of `zf.accumulate` that are open, one for each module.
-
-    Attributes:
-        modules: The modules whose gradients are being summed.
-    """
+    """The blocks of `zf.accumulate` that are open, one for each module."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []  # whose gradients are being summed
         self._blocks = ExitStack()
 
     def begin(self, module: nn.Module) -> None:

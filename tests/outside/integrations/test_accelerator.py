@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, llama, place, start
+from tests.outside.integrations.worlds import Counting, llama, on_two_ranks, place, start
 from tests.support.ranks import Ranks
 from tests.units.checkpoint.test_atomic import left_by_a_kill
 
@@ -73,7 +73,8 @@ def test_prepared_models_have_the_numbers_of_replicas(prepared: Ranks) -> None:
     assert prepared(2).run(_compare, 2)[0] * 2 == each, "two microbatches are reduced once"
 
 
-def _float16(folder: str) -> None:
+@on_two_ranks
+def test_float16_that_accelerate_would_leave_out_is_refused(folder: str) -> None:
     from tests.outside.integrations.worlds import arguments
     from zero_fn.integrations.transformers import ZeroTrainer
 
@@ -85,11 +86,8 @@ def _float16(folder: str) -> None:
         ZeroTrainer(model=llama(), args=args, train_dataset=Counting(), place=place())
 
 
-def test_float16_that_accelerate_would_leave_out_is_refused(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_float16, str(tmp_path))
-
-
-def _in_two_calls() -> None:
+@on_two_ranks
+def test_a_model_and_its_optimizer_may_be_prepared_in_two_calls() -> None:
     """The optimizer is built for the plain model, and prepared after it, as accelerate allows."""
 
     def trained(ours: bool) -> list[float]:
@@ -103,11 +101,8 @@ def _in_two_calls() -> None:
     torch.testing.assert_close(trained(True), trained(False), atol=2e-5, rtol=2e-5)
 
 
-def test_a_model_and_its_optimizer_may_be_prepared_in_two_calls(prepared: Ranks) -> None:
-    prepared(2).run(_in_two_calls)
-
-
-def _resumed(folder: str) -> None:
+@on_two_ranks
+def test_a_state_is_loaded_to_the_bit(folder: str) -> None:
     parts = _parts(_accelerator(True), llama())
     _train(parts, 2)
     for _ in range(2):  # the second takes the place of the first
@@ -125,11 +120,8 @@ def _resumed(folder: str) -> None:
         parts[0].load_state(folder)
 
 
-def test_a_state_is_loaded_to_the_bit(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_resumed, str(tmp_path))
-
-
-def _named_folders(folder: str) -> None:
+@on_two_ranks
+def test_folders_that_accelerate_names_are_loaded(folder: str) -> None:
     from accelerate.utils import ProjectConfiguration
 
     named = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
@@ -143,11 +135,8 @@ def _named_folders(folder: str) -> None:
     assert sorted(path.name for path in Path(folder, "checkpoints", "checkpoint_0", "zero_fn").iterdir())
 
 
-def test_folders_that_accelerate_names_are_loaded(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_named_folders, str(tmp_path))
-
-
-def _two_models(folder: str) -> None:
+@on_two_ranks
+def test_plain_models_are_saved_beside_transformed_ones(folder: str) -> None:
     """A transformed model and a plain one, each with its optimizer, saved and loaded together."""
     accelerator = _accelerator(True)
     plain = nn.Linear(3, 3)
@@ -176,10 +165,6 @@ def _two_models(folder: str) -> None:
     assert torch.equal(plain.weight, values[1])
     assert all(torch.equal(p.full_tensor(), value) for p, value in zip(ours.parameters(), values[0], strict=True))
     assert accelerator.prepare_model(frozen, evaluation_mode=True) is frozen
-
-
-def test_plain_models_are_saved_beside_transformed_ones(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_two_models, str(tmp_path))
 
 
 def _killed(folder: str) -> list[int | str]:
@@ -220,7 +205,8 @@ def test_a_save_that_is_killed_leaves_one_step_or_is_refused(prepared: Ranks, tm
     assert list(dict.fromkeys(found)) == [1, "A save into this folder was killed", 2]
 
 
-def _exported(folder: str) -> None:
+@on_two_ranks
+def test_the_state_dict_of_a_model_is_whole_on_the_main_process(folder: str) -> None:
     accelerator, model, *_ = parts = _parts(_accelerator(True), llama(tie_word_embeddings=True))
     _train(parts, 2)
     state = accelerator.get_state_dict(model)
@@ -235,11 +221,8 @@ def _exported(folder: str) -> None:
         assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 
 
-def test_the_state_dict_of_a_model_is_whole_on_the_main_process(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_exported, str(tmp_path))
-
-
-def _given_up() -> None:
+@on_two_ranks
+def test_gradients_that_are_given_up_are_in_no_step() -> None:
     """What was accumulated before an exception, or before `free_memory`, is in no later step."""
     accelerator, model, _, loader, _ = _parts(_accelerator(True, gradient_accumulation_steps=2), llama())
     batch = next(iter(loader))
@@ -259,11 +242,8 @@ def _given_up() -> None:
     assert all(torch.equal(grad, p.grad.full_tensor()) for grad, p in zip(alone, other.parameters(), strict=True))
 
 
-def test_gradients_that_are_given_up_are_in_no_step(prepared: Ranks) -> None:
-    prepared(2).run(_given_up)
-
-
-def _refused(folder: str) -> None:
+@on_two_ranks
+def test_optimizers_that_do_not_fit_are_refused(folder: str) -> None:
     accelerator = _accelerator(True)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -282,10 +262,6 @@ def _refused(folder: str) -> None:
     accelerator.prepare(torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1))
     with pytest.raises(zf.StateError, match="steps several models"):
         accelerator.save_state(folder)
-
-
-def test_optimizers_that_do_not_fit_are_refused(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_refused, str(tmp_path))
 
 
 def _threads_beside_accelerate() -> int:

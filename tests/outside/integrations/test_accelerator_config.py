@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.outside.integrations.test_deepspeed_config import OWN, _Overflowing, zero
 from tests.outside.integrations.test_placed_by_config import on_meta, read
-from tests.outside.integrations.worlds import Counting, llama, place, start
-from tests.support.ranks import Ranks, axis
+from tests.outside.integrations.worlds import Counting, llama, needs, on_two_ranks, place, start
+from tests.support.ranks import axis
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
@@ -96,7 +95,8 @@ def by_hand(said: Json, model: nn.Module, dtype: str = "bf16") -> tuple[list[flo
     return losses, [norm for norm in norms if norm is not None]
 
 
-def _doors(folder: str) -> None:
+@on_two_ranks
+def test_the_numbers_are_those_of_from_deepspeed(folder: str) -> None:
     from accelerate.utils import DeepSpeedPlugin
 
     from zero_fn.integrations.transformers import placed
@@ -132,11 +132,8 @@ def _doors(folder: str) -> None:
         assert trained(prepared_parts(plugin, read(folder))) == losses
 
 
-def test_the_numbers_are_those_of_from_deepspeed(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_doors, str(tmp_path))
-
-
-def _fields() -> None:
+@on_two_ranks
+def test_fields_of_a_plugin_are_read() -> None:
     """Of a plugin without a file, from its arguments and from the environment; optimizers of the program."""
     from accelerate.utils import DeepSpeedPlugin
 
@@ -165,11 +162,9 @@ def _fields() -> None:
     assert dtypes == ({torch.bfloat16} if dist.get_rank() == 0 else set())
 
 
-def test_fields_of_a_plugin_are_read(prepared: Ranks) -> None:
-    prepared(2).run(_fields)
-
-
-def _skipped(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@on_two_ranks
+def test_a_step_that_overflows_is_skipped(dtype: str) -> None:
     """A step that overflows on one rank is skipped on both, and moves no rate."""
     said = {**config(2), "optimizer": ADAM, "gradient_clipping": 0.5}
     accelerator, model, optimizer, loader, scheduler = prepared_parts(
@@ -190,12 +185,9 @@ def _skipped(dtype: str) -> None:
     assert (accelerator.scaler is not None) == (dtype == "fp16")
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_step_that_overflows_is_skipped(prepared: Ranks, dtype: str) -> None:
-    prepared(2).run(_skipped, dtype)
-
-
-def _resumed(folder: str) -> None:
+@needs("peft")
+@on_two_ranks
+def test_adapters_of_a_placed_base_are_saved_and_resumed(folder: str) -> None:
     from peft import LoraConfig, get_peft_model
 
     from zero_fn.integrations.transformers import placed
@@ -222,12 +214,8 @@ def _resumed(folder: str) -> None:
     assert {str(p.dtype) for p in second[1].parameters()} == {"torch.bfloat16", "torch.float32"}
 
 
-def test_adapters_of_a_placed_base_are_saved_and_resumed(prepared: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    prepared(2).run(_resumed, str(tmp_path))
-
-
-def _refused() -> None:
+@on_two_ranks
+def test_what_contradicts_a_config_is_refused() -> None:
     from accelerate.utils import DeepSpeedPlugin
 
     from zero_fn.integrations.accelerate import ZeroAccelerator
@@ -257,7 +245,3 @@ def _refused() -> None:
         ZeroAccelerator(cpu=True, deepspeed=zero(3) | {"train_micro_batch_size_per_gpu": 2}).prepare(
             place("zero1")(llama())
         )
-
-
-def test_what_contradicts_a_config_is_refused(prepared: Ranks) -> None:
-    prepared(2).run(_refused)

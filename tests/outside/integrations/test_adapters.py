@@ -20,6 +20,7 @@ from tests.outside.integrations.worlds import (
     arguments,
     llama,
     numbers,
+    on_two_ranks,
     place,
     require_close,
     start,
@@ -117,7 +118,8 @@ def _logits(model: nn.Module) -> Tensor:
     return logits
 
 
-def _several() -> None:
+@on_two_ranks
+def test_adapters_are_switched_and_merged() -> None:
     """Two adapters: switched, off, merged and taken apart again, as in the plain model."""
     import peft
 
@@ -150,11 +152,9 @@ def _several() -> None:
     assert torch.equal(_logits(ours), _logits(plain))
 
 
-def test_adapters_are_switched_and_merged(prepared: Ranks) -> None:
-    prepared(2).run(_several)
-
-
-def _saved(folder: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dora", "prompts", "head beside"])
+@on_two_ranks
+def test_an_adapter_is_saved_alone_and_loaded(folder: str, kind: str) -> None:
     """A Trainer trains, saves the adapter alone; it is loaded into a plain base and one before a transform; resumed."""
     import peft
 
@@ -172,7 +172,8 @@ def _saved(folder: str, kind: str) -> None:
     assert torch.equal(_logits(again), wanted)
 
 
-def _mixed_up(folder: str) -> None:
+@on_two_ranks
+def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder: str) -> None:
     """Checkpoints of adapters and of whole models that are taken for one another; a merge that takes modules out."""
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
 
@@ -192,16 +193,8 @@ def _mixed_up(folder: str) -> None:
         merged(input_ids=Counting(4).tokens)
 
 
-def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_mixed_up, str(tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["dora", "prompts", "head beside"])
-def test_an_adapter_is_saved_alone_and_loaded(prepared: Ranks, tmp_path: Path, kind: str) -> None:
-    prepared(2).run(_saved, str(tmp_path), kind)
-
-
-def _over_a_placed_base(folder: str) -> None:
+@on_two_ranks
+def test_adapters_come_after_a_base_that_was_read_into_shards(folder: str) -> None:
     """The base is read straight into shards, then come adapters, then the Trainer places these: the numbers of replicas."""
     import peft
     from transformers import AutoModelForCausalLM, Trainer
@@ -235,10 +228,6 @@ def _over_a_placed_base(folder: str) -> None:
     torch.testing.assert_close(_logits(again.eval()), trained)
 
 
-def test_adapters_come_after_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_over_a_placed_base, str(tmp_path))
-
-
 _READ: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "olora": {"init_lora_weights": "olora"},
@@ -249,7 +238,8 @@ _READ: dict[str, dict[str, Any]] = {
 """Adapters whose initial values are made of the base."""
 
 
-def _computed_from_a_placed_base() -> None:
+@on_two_ranks
+def test_adapters_that_are_computed_from_a_placed_base_want_it_whole() -> None:
     """They are refused over shards, and are those of replicas where the base is whole, which freezes it for good, too."""
     import peft
 
@@ -275,7 +265,3 @@ def _computed_from_a_placed_base() -> None:
                 model = adapters(base, kind)
             found = trained(zf.zero3(model, mesh), averaged=False)
             torch.testing.assert_close({kind: found}, {kind: wanted}, atol=1e-5, rtol=1e-5)
-
-
-def test_adapters_that_are_computed_from_a_placed_base_want_it_whole(prepared: Ranks) -> None:
-    prepared(2).run(_computed_from_a_placed_base)

@@ -15,7 +15,17 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, arguments, llama, lora, numbers, place, require_close, start
+from tests.outside.integrations.worlds import (
+    Counting,
+    arguments,
+    llama,
+    lora,
+    numbers,
+    on_two_ranks,
+    place,
+    require_close,
+    start,
+)
 from tests.support.ranks import Ranks
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
@@ -51,7 +61,8 @@ def configured(folder: str, config: dict[str, Any], model: nn.Module | None = No
     return ZeroTrainer(model=model or llama(), args=args, train_dataset=Counting(), deepspeed=config)
 
 
-def _stages(folder: str) -> None:
+@on_two_ranks
+def test_a_config_trains_to_the_numbers_of_replicas(folder: str) -> None:
     from transformers import Trainer
 
     start()
@@ -67,11 +78,8 @@ def _stages(folder: str) -> None:
     require_close(numbers(configured(folder, zero(3), **microbatches)), wanted)
 
 
-def test_a_config_trains_to_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_stages, str(tmp_path))
-
-
-def _reductions(folder: str) -> None:
+@on_two_ranks
+def test_stages_2_and_3_of_a_config_hold_no_whole_gradients_between_microbatches(folder: str) -> None:
     """And what a rank holds of gradients between two microbatches."""
     from transformers import TrainerCallback
 
@@ -95,13 +103,8 @@ def _reductions(folder: str) -> None:
         assert calls[1] == times * calls[0], (stage, calls)
 
 
-def test_stages_2_and_3_of_a_config_hold_no_whole_gradients_between_microbatches(
-    prepared: Ranks, tmp_path: Path
-) -> None:
-    prepared(2).run(_reductions, str(tmp_path))
-
-
-def _own(folder: str) -> None:
+@on_two_ranks
+def test_a_config_brings_its_optimizer_rates_and_masters(folder: str) -> None:
     """Optimizer and scheduler of the config, on weights of 16 bits; resumed to the bit, on a disk too."""
     options = {"save_strategy": "steps", "save_steps": 2, "bf16": True, "warmup_steps": 2, "max_steps": 5}
     disk = {"device": "nvme", "nvme_path": folder}
@@ -121,10 +124,6 @@ def _own(folder: str) -> None:
         assert numbers(again, resume_from_checkpoint=f"{folder}/checkpoint-2") == wanted
 
 
-def test_a_config_brings_its_optimizer_rates_and_masters(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_own, str(tmp_path))
-
-
 class _Overflowing(nn.Module):
     """One rank's loss is not finite in one of its calls."""
 
@@ -140,7 +139,9 @@ class _Overflowing(nn.Module):
         return output
 
 
-def _skipped(folder: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@on_two_ranks
+def test_a_step_that_overflows_is_skipped(folder: str, dtype: str) -> None:
     """A step that overflows on one rank is skipped on both, and moves no rate."""
     options = {dtype: True, "max_steps": 3, "save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
     options["remove_unused_columns"] = False
@@ -167,11 +168,6 @@ def _skipped(folder: str, dtype: str) -> None:
     if dtype == "fp16":
         assert ours.accelerator.scaler.get_scale() == 128.0
         assert Path(folder, "checkpoint-3", "scaler.pt").is_file()
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_step_that_overflows_is_skipped(prepared: Ranks, tmp_path: Path, dtype: str) -> None:
-    prepared(2).run(_skipped, str(tmp_path), dtype)
 
 
 def _in_files(folder: str) -> dict[str, torch.Tensor]:
@@ -209,7 +205,8 @@ def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
     prepared(2).run(_saved, str(tmp_path), entry, dtype, is_asked, build)
 
 
-def _lacking(folder: str) -> None:
+@on_two_ranks
+def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(folder: str) -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     for options, wanted in (({"bf16": True}, torch.bfloat16), ({"bf16_full_eval": True}, None), ({}, None)):
         assert configured(folder, config, **options).settings.compute == wanted
@@ -223,11 +220,8 @@ def _lacking(folder: str) -> None:
             assert configured(folder, each).settings.compute == torch.bfloat16
 
 
-def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_lacking, str(tmp_path))
-
-
-def _refused(folder: str) -> None:
+@on_two_ranks
+def test_a_config_that_cannot_be_followed_is_refused(folder: str) -> None:
     from zero_fn.integrations.transformers import ZeroTrainer
 
     with pytest.raises(zf.ConfigError, match=r"contradicts the arguments(.|\n)*gradient_clipping = 2\.0"):
@@ -245,7 +239,3 @@ def _refused(folder: str) -> None:
     )
     with pytest.raises(zf.ConfigError, match="total_num_steps = 9, and the steps of the training is 8"):
         by_epochs.train()
-
-
-def test_a_config_that_cannot_be_followed_is_refused(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_refused, str(tmp_path))

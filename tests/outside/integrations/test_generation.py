@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import STAGES, Counting, gpt2, llama, place, start, zero_trainer
-from tests.support.ranks import Ranks, axis
+from tests.outside.integrations.worlds import STAGES, Counting, gpt2, llama, on_two_ranks, place, start, zero_trainer
+from tests.support.ranks import axis
 from zero_fn.integrations.placing import place_module
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
 
-def _generated(folder: str, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [llama, gpt2])
+@on_two_ranks
+def test_tokens_are_those_of_the_plain_model(folder: str, build: Callable[[], nn.Module]) -> None:
     """Ranks want other numbers of tokens, so that one is done before the other."""
     start()
     tokens = Counting(8).tokens[:2, :4]
@@ -56,12 +58,8 @@ def _generated(folder: str, build: Callable[[], nn.Module]) -> None:
                     )
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
-def test_tokens_are_those_of_the_plain_model(prepared: Ranks, tmp_path: Any, build: Callable[[], nn.Module]) -> None:
-    prepared(2).run(_generated, str(tmp_path), build)
-
-
-def _between_steps(folder: str) -> None:
+@on_two_ranks
+def test_a_trainer_generates_between_steps(folder: str) -> None:
     """Generation between two steps of a Trainer changes nothing of what it trains."""
     from transformers import TrainerCallback
 
@@ -84,7 +82,3 @@ def _between_steps(folder: str) -> None:
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[0] == losses[1]
     assert len(tokens) == 3
-
-
-def test_a_trainer_generates_between_steps(prepared: Ranks, tmp_path: Any) -> None:
-    prepared(2).run(_between_steps, str(tmp_path))

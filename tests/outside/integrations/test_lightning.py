@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, llama, place, start
+from tests.outside.integrations.worlds import Counting, llama, on_two_ranks, place, start
 from tests.support.ranks import Ranks
 
 pytest.importorskip("lightning", reason="lightning is not installed")
@@ -108,7 +108,8 @@ def test_a_fit_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path) -> N
     assert prepared(2, deadline_s=120).run(_compare, str(tmp_path), "zero3", 2)[0] == once
 
 
-def _resumed(folder: str) -> None:
+@on_two_ranks
+def test_a_checkpoint_is_resumed_at_any_stage(folder: str) -> None:
     """From the folder of each rank's own, from one file, and under Lightning's own strategy for shards."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -152,11 +153,8 @@ def _resumed(folder: str) -> None:
         trainer.save_checkpoint(f"{folder}/elsewhere.ckpt", storage_options={"anon": True})
 
 
-def test_a_checkpoint_is_resumed_at_any_stage(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2, deadline_s=120).run(_resumed, str(tmp_path))
-
-
-def _refused(folder: str) -> None:
+@on_two_ranks
+def test_what_nobody_would_reduce_is_refused(folder: str) -> None:
     from zero_fn.integrations.lightning import ZeroStrategy
 
     start()
@@ -167,7 +165,3 @@ def _refused(folder: str) -> None:
         _trainer(folder, ZeroStrategy(), max_steps=1).fit(_module(None), loader)
     with pytest.raises(zf.ConfigError, match="sync_batchnorm"):
         _trainer(folder, ZeroStrategy(), max_steps=1, sync_batchnorm=True).fit(_module("zero3"), loader)
-
-
-def test_what_nobody_would_reduce_is_refused(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_refused, str(tmp_path))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.outside.integrations.test_deepspeed_config import OWN, zero
-from tests.outside.integrations.worlds import Counting, arguments, llama, numbers, start
+from tests.outside.integrations.worlds import Counting, arguments, llama, needs, numbers, on_two_ranks, start
 from tests.support.ranks import Ranks, axis
 from tests.support.resident import forget_peak, give_memory_back, in_new_process, peak_nbytes
 from zero_fn.deepspeed.settings import settings_of
@@ -118,7 +118,8 @@ def test_what_is_read_into_shards_trains_as_a_plain_model(prepared: Ranks, tmp_p
     prepared(2).run(_doors, str(tmp_path / "hf"), dtype, config, options)
 
 
-def _by_hand(folder: str) -> None:
+@on_two_ranks
+def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder: str) -> None:
     from zero_fn.integrations.transformers import placed
 
     _written(folder, torch.float32)
@@ -149,11 +150,9 @@ def _by_hand(folder: str) -> None:
         _trainer(folder, host, loaded(fitting), bf16=True, mesh=grid["b"])
 
 
-def test_what_was_placed_by_hand_has_to_be_what_the_config_says(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_by_hand, str(tmp_path))
-
-
-def _adapters(folder: str) -> None:
+@needs("peft")
+@on_two_ranks
+def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
     """Of a frozen base in 16 bits, after it was placed: over an axis that `placed` has made."""
     from peft import LoraConfig, get_peft_model
 
@@ -178,12 +177,8 @@ def _adapters(folder: str) -> None:
     assert all(placements[0].is_shard() for _, placements in rests.values())
 
 
-def test_adapters_of_a_placed_base_rest_as_the_config_says(prepared: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    prepared(2).run(_adapters, str(tmp_path))
-
-
-def _refused(folder: str) -> None:
+@on_two_ranks
+def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(folder: str) -> None:
     from zero_fn.integrations.transformers import placed
 
     _written(folder, torch.float32)
@@ -204,10 +199,6 @@ def _refused(folder: str) -> None:
         placed(zero(3), arguments(folder)),  # type: ignore[arg-type]
     ):
         read(folder)
-
-
-def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_refused, str(tmp_path))
 
 
 def _unlaunched(folder: str) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, gpt2, llama, mixtral, place, start
+from tests.outside.integrations.worlds import Counting, gpt2, llama, mixtral, needs, on_two_ranks, place, start
 from tests.support.ranks import Ranks, axis
 from zero_fn.integrations.placing import place_module
 
@@ -75,7 +75,9 @@ def test_a_placed_model_may_rest_in_another_dtype_than_its_files(prepared: Ranks
     prepared(2).run(_loaded, str(tmp_path), llama, "zero3", torch.bfloat16)
 
 
-def _quantised_by_torchao(folder: str) -> None:
+@needs("torchao")
+@on_two_ranks
+def test_a_base_that_torchao_quantises_is_placed(folder: str) -> None:
     """Weights that are quantised as they are read, and a folder that was saved quantised; then adapters over them."""
     from peft import LoraConfig, get_peft_model
     from torchao.quantization import Int8WeightOnlyConfig
@@ -119,12 +121,9 @@ def _quantised_by_torchao(folder: str) -> None:
     assert trained
 
 
-def test_a_base_that_torchao_quantises_is_placed(prepared: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    prepared(2).run(_quantised_by_torchao, str(tmp_path))
-
-
-def _quantised_by_others(folder: str) -> None:
+@needs("bitsandbytes")
+@on_two_ranks
+def test_a_base_that_others_quantise_is_refused_unread(folder: str) -> None:
     """Refused before a file is read; and what the error says instead."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
@@ -147,12 +146,9 @@ def _quantised_by_others(folder: str) -> None:
         zf.flatten_subclasses(plain)
 
 
-def test_a_base_that_others_quantise_is_refused_unread(prepared: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    prepared(2).run(_quantised_by_others, str(tmp_path))
-
-
-def _without_transformers(folder: str, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [llama, tied, gpt2])
+@on_two_ranks
+def test_a_folder_is_read_into_a_model_on_meta(folder: str, build: Callable[[], nn.Module]) -> None:
     _written(folder, build, torch.float32, max_shard_size="20KB")
     wanted = type(build()).from_pretrained(folder)
     with torch.device("meta"):
@@ -167,12 +163,11 @@ def _without_transformers(folder: str, build: Callable[[], nn.Module]) -> None:
     model.train()(input_ids=tokens, labels=tokens).loss.backward()
 
 
-@pytest.mark.parametrize("build", [llama, tied, gpt2])
-def test_a_folder_is_read_into_a_model_on_meta(prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module]) -> None:
-    prepared(2).run(_without_transformers, str(tmp_path), build)
-
-
-def _given_back(folder: str, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [llama, tied, gpt2, mixtral])
+@on_two_ranks
+def test_a_folder_that_was_written_from_shards_is_loaded_by_transformers(
+    folder: str, build: Callable[[], nn.Module]
+) -> None:
     """From shards to files to `from_pretrained`."""
     start()
     model = zf.zero3(build(), axis())
@@ -189,14 +184,8 @@ def _given_back(folder: str, build: Callable[[], nn.Module]) -> None:
         assert torch.equal(value, dict(model.named_parameters())[name].full_tensor().to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("build", [llama, tied, gpt2, mixtral])
-def test_a_folder_that_was_written_from_shards_is_loaded_by_transformers(
-    prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module]
-) -> None:
-    prepared(2).run(_given_back, str(tmp_path), build)
-
-
-def _generated(folder: str) -> None:
+@on_two_ranks
+def test_ranks_generate_until_all_are_done(folder: str) -> None:
     """Ranks want other numbers of tokens: greedy, of adapters, and one rank alone inside `unsharded`."""
     from peft import LoraConfig, get_peft_model
 
@@ -218,11 +207,8 @@ def _generated(folder: str) -> None:
     assert torch.equal(adapted.generate(input_ids=tokens, max_new_tokens=length, do_sample=False), wanted)
 
 
-def test_ranks_generate_until_all_are_done(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_generated, str(tmp_path))
-
-
-def _refused(folder: str) -> None:
+@on_two_ranks
+def test_what_placed_cannot_load_is_refused(folder: str) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
     from transformers.distributed import DistributedConfig
 
@@ -240,7 +226,3 @@ def _refused(folder: str) -> None:
         AutoModelForSequenceClassification.from_pretrained(folder)
     assert before == (PreTrainedModel.from_pretrained, PreTrainedModel.maybe_distribute_model)
     assert not zf.is_transformed(AutoModelForCausalLM.from_pretrained(folder))
-
-
-def test_what_placed_cannot_load_is_refused(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_refused, str(tmp_path))

@@ -25,6 +25,7 @@ from tests.outside.integrations.worlds import (
     lora,
     mixtral,
     numbers,
+    on_two_ranks,
     place,
     require_close,
     start,
@@ -78,7 +79,8 @@ def test_a_trainer_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path, 
     prepared(2).run(_compare, str(tmp_path), build, stage, options, tolerance)
 
 
-def _compare_compiled(folder: str) -> None:
+@on_two_ranks
+def test_a_compiled_model_has_the_numbers_of_replicas(folder: str) -> None:
     from transformers import Trainer
 
     def small() -> nn.Module:
@@ -96,10 +98,6 @@ def _compare_compiled(folder: str) -> None:
     require_close(found, wanted)
 
 
-def test_a_compiled_model_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_compare_compiled, str(tmp_path))
-
-
 def _reductions(folder: str, microbatches: int) -> int:
     ours = zero_trainer(folder, llama, "zero3", gradient_accumulation_steps=microbatches, max_steps=1)
     with zf.traffic() as sent:
@@ -113,7 +111,9 @@ def test_a_step_reduces_once_for_three_microbatches(prepared: Ranks, tmp_path: P
     assert prepared(2).run(_reductions, str(tmp_path), 3) == once
 
 
-def _hand_over(folder: str, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_two_ranks
+def test_optimizers_of_users_follow_or_are_refused(folder: str, stage: str) -> None:
     """The model that was transformed by the user, an optimizer built before the model was placed, and a stale one."""
     from transformers import Trainer
 
@@ -148,12 +148,8 @@ def _hand_over(folder: str, stage: str) -> None:
         ZeroTrainer(model=model, args=arguments(folder), optimizers=(stepped, None), place=place(stage), **data)
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_optimizers_of_users_follow_or_are_refused(prepared: Ranks, tmp_path: Path, stage: str) -> None:
-    prepared(2).run(_hand_over, str(tmp_path), stage)
-
-
-def _refused(folder: str) -> None:
+@on_two_ranks
+def test_what_cannot_work_is_refused(folder: str) -> None:
     from zero_fn.integrations.transformers import ZeroTrainer
 
     start()
@@ -178,11 +174,8 @@ def _refused(folder: str) -> None:
         adafactor.train()
 
 
-def test_what_cannot_work_is_refused(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_refused, str(tmp_path))
-
-
-def _masters(folder: str) -> None:
+@on_two_ranks
+def test_weights_of_16_bits_are_trained_with_masters(folder: str) -> None:
     """Weights that were loaded in 16 bits: replicas of masters under autocast have about the same numbers."""
     from transformers import Trainer
 
@@ -203,11 +196,8 @@ def _masters(folder: str) -> None:
     assert all(parameter.dtype == torch.float32 for parameter in ours.model.parameters())
 
 
-def test_weights_of_16_bits_are_trained_with_masters(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_masters, str(tmp_path))
-
-
-def _seq2seq(folder: str) -> None:
+@on_two_ranks
+def test_a_seq2seq_trainer_generates_on_all_ranks(folder: str) -> None:
     """Its evaluation generates, and says itself whether ranks must wait for one another."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
@@ -236,11 +226,8 @@ def _seq2seq(folder: str) -> None:
     assert asked and all(asked)
 
 
-def test_a_seq2seq_trainer_generates_on_all_ranks(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_seq2seq, str(tmp_path))
-
-
-def _skips_layers() -> None:
+@on_two_ranks
+def test_ranks_skip_no_layers_at_random() -> None:
     """A model that skips layers at random, on ranks with random numbers of their own."""
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
@@ -262,12 +249,8 @@ def _skips_layers() -> None:
     assert losses[-1] < losses[0]
 
 
-def test_ranks_skip_no_layers_at_random(prepared: Ranks) -> None:
-    """Modules of transformers ask each for itself whether ranks must run the same: `layerdrop` is 0.1 by default."""
-    prepared(2).run(_skips_layers)
-
-
-def _stopped(folder: str) -> None:
+@on_two_ranks
+def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(folder: str) -> None:
     """Evaluation before training, callbacks that stop, batches by length."""
     from transformers import EarlyStoppingCallback, Trainer
 
@@ -291,11 +274,8 @@ def _stopped(folder: str) -> None:
     require_close(stopped[1], stopped[0])
 
 
-def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_stopped, str(tmp_path))
-
-
-def _predicted(folder: str) -> None:
+@on_two_ranks
+def test_predictions_are_those_of_replicas(folder: str) -> None:
     """Seven samples, of which the ranks have four and three."""
     from transformers import Trainer
 
@@ -305,10 +285,6 @@ def _predicted(folder: str) -> None:
     assert found.predictions.shape == wanted.predictions.shape
     assert abs(found.predictions - wanted.predictions).max() < 1e-5
     assert found.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], abs=1e-5)
-
-
-def test_predictions_are_those_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_predicted, str(tmp_path))
 
 
 def _over_two_axes(folder: str) -> None:

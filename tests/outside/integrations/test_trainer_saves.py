@@ -21,6 +21,7 @@ from tests.outside.integrations.worlds import (
     lora,
     mixtral,
     numbers,
+    on_two_ranks,
     require_close,
     start,
     zero_trainer,
@@ -81,7 +82,9 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(
     require_close(found, wanted)
 
 
-def _exported(folder: str, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [llama, gpt2, mixtral])
+@on_two_ranks
+def test_a_saved_model_is_read_by_from_pretrained(folder: str, build: Callable[[], nn.Module]) -> None:
     """What `save_model` writes is what the model holds, and `from_pretrained` reads it on every rank at once."""
     ours = zero_trainer(folder, build, "zero3", **{})
     ours.train()
@@ -96,14 +99,8 @@ def _exported(folder: str, build: Callable[[], nn.Module]) -> None:
         assert torch.equal(loaded(input_ids=tokens).logits, ours.model.eval()(input_ids=tokens).logits)
 
 
-@pytest.mark.parametrize("build", [llama, gpt2, mixtral])
-def test_a_saved_model_is_read_by_from_pretrained(
-    prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module]
-) -> None:
-    prepared(2).run(_exported, str(tmp_path), build)
-
-
-def _exported_adapters(folder: str) -> None:
+@on_two_ranks
+def test_adapters_are_saved_alone_and_all_of_them(folder: str) -> None:
     from peft import PeftModel
 
     ours = zero_trainer(folder, lora, "zero3", **{})
@@ -117,11 +114,8 @@ def _exported_adapters(folder: str) -> None:
         assert torch.equal(loaded(input_ids=tokens).logits, ours.model.eval()(input_ids=tokens).logits)
 
 
-def test_adapters_are_saved_alone_and_all_of_them(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_exported_adapters, str(tmp_path))
-
-
-def _best(folder: str) -> None:
+@on_two_ranks
+def test_the_best_model_is_loaded_at_the_end(folder: str) -> None:
     options = {
         "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.3,
         "load_best_model_at_end": True,
@@ -133,11 +127,9 @@ def _best(folder: str) -> None:
     assert ours.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
 
 
-def test_the_best_model_is_loaded_at_the_end(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_best, str(tmp_path))
-
-
-def _by_others(folder: str, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_two_ranks
+def test_who_saves_tensors_by_their_memory_is_told_how_to_save(folder: str, stage: str) -> None:
     """Whoever writes a file from the memory of each tensor is told what to call; and that works."""
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -163,12 +155,8 @@ def _by_others(folder: str, stage: str) -> None:
     assert torch.nn.Linear(2, 2).weight.storage().size() == 4
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_who_saves_tensors_by_their_memory_is_told_how_to_save(prepared: Ranks, tmp_path: Path, stage: str) -> None:
-    prepared(2).run(_by_others, str(tmp_path), stage)
-
-
-def _without_states(folder: str) -> None:
+@on_two_ranks
+def test_a_checkpoint_without_states_is_not_resumed_in_silence(folder: str) -> None:
     ours = zero_trainer(folder, llama, "zero3", **{"save_strategy": "steps", "save_steps": 2, "save_only_model": True})
     ours.train()
     again = zero_trainer(folder, llama, "zero3", **{})
@@ -176,11 +164,8 @@ def _without_states(folder: str) -> None:
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
 
 
-def test_a_checkpoint_without_states_is_not_resumed_in_silence(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_without_states, str(tmp_path))
-
-
-def _in_tiers(folder: str) -> None:
+@on_two_ranks
+def test_a_model_on_a_disk_is_trained_saved_and_resumed(folder: str) -> None:
     """Everything on a disk, a streamed optimizer: the numbers of replicas, saved and resumed."""
     from transformers import Trainer
 
@@ -201,7 +186,3 @@ def _in_tiers(folder: str) -> None:
 
     require_close(numbers(trainer()), wanted)
     require_close(numbers(trainer(), resume_from_checkpoint=f"{folder}/ours/checkpoint-2"), wanted)
-
-
-def test_a_model_on_a_disk_is_trained_saved_and_resumed(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_in_tiers, str(tmp_path))

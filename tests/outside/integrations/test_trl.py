@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start, tokenizer
+from tests.outside.integrations.worlds import (
+    VOCABULARY,
+    llama,
+    numbers,
+    on_two_ranks,
+    place,
+    require_close,
+    start,
+    tokenizer,
+)
 from tests.support.eviction import evicted
 from tests.support.ranks import Ranks
 
@@ -136,7 +145,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _adapters(folder: str) -> None:
+@on_two_ranks
+def test_an_adapter_is_trained_and_resumed(folder: str) -> None:
     """SFT of an adapter that the trainer makes: the numbers of replicas, and a checkpoint that is taken up."""
     from peft import LoraConfig
 
@@ -149,7 +159,8 @@ def _adapters(folder: str) -> None:
     require_close(numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
 
 
-def _preferred(folder: str) -> None:
+@on_two_ranks
+def test_an_adapter_is_preferred_over_a_base_that_was_read_into_shards(folder: str) -> None:
     """DPO of an adapter: its reference is the base without it, which no rank has read whole."""
     from peft import LoraConfig
 
@@ -162,20 +173,13 @@ def _preferred(folder: str) -> None:
     require_close(found["placed"], found["replicas"], 5e-5)
 
 
-def test_an_adapter_is_preferred_over_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2, deadline_s=240).run(_preferred, str(tmp_path))
-
-
-def test_an_adapter_is_trained_and_resumed(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2, deadline_s=240).run(_adapters, str(tmp_path))
-
-
 @pytest.mark.parametrize("trainer", CASES)
 def test_a_trainer_of_trl_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path, trainer: str) -> None:
     prepared(2, deadline_s=240).run(_compare, str(tmp_path), trainer, ("mixin", "before"), CASES[trainer])
 
 
-def _reference(folder: str) -> None:
+@on_two_ranks
+def test_a_reference_model_is_placed_and_evicted_by_itself(folder: str) -> None:
     """A reference model at a stage of its own, which is evicted before, between and after two trainings."""
     from transformers import AutoModelForCausalLM
 
@@ -201,11 +205,9 @@ def _reference(folder: str) -> None:
         assert zf.held(ours).parameters == 0
 
 
-def test_a_reference_model_is_placed_and_evicted_by_itself(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2, deadline_s=240).run(_reference, str(tmp_path))
-
-
-def _moved(folder: str, trainer: str) -> None:
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])
+@on_two_ranks
+def test_a_reference_model_moves_towards_the_policy(folder: str, trainer: str) -> None:
     """The reference moves towards the policy after each step, as that of replicas does; it was not placed by hand."""
     _written(folder, trainer)
     options = {**CASES[trainer], "beta": 0.5, "max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1}
@@ -219,8 +221,3 @@ def _moved(folder: str, trainer: str) -> None:
             torch.testing.assert_close(moved[name].full_tensor(), parameter, atol=1e-5, rtol=1e-5)
     with pytest.raises(zf.ConfigError, match="whole reference model"):
         _trainer(folder, trainer, "before", options)
-
-
-@pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])
-def test_a_reference_model_moves_towards_the_policy(prepared: Ranks, tmp_path: Path, trainer: str) -> None:
-    prepared(2, deadline_s=240).run(_moved, str(tmp_path), trainer)

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.support.ranks import axis
+from tests.support.ranks import Ranks, axis
 
 VOCABULARY = 64
 STAGES = {"zero1": zf.zero1, "zero2": zf.zero2, "zero3": zf.zero3}
+
+
+def on_two_ranks(program: Callable[..., object]) -> Callable[..., None]:
+    """A test: two ranks that know the libraries run a program, which is given a folder of its own if it takes `folder`, and
+    the parameters of the test."""
+    taken = inspect.signature(program).parameters
+    fixtures = ["prepared", *(["tmp_path"] if "folder" in taken else []), *(name for name in taken if name != "folder")]
+
+    def test(prepared: Ranks, **given: Any) -> None:
+        if "folder" in taken:
+            given["folder"] = str(given.pop("tmp_path"))
+        prepared(2, deadline_s=240).run(program, **given)
+
+    test.__doc__ = program.__doc__
+    test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in fixtures]
+    )
+    return test
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips a test without a package, which `.ci/test --all` installs."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"the package {package} is not installed")
 
 
 def import_all() -> None:
