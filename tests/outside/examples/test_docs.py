@@ -174,7 +174,7 @@ def _anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in _headings(path)}
 
 
-_TEXTS = [path for path in sorted((_ROOT / "zero_fn").rglob("*")) if path.suffix in (".py", ".txt", ".c")]
+_TEXTS = [path for path in sorted((_ROOT / "zero_fn").rglob("*")) if path.suffix in (".py", ".toml", ".c")]
 
 
 def test_pages_that_the_package_names_are_there() -> None:

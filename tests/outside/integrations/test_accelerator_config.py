@@ -14,9 +14,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.outside.integrations.test_deepspeed_config import OWN, _Overflowing, zero
-from tests.outside.integrations.test_placed_by_config import on_meta, read
-from tests.outside.integrations.worlds import Counting, llama, needs, on_two_ranks, place, start
+from tests.outside.integrations.worlds import (
+    OWN,
+    Counting,
+    Overflowing,
+    adapted,
+    llama,
+    needs,
+    on_meta,
+    on_two_ranks,
+    place,
+    read,
+    start,
+    written,
+    zero,
+)
 from tests.support.ranks import axis
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
@@ -101,10 +113,7 @@ def test_the_numbers_are_those_of_from_deepspeed(folder: str) -> None:
 
     from zero_fn.integrations.transformers import placed
 
-    start()
-    if dist.get_rank() == 0:
-        llama().bfloat16().save_pretrained(folder)
-    dist.barrier()
+    written(folder, dtype=torch.bfloat16)
     host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
     for said in (config(2), config(3, offload_optimizer=host), config(3, offload_optimizer=disk, offload_param=disk)):
         losses, norms = by_hand(said, read(folder))
@@ -168,7 +177,7 @@ def test_a_step_that_overflows_is_skipped(dtype: str) -> None:
     """A step that overflows on one rank is skipped on both, and moves no rate."""
     said = {**config(2), "optimizer": ADAM, "gradient_clipping": 0.5}
     accelerator, model, optimizer, loader, scheduler = prepared_parts(
-        said, _Overflowing(llama(), 4, 1), dtype=dtype, step_scheduler_with_optimizer=True
+        said, Overflowing(llama(), 4, 1), dtype=dtype, step_scheduler_with_optimizer=True
     )
     values, rates = [], []
     for _, batch in zip(range(6), loader, strict=False):
@@ -188,21 +197,15 @@ def test_a_step_that_overflows_is_skipped(dtype: str) -> None:
 @needs("peft")
 @on_two_ranks
 def test_adapters_of_a_placed_base_are_saved_and_resumed(folder: str) -> None:
-    from peft import LoraConfig, get_peft_model
-
     from zero_fn.integrations.transformers import placed
 
-    start()
-    if dist.get_rank() == 0:
-        llama().bfloat16().save_pretrained(folder)
-    dist.barrier()
+    written(folder, dtype=torch.bfloat16)
     said = config(3, offload_optimizer={"device": "cpu"})
 
     def parts() -> Any:
         with placed(said, auto={"bf16.enabled": True, "fp16.enabled": False}, frozen=True):
             base = read(folder)
-        torch.manual_seed(1)
-        return prepared_parts(said, get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])))
+        return prepared_parts(said, adapted(base, "q_proj"))
 
     first = parts()
     trained(first)

@@ -19,6 +19,7 @@ from tests.outside.integrations.worlds import (
     Counting,
     arguments,
     llama,
+    lora,
     numbers,
     on_two_ranks,
     place,
@@ -34,10 +35,12 @@ pytest.importorskip("transformers", reason="the extra [transformers] is not inst
 _TARGETS = ["q_proj", "v_proj", "up_proj"]
 
 
-def adapted(kind: str) -> nn.Module:
+def with_adapter(kind: str) -> nn.Module:
     """A small model with an adapter of a kind, whose values are none of its initial zeros."""
     import peft
 
+    if kind == "one matrix frozen":
+        return lora()
     configs: dict[str, Callable[[], Any]] = {
         "lora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
         "dora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, use_dora=True),
@@ -89,7 +92,7 @@ def _trained(folder: str, kind: str) -> None:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
     start()
-    plain = adapted(kind)
+    plain = with_adapter(kind)
     wanted = _steps(plain, adam(plain), averaged=True)
     disk = zf.nvme(folder)
     ways: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -97,7 +100,7 @@ def _trained(folder: str, kind: str) -> None:
         "on a disk": lambda m: zf.offload(zf.zero3(m, axis()), params=disk, grads=disk, optim=disk),
     }
     for way, transform in ways.items():
-        model = transform(adapted(kind))
+        model = transform(with_adapter(kind))
         optimizer: Any = adam(model)
         found = _steps(model, zf.streamed(optimizer) if way == "on a disk" else optimizer, averaged=False)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
@@ -124,7 +127,7 @@ def test_adapters_are_switched_and_merged() -> None:
     import peft
 
     def two() -> Any:
-        model = adapted("lora")
+        model = with_adapter("lora")
         torch.manual_seed(5)
         model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))  # type: ignore[operator]
         return model.eval()
@@ -152,16 +155,16 @@ def test_adapters_are_switched_and_merged() -> None:
     assert torch.equal(_logits(ours), _logits(plain))
 
 
-@pytest.mark.parametrize("kind", ["dora", "prompts", "head beside"])
+@pytest.mark.parametrize("kind", ["dora", "prompts", "head beside", "one matrix frozen"])
 @on_two_ranks
 def test_an_adapter_is_saved_alone_and_loaded(folder: str, kind: str) -> None:
     """A Trainer trains, saves the adapter alone; it is loaded into a plain base and one before a transform; resumed."""
     import peft
 
     options = {"save_strategy": "steps", "save_steps": 2}
-    ours = zero_trainer(folder, lambda: adapted(kind), "zero3", **options)
+    ours = zero_trainer(folder, lambda: with_adapter(kind), "zero3", **options)
     trained = numbers(ours)
-    resumed = zero_trainer(folder, lambda: adapted(kind), "zero3", **options)
+    resumed = zero_trainer(folder, lambda: with_adapter(kind), "zero3", **options)
     assert numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2") == trained
     ours.save_model(f"{folder}/out")
     assert "model.safetensors" not in [path.name for path in Path(folder, "out").iterdir()]
@@ -180,15 +183,15 @@ def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder:
     def trainer(kind: str, build: Callable[[], nn.Module]) -> Any:
         return zero_trainer(f"{folder}/{kind}", build, "zero3", **options)
 
-    numbers(trainer("adapters", lambda: adapted("lora")))
+    numbers(trainer("adapters", lambda: with_adapter("lora")))
     numbers(trainer("whole", llama))
     for build, kind, fix in (
         (llama, "adapters", "PeftModel.from_pretrained"),
-        (lambda: adapted("lora"), "whole", "get_peft_model"),
+        (lambda: with_adapter("lora"), "whole", "get_peft_model"),
     ):
         with pytest.raises(zf.CheckpointError, match=fix):
             trainer("other", build).train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-1")
-    merged = place()(adapted("lora")).merge_and_unload()  # type: ignore[operator]
+    merged = place()(with_adapter("lora")).merge_and_unload()  # type: ignore[operator]
     with pytest.raises(zf.PlacementError, match=r"merge_adapter\(\)"):
         merged(input_ids=Counting(4).tokens)
 
@@ -208,8 +211,8 @@ def test_adapters_come_after_a_base_that_was_read_into_shards(folder: str) -> No
 
     def adapters(model: nn.Module) -> nn.Module:
         torch.manual_seed(1)
-        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=_TARGETS))
-        return adapted
+        with_adapter: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=_TARGETS))
+        return with_adapter
 
     data = {"train_dataset": Counting()}
     plain = adapters(AutoModelForCausalLM.from_pretrained(f"{folder}/base"))
@@ -248,8 +251,10 @@ def test_adapters_that_are_computed_from_a_placed_base_want_it_whole() -> None:
 
     def adapters(model: nn.Module, kind: str) -> nn.Module:
         torch.manual_seed(1)
-        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **_READ[kind]))
-        return adapted
+        with_adapter: nn.Module = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj"], **_READ[kind])
+        )
+        return with_adapter
 
     def trained(model: nn.Module, *, averaged: bool) -> list[float]:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

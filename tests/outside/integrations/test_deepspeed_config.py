@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import (
+    OWN,
     Counting,
+    Overflowing,
     arguments,
+    configured,
     llama,
     lora,
     numbers,
@@ -25,40 +26,12 @@ from tests.outside.integrations.worlds import (
     place,
     require_close,
     start,
+    zero,
 )
 from tests.support.ranks import Ranks
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
-
-SIZES: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto", "initial_scale_power": 8, "hysteresis": 1},
-}
-OWN: dict[str, Any] = {
-    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
-    },
-}
-
-
-def zero(stage: int, **more: Any) -> dict[str, Any]:
-    return {**SIZES, "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", **more}}
-
-
-def configured(folder: str, config: dict[str, Any], model: nn.Module | None = None, **options: Any) -> Any:
-    """A ZeroTrainer of a DeepSpeed config."""
-    from zero_fn.integrations.transformers import ZeroTrainer
-
-    start()
-    args = arguments(folder, **options)
-    return ZeroTrainer(model=model or llama(), args=args, train_dataset=Counting(), deepspeed=config)
 
 
 @on_two_ranks
@@ -124,21 +97,6 @@ def test_a_config_brings_its_optimizer_rates_and_masters(folder: str) -> None:
         assert numbers(again, resume_from_checkpoint=f"{folder}/checkpoint-2") == wanted
 
 
-class _Overflowing(nn.Module):
-    """One rank's loss is not finite in one of its calls."""
-
-    def __init__(self, inner: nn.Module, call: int, rank: int) -> None:
-        super().__init__()
-        self.inner, self.call, self.rank, self.calls = inner, call, rank, 0
-
-    def forward(self, **inputs: Any) -> Any:
-        self.calls += 1
-        output = self.inner(**inputs)
-        if self.calls == self.call and dist.get_rank() == self.rank:
-            output["loss"] = output["loss"] * math.inf
-        return output
-
-
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @on_two_ranks
 def test_a_step_that_overflows_is_skipped(folder: str, dtype: str) -> None:
@@ -146,7 +104,7 @@ def test_a_step_that_overflows_is_skipped(folder: str, dtype: str) -> None:
     options = {dtype: True, "max_steps": 3, "save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
     options["remove_unused_columns"] = False
     config = {**zero(2), "gradient_clipping": 0.5}
-    ours = configured(folder, config, _Overflowing(llama(), 2, 1), **options)
+    ours = configured(folder, config, Overflowing(llama(), 2, 1), **options)
     values: list[list[torch.Tensor]] = []
     own = ours.training_step
 
@@ -161,7 +119,7 @@ def test_a_step_that_overflows_is_skipped(folder: str, dtype: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(second, third, strict=True))
     assert ours.lr_scheduler.last_epoch == 2
     assert ours.skipped_steps == 1
-    again = configured(folder, config, _Overflowing(llama(), 9, 1), **options)
+    again = configured(folder, config, Overflowing(llama(), 9, 1), **options)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert again.skipped_steps == 1, "it is not counted anew"
     assert (ours.accelerator.scaler is not None) == (dtype == "fp16")

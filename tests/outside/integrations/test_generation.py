@@ -11,14 +11,29 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import STAGES, Counting, gpt2, llama, on_two_ranks, place, start, zero_trainer
+from tests.outside.integrations.worlds import (
+    STAGES,
+    Counting,
+    adapted,
+    gpt2,
+    llama,
+    needs,
+    on_two_ranks,
+    place,
+    start,
+    zero_trainer,
+)
 from tests.support.ranks import axis
 from zero_fn.integrations.placing import place_module
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
+def with_adapters() -> nn.Module:
+    return adapted(llama(), "q_proj")
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, pytest.param(with_adapters, marks=needs("peft"))])
 @on_two_ranks
 def test_tokens_are_those_of_the_plain_model(folder: str, build: Callable[[], nn.Module]) -> None:
     """Ranks want other numbers of tokens, so that one is done before the other."""
@@ -46,14 +61,14 @@ def test_tokens_are_those_of_the_plain_model(folder: str, build: Callable[[], nn
                 continue
             length = 7 if kind == "static cache" else 3 + 4 * dist.get_rank()  # whose size is that of its rank
             torch.manual_seed(1)
-            wanted = plain.generate(tokens, max_new_tokens=length, **options)
+            wanted = plain.generate(input_ids=tokens, max_new_tokens=length, **options)
             torch.manual_seed(1)
-            found = ours.generate(tokens, max_new_tokens=length, **options)
+            found = ours.generate(input_ids=tokens, max_new_tokens=length, **options)
             assert torch.equal(found, wanted), f"{way}, {kind}"
             with zf.unsharded(ours):
                 if dist.get_rank() == 1:  # alone: nothing is gathered
                     torch.manual_seed(1)
-                    assert torch.equal(ours.generate(tokens, max_new_tokens=length, **options), wanted), (
+                    assert torch.equal(ours.generate(input_ids=tokens, max_new_tokens=length, **options), wanted), (
                         f"{way}, {kind}"
                     )
 

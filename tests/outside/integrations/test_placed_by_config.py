@@ -18,8 +18,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.outside.integrations.test_deepspeed_config import OWN, zero
-from tests.outside.integrations.worlds import Counting, arguments, llama, needs, numbers, on_two_ranks, start
+from tests.outside.integrations.worlds import (
+    OWN,
+    Counting,
+    adapted,
+    arguments,
+    configured,
+    llama,
+    needs,
+    numbers,
+    on_meta,
+    on_two_ranks,
+    read,
+    start,
+    written,
+    zero,
+)
 from tests.support.ranks import Ranks, axis
 from tests.support.resident import forget_peak, give_memory_back, in_new_process, peak_nbytes
 from zero_fn.deepspeed.settings import settings_of
@@ -33,34 +47,8 @@ LR = {"optimizer.params.lr": 1e-2, "optimizer.params.betas": [0.9, 0.95], "optim
 Json = dict[str, Any]
 
 
-def _written(folder: str, dtype: torch.dtype, **options: Any) -> None:
-    start()
-    if dist.get_rank() == 0:
-        llama(**options).to(dtype).save_pretrained(folder, max_shard_size="20KB")
-    dist.barrier()
-
-
-def read(folder: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
-    return model
-
-
-def on_meta(folder: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return model
-
-
-def _trainer(folder: str, config: Json, model: nn.Module, *, bf16: bool, **options: Any) -> Any:
-    from zero_fn.integrations.transformers import ZeroTrainer
-
-    start()
-    args = arguments(folder, bf16=bf16, max_steps=3)
-    return ZeroTrainer(model=model, args=args, train_dataset=Counting(), deepspeed=config, **options)
+def _trainer(folder: str, config: Json, model: nn.Module, *, bf16: bool, **given: Any) -> Any:
+    return configured(folder, config, model, given, bf16=bf16, max_steps=3)
 
 
 def _losses(setup: zf.DeepSpeedSetup[Any]) -> list[float]:
@@ -78,7 +66,7 @@ def _losses(setup: zf.DeepSpeedSetup[Any]) -> list[float]:
 def _doors(folder: str, dtype: torch.dtype, config: Json, options: Json) -> None:
     from zero_fn.integrations.transformers import placed
 
-    _written(folder, dtype, **options)
+    written(folder, partial(llama, **options), dtype, max_shard_size="20KB")
     bf16 = dtype == torch.bfloat16
     trained = partial(_trainer, folder, config, bf16=bf16)
     wanted = numbers(trained(read(folder)))
@@ -122,7 +110,7 @@ def test_what_is_read_into_shards_trains_as_a_plain_model(prepared: Ranks, tmp_p
 def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder: str) -> None:
     from zero_fn.integrations.transformers import placed
 
-    _written(folder, torch.float32)
+    written(folder, dtype=torch.float32, max_shard_size="20KB")
     host = zero(3, offload_optimizer={"device": "cpu"})
 
     def loaded(place: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -154,23 +142,17 @@ def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder: str) -> 
 @on_two_ranks
 def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
     """Of a frozen base in 16 bits, after it was placed: over an axis that `placed` has made."""
-    from peft import LoraConfig, get_peft_model
-
     from zero_fn.integrations.transformers import placed
 
-    _written(folder, torch.bfloat16)
+    written(folder, dtype=torch.bfloat16, max_shard_size="20KB")
     config = zero(3, offload_optimizer={"device": "cpu"})
 
-    def adapted(base: nn.Module) -> nn.Module:
-        torch.manual_seed(1)
-        model: nn.Module = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        return model
-
-    wanted = numbers(_trainer(folder, config, adapted(read(folder)), bf16=True))
+    qv = "q_proj", "v_proj"
+    wanted = numbers(_trainer(folder, config, adapted(read(folder), *qv), bf16=True))
     with placed(config, auto={"bf16.enabled": True, "fp16.enabled": False}, frozen=True):
         base = read(folder)
     assert {parameter.dtype for parameter in base.parameters()} == {torch.bfloat16}
-    trainer = _trainer(folder, config, adapted(base), bf16=True)
+    trainer = _trainer(folder, config, adapted(base, *qv), bf16=True)
     assert numbers(trainer) == wanted
     rests = {name: (p.dtype, p.placements) for name, p in trainer.model.named_parameters()}
     assert all(dtype == (torch.float32 if "lora" in name else torch.bfloat16) for name, (dtype, _) in rests.items())
@@ -181,7 +163,7 @@ def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
 def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(folder: str) -> None:
     from zero_fn.integrations.transformers import placed
 
-    _written(folder, torch.float32)
+    written(folder, dtype=torch.float32, max_shard_size="20KB")
     with pytest.raises(zf.ConfigError, match=r"bf16\.enabled, fp16\.enabled"), placed(zero(3)):
         read(folder)
     with pytest.raises(zf.ConfigError, match=r"contradicts the arguments(.|\n)*gradient_clipping = 2\.0"):  # noqa: SIM117

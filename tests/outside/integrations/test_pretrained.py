@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, gpt2, llama, mixtral, needs, on_two_ranks, place, start
+from tests.outside.integrations.worlds import Counting, gpt2, llama, mixtral, needs, on_two_ranks, place, start, written
 from tests.support.ranks import Ranks, axis
-from zero_fn.integrations.placing import place_module
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
@@ -27,20 +25,12 @@ def tied() -> nn.Module:
     return llama(tie_word_embeddings=True)
 
 
-def _written(folder: str, build: Callable[[], nn.Module], dtype: torch.dtype, **options: Any) -> None:
-    """The folder, on every rank."""
-    start()
-    if dist.get_rank() == 0:
-        build().to(dtype).save_pretrained(folder, **options)
-    dist.barrier()
-
-
 def _loaded(folder: str, build: Callable[[], nn.Module], stage: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
     from zero_fn.integrations.transformers import placed
 
-    _written(folder, build, dtype, max_shard_size="20KB")
+    written(folder, build, dtype, max_shard_size="20KB")
     wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with placed(place(stage)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -90,7 +80,7 @@ def test_a_base_that_torchao_quantises_is_placed(folder: str) -> None:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
         return model.train()
 
-    _written(folder, llama, torch.float32)
+    written(folder, llama, torch.float32)
     options = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "dtype": torch.float32}
     plain = AutoModelForCausalLM.from_pretrained(folder, **options)
     if dist.get_rank() == 0:
@@ -129,7 +119,7 @@ def test_a_base_that_others_quantise_is_refused_unread(folder: str) -> None:
 
     from zero_fn.integrations.transformers import placed
 
-    _written(folder, llama, torch.float32)
+    written(folder, llama, torch.float32)
     four_bits = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
     plain = AutoModelForCausalLM.from_pretrained(folder, **four_bits)
     if dist.get_rank() == 0:
@@ -149,7 +139,7 @@ def test_a_base_that_others_quantise_is_refused_unread(folder: str) -> None:
 @pytest.mark.parametrize("build", [llama, tied, gpt2])
 @on_two_ranks
 def test_a_folder_is_read_into_a_model_on_meta(folder: str, build: Callable[[], nn.Module]) -> None:
-    _written(folder, build, torch.float32, max_shard_size="20KB")
+    written(folder, build, torch.float32, max_shard_size="20KB")
     wanted = type(build()).from_pretrained(folder)
     with torch.device("meta"):
         model = build()
@@ -185,36 +175,13 @@ def test_a_folder_that_was_written_from_shards_is_loaded_by_transformers(
 
 
 @on_two_ranks
-def test_ranks_generate_until_all_are_done(folder: str) -> None:
-    """Ranks want other numbers of tokens: greedy, of adapters, and one rank alone inside `unsharded`."""
-    from peft import LoraConfig, get_peft_model
-
-    from zero_fn.integrations.transformers import placed
-
-    _written(folder, llama, torch.float32)
-    plain = llama().eval()
-    with placed(place()):
-        model = type(plain).from_pretrained(folder)
-    tokens = Counting().tokens[:2, :4]
-    length = 3 + 4 * dist.get_rank()
-    wanted = plain.generate(tokens, max_new_tokens=length, do_sample=False)
-    assert torch.equal(model.generate(tokens, max_new_tokens=length, do_sample=False), wanted)
-    with zf.unsharded(model):
-        if dist.get_rank() == 1:
-            assert torch.equal(model.generate(tokens, max_new_tokens=length, do_sample=False), wanted)
-    start()
-    adapted, _ = place_module(place(), get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])).eval())
-    assert torch.equal(adapted.generate(input_ids=tokens, max_new_tokens=length, do_sample=False), wanted)
-
-
-@on_two_ranks
 def test_what_placed_cannot_load_is_refused(folder: str) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
     from transformers.distributed import DistributedConfig
 
     from zero_fn.integrations.transformers import placed
 
-    _written(folder, llama, torch.float32)
+    written(folder, llama, torch.float32)
     before = PreTrainedModel.from_pretrained, PreTrainedModel.maybe_distribute_model
     with pytest.raises(zf.StateError, match="Nothing was loaded"), placed(place()):
         gpt2()

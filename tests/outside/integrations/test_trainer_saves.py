@@ -18,7 +18,6 @@ from tests.outside.integrations.worlds import (
     gpt2,
     import_all,
     llama,
-    lora,
     mixtral,
     numbers,
     on_two_ranks,
@@ -32,44 +31,25 @@ pytest.importorskip("transformers", reason="the extra [transformers] is not inst
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
 
-SAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "llama": (llama, "zero3"),
-    "zero1": (llama, "zero1"),
-    "dropout": (gpt2, "zero3"),
-    "lora": (lora, "zero2"),
-    "mixtral": (mixtral, "zero3"),
-}
-
-
-def _resumed(folder: str, build: Callable[[], nn.Module], stage: str) -> None:
-    """Two of four steps again, from the checkpoint: the same bits as the run that was not interrupted."""
+@pytest.mark.parametrize("build", [llama, gpt2, mixtral])
+@on_two_ranks
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(folder: str, build: Callable[[], nn.Module]) -> None:
+    """Two of four steps again, from the checkpoint. With adapters: `test_adapters.py`; at other stages: below."""
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-    first = zero_trainer(folder, build, stage, **options)
+    first = zero_trainer(folder, build, "zero3", **options)
     wanted = numbers(first)
     values = {name: p.full_tensor() for name, p in first.model.named_parameters()}
-    second = zero_trainer(folder, build, stage, **options)
+    second = zero_trainer(folder, build, "zero3", **options)
     found = numbers(second, resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert found == wanted
     assert all(torch.equal(p.full_tensor(), values[name]) for name, p in second.model.named_parameters())
 
 
-@pytest.mark.parametrize("case", SAVED)
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(prepared: Ranks, tmp_path: Path, case: str) -> None:
-    prepared(2).run(_resumed, str(tmp_path), *SAVED[case])
-
-
-def _half(folder: str, stage: str, microbatches: int) -> list[tuple[str, float]]:
-    options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": microbatches}
-    batch = 4 // (microbatches * torch.distributed.get_world_size())
-    ours = zero_trainer(folder, llama, stage, **{**options, "per_device_train_batch_size": batch})
-    return numbers(ours)
-
-
-def _other_half(folder: str, stage: str, microbatches: int) -> list[tuple[str, float]]:
+def _half(folder: str, stage: str, microbatches: int, **resumed: str) -> list[tuple[str, float]]:
     batch = 4 // (microbatches * torch.distributed.get_world_size())
     options = {"gradient_accumulation_steps": microbatches, "per_device_train_batch_size": batch}
-    ours = zero_trainer(folder, llama, stage, **options)
-    return numbers(ours, resume_from_checkpoint=f"{folder}/checkpoint-2")
+    saves = {} if resumed else {"save_strategy": "steps", "save_steps": 2}
+    return numbers(zero_trainer(folder, llama, stage, **options, **saves), **resumed)
 
 
 @pytest.mark.parametrize(("n", "stage", "microbatches"), [(1, "zero1", 1), (1, "zero3", 2), (2, "zero2", 2)])
@@ -78,7 +58,8 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(
 ) -> None:
     wanted = prepared(2).run(_half, str(tmp_path), "zero3", 1)[0]
     prepared(n, deadline_s=240).run(import_all)
-    found = prepared(n).run(_other_half, str(tmp_path), stage, microbatches)[0]
+    again = {"resume_from_checkpoint": f"{tmp_path}/checkpoint-2"}
+    found = prepared(n).run(_half, str(tmp_path), stage, microbatches, **again)[0]
     require_close(found, wanted)
 
 
@@ -94,21 +75,6 @@ def test_a_saved_model_is_read_by_from_pretrained(folder: str, build: Callable[[
     files = {path.name for path in Path(folder, "out").iterdir()}
     assert files >= {"model.safetensors", "config.json", "training_args.bin"}
     loaded = type(ours.model).from_pretrained(f"{folder}/out")
-    tokens = Counting().tokens[:2]
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids=tokens).logits, ours.model.eval()(input_ids=tokens).logits)
-
-
-@on_two_ranks
-def test_adapters_are_saved_alone_and_all_of_them(folder: str) -> None:
-    from peft import PeftModel
-
-    ours = zero_trainer(folder, lora, "zero3", **{})
-    ours.train()
-    ours.save_model(f"{folder}/out")
-    files = sorted(path.name for path in Path(folder, "out").iterdir())
-    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-    loaded = PeftModel.from_pretrained(llama(), f"{folder}/out")
     tokens = Counting().tokens[:2]
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=tokens).logits, ours.model.eval()(input_ids=tokens).logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -122,16 +123,49 @@ def tokenizer() -> Any:
     )
 
 
-def lora() -> nn.Module:
-    """Adapters, of which one matrix of a layer is frozen, as in LoRA-FA: it must be saved, too."""
+def adapted(model: nn.Module, *targets: str, seed: int = 1, **options: Any) -> nn.Module:
+    """A model with adapters of rank 4 at some modules, whose first values make no difference."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    adapted: nn.Module = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    for name, parameter in adapted.named_parameters():
+    torch.manual_seed(seed)
+    found: nn.Module = get_peft_model(model, LoraConfig(r=4, target_modules=[*targets], **options))
+    return found
+
+
+def lora() -> nn.Module:
+    """Adapters, of which one matrix of a layer is frozen, as in LoRA-FA: it must be saved, too."""
+    model = adapted(llama(), "q_proj", "v_proj", seed=0)
+    for name, parameter in model.named_parameters():
         if "layers.0" in name and "lora_A" in name:
             parameter.requires_grad_(False)
-    return adapted
+    return model
+
+
+def written(
+    folder: str, build: Callable[[], nn.Module] = llama, dtype: torch.dtype = torch.float32, **options: Any
+) -> None:
+    """A folder of transformers, on every rank."""
+    start()
+    if dist.get_rank() == 0:
+        build().to(dtype).save_pretrained(folder, **options)  # type: ignore[operator]
+    dist.barrier()
+
+
+def read(folder: str) -> nn.Module:
+    """The model of a folder."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+    return model
+
+
+def on_meta(folder: str) -> nn.Module:
+    """The model of a folder, without its values."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return model
 
 
 class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -172,6 +206,56 @@ def zero_trainer(folder: str, build: Callable[[], nn.Module], stage: str, **opti
     start()
     data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
     return ZeroTrainer(model=build(), args=arguments(folder, **options), place=place(stage), **data)
+
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "initial_scale_power": 8, "hysteresis": 1},
+}
+OWN: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed config of a stage that leaves to the Trainer what it can."""
+    return {**SIZES, "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", **more}}
+
+
+def configured(
+    folder: str,
+    config: dict[str, Any],
+    model: nn.Module | None = None,
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A ZeroTrainer of a DeepSpeed config, and of whatever else it is given; other options are those of its arguments."""
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    args, model = arguments(folder, **options), llama() if model is None else model
+    return ZeroTrainer(model=model, args=args, train_dataset=Counting(), deepspeed=config, **(given or {}))
+
+
+class Overflowing(nn.Module):
+    """One rank's loss is not finite in one of its calls."""
+
+    def __init__(self, inner: nn.Module, call: int, rank: int) -> None:
+        super().__init__()
+        self.inner, self.call, self.rank, self.calls = inner, call, rank, 0
+
+    def forward(self, **inputs: Any) -> Any:
+        self.calls += 1
+        output = self.inner(**inputs)
+        if self.calls == self.call and dist.get_rank() == self.rank:
+            output["loss"] = output["loss"] * math.inf
+        return output
 
 
 _NUMBERS = ("loss", "grad_norm", "eval_loss", "learning_rate", "rewards/margins")
