@@ -35,6 +35,7 @@ _PAGES = [
     *(path for path in sorted((_ROOT / "docs").rglob("*.md")) if not _MADE.intersection(path.parts)),
 ]
 _BLOCK = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCKS = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _RANKS = re.compile(r"\A<!-- ranks: (\d+) -->\n")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _MENTION = re.compile(r"((?:[\w-]+/)*[\w-]+\.md|\bREADME\b)(?:, ([A-Z][\w ]+))?")
@@ -85,18 +86,6 @@ def test_pages_have_blocks() -> None:
     assert sum(len(page.parsed) for page in _ALL) < sum(len(page.run) for page in _ALL) / 3
 
 
-@_ids([page for page in _ALL if page.run or page.parsed])
-def test_blocks_of_a_page_are_python(page: Page) -> None:
-    for _, code in (*page.run, *page.parsed):
-        ast.parse(code)
-
-
-@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
-def test_no_block_is_in_a_list(path: Path) -> None:
-    """It would be neither run nor parsed."""
-    assert not re.search(r"^ +```python$", path.read_text(encoding="utf-8"), re.MULTILINE)
-
-
 def _on_a_rank(preamble: str, program: str, name: str, folder: str) -> str:
     """Runs a page on a rank, in a folder of its own for all ranks; what it prints."""
     before, printed = os.getcwd(), io.StringIO()
@@ -124,11 +113,6 @@ def test_a_page_runs_on_ranks(page: Page, ranks: Ranks, tmp_path: Path) -> None:
     case.run(_on_a_rank, page_of(_GUIDES).program(), page.program(), page.name, str(tmp_path))
 
 
-@_ids([page for page in _ALL if page.ranks])
-def test_a_page_on_ranks_says_where_its_names_come_from(page: Page) -> None:
-    assert "[these lines](" in (_ROOT / page.name).read_text(encoding="utf-8"), "link the lines of docs/guides/index.md"
-
-
 @_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
 def test_a_page_runs_as_a_script(page: Page, tmp_path: Path, interpreter: Interpreter) -> None:
     script = tmp_path / "page.py"
@@ -151,19 +135,30 @@ def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(
 
 
 @pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
-def test_links_of_a_page_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+def test_a_page_is_sound(path: Path) -> None:
+    """Blocks are Python and in no list, where they would be neither run nor parsed; links lead somewhere; rows belong to a
+    table; files that are named are there, below the root, the package or the tests. (The log names files as they were.)"""
+    text, page = path.read_text(encoding="utf-8"), page_of(path)
+    for _, code in (*page.run, *page.parsed):
+        ast.parse(code)
+    assert not re.search(r"^ +```python$", text, re.MULTILINE)
+    assert not page.ranks or "[these lines](" in text, "link the lines of docs/guides/index.md"
+    for name in _FILE.findall(text) if path.parent.name != "log" else ():
+        assert any((_ROOT / folder / name).exists() for folder in ("", "zero_fn", "tests")), name
+    text = _BLOCKS.sub("", text)
     for target, place in _LINK.findall(text):
         if not re.match(r"https?:|mailto:", target):
             found = path.parent / target if target else path
-            assert found.exists(), f"{path.name} links to {target}, which is not there"
-            assert not place or place in _anchors(found), (
-                f"{path.name} links to #{place} of {found.name}, which is not there"
-            )
+            assert found.exists(), f"{target} is not there"
+            assert not place or place in _anchors(found), f"#{place} of {found.name} is not there"
+    lines = ["", *text.splitlines(), ""]
+    for number, line in enumerate(lines):
+        if line.startswith("|") and not lines[number - 1].startswith("|"):  # else it would be shown as text
+            assert set(lines[number + 1]) <= set("|-: "), f"a row without a table: {line}"
 
 
 def _headings(path: Path) -> set[str]:
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = _BLOCKS.sub("", path.read_text(encoding="utf-8"))
     return set(re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE))
 
 
@@ -239,23 +234,6 @@ def test_the_table_of_one_node_is_what_its_program_computes() -> None:
         plans = [space["needs"](row, grads) for grads in (None, space["torch"].bfloat16)]
         on_gpu = [f"{plan.held.on_device / 1e9:.1f} ({plan.peak_nbytes / 1e9:.1f})" for plan in plans]
         assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
-
-
-@pytest.mark.parametrize("path", [path for path in _PAGES if path.parent.name != "log"], ids=lambda path: path.stem)
-def test_files_that_a_page_names_are_there(path: Path) -> None:
-    """`runtime/run.py` may be named below the root, the package or the tests. The log names files as they were then."""
-    for name in _FILE.findall(path.read_text(encoding="utf-8")):
-        assert any((_ROOT / folder / name).exists() for folder in ("", "zero_fn", "tests")), f"{path.name} names {name}"
-
-
-@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
-def test_rows_belong_to_a_table(path: Path) -> None:
-    """A row that was added below the end of its table would be shown as text."""
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    lines = ["", *text.splitlines(), ""]
-    for number, line in enumerate(lines):
-        if line.startswith("|") and not lines[number - 1].startswith("|"):
-            assert set(lines[number + 1]) <= set("|-: "), f"{path.name}: a row without a table: {line}"
 
 
 def test_the_readme_is_short() -> None:

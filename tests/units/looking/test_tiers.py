@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from tests.support.groups import alone, pretended
 from tests.support.models import Language
-from tests.support.ranks import Ranks, axis
 from zero_fn.storage import DiskStorage, Slab
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -88,22 +87,6 @@ def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(
     assert slabs.now == slabs.peak == planned.held.buffers
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.4])
-@pytest.mark.parametrize("tier", ["nvme", "cpu"])
-def test_a_part_of_the_states_is_planned_where_it_is(tmp_path: Path, tier: str, fraction: float) -> None:
-    optim = zf.nvme(tmp_path) if tier == "nvme" else zf.cpu()
-    model: Any = zf.offload(Language(dim=200), optim=optim, fraction=fraction)
-    stock = torch.optim.AdamW(model.parameters())
-    planned = zf.plan(model, stock).held if tier == "nvme" else None
-    optimizer = zf.streamed(stock)
-    stepped(model, optimizer, 1)
-    measured = zf.held(model, optimizer)
-    later = zf.plan(model, optimizer).held
-    assert (later.optimizer, later.buffers) == (measured.optimizer, measured.buffers)
-    assert dict(later.tiers) == dict(measured.tiers)
-    assert planned is None or (planned.optimizer, dict(planned.tiers)) == (measured.optimizer, dict(measured.tiers))
-
-
 def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     for verb in ("read", "write"):
@@ -146,38 +129,6 @@ def test_a_step_moves_what_was_planned(
         assert (counts[tier, "read"], counts[tier, "write"]) == (2 * read, 2 * written), tier
         assert tier in str(planned)
     assert sum(counts.values()) == sum(2 * (read + written) for read, written in planned.moved.values())
-
-
-def test_every_rank_plans_its_own_part(ranks: Ranks, tmp_path: Path) -> None:
-    def program(path: str) -> bool:
-        model: Any = zf.zero3(Language(dim=64), axis())
-        model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path), optim=zf.nvme(path))
-        stock = torch.optim.AdamW(model.parameters())
-        planned = zf.plan(model, stock).held
-        optimizer = zf.streamed(stock)
-        stepped(model, optimizer, 1)
-        measured = zf.held(model, optimizer)
-        return (measured.total, dict(measured.tiers)) == (planned.total, dict(planned.tiers))
-
-    assert all(ranks(2).run(program, str(tmp_path)))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("where", [None, "0.*"])
-@pytest.mark.parametrize("kinds", [("optim",), ("grads", "optim"), ("params", "grads", "optim")], ids="-".join)
-def test_a_model_on_meta_is_planned_as_it_will_be(
-    tmp_path: Path, kinds: tuple[str, ...], where: str | None, fused: bool
-) -> None:
-    """Peak and padding too: parameters that will be in a tier take no memory, nor do those that lie beside others."""
-    tiers = {kind: zf.nvme(tmp_path) for kind in kinds}
-    with torch.device("meta"):
-        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 300)) for _ in range(6)))
-    with alone() as mesh:
-        model = zf.offload(zf.shard_params(model, mesh, units="*"), **tiers, where=where)
-        planned = zf.plan(model, torch.optim.AdamW(model.parameters(), fused=fused))
-        model = zf.materialize(model, "cpu")
-        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), fused=fused))
-        assert zf.plan(model, optimizer) == planned
 
 
 def test_a_stock_optimizer_in_memory_is_planned_by_its_states() -> None:
