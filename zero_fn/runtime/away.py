@@ -51,12 +51,7 @@ class Away:
         return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
 
     def reserve(self, records: dict[Shelved, list[list[Form]]], device: torch.device) -> None:
-        """Makes room for all records of the module, which will be laid out in this order.
-
-        Raises:
-            TierError: A tier, or host memory for staging buffers, is too small.
-            StorageError: The path takes no files.
-        """
+        """Makes room for all records of the module, which will be laid out in this order."""
         for what, forms in records.items():
             sizes = [record_nbytes(each) for each in forms]
             self._reserved[what] = self.shelf(what).reserve(sizes)

@@ -24,13 +24,9 @@ _NO_VERSION = -1
 
 
 class ParameterRecord(Record):
-    """The parameters of a group in a tier.
+    """The parameters of a group in a tier."""
 
-    Attributes:
-        copies: The same tensors in the compute dtype, or None. [Note: compute copies]
-    """
-
-    copies: Record | None = None
+    copies: Record | None = None  # the same tensors in the compute dtype, or None. [Note: compute copies]
 
     @property
     def source(self) -> Record:
@@ -67,16 +63,7 @@ class ParameterRecord(Record):
             self.copies.drop()
 
     def begin_copy(self, index: int, room: Tensor) -> dict[int, Tensor]:
-        """Begins to make the copy of a parcel anew. Until `write_copy` is done the copy counts as out of date.
-
-        Args:
-            index: The number of the parcel.
-            room: Memory for the copy, whole pages; may be that of the copy itself.
-
-        Returns:
-            The room of each piece, flat, in the compute dtype, by the first byte of the piece in the parcel of the original.
-            Pieces without elements are left out, as they begin where others do.
-        """
+        """Begins to make the copy of a parcel anew. Until `write_copy` is done the copy counts as out of date."""
         assert self.copies is not None
         copy = self.copies.parcels[index]
         copy.version = _NO_VERSION
@@ -84,13 +71,7 @@ class ParameterRecord(Record):
         return {begin: rooms[in_copy] for begin, in_copy in places if in_copy in rooms}
 
     def fill_copy(self, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
-        """Casts pieces of a parcel into their copies.
-
-        Args:
-            index: The number of the parcel.
-            memory: The parcel.
-            rooms: Rooms of the pieces to cast, out of those that `begin_copy` returned.
-        """
+        """Casts pieces of a parcel into their copies."""
         for begin, piece in _pieces(self, self.parcels[index], memory).items():
             if begin in rooms:
                 rooms[begin].copy_(piece)

@@ -40,41 +40,26 @@ _ALIGNMENT_NBYTES = 64
 
 
 class Form(NamedTuple):
-    """The elements and dtype of one tensor of a record.
-
-    Attributes:
-        numel: Number of elements.
-        dtype: Their dtype.
-        packed_as: The dtype whose bytes decide where parcels are cut, so that a record and its compute copies are cut alike;
-            None is `dtype`.
-        parcel_nbytes: Most bytes of a parcel, the same for all tensors of a group.
-    """
+    """The elements and dtype of one tensor of a record."""
 
     numel: int
     dtype: torch.dtype
+    # The dtype whose bytes decide where parcels are cut, so that a record and its compute copies are cut alike; None is
+    # `dtype`.
     packed_as: torch.dtype | None = None
-    parcel_nbytes: int = PARCEL_NBYTES
+    parcel_nbytes: int = PARCEL_NBYTES  # most bytes of a parcel, the same for all tensors of a group
 
 
 @dataclass(slots=True)
 class Parcel:
-    """Pieces of tensors that are read and written as one.
+    """Pieces of tensors that are read and written as one."""
 
-    Attributes:
-        pieces: Which elements of which tensors lie in it.
-        offsets: The first byte of each piece in the parcel.
-        start: Its first byte in the record.
-        nbytes: Its bytes, in whole pages.
-        is_stored: Whether it was ever written; before, its elements are zero.
-        version: How often it was written; of a compute copy, the version of the original that it holds
-            (`compute_copies.py`).
-    """
-
-    pieces: tuple[Piece, ...]
-    offsets: tuple[int, ...]
-    start: int
+    pieces: tuple[Piece, ...]  # which elements of which tensors lie in it
+    offsets: tuple[int, ...]  # the first byte of each piece in the parcel
+    start: int  # its first byte in the record
     nbytes: int
-    is_stored: bool = False
+    is_stored: bool = False  # whether it was ever written; before, its elements are zero
+    # How often it was written; of a compute copy, the version of the original that it holds (`compute_copies.py`).
     version: int = 0
 
 

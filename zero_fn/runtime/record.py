@@ -34,28 +34,19 @@ class Record:
     """The tensors of a group in a tier.
 
     What reads, writes or waits raises `StorageError` if a disk fails, or does not hold what was written to it.
-
-    Attributes:
-        shelf, place: Where they rest: the shelf, and their first byte on it.
-        is_addressable: Whether the tier is memory of the host, which is used where it lies, without transfers.
-        forms: Elements and dtype of each tensor.
-        device: The device that computes with them.
-        parcels, nbytes: Their parcels, in order, and the bytes of all parcels.
-        owner: The unit of the tensors, weakly.
-        waited_for: A step that has to be taken before anything else reads or writes the record: a function, and its argument.
-            [Note: a step that waits]
-        fetched: Host memory with all tensors, or with all of them on their way there.
-        leaving: The end of the last copy from host memory of the record to the device; that memory must not change before.
-        writing: Host memory that is being written to the tier in the background.
     """
 
+    # A step that has to be taken before anything else reads or writes the record: a function, and its argument. [Note:
+    # a step that waits]
     waited_for: tuple[Callable[[int], None], int] | None = None
 
     def __init__(self, shelf: TierStorage, forms: Sequence[Form], device: torch.device, place: int) -> None:
         """Lays tensors out in a range of a shelf that was reserved for them: `record_nbytes(forms)` bytes from `place` on."""
+        # shelf, place: where they rest: the shelf, and their first byte on it.
         self.shelf, self.forms, self.device, self.place = shelf, list(forms), device, place
+        # Whether the tier is memory of the host, which is used where it lies, without transfers.
         self.is_addressable = isinstance(shelf.tier, Cpu)
-        self.owner: Callable[[], object] = lambda: None
+        self.owner: Callable[[], object] = lambda: None  # the unit of the tensors, weakly
         self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)
         self.starts = [0] * len(forms)  # the first byte of each tensor
@@ -65,8 +56,9 @@ class Record:
                 if not piece.start:
                     self.starts[piece.parameter] = parcel.start + offset
                 self._parcels_of[piece.parameter].append(parcel)
-        self.fetched: Stretch | None = None
-        self.writing: Stretch | None = None
+        self.fetched: Stretch | None = None  # host memory with all tensors, or with all of them on their way there
+        self.writing: Stretch | None = None  # host memory that is being written to the tier in the background
+        # The end of the last copy from host memory of the record to the device; that memory must not change before.
         self.leaving: torch.Event | None = None
 
     def __del__(self) -> None:
@@ -127,12 +119,7 @@ class Record:
         self.finish_writing()
 
     def begin_writing(self, values: Mapping[int, Tensor]) -> None:
-        """Begins to write some tensors from a copy of their values; the others stay as they are.
-
-        Args:
-            values: Flat, by number, on the host or the device. Those on the device must stay as they are until
-                `finish_writing`.
-        """
+        """Begins to write some tensors from a copy of their values; the others stay as they are."""
         self.settle()
         self.finish_writing()
         self.drop()
@@ -172,13 +159,7 @@ class Record:
 
     @contextmanager
     def opened(self, number: int, *, is_written: bool, on_host: bool = False) -> Iterator[Tensor]:
-        """Inside, one tensor is in memory, flat.
-
-        Args:
-            number: The number of the tensor.
-            is_written: Whether to write it back at the end.
-            on_host: Whether it is wanted in host memory rather than on the device.
-        """
+        """Inside, one tensor is in memory, flat."""
         self.settle()
         self.finish_writing()
         _stay(self)
@@ -226,10 +207,6 @@ class Stretch:
     """Consecutive parcels of a record in host memory: memory of the tier itself, or a staging buffer on the way to a disk.
 
     Its methods are given the record, which holds it: a reference back would be a cycle.
-
-    Attributes:
-        arriving: The end of copies of gradients from the device into this memory; None if there are none.
-        unwritten: The parcels to write once these have arrived.
     """
 
     __slots__ = ("_memory", "_start", "_transfers", "arriving", "unwritten")
@@ -239,8 +216,9 @@ class Stretch:
         nbytes = sum(parcel.nbytes for parcel in parcels)
         self._memory = record.shelf.borrow(record.place + self._start, nbytes) if nbytes else _NOTHING
         self._transfers: list[Transfer] = []
+        # The end of copies of gradients from the device into this memory; None if there are none.
         self.arriving: torch.Event | None = None
-        self.unwritten: list[Parcel] = []
+        self.unwritten: list[Parcel] = []  # the parcels to write once these have arrived
 
     def read(self, record: Record, parcels: Sequence[Parcel]) -> None:
         """Begins to read parcels."""

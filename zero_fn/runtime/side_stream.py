@@ -39,14 +39,6 @@ class SideStream:
     def copy_all(self, to: list[Tensor], sources: list[Tensor], *, after: torch.Event | None = None) -> torch.Event:
         """Begins copies in one direction, after what has been issued so far. The tensors on the device are kept alive until
         their end; the caller keeps those on the host.
-
-        Args:
-            to: What is written; at least one tensor.
-            sources: What is read, one for each.
-            after: The end of a copy in the other direction that these have to wait for.
-
-        Returns:
-            The end of all copies: `wait_for` it before `to` is read or `sources` written.
         """
         is_there = sources[0].device.type == "cpu"
         stream = self.there if is_there else self._back

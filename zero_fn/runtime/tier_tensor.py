@@ -68,19 +68,12 @@ PLACE = ("record", "number", "first", "moved")
 
 
 class TierTensor(Tensor):
-    """A tensor, or a view of a tensor, of a record.
-
-    Attributes:
-        record: The record that holds the values.
-        number: The number of the tensor in the record.
-        first: The storage offset of the view in that tensor.
-        moved: Values in memory that have replaced those in the tier. [Note: .data]
-    """
+    """A tensor, or a view of a tensor, of a record."""
 
     record: Holder
-    number: int
-    first: int
-    moved: Tensor | None = None
+    number: int  # the number of the tensor in the record
+    first: int  # the storage offset of the view in that tensor
+    moved: Tensor | None = None  # values in memory that have replaced those in the tier. [Note: .data]
 
     @staticmethod
     def __new__(

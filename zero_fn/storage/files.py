@@ -38,11 +38,7 @@ class SpillFile:
     """An open file without a name."""
 
     def __init__(self, path: str, what: str) -> None:
-        """Makes an empty file.
-
-        Raises:
-            StorageError: The path is missing, is no folder, or cannot be written; or the process may open no more files.
-        """
+        """Makes an empty file."""
         self.name = f"{what} in {path}"
         self.nbytes = 0  # reserved on the disk
         try:
@@ -52,12 +48,7 @@ class SpillFile:
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserves room on the disk, so that the file has `nbytes` in all.
-
-        Raises:
-            TierError: The disk has no room. The file is as it was.
-            StorageError: The disk failed.
-        """
+        """Reserves room on the disk, so that the file has `nbytes` in all."""
         if nbytes <= self.nbytes:
             return
         try:

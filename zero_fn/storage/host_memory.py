@@ -139,18 +139,7 @@ class Slab:
     """Host memory of a fixed size."""
 
     def __init__(self, nbytes: int, tier: Cpu, what: str, *, forked: bool = True, huge: bool = True) -> None:
-        """Takes the memory, zeroed.
-
-        Args:
-            nbytes: Bytes needed.
-            tier: The tier, which says the limit and whether to pin.
-            what: What it is for, for errors.
-            forked: Whether forked processes inherit it. Memory that a disk writes into must not be shared.
-            huge: Whether to ask for huge pages, which do not pay for memory that is used once. [Note: huge pages]
-
-        Raises:
-            TierError: The limit of the tier, the machine or a cgroup leaves less.
-        """
+        """Takes the memory, zeroed."""
         self.nbytes = max(whole_pages(nbytes), PAGE_NBYTES)
         if tier.limit_nbytes is not None and self.nbytes > tier.limit_nbytes:
             raise too_small(what, self.nbytes, tier.limit_nbytes, "the limit of the tier")
@@ -168,11 +157,7 @@ class Slab:
 
 
 def map_memory(nbytes: int, what: str, *, huge: bool = True) -> MappedMemory:
-    """Anonymous memory, zeroed. [Note: huge pages]
-
-    Raises:
-        TierError: There is less memory.
-    """
+    """Anonymous memory, zeroed. [Note: huge pages]"""
     try:
         mapped = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

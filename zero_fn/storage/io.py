@@ -40,11 +40,7 @@ class ProcessLocal:
         self._pid = os.getpid()
 
     def require_own(self) -> None:
-        """Called before each read, write or wait.
-
-        Raises:
-            StorageError: This process was forked from the one that made this.
-        """
+        """Called before each read, write or wait."""
         if os.getpid() != self._pid:
             raise StorageError(
                 "A forked process used what its parent has on a disk.",
@@ -222,11 +218,7 @@ class Block:
         self._before, self._digest = self._digest, None
 
     def require_undamaged(self, request: Request) -> None:
-        """Compares what a request has read with what was written last.
-
-        Raises:
-            StorageError: They differ.
-        """
+        """Compares what a request has read with what was written last."""
         found = _digest(request)
         if self._digest is None or found == self._digest:
             return
@@ -260,12 +252,7 @@ class Transfer(ProcessLocal):
                 block.note(request)
 
     def wait(self) -> None:
-        """Waits until every byte is there, and compares digests of what was read. May be called again.
-
-        Raises:
-            StorageError: The disk failed, or gave other bytes than were written; nothing is under way any more. Or this
-                process was forked from the one that began the transfer.
-        """
+        """Waits until every byte is there, and compares digests of what was read. May be called again."""
         if not self._requests:
             return
         self.require_own()

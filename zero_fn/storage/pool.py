@@ -45,11 +45,7 @@ class BufferPool:
             self._free = _free.setdefault(whole_pages(nbytes), _Free())
 
     def take(self) -> Tensor:
-        """A buffer with any content. Once no tensor on it is left, its memory serves the next one.
-
-        Raises:
-            TierError: The machine, or a limit of the process, leaves less memory.
-        """
+        """A buffer with any content. Once no tensor on it is left, its memory serves the next one."""
         if self._free is None or torch._C._len_torch_dispatch_stack():  # modes make tensors of their own
             return torch.empty(self.numel, dtype=self.dtype, device=self.device)
         nbytes = self.numel * self.dtype.itemsize

@@ -61,12 +61,7 @@ class Store:
         return self._storage.buffers_nbytes if self._storage is not None else 0
 
     def reserve(self, members: Sequence[Stored], device: torch.device) -> None:
-        """Gives each byte string a place, one that was given up or a new one. `device` is used if the tier is the device.
-
-        Raises:
-            TierError: The tier, or host memory for buffers, is too small.
-            StorageError: An earlier write failed.
-        """
+        """Gives each byte string a place, one that was given up or a new one. `device` is used if the tier is the device."""
         new = []
         for member in members:
             free = self._free.get(member.nbytes)

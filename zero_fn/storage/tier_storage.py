@@ -59,18 +59,10 @@ class TierStorage(Protocol):
         """Bytes of host memory taken for staging buffers."""
 
     def reserve(self, sizes: list[int]) -> list[int]:
-        """Makes room for ranges of these sizes in bytes, and returns their places.
-
-        Raises:
-            TierError: The tier is too small. Nothing was taken.
-        """
+        """Makes room for ranges of these sizes in bytes, and returns their places."""
 
     def stage(self, nbytes: int, count: int) -> None:
-        """Makes sure that there are `count` staging buffers of `nbytes` bytes.
-
-        Raises:
-            TierError: There is less memory.
-        """
+        """Makes sure that there are `count` staging buffers of `nbytes` bytes."""
 
     def require_own(self) -> None:
         """See `ProcessLocal`. Memory of the host may be used in forked processes, too."""
@@ -91,11 +83,7 @@ class TierStorage(Protocol):
 
 
 def storage_on(tier: Tier, what: str) -> TierStorage:
-    """Empty storage. `what` says in errors what it holds.
-
-    Raises:
-        StorageError: The path takes no files.
-    """
+    """Empty storage. `what` says in errors what it holds."""
     return HostStorage(tier, what) if isinstance(tier, Cpu) else DiskStorage(tier, what)
 
 
@@ -143,11 +131,7 @@ class DiskStorage(ProcessLocal):
     may_fail = True
 
     def __init__(self, tier: Nvme, what: str, backend: IoBackend | None = None) -> None:
-        """Makes the files, empty. A `backend` of None is that of the process.
-
-        Raises:
-            StorageError: No file can be made on a path.
-        """
+        """Makes the files, empty. A `backend` of None is that of the process."""
         super().__init__()
         self.tier, self._what, self.nbytes = tier, what, 0
         self.files = [SpillFile(path, what) for path in tier.paths]
@@ -256,11 +240,7 @@ def staging_form(count: int, largest_nbytes: int) -> tuple[int, int]:
 
 
 def staging_for(sizes: Sequence[int], what: str) -> StagingBuffers:
-    """One buffer for each byte string of these sizes, but at most four; each as large as the largest.
-
-    Raises:
-        TierError: There is less memory.
-    """
+    """One buffer for each byte string of these sizes, but at most four; each as large as the largest."""
     return StagingBuffers(*staging_form(len(sizes), max(sizes, default=0)), f"buffers of {what}")
 
 
@@ -268,11 +248,7 @@ class StagingBuffers(ProcessLocal):
     """Some buffers of one size in host memory, equal ranges of one slab."""
 
     def __init__(self, count: int = 0, nbytes: int = 0, what: str = "") -> None:
-        """Takes memory for `count` buffers of `nbytes`. `what` says in errors what they are for.
-
-        Raises:
-            TierError: There is less memory.
-        """
+        """Takes memory for `count` buffers of `nbytes`. `what` says in errors what they are for."""
         super().__init__()
         self.count, self.size, self.nbytes = count, whole_pages(nbytes), 0
         self._views: tuple[Tensor, ...] = ()
@@ -283,11 +259,7 @@ class StagingBuffers(ProcessLocal):
 
     @property
     def views(self) -> tuple[Tensor, ...]:
-        """The buffers, uint8.
-
-        Raises:
-            StorageError: This is a forked process, which does not have them.
-        """
+        """The buffers, uint8."""
         self.require_own()
         return self._views
 

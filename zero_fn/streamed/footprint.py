@@ -28,13 +28,9 @@ __all__ = ["NO_LINK", "Footprint", "Link", "footprint"]
 
 
 class Link(NamedTuple):
-    """Bytes per step between the host and an accelerator.
+    """Bytes per step between the host and an accelerator."""
 
-    Attributes:
-        to_device, from_device: Bytes in each direction.
-    """
-
-    to_device: int
+    to_device: int  # bytes in each direction
     from_device: int
 
 
@@ -43,36 +39,19 @@ NO_LINK = Link(0, 0)
 
 @dataclass(slots=True)
 class Footprint:
-    """Bytes of an optimizer on this rank.
+    """Bytes of an optimizer on this rank."""
 
-    Attributes:
-        states_nbytes: States in the memory of the device, also where `zf.cpu()` is that memory.
-        buffers_nbytes: Buffers in host memory through which states, parameters and gradients pass.
-        tiers: States in other tiers, in whole pages.
-        read, written: Bytes of states, parameters and gradients that a step moves from and to each tier: the mean of two
-            steps in a row.
-        link: Bytes of parameters and gradients that a step moves between the host and an accelerator.
-    """
-
-    states_nbytes: int = 0
-    buffers_nbytes: int = 0
-    tiers: Counter[Tier] = field(default_factory=Counter)
+    states_nbytes: int = 0  # states in the memory of the device, also where `zf.cpu()` is that memory
+    buffers_nbytes: int = 0  # buffers in host memory through which states, parameters and gradients pass
+    tiers: Counter[Tier] = field(default_factory=Counter)  # states in other tiers, in whole pages
+    # Bytes of states, parameters and gradients that a step moves from and to each tier: the mean of two steps in a row.
     read: Counter[Tier] = field(default_factory=Counter)
     written: Counter[Tier] = field(default_factory=Counter)
-    link: Link = NO_LINK
+    link: Link = NO_LINK  # bytes of parameters and gradients that a step moves between the host and an accelerator
 
 
 def footprint(optimizer: Optimizer) -> Footprint:
-    """The bytes that a stock or streamed optimizer takes and moves. Communicates nothing, takes no memory.
-
-    Args:
-        optimizer: A streamed or a stock optimizer. A stock one is counted as `zf.streamed(optimizer)`, if any of its
-            parameters has a state in another tier.
-
-    Raises:
-        TierError: Parameters or gradients rest in another tier, and no tier was given for the states.
-        PlacementError: The optimizer has to be streamed and cannot be.
-    """
+    """The bytes that a stock or streamed optimizer takes and moves. Communicates nothing, takes no memory."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, Streamed):
         return _streamed(parameters, optimizer.states.chunks)

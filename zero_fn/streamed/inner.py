@@ -40,16 +40,7 @@ _NUMEL = 7
 
 
 def require_streamable(optimizer: Optimizer, *, elementwise: bool) -> None:
-    """Refuses an optimizer that may not step pieces of parameters.
-
-    Args:
-        optimizer: The optimizer.
-        elementwise: Whether the user gave their word that it treats every element alone.
-
-    Raises:
-        PlacementError: It is not one of torch that treats every element alone, and the user did not give their word; or it
-            is known to look at whole tensors.
-    """
+    """Refuses an optimizer that may not step pieces of parameters."""
     if looks_at_whole_tensors(optimizer):
         raise _refusal(optimizer, "it looks at whole tensors, and states pass through buffers in pieces of parameters")
     if type(optimizer) not in TORCH_ELEMENTWISE and not elementwise:
@@ -102,20 +93,7 @@ def raw_step(optimizer: Optimizer) -> None:
 def kept_by(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, device: torch.device, *, in_pieces: bool
 ) -> Schema:
-    """The states that a first step makes for a parameter, found by a step of a trial parameter of seven elements.
-
-    Args:
-        optimizer: The optimizer that makes the step. It stays as it was.
-        group: The options of the step.
-        parameter: The parameter. If the optimizer made states for it before any step (Adagrad of torch), the trial parameter
-            gets such states, too.
-        device: The device of the trial parameter.
-        in_pieces: Whether the optimizer will step one buffer after the other.
-
-    Raises:
-        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone. Or states
-            of a user's optimizer share memory.
-    """
+    """The states that a first step makes for a parameter, found by a step of a trial parameter of seven elements."""
     local = local_of(parameter)
     probe = nn.Parameter(torch.zeros(*[1] * (local.dim() - 1), _NUMEL, dtype=local.dtype, device=device))
     vars(probe).update(attributes_of(parameter))
@@ -187,11 +165,7 @@ def hand_over(inner: Optimizer) -> None:
 
 
 def require_not_streamed(inner: Optimizer) -> None:
-    """Refuses to use an optimizer that was given to `streamed`.
-
-    Raises:
-        StateError: It was.
-    """
+    """Refuses to use an optimizer that was given to `streamed`."""
     # Not `inner.state`: a streamed optimizer, which has the same hooks, would finish its step first.
     if isinstance(vars(inner).get("state"), _Elsewhere):
         raise StateError(

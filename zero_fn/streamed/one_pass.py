@@ -51,15 +51,7 @@ def say_if_one_thread(optimizer: Optimizer, nbytes: int) -> None:
 
 
 def steps_in_one_pass(optimizer: Optimizer, sends: Mapping[Tensor, Tensor]) -> bool:
-    """Steps the groups and states that the optimizer has now by the kernel, if it can do this step. Else does nothing.
-
-    Args:
-        optimizer: The optimizer to step.
-        sends: By parameter, a bfloat16 tensor of the same form that receives the parameter after the step.
-
-    Returns:
-        Whether the step was done, and the tensors in `sends` were written.
-    """
+    """Steps the groups and states that the optimizer has now by the kernel, if it can do this step. Else does nothing."""
     if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
         return False
     groups = optimizer.param_groups

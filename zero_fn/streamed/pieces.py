@@ -51,22 +51,14 @@ def name_of(parameter: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Stepped:
-    """A parameter that is to be stepped.
-
-    Attributes:
-        group: The number of its parameter group.
-        parameter: The parameter.
-        schema: Names and dtypes of its states.
-        tier, fraction: The tier of its states, and the part of the states that goes there.
-        place: The place of the parameter, or of its gradient, in another tier; None if both are in memory.
-    """
+    """A parameter that is to be stepped."""
 
     group: int
     parameter: Tensor
     schema: Schema
-    tier: Tier | None
+    tier: Tier | None  # the tier of its states, and the part of the states that goes there
     fraction: float
-    place: RestsAt | None
+    place: RestsAt | None  # the place of the parameter, or of its gradient, in another tier; None if both are in memory
 
     @property
     def numel(self) -> int:
@@ -75,20 +67,7 @@ class _Stepped:
 
 
 class SteppedPiece:
-    """One piece of a parameter in its chunk.
-
-    Attributes:
-        parameter, group: The parameter, and the number of its parameter group.
-        piece: The elements of the parameter that are stepped here.
-        numel, dtype: Elements and dtype of the whole parameter on this rank.
-        gradient_dtype: The dtype in which its gradient rests.
-        shape, stride: The form that the optimizer sees: that of the parameter, or of one row if the parameter is cut.
-        fields: By name of a state, its dtype and its first byte in the chunk.
-        in_parcel: The first byte of the piece in the parcel of the chunk; None if the parameter is in memory.
-        away: Whether the parameter, and whether its gradient, rests in another tier than the memory of its device.
-        present: Names of the states that the chunk holds now.
-        resident: States that stay in memory: step counts, flags, and states that came later than the plan.
-    """
+    """One piece of a parameter in its chunk."""
 
     __slots__ = (
         "away", "dtype", "fields", "gradient_dtype", "group", "in_parcel", "numel", "parameter", "piece", "present",
@@ -103,18 +82,25 @@ class SteppedPiece:
                 why="its elements have gaps in memory",
                 fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
             )
+        # piece: the elements of the parameter that are stepped here.
+        # in_parcel: the first byte of the piece in the parcel of the chunk; None if the parameter is in memory.
         self.parameter, self.group, self.piece, self.in_parcel = row.parameter, row.group, piece, in_parcel
+        # numel, dtype: elements and dtype of the whole parameter on this rank.
         self.numel, self.dtype = local.numel(), local.dtype
         # A row where it is cut: some decay matrices only, by `p.ndim`.
+        # The form that the optimizer sees: that of the parameter, or of one row if the parameter is cut.
         self.shape = tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
         self.stride = tuple(local.stride())
         if not piece.is_whole or not is_dense(local):
             self.stride = tuple(prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        # By name of a state, its dtype and its first byte in the chunk.
         self.fields: dict[str, tuple[torch.dtype, int]] = {name: (dtype, 0) for name, dtype in row.schema}
         slot = slot_of(row.parameter)
         self.gradient_dtype = slot.kind.gradient_dtype if slot is not None else local.dtype
+        # Whether the parameter, and whether its gradient, rests in another tier than the memory of its device.
         self.away = (slot.kind.is_away, slot.kind.is_gradient_away) if slot is not None else (False, False)
-        self.present: set[str] = set()
+        self.present: set[str] = set()  # names of the states that the chunk holds now
+        # States that stay in memory: step counts, flags, and states that came later than the plan.
         self.resident: dict[str, Any] = {}
 
     def lie(self, begin: int) -> int:
@@ -167,27 +153,21 @@ class SteppedPiece:
 
 
 class Chunk:
-    """Pieces that are stepped together, because their states are one range of bytes.
+    """Pieces that are stepped together, because their states are one range of bytes."""
 
-    Attributes:
-        cuts: The pieces, in the order of their states.
-        nbytes: Bytes of the states.
-        device: The device that computes with the parameters.
-        parcel: The number of the parcel in which the parameters, or their gradients, rest; None if both are in memory.
-        parcels_nbytes: Bytes of that parcel, of its compute copies and of its gradients, of those that are on a disk.
-        tier: The tier of the states; None is the memory of the device.
-        place: The place of the states in their store.
-        is_stored: Whether they are stored; false before the first step.
-    """
-
-    tier: Tier | None = None
+    tier: Tier | None = None  # the tier of the states; None is the memory of the device
 
     def __init__(
         self, cuts: Sequence[SteppedPiece], device: torch.device, parcel: int | None = None, parcels_nbytes: int = 0
     ) -> None:
+        # cuts: the pieces, in the order of their states.
+        # parcel: the number of the parcel in which the parameters, or their gradients, rest; None if both are in
+        # memory.
+        # parcels_nbytes: bytes of that parcel, of its compute copies and of its gradients, of those that are on a
+        # disk.
         self.cuts, self.device, self.parcel, self.parcels_nbytes = cuts, device, parcel, parcels_nbytes
         self.nbytes = self.place = 0
-        self.is_stored = False
+        self.is_stored = False  # whether they are stored; false before the first step
         for cut in cuts:
             self.nbytes = cut.lie(self.nbytes)
 
@@ -216,32 +196,16 @@ def rooms_of(chunks: Iterable[Chunk]) -> dict[tuple[Tier | None, torch.device], 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Cuts the parameters of an optimizer into chunks.
-
-    Attributes:
-        inner: The optimizer.
-        tier: The tier of all states; None: for each parameter the one of `zf.offload(model, optim=tier)`.
-        fraction: The part of the states, in bytes, that goes there; the rest stays on the device.
-        buffer_nbytes: The most bytes that the states of a chunk may take.
-    """
+    """Cuts the parameters of an optimizer into chunks."""
 
     inner: Optimizer
+    # The tier of all states; None: for each parameter the one of `zf.offload(model, optim=tier)`.
     tier: Tier | None = None
-    fraction: float = 1.0
-    buffer_nbytes: int = BUFFER_NBYTES
+    fraction: float = 1.0  # the part of the states, in bytes, that goes there; the rest stays on the device
+    buffer_nbytes: int = BUFFER_NBYTES  # the most bytes that the states of a chunk may take
 
     def chunks(self, parameters: Sequence[Tensor], *, shares: bool = False) -> list[Chunk]:
-        """Chunks for these parameters. Their states have no place yet.
-
-        Args:
-            parameters: The parameters.
-            shares: Give the same chunks for all groups on `meta` that are alike, as blocks of a model are: to be counted,
-                never stepped.
-
-        Raises:
-            TierError: No tier was given, or a buffer is too small for states that cannot be cut.
-            PlacementError: The optimizer keeps something elsewhere than in states.
-        """
+        """Chunks for these parameters. Their states have no place yet."""
         for parameter in parameters:
             follow(parameter)
         schemas = self.kept(parameters, in_pieces=True)
@@ -266,11 +230,7 @@ class Planner:
         return found
 
     def kept(self, parameters: Sequence[Tensor], *, in_pieces: bool) -> list[Schema]:
-        """What the optimizer keeps of each parameter: what one like it has, or what a first step would make.
-
-        Raises:
-            PlacementError: See `kept_by`.
-        """
+        """What the optimizer keeps of each parameter: what one like it has, or what a first step would make."""
         found: dict[object, Schema] = {}
         kinds = []
         for group, parameter in zip(self._groups_of(parameters), parameters, strict=True):
@@ -326,11 +286,7 @@ class Planner:
         ]
 
     def _away(self, rows: Sequence[_Stepped], *, shares: bool) -> list[Chunk]:
-        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel.
-
-        Raises:
-            TierError: The states of one, which are stepped together, do not fit a buffer.
-        """
+        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
         parcels_of: dict[Hashable, Sequence[Parcel]] = {}
         by_record: dict[Hashable, dict[int, _Stepped]] = {}
         for row in rows:

@@ -68,35 +68,19 @@ class Lane(Protocol):
 
 
 class Pass:
-    """Brings chunks into memory in order, computes with each, and puts it back, as far as it is asked to.
-
-    Attributes:
-        count: Number of chunks.
-        done: Number of chunks that were computed.
-    """
+    """Brings chunks into memory in order, computes with each, and puts it back, as far as it is asked to."""
 
     def __init__(
         self, lanes: Sequence[Lane], order: Sequence[Any], compute: Callable[..., None], *, writes: bool = True
     ) -> None:
-        """A pass that has not begun.
-
-        Args:
-            lanes: One lane for each part of a chunk; `compute` gets the memory of each part.
-            order: The chunks to visit. A part that is not stored yet comes as memory of any content.
-            compute: What to do with each chunk, as `compute(chunk, *memory)`; it may change the memory.
-            writes: Whether `compute` changes the memory, so that parts are put back.
-        """
+        """A pass that has not begun."""
         self.count, self.done = len(order), 0
         self._lanes, self._order, self._compute, self._writes = lanes, order, compute, writes
         self._fetches: dict[int, list[tuple[Any, Transfers]]] = {}
         self._puts: dict[int, list[Transfers]] = {}  # by lane
 
     def run(self) -> None:
-        """Visits all chunks.
-
-        Raises:
-            StorageError: A read or a write failed. Nothing is under way any more.
-        """
+        """Visits all chunks."""
         try:
             self.reach(self.count)
             self.wait()
@@ -104,11 +88,7 @@ class Pass:
             self.close()
 
     def fetch(self) -> None:
-        """Begins to bring the next chunks.
-
-        Raises:
-            StorageError: A write failed.
-        """
+        """Begins to bring the next chunks."""
         turn = self.done
         for later in range(turn + len(self._fetches), min(turn + BUFFERS // 2 + 1, self.count)):
             _wait(self._puts.pop(later - BUFFERS, ()))
@@ -117,11 +97,7 @@ class Pass:
                 self._fetches[later].append(lane.fetch(self._order[later]))
 
     def reach(self, count: int) -> None:
-        """Computes until so many chunks are done.
-
-        Raises:
-            StorageError: A read or a write failed.
-        """
+        """Computes until so many chunks are done."""
         for turn in range(self.done, count):
             chunk = self._order[turn]
             self.fetch()
@@ -135,11 +111,7 @@ class Pass:
             self.done += 1
 
     def wait(self, only: Lane | None = None) -> None:
-        """Waits until the chunks that were computed are written back: all parts, or those of one lane.
-
-        Raises:
-            StorageError: A write failed.
-        """
+        """Waits until the chunks that were computed are written back: all parts, or those of one lane."""
         for turn in sorted(self._puts):
             if only is None:
                 _wait(self._puts.pop(turn))
@@ -169,9 +141,6 @@ class Waiting(Pass):
     """A pass of a step that is taken only as far as somebody needs it. [Note: a pass that waits]
 
     The records that the pass reads and writes keep it alive until then, so parameters may outlive their optimizer.
-
-    Attributes:
-        failure: The error for which the rest of the step cannot be taken; None if there is none.
     """
 
     def __init__(
@@ -181,16 +150,9 @@ class Waiting(Pass):
         compute: Callable[..., None],
         records: Sequence[Sequence[Record]],
     ) -> None:
-        """Lets a pass wait. The maker has to call `finish` or `abandon`.
-
-        Args:
-            lanes, order, compute: See `Pass`. The last lane is that of records: whoever reads a record waits for it.
-            records: For each chunk the records that it reads and writes.
-
-        Raises:
-            StorageError: The disk failed. Nothing waits.
-        """
+        """Lets a pass wait. The maker has to call `finish` or `abandon`."""
         super().__init__(lanes, order, compute)
+        # The error for which the rest of the step cannot be taken; None if there is none.
         self.failure: Exception | None = None
         self._stepping: FrameType | None = None  # the call in which the step goes on
         self._counts = {record: number for number, each in enumerate(records, start=1) for record in each}
@@ -208,11 +170,7 @@ class Waiting(Pass):
 
     @uncompiled
     def reach(self, count: int) -> None:
-        """Steps until so many chunks are done, and what they have stepped is back.
-
-        Raises:
-            StorageError: The disk failed, now or before.
-        """
+        """Steps until so many chunks are done, and what they have stepped is back."""
         if self._stepping is not None and still_runs(self._stepping):
             return  # what the step itself reads
         if self.failure is not None:
@@ -237,11 +195,7 @@ class Waiting(Pass):
             self._let_go(count)
 
     def finish(self) -> None:
-        """Takes the rest of the step.
-
-        Raises:
-            StorageError: The disk failed, now or before.
-        """
+        """Takes the rest of the step."""
         self.reach(self.count)
         try:
             self.wait()

@@ -22,16 +22,10 @@ __all__ = ["RestsAt", "device_of", "follow", "groups_of", "passing_sizes", "plac
 
 
 class RestsAt(NamedTuple):
-    """The parcels in which a parameter rests in another tier; or its gradient, if the parameter itself is in memory.
+    """The parcels in which a parameter rests in another tier; or its gradient, if the parameter itself is in memory."""
 
-    Attributes:
-        record: The record of the parcels; for a parameter on `meta` a key that stands for its future record.
-        number: The number of the tensor in the record.
-        parcels: The parcels of the record.
-    """
-
-    record: Hashable
-    number: int
+    record: Hashable  # the record of the parcels; for a parameter on `meta` a key that stands for its future record
+    number: int  # the number of the tensor in the record
     parcels: Sequence[Parcel]
 
 

@@ -26,25 +26,12 @@ __all__ = ["States", "loaded_on_host"]
 
 
 class States:
-    """The states of an optimizer, and the lane by which they come and go.
-
-    Attributes:
-        known: The parameters of the optimizer, in its order.
-        chunks: The chunks, with the pieces of parameters in them.
-        stores: The store of the states of chunks, by tier.
-        ring: Buffers for parameters and gradients that are not where they are stepped. (windows.py)
-    """
+    """The states of an optimizer, and the lane by which they come and go."""
 
     def __init__(self, planner: Planner, parameters: list[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Makes room for the states of these parameters, and copies those that there are.
-
-        Raises:
-            TierError: The tier, or memory for buffers, is too small.
-            StorageError: The disk failed.
-            PlacementError: The optimizer keeps something elsewhere than in states.
-        """
+        """Makes room for the states of these parameters, and copies those that there are."""
         self.known = parameters
-        self.stores: dict[Tier | None, Store] = {}
+        self.stores: dict[Tier | None, Store] = {}  # the store of the states of chunks, by tier
         self.chunks = planner.chunks(parameters)
         for (tier, device), members in rooms_of(self.chunks).items():
             if tier not in self.stores:
@@ -59,14 +46,11 @@ class States:
         filled = [chunk for chunk in self.chunks if any(states.get(cut.parameter) for cut in chunk.cuts)]
         self._visit(filled, fill)
         sizes = [chunk.window_nbytes for chunk in self.chunks if chunk.window_nbytes]
+        # Buffers for parameters and gradients that are not where they are stepped. (windows.py)
         self.ring = staging_for(sizes, "parameters and gradients")
 
     def whole(self) -> defaultdict[Tensor, dict[str, Any]]:
-        """The states of whole parameters, in memory of their own.
-
-        Raises:
-            StorageError: The disk failed, or does not hold what was written to it.
-        """
+        """The states of whole parameters, in memory of their own."""
         found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
 
         def visit(chunk: Chunk, buffer: Tensor) -> None:
@@ -90,12 +74,7 @@ class States:
         return MappingProxyType(found)
 
     def require_as_planned(self, chunk: Chunk) -> None:
-        """Refuses to step a chunk whose parameters or gradients are not what was planned for.
-
-        Raises:
-            PlacementError: A gradient is sparse, or on another mesh than its parameter.
-            StateError: A parameter has changed its shape, its dtype, or its place in a tier.
-        """
+        """Refuses to step a chunk whose parameters or gradients are not what was planned for."""
         for cut in chunk.cuts:
             parameter, local, grad = cut.parameter, local_of(cut.parameter), cut.parameter.grad
             if grad is None:

@@ -40,20 +40,13 @@ _group = attrgetter("group")
 
 
 class Steps:
-    """The steps of an optimizer.
-
-    Attributes:
-        waits: Whether parameters in tiers are stepped when they are used next (`finish="forward"`).
-        failed: Why the last step stopped half-way; None if it did not.
-        waiting: The part of the last step that waits; None if nothing does.
-        is_backwards: Whether the next step visits chunks from the last to the first. [Note: back and forth]
-    """
+    """The steps of an optimizer."""
 
     def __init__(self, inner: Optimizer, *, waits: bool) -> None:
-        self.waits = waits
-        self.failed: str | None = None
-        self.waiting: Waiting | None = None
-        self.is_backwards = False
+        self.waits = waits  # whether parameters in tiers are stepped when they are used next (`finish="forward"`)
+        self.failed: str | None = None  # why the last step stopped half-way; None if it did not
+        self.waiting: Waiting | None = None  # the part of the last step that waits; None if nothing does
+        self.is_backwards = False  # the next step, from the last chunk to the first. [Note: back and forth]
         self._inner = inner
 
     def __del__(self) -> None:
@@ -62,12 +55,7 @@ class Steps:
             self.waiting.abandon()
 
     def take(self, states: States) -> None:
-        """Steps the parameters that have gradients.
-
-        Raises:
-            StorageError: The disk failed.
-            StateError, PlacementError: A parameter or a gradient is not what was planned for. Nothing was updated.
-        """
+        """Steps the parameters that have gradients."""
         grads = {id(p): p.grad for p in states.known if p.grad is not None}  # torch takes longer for a hash
         chunks = [chunk for chunk in states.chunks if any(id(cut.parameter) in grads for cut in chunk.cuts)]
         for chunk in chunks:
@@ -99,11 +87,7 @@ class Steps:
             raise
 
     def finish(self) -> None:
-        """Finishes the part of the last step that waits, on this rank.
-
-        Raises:
-            StorageError: The disk failed, now or in what asked for it before.
-        """
+        """Finishes the part of the last step that waits, on this rank."""
         if self.waiting is None:
             return
         try:
@@ -128,11 +112,7 @@ class Steps:
             self.everywhere(parameters, self.finish)
 
     def require_whole(self, verb: str) -> None:
-        """Refuses what needs all parameters after the same step.
-
-        Raises:
-            StateError: The last step failed half-way.
-        """
+        """Refuses what needs all parameters after the same step."""
         if self.failed is not None:
             raise StateError(
                 f"{verb} of an optimizer whose step failed half-way.",
@@ -148,15 +128,11 @@ def _is_in_a_tier(tensor: Tensor) -> bool:
 
 
 class _Step:
-    """One step under way: called for each chunk, it runs the arithmetic of the inner optimizer.
-
-    Attributes:
-        count: Number of chunks that were updated, at least in part.
-    """
+    """One step under way: called for each chunk, it runs the arithmetic of the inner optimizer."""
 
     def __init__(self, inner: Optimizer) -> None:
         """Begins a step of the optimizer whose arithmetic it is."""
-        self.count = 0
+        self.count = 0  # number of chunks that were updated, at least in part
         self._inner = inner
         # The options of now, whatever is in the groups, and in the tensors in them, when a chunk is stepped.
         self._options = [
@@ -165,13 +141,7 @@ class _Step:
         ]
 
     def __call__(self, chunk: Chunk, states: Tensor, window: Window) -> None:
-        """Steps the parameters of one chunk.
-
-        Args:
-            chunk: The chunk to step.
-            states: Memory of the states of the chunk. [Note: where a step is computed]
-            window: Parameters and gradients of the chunk.
-        """
+        """Steps the parameters of one chunk."""
         self.count += 1
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []

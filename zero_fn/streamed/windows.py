@@ -46,33 +46,22 @@ class Visit:
 
 
 class Window:
-    """The parameters and gradients of one chunk while it is stepped.
-
-    Attributes:
-        values, grads: Of each piece that has a gradient: in a parcel, as a copy on the host, or where it rests.
-        record: The record of the parameters, if they rest in another tier.
-        parcel, copy: Memory of their parcel, and of the parcel of their compute copies; empty if there is none.
-        arriving: Transfers into this memory.
-        leaving: Copies of parameters that go back to an accelerator: each parameter there, and its copy here.
-    """
+    """The parameters and gradients of one chunk while it is stepped."""
 
     def __init__(self, record: ParameterRecord | None, buffer: Tensor, parcels_nbytes: int) -> None:
+        # Of each piece that has a gradient: in a parcel, as a copy on the host, or where it rests.
         self.values: dict[SteppedPiece, Tensor] = {}
         self.grads: dict[SteppedPiece, Tensor] = {}
         self.record = record
-        self.arriving: list[Waited | None] = []
+        self.arriving: list[Waited | None] = []  # transfers into this memory
+        # Copies of parameters that go back to an accelerator: each parameter there, and its copy here.
         self.leaving: list[tuple[Tensor, Tensor]] = []
         self._for_parcels, self._for_copies = buffer[:parcels_nbytes], buffer[parcels_nbytes:]
+        # parcel, copy: memory of their parcel, and of the parcel of their compute copies; empty if there is none.
         self.parcel = self.copy = NOTHING
 
     def open(self, record: Record | None, index: int, *, is_read: bool = True) -> Tensor:
-        """Memory of one parcel of a record: in the tier if that is the host, else in the buffer, where it begins to arrive.
-
-        Args:
-            record: The record; without one the memory is empty.
-            index: The number of the parcel.
-            is_read: Whether its bytes are wanted; a compute copy is only written.
-        """
+        """Memory of one parcel: in the tier if that is the host, else in the buffer, where it begins to arrive if wanted."""
         if record is None:
             return NOTHING
         parcel = record.parcels[index]
@@ -107,12 +96,7 @@ class Windows:
     """The lane of windows: see `Lane`."""
 
     def __init__(self, ring: StagingBuffers, grads: Mapping[int, Tensor]) -> None:
-        """A lane for one pass.
-
-        Args:
-            ring: Buffers of at least `Chunk.window_nbytes`.
-            grads: The gradient of each parameter that has one, by the `id` of the parameter.
-        """
+        """A lane for one pass."""
         self._ring, self._grads = ring, grads
         self._turn = 0
         self._laid: dict[int, Tensor] = {}

@@ -26,24 +26,15 @@ __all__ = ["Parked", "Parking", "bytes_of"]
 
 
 class Parking:
-    """Where activations wait between forward and backward.
-
-    Attributes:
-        tier: The tier; None is the memory of their device.
-    """
+    """Where activations wait between forward and backward."""
 
     def __init__(self, tier: Tier | None) -> None:
-        self.tier = tier
+        self.tier = tier  # the tier; None is the memory of their device
         self._store: _Activations | None = None
         self._last: Callable[[], _ParkedAway | None] = lambda: None
 
     def park(self, tensor: Tensor) -> Parked:
-        """Begins to move a tensor to the tier. The tensor may be dropped at once.
-
-        Raises:
-            TierError: The tier has no room.
-            StorageError: The path takes no files, or an earlier write failed.
-        """
+        """Begins to move a tensor to the tier. The tensor may be dropped at once."""
         if self.tier is None or not is_away(self.tier, tensor.device.type):
             return Parked(tensor)
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -75,14 +66,11 @@ class Parked:
 
 
 class _Activations(Store):
-    """The store of parked activations.
-
-    Attributes:
-        ends: The ends of the last copy into host memory and of the last copy from it, after which that memory may go.
-    """
+    """The store of parked activations."""
 
     def __init__(self, tier: Tier, what: str) -> None:
         super().__init__(tier, what)
+        # The ends of the last copy into host memory and of the last copy from it, after which that memory may go.
         self.ends: dict[str, torch.Event] = {}
 
     def __del__(self) -> None:
@@ -91,11 +79,7 @@ class _Activations(Store):
 
 
 class _ParkedAway(Parked):
-    """A tensor that waits in another tier, and knows the one parked before it.
-
-    Attributes:
-        nbytes, place, is_stored: See `Stored`. The place is free once this is dropped.
-    """
+    """A tensor that waits in another tier, and knows the one parked before it."""
 
     place = -1
     is_stored = False
@@ -103,7 +87,7 @@ class _ParkedAway(Parked):
     def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
         self._store, self._before = store, before
         self._form, self._dtype, self._device = (tensor.shape, tensor.stride()), tensor.dtype, tensor.device
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = tensor.numel() * tensor.element_size()  # see `Stored`. The place is free once this is dropped
         if self.nbytes:
             store.reserve([self], tensor.device)
             self._put(bytes_of(tensor), store.fetch(self)[0])

@@ -33,12 +33,7 @@ __all__ = ["Recomputed"]
 
 
 class Recomputed:
-    """Stands in place of `module.forward`, and keeps only the inputs for the backward.
-
-    Attributes:
-        name: The name of the module, for errors.
-        own: The forward in the `__dict__` of the module before; None if there was none.
-    """
+    """Stands in place of `module.forward`, and keeps only the inputs for the backward."""
 
     def __init__(
         self,
@@ -49,6 +44,7 @@ class Recomputed:
         parking: Parking,
     ) -> None:
         self._module = weakref.ref(module)
+        # own: the forward in the `__dict__` of the module before; None if there was none.
         self.name, self.own, self._transport, self._parking = name, own, transport, parking
         self._has_agreed = transport is None
 
