@@ -7,6 +7,7 @@ Model     parts in a row, ties between them, and what the root returns
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,24 +35,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Model:
-    """A tree of parts.
+    """A tree of parts."""
 
-    Attributes:
-        width: Of what flows between parts.
-        ties: Pairs of places of parameters, by number; tied where shapes and dtypes agree.
-        output: What the root returns; one of `OUTPUTS`.
-        listed: Whether a plain Python list holds the parts beside the `ModuleList`.
-        twice: A part that runs a second time at the end; -1 for none.
-        double: Whether everything is float64.
-    """
-
-    width: int
+    width: int  # of what flows between parts
     parts: tuple[Part, ...]
-    ties: tuple[tuple[int, int], ...] = ()
-    output: str = "tensor"
-    listed: bool = False
-    twice: int = -1
-    double: bool = False
+    ties: tuple[tuple[int, int], ...] = ()  # pairs of places of parameters, tied where shapes and dtypes agree
+    output: str = "tensor"  # one of `OUTPUTS`
+    listed: bool = False  # whether a plain Python list holds the parts beside the `ModuleList`
+    twice: int = -1  # a part that runs a second time at the end
+    double: bool = False  # whether everything is float64
 
     def kinds(self) -> set[str]:
         """The kinds of all parts."""
@@ -82,69 +74,37 @@ class Opaque:
         self.values = values
 
 
-class _Linear(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width, bias=bool(size % 2))
+def _layer(
+    make: Callable[[int, int], dict[str, nn.Module]], run: Callable[[Any, Tensor], Tensor]
+) -> Callable[[int, int], nn.Module]:
+    """A class of layers: its modules, of a width and a size, and its forward."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+    class Layer(nn.Module):
+        def __init__(self, width: int, size: int) -> None:
+            super().__init__()
+            for name, module in make(width, size).items():
+                self.add_module(name, module)
 
+        def forward(self, x: Tensor) -> Tensor:
+            return run(self, x)
 
-class _Mlp(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, size), nn.Linear(size, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class _Conv(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.spread, self.gather = nn.Conv1d(1, size, 3, padding=1), nn.Conv1d(size, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gather(torch.tanh(self.spread(x.unsqueeze(1)))).squeeze(1)
+    return Layer
 
 
-class _Embedding(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(size, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = (x.detach().sum(1).abs() * 97).long() % self.table.num_embeddings
-        return x + self.table(rows)
+_Mlp: Any = _layer(
+    lambda width, size: {"up": nn.Linear(width, size), "down": nn.Linear(size, width)},
+    lambda self, x: x + self.down(F.gelu(self.up(x))),
+)
 
 
-class _Norm(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width) if size % 2 else nn.BatchNorm1d(width, track_running_stats=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+def _looked_up(self: Any, x: Tensor) -> Tensor:
+    rows = (x.detach().sum(1).abs() * 97).long() % self.table.num_embeddings
+    return x + self.table(rows)
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.unsqueeze(0)
-        return x + self.attention(rows, rows, rows, need_weights=False)[0].squeeze(0)
-
-
-class _Recurrent(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x.unsqueeze(0))[0].squeeze(0)
+def _attended(self: Any, x: Tensor) -> Tensor:
+    rows = x.unsqueeze(0)
+    return x + self.attention(rows, rows, rows, need_weights=False)[0].squeeze(0)
 
 
 class _Routed(nn.Module):
@@ -179,28 +139,15 @@ class _Mixed(nn.Module):
         return total
 
 
-class _Normed(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        linear = nn.Linear(width, width)
-        if (
-            size % 2 or width == 1
-        ):  # of one element, the gradient below spectral_norm is the rounding of a sum that is zero
-            self.linear = nn.utils.parametrizations.weight_norm(linear)
-        else:
-            self.linear = nn.utils.parametrizations.spectral_norm(linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+def _parametrized(width: int, size: int) -> dict[str, nn.Module]:
+    # Of one element, the gradient below spectral_norm is the rounding of a sum that is zero.
+    norms = nn.utils.parametrizations
+    return {"linear": (norms.weight_norm if size % 2 or width == 1 else norms.spectral_norm)(nn.Linear(width, width))}
 
 
-class _Weighted(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.utils.weight_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+_Weighted = _layer(
+    lambda width, size: {"linear": nn.utils.weight_norm(nn.Linear(width, width))}, lambda self, x: self.linear(x)
+)
 
 
 def _weighted(width: int, size: int) -> nn.Module:
@@ -208,7 +155,7 @@ def _weighted(width: int, size: int) -> nn.Module:
 
     Torch itself cannot copy such a module once it ran.
     """
-    return _Weighted(width) if size % 2 else nn.utils.weight_norm(nn.Linear(width, width))
+    return _Weighted(width, size) if size % 2 else nn.utils.weight_norm(nn.Linear(width, width))
 
 
 class _Odd(nn.Module):
@@ -238,19 +185,10 @@ class _Dropped(_Mlp):
         return F.dropout(super().forward(x), 0.3, self.training)
 
 
-class _Opaquely(nn.Module):
-    """Its inner layer returns an object that no pytree looks into."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.inner = _OpaqueInside(width, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).values[0]
-
-
 class _OpaqueInside(_Mlp):
-    def forward(self, x: Tensor) -> Opaque:  # type: ignore[override]
+    """Its layer returns an object that no pytree looks into."""
+
+    def forward(self, x: Tensor) -> Opaque:
         return Opaque(super().forward(x))
 
 
@@ -267,20 +205,38 @@ class _Nest(nn.Module):
 
 
 KINDS: dict[str, Any] = {
-    "linear": _Linear,
+    "linear": _layer(
+        lambda width, size: {"linear": nn.Linear(width, width, bias=bool(size % 2))},
+        lambda self, x: torch.tanh(self.linear(x)),
+    ),
     "mlp": _Mlp,
-    "conv": _Conv,
-    "embedding": _Embedding,
-    "norm": _Norm,
-    "attention": _Attention,
-    "recurrent": _Recurrent,
+    "conv": _layer(
+        lambda width, size: {"spread": nn.Conv1d(1, size, 3, padding=1), "gather": nn.Conv1d(size, 1, 1)},
+        lambda self, x: x + self.gather(torch.tanh(self.spread(x.unsqueeze(1)))).squeeze(1),
+    ),
+    "embedding": _layer(lambda width, size: {"table": nn.Embedding(size, width)}, _looked_up),
+    "norm": _layer(
+        lambda width, size: {
+            "norm": nn.LayerNorm(width) if size % 2 else nn.BatchNorm1d(width, track_running_stats=False)
+        },
+        lambda self, x: self.norm(x),
+    ),
+    "attention": _layer(
+        lambda width, size: {"attention": nn.MultiheadAttention(width, 1, batch_first=True)}, _attended
+    ),
+    "recurrent": _layer(
+        lambda width, size: {"rnn": nn.LSTM(width, width, batch_first=True)},
+        lambda self, x: self.rnn(x.unsqueeze(0))[0].squeeze(0),
+    ),
     "routed": _Routed,
     "mixed": _Mixed,
-    "normed": _Normed,
+    "normed": _layer(_parametrized, lambda self, x: self.linear(x)),
     "weighted": _weighted,
     "odd": _Odd,
     "dropped": _Dropped,
-    "opaquely": _Opaquely,
+    "opaquely": _layer(
+        lambda width, size: {"inner": _OpaqueInside(width, size)}, lambda self, x: self.inner(x).values[0]
+    ),
 }
 
 

@@ -55,13 +55,6 @@ class Replicas:
     """N replicas of a program; `follow` runs one rule and says where the ranks differ from it."""
 
     def __init__(self, program: Program, n: int, *, is_reordered: bool) -> None:
-        """N replicas of the model of a program.
-
-        Args:
-            program: Its rules may be those that will be followed, or none.
-            n: Replicas.
-            is_reordered: See the function of that name.
-        """
         self.spec, self.program, self.n = program.model, program, n
         self.models: list[nn.Module] = [build_model(program.model) for _ in range(n)]
         self.is_reordered = is_reordered
@@ -69,13 +62,7 @@ class Replicas:
         self._new_optimizer()
 
     def follow(self, rule: Rule, seed: int, seen: Sequence[Seen]) -> list[str]:
-        """Runs a rule. Returns a line for each difference between the replicas and the ranks.
-
-        Args:
-            rule: The rule.
-            seed: Of its inputs.
-            seen: What each rank held after it.
-        """
+        """Runs a rule. Returns a line for each difference between the replicas and what the ranks held after it."""
         found: list[str] = []
         match rule:
             case Backward():
@@ -330,12 +317,7 @@ def _passes(rule: Rule) -> tuple[Backward, ...]:
 
 
 def differences(program: Program, by_rank: Sequence[Sequence[Seen]]) -> list[str]:
-    """Where the ranks differ from replicas, as lines of text; empty if nowhere. Stops at the first rule that differs.
-
-    Args:
-        program: What the ranks ran.
-        by_rank: What each rank held after each rule.
-    """
+    """Where what ranks held after each rule differs from replicas, as lines of text, up to the first rule that does."""
     replicas = Replicas(program, len(by_rank), is_reordered=is_reordered(program))
     for number, rule in enumerate(program.rules):
         found = replicas.follow(rule, 100 * number, [seen[number] for seen in by_rank])
