@@ -414,7 +414,7 @@ def test_deepcopy_keeps_what_the_memo_names() -> None:
     assert twin.bias is not linear.bias
 
 
-# -- waiting (transport/waiting.py, guarded.py) ------------------------------------------------------------------------
+# -- waiting (transport/waiting.py, line.py) ---------------------------------------------------------------------------
 
 
 def test_gloo_waits_no_longer_than_it_is_told_and_says_so() -> None:

@@ -41,8 +41,8 @@ from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 from zero_fn.transforms.tile import tile, untiled
 from zero_fn.transforms.unsharded import refresh, unsharded
-from zero_fn.transport.guarded import guard
 from zero_fn.transport.traffic import Sent, traffic
+from zero_fn.transport.waiting import guard
 from zero_fn.values.tiers import cpu, nvme
 from zero_fn.values.units import by_size
 

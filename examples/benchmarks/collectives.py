@@ -27,8 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.line import Transport
 from zero_fn.transport.links import open_transport
-from zero_fn.transport.segment import Contribution, Segment, Transport
+from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.values.mesh import mesh_axis
 
 Run = Callable[[], object]
@@ -45,16 +46,16 @@ def candidates(numel: int, dtype: torch.dtype, device: torch.device) -> dict[str
     gather, scatter = _method("all_gather"), _method("reduce_scatter")
 
     def with_transport(moves: Transport) -> dict[str, Run]:
-        segment = Segment(whole, whole.numel(), piece_numel)
-        contribution = Contribution(whole, piece_numel, piece, dtype)
+        gathers = moves.gather_plan([Segment(whole, whole.numel(), piece_numel)])
+        reduces = moves.reduce_plan([Contribution(whole, piece_numel, piece, dtype)], [piece])
 
         def both() -> None:
-            moves.reduce_scatter([contribution]).wait()
-            moves.all_gather([segment]).wait()
+            moves.reduce_scatter(reduces, [whole], [piece]).wait()
+            moves.all_gather(gathers).wait()
 
         return {
-            "all-gather": lambda: moves.all_gather([segment]).wait(),
-            "reduce-scatter": lambda: moves.reduce_scatter([contribution]).wait(),
+            "all-gather": lambda: moves.all_gather(gathers).wait(),
+            "reduce-scatter": lambda: moves.reduce_scatter(reduces, [whole], [piece]).wait(),
             "all-reduce": both,
         }
 

@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, batches, net
+from tests.support.once import gather, reduce
 from zero_fn.runtime.ored import Ored
-from zero_fn.transport.links import Links
+from zero_fn.transport.links import line_over
 from zero_fn.transport.native import Native
 from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.values.mesh import mesh_axis
@@ -59,11 +60,10 @@ class Ranks:
     """What the cases are told: the mesh, its transport, and the time that collectives took."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.links = mesh, Links([mesh_axis(mesh, verb="a test")])
+        self.mesh, self.links = mesh, line_over([mesh_axis(mesh, verb="a test")])
         self.rank, self.size, self.seconds = self.links.rank, self.links.size, 0.0
-        (line,) = self.links._lines
-        assert isinstance(line.raw, Native)
-        self.transport = line.raw
+        assert isinstance(self.links.raw, Native)
+        self.transport = self.links.raw
 
     def done(self, begin: Callable[..., Any], payload: object) -> None:
         """Begins a collective and waits for it, and for the device."""
@@ -102,7 +102,7 @@ def gathered(ranks: Ranks, dtypes: Iterable[torch.dtype], numels: Iterable[int],
                 segments[-1].piece(ranks.rank).copy_(own)
             expected.append(whole)
             start += piece * ranks.size + 1
-    ranks.done(ranks.transport.all_gather, segments)
+    ranks.done(partial(gather, ranks.transport), segments)
     for segment, whole in zip(segments, expected, strict=True):
         found = segment.memory.as_strided((segment.numel,), (1,), segment.start)
         require_same(found, whole, f"{whole.dtype}[{segment.numel}]")
@@ -133,7 +133,7 @@ def reduced(
             if side > 1 and side * side == numel:  # a gradient often comes transposed
                 rows, piece = rows.view(side, side).t().contiguous().t(), -(-side // ranks.size)
             contributions.append(Contribution(rows, piece, place[: len(expected[-1])], total))
-    ranks.done(ranks.transport.reduce_scatter, contributions)
+    ranks.done(partial(reduce, ranks.transport), contributions)
     for contribution, mean in zip(contributions, expected, strict=True):
         require_same(contribution.out, mean, f"{mean.dtype}[{contribution.rows.numel()}]")
 
@@ -155,7 +155,7 @@ def of_first(ranks: Ranks) -> None:
     for numel in NUMELS:
         whole = numbers(9, numel, torch.float32)
         memory = whole.to(device.NAME) if ranks.rank == 0 else torch.zeros(numel, device=device.NAME)
-        ranks.done(ranks.transport.all_gather, [Segment(memory, numel, numel)])
+        ranks.done(partial(gather, ranks.transport), [Segment(memory, numel, numel)])
         require_same(memory, whole, numel)
 
 
@@ -181,15 +181,15 @@ def many(ranks: Ranks) -> None:
     for number in range(8):
         rows = torch.full((numel,), float(number + ranks.rank), device=device.NAME)
         out = torch.empty(numel // ranks.size, device=device.NAME)
-        reduction = ranks.transport.reduce_scatter([Contribution(rows, len(out), out, torch.float32)])
+        reduction = reduce(ranks.transport, [Contribution(rows, len(out), out, torch.float32)])
         memory = torch.empty(numel, device=device.NAME)
         source = torch.full((numel // ranks.size,), float(number + ranks.rank), device=device.NAME)
-        gather = ranks.transport.all_gather([Segment(memory, numel, len(source), source=source)])
+        arrival = gather(ranks.transport, [Segment(memory, numel, len(source), source=source)])
         del rows, source
-        under_way.append((number, reduction, out, gather, memory))
-    for number, reduction, out, gather, memory in under_way:
+        under_way.append((number, reduction, out, arrival, memory))
+    for number, reduction, out, arrival, memory in under_way:
         reduction.wait()
-        gather.wait()
+        arrival.wait()
         junk = torch.full((numel,), -1.0, device=device.NAME)
         require_same(out, torch.full((len(out),), number + (ranks.size - 1) / 2), f"sum {number}")
         expected = [torch.full((numel // ranks.size,), float(number + rank)) for rank in range(ranks.size)]
@@ -214,7 +214,7 @@ def dropped(ranks: Ranks) -> None:
     for number in range(4):
         rows = torch.full((1 << 16,), float(number), device=device.NAME)
         out = torch.empty(len(rows) // ranks.size, device=device.NAME)
-        ranks.transport.reduce_scatter([Contribution(rows, len(out), out, torch.float32)])
+        reduce(ranks.transport, [Contribution(rows, len(out), out, torch.float32)])
         ranks.transport.any(torch.ones(3, dtype=torch.uint8, device=device.NAME))
     exchanged(ranks)
 

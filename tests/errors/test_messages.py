@@ -76,7 +76,7 @@ from zero_fn.errors import (
 )
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
-from zero_fn.transport.segment import Pending
+from zero_fn.transport.line import Work
 from zero_fn.values.mesh import mesh_axis
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -1106,9 +1106,9 @@ def step_that_failed_on_another_rank() -> object:
     class Peer:
         pads = False
 
-        def any(self, bits: Tensor, mark: int) -> Pending:
+        def any(self, bits: Tensor, mark: int) -> Work:
             bits[1] = 1
-            return Pending()
+            return Work()
 
     with alone() as mesh, pytest.MonkeyPatch.context() as patch:
         axis = dataclasses.replace(mesh_axis(mesh, verb="test"), size=2)
@@ -2128,7 +2128,7 @@ def summaries_in(source: str) -> list[str]:
 
 
 # Needs torchrun, GPUs, dying ranks: tests/units/local/test_launch.py and tests/units/local/test_ranks.py have them.
-ELSEWHERE = {"local", "launch.py", "guarded.py"}
+ELSEWHERE = {"local", "launch.py", "line.py"}
 
 
 def test_every_error_has_a_snapshot() -> None:

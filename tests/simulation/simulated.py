@@ -28,11 +28,11 @@ from tests.simulation.turns import RankKilled, Turns
 from tests.simulation.wires import Fault, Timing, Wires
 from tests.simulation.world import own_world, worlds_by_thread
 from tests.support.seeds import seed_generator
-from zero_fn.transport import guarded
+from zero_fn.transport import line
 from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.line import Transport
 from zero_fn.transport.links import BY_BACKEND
 from zero_fn.transport.native import Native
-from zero_fn.transport.segment import Transport
 
 __all__ = ["Case", "Desync", "Outcome", "Report", "Simulated", "axis"]
 
@@ -206,7 +206,7 @@ class _Ranks:
         room = self._room
         room.wires, room.traces = Wires(turns, self._n, case.faults, case.timing), Traces()
         room.transport = case.transport
-        guarded._groups.clear()  # a group that was lost in an earlier case is as good as new
+        line._groups.clear()  # a group that was lost in an earlier case is as good as new
         with worlds_by_thread(), _generator_kept():
             turns.begin()
             self._done.acquire()

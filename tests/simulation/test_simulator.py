@@ -18,8 +18,7 @@ import tests.conftest as suite
 import zero_fn as zf
 from tests.simulation import Desync, Fault, Simulated, axis
 from tests.support.groups import alone
-from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE
-from zero_fn.transport.segment import Sum
+from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, ReducePlan
 
 
 def group() -> dist.ProcessGroup:
@@ -251,7 +250,7 @@ def test_ranks_that_call_different_collectives_are_found_though_their_numbers_ar
         transport = zf.transport.links.open_transport(zf.values.mesh.mesh_axis(axis(), verb="test"))
         transport.any(torch.zeros(1, dtype=torch.uint8)).wait()
         if rank == 1:
-            transport.all_gather([])
+            transport.all_gather(transport.gather_plan([]))
 
     with pytest.raises(Desync, match=r"collective 1: rank 0 None, rank 1 \('all_gather', 0\)"):
         simulated(2).run(differing)
@@ -297,10 +296,10 @@ def test_late_messages_show_a_missing_wait(simulated: Simulated, mistake: str) -
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a sum that forgets to divide": lambda patch: patch.setattr(
-        "zero_fn.transport.segment.Sum.finish",
-        lambda self, parts, finish=Sum.finish: (
-            finish(self, parts),
-            torch._foreach_mul_(self._outs, len(parts) + 1),
+        "zero_fn.transport.exchange.ReducePlan.add",
+        lambda self, rows, buffers, arrived, add=ReducePlan.add: (
+            add(self, rows, buffers, arrived),
+            torch._foreach_mul_([place.of(buffers) for place in self._places], len(arrived) + 1),
         ),
     ),
     "an all-gather that nobody waits for": lambda patch: patch.setattr(

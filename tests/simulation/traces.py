@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from zero_fn.transport.segment import Transport
+from zero_fn.transport.line import Transport
 
 __all__ = ["Recorded", "Traces"]
 
@@ -36,13 +36,20 @@ class Traces:
         return None
 
 
-_NOTED: dict[str, Callable[[Any], list[object]]] = {
-    "all_gather": lambda segments: [(each.numel, each.piece_numel, each.kind) for each in segments],
-    "reduce_scatter": lambda several: [(each.rows.numel(), each.piece_numel, each.kind) for each in several],
+_SHAPES: dict[str, Callable[[Any], list[object]]] = {
+    "gather_plan": lambda segments: [(each.numel, each.piece_numel, each.kind) for each in segments],
+    "reduce_plan": lambda several: [(each.rows.numel(), each.piece_numel, each.kind) for each in several],
     "any": lambda bits: [bits.numel()],
     "exchange": lambda rows: [rows.shape],
 }
-"""What is noted of the operations of a transport."""
+"""What is noted of what a transport moves."""
+
+
+class _Plan:
+    """A plan, and the shapes of what it moves."""
+
+    def __init__(self, inner: Any, shapes: list[object]) -> None:
+        self.inner, self.shapes, self.numel = inner, shapes, inner.numel
 
 
 class Recorded:
@@ -53,11 +60,13 @@ class Recorded:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name not in _NOTED:
-            return found
+        if name.endswith("_plan"):
+            return lambda pieces, *others: _Plan(found(pieces, *others), _SHAPES[name](pieces))
 
-        def noted(what: Any, mark: int = 0) -> Any:
-            self._note((name, mark, *_NOTED[name](what)))
-            return found(what, mark)
+        def noted(what: Any, *others: Any) -> Any:
+            shapes, what = (what.shapes, what.inner) if isinstance(what, _Plan) else (_SHAPES[name](what), what)
+            mark = others[-1] if others and isinstance(others[-1], int) else 0
+            self._note((name, mark, *shapes))
+            return found(what, *others)
 
-        return noted
+        return noted if name in ("all_gather", "reduce_scatter", "any", "exchange") else found

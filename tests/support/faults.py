@@ -28,7 +28,7 @@ from tests.support.ranks import axis
 from zero_fn.local import blame
 from zero_fn.local.blame import RankDied
 from zero_fn.local.ranks import LocalRanks
-from zero_fn.transport.guarded import Guarded, Watched
+from zero_fn.transport.line import Line, Work
 
 __all__ = ["ASTRAY", "ENDINGS", "Fault", "FreshRanks", "Said"]
 
@@ -195,17 +195,17 @@ def _steps(directory: Path, stage: str, fault: Fault) -> None:
 
 
 def _strike_at(directory: Path, fault: Fault) -> None:
-    issue = Guarded.issue
+    issue = Line._issue
 
-    def struck(self: Guarded, *operation: Any) -> Watched:
-        if self.group.count == fault.at:
+    def struck(self: Line, *operation: Any, **checked: Any) -> Work:
+        if self.shared.count == fault.at:
             _note(directory)
             if fault.kind == "exit":
                 os._exit(3)
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        return issue(self, *operation)
+        return issue(self, *operation, **checked)
 
-    Guarded.issue = struck  # type: ignore[method-assign, assignment]
+    Line._issue = struck  # type: ignore[method-assign]
 
 
 def _note(directory: Path) -> None:

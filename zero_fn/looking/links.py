@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import DiskStorage, Slab
-from zero_fn.transport.links import Links
+from zero_fn.transport.links import line_over
 from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.values.mesh import Axis, mesh_axis
 from zero_fn.values.tiers import cpu, is_accelerator, nbytes_of_text, nvme
@@ -106,7 +106,7 @@ def measure_links(
 def of_all_ranks(axis: Axis, numbers: Sequence[float], what: str) -> Tensor:
     """The numbers of all ranks of an axis, a row for each rank. Waits for all."""
     own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(axis.device_type)
-    rows = Links([axis]).exchange(own, what)
+    rows = line_over([axis]).exchange(own, what)
     return rows.cpu().view(torch.float64).reshape(-1, len(numbers))
 
 
@@ -152,15 +152,16 @@ def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
 
 def _sent_speed(axis: Axis, size: int, rounds: int) -> float:
     """Speed of an all-gather and a reduce-scatter, one after the other."""
-    links, piece_numel = Links([axis]), max(size // 4 // axis.size, 1)
+    links, piece_numel = line_over([axis]), max(size // 4 // axis.size, 1)
     numel = piece_numel * axis.size
     whole, out = torch.ones(2, numel, device=axis.device_type)
     segment = Segment(whole, numel, piece_numel)
     contribution = Contribution(whole, piece_numel, out.narrow(0, 0, piece_numel), torch.float32)
+    reduction = links.reduce_plan([contribution], [out])
 
     def both() -> None:
         links.all_gather([segment], "measure_links").wait()
-        links.reduce_scatter([contribution], "measure_links").wait()
+        links.reduce_scatter(reduction, [whole], [out], "measure_links").wait()
         if is_accelerator(axis.device_type):
             torch.accelerator.synchronize()
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
 from zero_fn.one_host.shared import Shared, shared_by
-from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange
-from zero_fn.transport.segment import Contribution, Pending, Segment, Sum, fill_own, flat, runs_of
+from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange, GatherPlan, ReducePlan, flat
+from zero_fn.transport.line import Work
 from zero_fn.transport.waiting import Failure, OutOfStep
 from zero_fn.values.layout import ALIGNMENT_NBYTES
 
@@ -36,37 +36,22 @@ _Parts = Mapping[int | None, list[list[Tensor]]]
 class SameHost(Exchange):
     """`Exchange` through shared memory, if all ranks of the group can map that of all others; else over gloo."""
 
-    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        return _CutSegments(segments, self._rank, self._peers)
-
-    def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
-        pending = self._gathered(GATHER, segments, mark)  # sends this rank's pieces from where they rest
-        if isinstance(segments, _CutSegments):
-            copy(segments.own_places, segments.own_sources)
-        else:
-            fill_own(segments, self._rank)
-        return pending
-
-    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
+    def reduce_scatter(
+        self, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor], mark: int = 0
+    ) -> Work:
         shared = self._shared
         if shared is None:
-            return super().reduce_scatter(contributions, mark)
-        runs = runs_of(contributions)
-        parts: _Parts = {peer: [[part.piece(peer) for part in run] for run in runs] for peer, _ in self._peers}
+            return super().reduce_scatter(plan, rows, buffers, mark)
+        parts: _Parts = {peer: plan.pieces(rows, peer) for peer, _ in self._peers}
         message = _Message(self, shared, REDUCE, mark, parts)
-        sums = [Sum(run, self._rank) for run in runs]
-        sizes = [(run[0].rows.dtype, total.numel) for run, total in zip(runs, sums, strict=True)]
-
-        def finish() -> None:
-            arrived = {source: message.read(source, sizes) for _, source in self._peers}
-            for i, total in enumerate(sums):
-                total.finish({source: runs[i] for source, runs in arrived.items()})
-            message.close()
-
         if message.is_answered:  # this rank came last: nothing to wait for
-            finish()
-            return Pending(nbytes=message.nbytes)
-        return Pending(finish=finish, kept=message, nbytes=message.nbytes)
+            self._add(message, plan, rows, buffers)
+            return Work(nbytes=message.nbytes)
+        return Work(finish=self._add, kept=(message, plan, rows, buffers), nbytes=message.nbytes)
+
+    def _add(self, message: _Message, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        plan.add(rows, buffers, {source: message.read(source, plan.kinds) for _, source in self._peers})
+        message.close()
 
     def give_up(self, failure: Failure | None = None) -> None:
         shared: Shared | None = self.__dict__.get("_shared")  # the failure may be one of joining
@@ -74,20 +59,12 @@ class SameHost(Exchange):
             for box in shared.boxes.values():
                 box.leave(failure)
 
-    def _gathered(self, direction: int, segments: Sequence[Segment], mark: int) -> Pending:
+    def _gathered(self, direction: int, plan: GatherPlan, mark: int) -> Work:
         shared = self._shared
         if shared is None:
-            return super()._gathered(direction, segments, mark)
-        cut = segments if isinstance(segments, _CutSegments) else _CutSegments(segments, self._rank, self._peers)
-        message = _Message(self, shared, direction, mark, {None: cut.own})
-
-        def finish() -> None:
-            for source, runs in cut.of_peers:
-                for (pieces, sizes), elements in zip(runs, message.read(source, cut.kinds[source]), strict=True):
-                    copy(pieces, elements.split_with_sizes(sizes))
-            message.close()
-
-        return Pending(finish=finish, kept=message, nbytes=message.nbytes)
+            return super()._gathered(direction, plan, mark)
+        message = _Message(self, shared, direction, mark, {None: plan.own})
+        return Work(finish=_read, kept=(message, plan), nbytes=message.nbytes)
 
     @cached_property
     def _shared(self) -> Shared | None:
@@ -96,33 +73,6 @@ class SameHost(Exchange):
         if shared is not None:
             shared.used_by(self)
         return shared
-
-
-class _CutSegments(list[Segment]):
-    """The segments of an all-gather, with the pieces that are cut from them: once for memory that is gathered many times.
-
-    Attributes:
-        own: This rank's pieces where they rest, by runs: what travels in one message each.
-        own_places, own_sources: Those of them that are copied into their place, and from where.
-        of_peers: For each peer, the pieces of each run where they go, with their elements.
-        kinds: For each peer, dtype and elements of each run.
-    """
-
-    __slots__ = ("kinds", "of_peers", "own", "own_places", "own_sources")
-
-    def __init__(self, segments: Sequence[Segment], rank: int, peers: Sequence[tuple[int, int]]) -> None:
-        super().__init__(segments)
-        runs = runs_of(segments)
-        self.own = [[segment.own(rank) for segment in run] for run in runs]
-        self.own_places = [segment.piece(rank) for segment in segments if segment.source is not None]
-        self.own_sources = [segment.source for segment in segments if segment.source is not None]
-        self.of_peers: list[tuple[int, list[tuple[list[Tensor], list[int]]]]] = []
-        self.kinds: dict[int, list[tuple[torch.dtype, int]]] = {}
-        for _, source in peers:
-            pieces = [[segment.piece(source) for segment in run] for run in runs]
-            sizes = [[piece.numel() for piece in run] for run in pieces]
-            self.of_peers.append((source, list(zip(pieces, sizes, strict=True))))
-            self.kinds[source] = [(run[0].kind, sum(each)) for run, each in zip(runs, sizes, strict=True)]
 
 
 class _Message:
@@ -205,6 +155,13 @@ class _Message:
         """Tells all peers that their messages were read."""
         while self._unread:
             self._shared.boxes[self._unread.pop()].acknowledge(*self._place)
+
+
+def _read(message: _Message, plan: GatherPlan) -> None:
+    for source, kinds in plan.kinds.items():
+        for run, elements in enumerate(message.read(source, kinds)):
+            plan.place(source, run, elements)
+    message.close()
 
 
 def _aligned(nbytes: int) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zero_fn.errors import TierError
 from zero_fn.one_host.arena import Arena, Mapped, map_arena
 from zero_fn.one_host.mailbox import CHANNELS, Mailbox, are_mailboxes_available, box_nbytes
-from zero_fn.transport.segment import Transport
+from zero_fn.transport.line import Transport
 
 __all__ = ["Shared", "shared_by"]
 

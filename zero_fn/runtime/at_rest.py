@@ -20,7 +20,7 @@ from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
-from zero_fn.transport.links import Links, Waits
+from zero_fn.transport.line import Line, Work
 from zero_fn.values.home import ReshardAfter
 
 __all__ = ["AtRest"]
@@ -38,7 +38,7 @@ class AtRest:
             leaves them here, and the next `follow_moved` takes them over.
     """
 
-    def __init__(self, unit: str, slots: Sequence[Slot], transport: Links, away: Away, owner: object) -> None:
+    def __init__(self, unit: str, slots: Sequence[Slot], transport: Line, away: Away, owner: object) -> None:
         self.slots = slots
         self._unit, self._transport, self._away = unit, transport, away
         self.groups = Groups()
@@ -122,7 +122,7 @@ class AtRest:
             pending.wait()
         return wholes
 
-    def issue_whole(self, slots: Sequence[Slot] | None = None) -> tuple[list[Tensor], Waits | None]:
+    def issue_whole(self, slots: Sequence[Slot] | None = None) -> tuple[list[Tensor], Work | None]:
         """Whole parameters as of `gather_whole`, and the all-gather that is still to be waited for, if there is one.
 
         Raises:

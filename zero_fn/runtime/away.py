@@ -21,7 +21,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import TierStorage, stagings_for, storage_on
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 
 __all__ = ["Away"]
 
@@ -32,7 +32,7 @@ class Away:
     If a disk fails during a backward, the error is kept until the end of the backward, when all ranks are told.
     """
 
-    def __init__(self, transport: Links) -> None:
+    def __init__(self, transport: Line) -> None:
         self._transport = transport
         self._shelves: dict[Shelved, TierStorage] = {}
         self._reserved: dict[Shelved, list[int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_fn.runtime.ored import Ored
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 
 __all__ = ["Control"]
 
@@ -13,7 +13,7 @@ __all__ = ["Control"]
 class Control:
     """The control messages of one transformed module."""
 
-    def __init__(self, transport: Links) -> None:
+    def __init__(self, transport: Line) -> None:
         self._transport = transport
         self._unread: list[Ored] = []
         self._notes: list[tuple[Ored, int]] = []  # with the number of bits before the notes

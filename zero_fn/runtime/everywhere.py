@@ -15,7 +15,8 @@ from zero_fn.errors import DisagreementError, LostRankError, StorageError
 from zero_fn.runtime.ored import Ored
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transport.agreement import agree
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
+from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import Axis, mesh_axis
 
 R = TypeVar("R")
@@ -60,7 +61,7 @@ def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) ->
     Raises:
         DisagreementError: Names two ranks, those of the last axis together, and the first row that differs.
     """
-    links = Links(_axes_of(mesh, reversed(range(mesh.ndim)), what))
+    links = line_over(_axes_of(mesh, reversed(range(mesh.ndim)), what))
     agree(links.exchange, what, rows, why="each would edit its shard in another way", fix=fix)
 
 
@@ -70,7 +71,7 @@ class Told:
     Communicates a byte per rank to each peer.
     """
 
-    def __init__(self, links: Links, own: Exception | None, what: str) -> None:
+    def __init__(self, links: Line, own: Exception | None, what: str) -> None:
         """Sends the message. `own` is the error of this rank, and `what` says in errors what failed."""
         bits = [own is not None and rank == links.rank for rank in range(links.size)]
         self._links, self._own, self._what = links, own, what
@@ -101,7 +102,7 @@ def _done(axes: Iterable[Axis], act: Callable[[], R], expected: type[Exception],
         done.append(act())
     except expected as error:
         failure = error
-    links = [Links([axis]) for axis in axes]
+    links = [line_over([axis]) for axis in axes]
     try:
         for each in links:
             failure = Told(each, failure, what).failure()

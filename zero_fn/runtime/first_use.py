@@ -13,12 +13,12 @@ from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.agreement import agree, agree_along, content_digests
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 
 __all__ = ["agree_on_units"]
 
 
-def agree_on_units(transport: Links, units: Sequence[Unit]) -> None:
+def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
     """Compares layouts, initial values, and parameters that several ranks hold, which are read once, also from their tier.
 
     Communicates 16 bytes for each comparison, and axis, to each peer; waits.

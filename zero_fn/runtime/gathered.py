@@ -32,7 +32,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.saved import Source, remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
 
 __all__ = ["Gathered", "Lent"]
@@ -84,7 +84,7 @@ class Gathered:
     Attributes:
         beside: The stream on which this rank's own parts arrive from the host, if they do and nothing has waited for it yet.
         buffers: One for each group.
-        segments: The parts of the buffers that the all-gather fills, as the transport takes them.
+        plan: How the all-gather fills parts of the buffers; None if there is nothing to gather.
         travelling: Parameters, by slot number, whose tensor subclass decides which bytes are sent (`fsdp_pre_all_gather`).
         lent: Tensors that the next backward may show again, if there are any.
     """
@@ -100,11 +100,11 @@ class Gathered:
         "beside",
         "buffers",
         "lent",
-        "segments",
+        "plan",
         "travelling",
     )
 
-    def __init__(self, source: Source, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
+    def __init__(self, source: Source, slots: Sequence[Slot], groups: Groups, transport: Line) -> None:
         """Allocates the buffers that have memory during a use only, and cuts all buffers. `source` gathers them again."""
         with torch.inference_mode(False):  # the buffers outlive the forward that asks for them
             self.buffers: list[Tensor] = []
@@ -129,7 +129,7 @@ class Gathered:
             self._views = [views.get(slot, slot.local) for slot in slots]
             for travelling in self.travelling.values():
                 segments += travelling.segments
-            self.segments = transport.prepared(segments)
+            self.plan = transport.gather_plan(segments) if segments else None
         self._source = weakref.ref(source)  # which owns this
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.beside: torch.Stream | None = None

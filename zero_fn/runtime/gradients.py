@@ -29,8 +29,7 @@ from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot, trained
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.pool import BufferPool
-from zero_fn.transport.links import Links, Waits
-from zero_fn.transport.segment import Contribution, Contributions
+from zero_fn.transport.line import Line, Work
 
 __all__ = ["GradientMemory", "Gradients", "Reduction", "add_gradients"]
 
@@ -63,7 +62,7 @@ class Gradients:
         "local",
     )
 
-    def __init__(self, slots: Sequence[Slot], transport: Links, unit: str) -> None:
+    def __init__(self, slots: Sequence[Slot], transport: Line, unit: str) -> None:
         self._slots, self._transport, self._unit = slots, transport, unit
         self._memory: GradientMemory | None = None
         self._trained: list[bool] = []  # the parameters that `_memory` is for
@@ -272,7 +271,7 @@ class GradientMemory:
         trained: Sequence[bool],
         taken: Sequence[weakref.ref[torch.UntypedStorage]] = (),
     ) -> None:
-        self._memos: tuple[dict[type, Any], dict[type, Any]] = {}, {}
+        self._plans: list[Any] = [None, None]  # of reductions that are not exact, and of those that are
         self._buffers: list[BufferPool] = []
         self.taken = list(taken)
         self.places: list[_GradientPlace | None] = [None] * len(slots)
@@ -287,7 +286,6 @@ class GradientMemory:
             self._buffers.append(BufferPool(total, dtype, device))
         self._placed = [place for place in self.places if place is not None]
         self._reduced = [place for place in self._placed if place.slot.path.numel]
-        self._numel = sum(place.slot.path.numel for place in self._reduced)
         self.count = len(self._placed)
         self.at_once = [place is not None and place.slot.path.is_reduced_at_once for place in self.places]
 
@@ -303,16 +301,16 @@ class GradientMemory:
             rows.append(grad if path.is_in_order else path.rows_of(grad))
         return rows
 
-    def contributions(self, rows: list[Tensor], buffers: list[Tensor], *, exact: bool) -> Contributions:
-        """The contributions of all slots with elements, in order, to sums in `buffers`. `exact`: see `Reduction`."""
-
-        def make(at: int, rows: Tensor) -> Contribution:
-            place = self._reduced[at]
-            start, numel = place.out
-            out = buffers[place.buffer].as_strided((numel,), (1,), start)
-            return place.slot.path.contribution(rows, out, place.slot.kind.sum_dtype)
-
-        return Contributions(rows, buffers, make, self._numel, self._memos[exact])
+    def plan(self, transport: Line, rows: list[Tensor], buffers: list[Tensor], *, exact: bool) -> Any:
+        """How `rows` are summed, and those of other steps: made once. `exact`: see `Reduction`."""
+        if self._plans[exact] is None:
+            contributions = []
+            for place, own in zip(self._reduced, rows, strict=True):
+                start, numel = place.out
+                out = buffers[place.buffer].as_strided((numel,), (1,), start)
+                contributions.append(place.slot.path.contribution(own, out, place.slot.kind.sum_dtype))
+            self._plans[exact] = transport.reduce_plan(contributions, buffers)
+        return self._plans[exact]
 
     def resting(self, buffers: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients in these buffers as they rest, for each slot; None of those that are not wanted, or frozen."""
@@ -355,7 +353,7 @@ class Reduction:
         slots: Sequence[Slot],
         memory: GradientMemory,
         local: Sequence[Tensor | None],
-        transport: Links,
+        transport: Line,
         unit: str,
         *,
         exact: bool,
@@ -375,9 +373,10 @@ class Reduction:
         self.has_local = [grad is not None for grad in local]
         self._slots, self._transport, self._memory, self._unit = slots, transport, memory, unit
         self._buffers = memory.allocate() if buffers is None else buffers
-        self._regathered: Waits | None = None
-        contributions = memory.contributions(memory.rows(local, exact=exact), self._buffers, exact=exact)
-        self._pending = transport.reduce_scatter(contributions, f"gradients of {unit}")
+        self._regathered: Work | None = None
+        rows = memory.rows(local, exact=exact)
+        plan = memory.plan(transport, rows, self._buffers, exact=exact)
+        self._pending = transport.reduce_scatter(plan, rows, self._buffers, f"gradients of {unit}")
 
     def wait(self) -> None:
         """Waits for the sums. Gradients that rest sharded are ready then."""

@@ -17,7 +17,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.storage.pool import BufferPool
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 from zero_fn.transport.segment import PACKED_NBYTES
 from zero_fn.values.layout import aligned_offsets
 
@@ -195,7 +195,7 @@ class Group:
 
     # -- hops -------------------------------------------------------------------------------------------------------
 
-    def gather_inner(self, transport: Links, unit: str) -> None:
+    def gather_inner(self, transport: Line, unit: str) -> None:
         """The all-gather over the second axis into `inner`, once after the parameters have changed. Waits for it."""
         if self.inner is None or self.is_inner_current:
             return

@@ -18,7 +18,7 @@ from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Groups
 from zero_fn.runtime.saved import Source
 from zero_fn.runtime.slot import Slot
-from zero_fn.transport.links import Links, Waits
+from zero_fn.transport.line import Line, Work
 
 __all__ = ["InFlight", "Phase"]
 
@@ -41,13 +41,13 @@ class InFlight:
             tensor subclass raised in `fsdp_post_all_gather`.
     """
 
-    def __init__(self, unit: str, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
+    def __init__(self, unit: str, slots: Sequence[Slot], groups: Groups, transport: Line) -> None:
         self.phase = Phase.AT_REST
         self.memory: Gathered | None = None
         self._unit, self._slots, self._groups = unit, slots, groups
         self._transport = transport
         self._what = f"parameters of {unit}"
-        self._pending: Waits | None = None
+        self._pending: Work | None = None
         self._told: Told | None = None  # whether the fetch went well on each rank
         self.failure: Exception | None = None
 
@@ -67,12 +67,11 @@ class InFlight:
         if groups.is_away and groups.may_fail:
             self._told = Told(transport, self.failure, f"Fetching {self._unit}")
         memory.fill_own(has_failed=self.failure is not None)
-        beside = memory.beside
-        if memory.segments and beside is None:
-            self._pending = transport.all_gather(memory.segments, self._what)
-        elif memory.segments and beside is not None:
-            with beside:  # it waits for the copies there; what computes waits for neither before `finish`
-                self._pending = transport.all_gather(memory.segments, self._what)
+        if memory.plan is not None and memory.beside is None:
+            self._pending = transport.all_gather(memory.plan, self._what)
+        elif memory.plan is not None and memory.beside is not None:
+            with memory.beside:  # it waits for the copies there; what computes waits for neither before `finish`
+                self._pending = transport.all_gather(memory.plan, self._what)
         self.phase = Phase.GATHERING
         if groups.is_away:
             groups.let_go()

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from zero_fn.transport.links import Links, Waits
+from zero_fn.transport.line import Line, Work
 
 __all__ = ["Ored"]
 
@@ -24,7 +24,7 @@ class Ored:
 
     __slots__ = ("_beside", "_bits", "_pending")
 
-    def __init__(self, links: Links, bits: Sequence[bool], what: str, *, check: str = "") -> None:
+    def __init__(self, links: Line, bits: Sequence[bool], what: str, *, check: str = "") -> None:
         """Sends the message: a byte for each bit, to each peer. All ranks send one of the same length.
 
         Args:
@@ -33,7 +33,7 @@ class Ored:
             what: For errors.
             check: A text that must be the same on every rank.
         """
-        self._pending: Waits | None = None
+        self._pending: Work | None = None
         self._beside: _Beside | None = None
         if links.device.type == "cpu":
             self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu")
@@ -65,7 +65,7 @@ class _Beside:
 
     __slots__ = ("_bits", "_there", "end")
 
-    def __init__(self, links: Links, bits: Tensor, what: str, check: str) -> None:
+    def __init__(self, links: Line, bits: Tensor, what: str, check: str) -> None:
         stream = _stream_of(links.device)
         with stream:
             self._bits, self._there = bits, bits.to(links.device, non_blocking=True)

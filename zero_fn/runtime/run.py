@@ -17,7 +17,7 @@ from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
 from zero_fn.runtime.whole_step import end_whole
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 from zero_fn.values.assignment import Assignment
 
 __all__ = ["Run", "run_of"]
@@ -35,7 +35,7 @@ class Run:
         need_in_backward, gradients_arrived: Methods of the backwards, which units call.
     """
 
-    def __init__(self, transport: Links, assignment: Assignment) -> None:
+    def __init__(self, transport: Line, assignment: Assignment) -> None:
         self.module = Transformed(transport, assignment)
         statistics = Statistics(transport, are_local=assignment.buffers == "local")
         self.forwards = Forwards(self.module, statistics)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from zero_fn.transport.agreement import agree, differ
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
 
 __all__ = ["Statistics"]
@@ -38,7 +38,7 @@ class Statistics:
         is_active: Whether buffers are broadcast at all: the module has some, and there are ranks to send them to.
     """
 
-    def __init__(self, transport: Links, *, are_local: bool) -> None:
+    def __init__(self, transport: Line, *, are_local: bool) -> None:
         self._transport, self._has_peers = transport, transport.size > 1 and not are_local
         self._anchors: list[Callable[[], nn.Module | None]] = []
         self._owners: list[Callable[[], nn.Module | None]] = []

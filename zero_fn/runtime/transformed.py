@@ -11,7 +11,7 @@ from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.control import Control
 from zero_fn.runtime.graphs import Graphs
 from zero_fn.runtime.unit import Unit
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.schedule import Event, fetch_ahead, prefetch
 
@@ -38,7 +38,7 @@ class Transformed:
         caller: The thread that has begun the last forward. It calls the backward, too.
     """
 
-    def __init__(self, transport: Links, assignment: Assignment) -> None:
+    def __init__(self, transport: Line, assignment: Assignment) -> None:
         self.transport, self.assignment, self.depth = transport, assignment, PREFETCH_DEPTH
         self.units: list[Callable[[], Unit | None]] = []
         self.lenders: dict[int, tuple[int, ...]] = {}

@@ -30,7 +30,7 @@ from zero_fn.runtime.in_flight import InFlight, Phase
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import is_swapped, partly_swapped
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 
 __all__ = ["Runs", "Unit", "unit_of"]
 
@@ -45,7 +45,7 @@ class Runs(Protocol):
         gradients_arrived: To be called with a use and all its gradients; with None in their place if autograd keeps them.
     """
 
-    transport: Links
+    transport: Line
     away: Away
     need_in_backward: Callable[..., None]
     gradients_arrived: Callable[..., None]

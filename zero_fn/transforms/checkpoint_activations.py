@@ -11,7 +11,7 @@ from zero_fn.errors import UnitError
 from zero_fn.transforms.parked import Parking
 from zero_fn.transforms.recomputed import Recomputed
 from zero_fn.transforms.substitute import substitute
-from zero_fn.transport.links import Links
+from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.tiers import Tier
@@ -65,7 +65,7 @@ def checkpoint_activations(
             module=type(module).__name__,
             fix="name a class or a pattern of module names: units=Block",
         )
-    links = None if axis is None else Links([axis])
+    links = None if axis is None else line_over([axis])
     parking = Parking(offload)
 
     def prepare(twin: nn.Module) -> None:

@@ -25,7 +25,7 @@ from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.uncompiled import left_alone
 from zero_fn.transforms.parked import Parked, Parking
 from zero_fn.transport.agreement import agree, content_digest
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
 from zero_fn.values.tiers import is_away
 
@@ -40,7 +40,7 @@ class Recomputed:
         module: nn.Module,
         name: str,
         own: Callable[..., Any] | None,
-        transport: Links | None,
+        transport: Line | None,
         parking: Parking,
     ) -> None:
         self._module = weakref.ref(module)
@@ -126,7 +126,7 @@ class _Inputs:
     """The inputs of one forward that do not stay as they are: whole until the forward has run, then what this rank keeps."""
 
     def __init__(
-        self, own: dict[int, Tensor], spec: TreeSpec, transport: Links | None, parking: Parking, name: str
+        self, own: dict[int, Tensor], spec: TreeSpec, transport: Line | None, parking: Parking, name: str
     ) -> None:
         """`own`: these inputs, by their number among all inputs."""
         self._own, self._spec, self._name = own, spec, name

@@ -40,7 +40,7 @@ from zero_fn.transforms.captured import follow_forwards, rebound, refuse_capture
 from zero_fn.transforms.loading import check_entries
 from zero_fn.transforms.wrapped import refuse_ddp
 from zero_fn.transport.agreement import content_digests
-from zero_fn.transport.links import Links
+from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.grid import Grid, grid_of
 from zero_fn.values.tiled import is_tile
@@ -161,7 +161,7 @@ def _substitute(
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin), *assignment.outputs}
     anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
-    run = Run(Links(assignment.axes), assignment)
+    run = Run(line_over(assignment.axes), assignment)
     wholes, donors = _Wholes(), _Donors()
     members: dict[str, list[NamedParameter]] = {anchor: [] for anchor in anchors}
     for parameter in named:

@@ -1,4 +1,4 @@
-"""The collectives of a module over all of its data axes, each of which has a transport and a process group of its own.
+"""The collectives of a module over all of its data axes: a line for each, with a transport and a process group of its own.
 
 A tensor travels by hops, one for each axis on its route. The axis that cuts the tensor first comes first:
 
@@ -29,18 +29,14 @@ from torch import Tensor
 from zero_fn.errors import DisagreementError, LostRankError, warn_once
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport.exchange import Alone
-from zero_fn.transport.guarded import Guarded, Watched
-from zero_fn.transport.messages import Gathering
+from zero_fn.transport.line import Line, Transport, Work
 from zero_fn.transport.native import Native
-from zero_fn.transport.segment import Contribution, Contributions, Pending, Route, Segment, Transport
+from zero_fn.transport.segment import Contribution, Place, Route, Segment
 from zero_fn.values.mesh import Axis
 
-__all__ = ["BY_BACKEND", "Links", "Waits", "open_transport"]
+__all__ = ["BY_BACKEND", "Lines", "line_over", "open_transport"]
 
 _Item = TypeVar("_Item", Segment, Contribution)
-
-Waits = Watched | Pending
-"""A collective under way."""
 
 BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
 """The class of the transport for a backend, called with group, rank and size; `Native` for a backend that is not here."""
@@ -65,63 +61,57 @@ def open_transport(axis: Axis) -> Transport:
     return make(axis.group, axis.rank, axis.size)
 
 
-class Links:
-    """The collectives of a module over its data axes.
+def line_over(axes: Sequence[Axis]) -> Line:
+    """The collectives over some axes, the innermost first: a transport is opened for each. Without axes one rank is alone."""
+    lines = [Line(open_transport(axis), axis) for axis in axes] or [Line(Alone(), None)]
+    return lines[0] if len(lines) == 1 else Lines(lines)
 
-    Attributes:
-        axes: The axes, the innermost first.
-        pads: Whether the memory of a `Segment` must have room for `n` full pieces.
-        device: The device of the memory that collectives read and write.
-        rank, size: This rank's number among the ranks of all axes, and how many these are. Ranks of the first axis have
-            consecutive numbers.
-    """
 
-    def __init__(self, axes: Sequence[Axis]) -> None:
-        """Opens a transport for each axis."""
-        self.axes = tuple(axes)
-        self._lines = [Guarded(open_transport(axis), axis) for axis in axes] or [Guarded(Alone(), None)]
-        self._only = self._lines[0] if len(self._lines) == 1 else None
-        self.pads = any(line.raw.pads for line in self._lines)
-        self.device = torch.device(axes[0].device_type if axes else "cpu")
-        self.size = prod(axis.size for axis in axes)
+_Again = list[tuple[int, Place, torch.dtype, Route]]
+"""Of contributions what is the same in every step."""
+
+
+class Lines(Line):
+    """The collectives over several axes, by hops over one after the other."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = lines
+        self.axes = tuple(axis for line in lines for axis in line.axes)
+        self.pads, self.device = any(line.pads for line in lines), lines[0].device
+        self.size = prod(line.size for line in lines)
         self.rank = 0
-        for axis in reversed(self.axes):
-            self.rank = self.rank * axis.size + axis.rank
+        for line in reversed(lines):
+            self.rank = self.rank * line.size + line.rank
 
-    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """The same segments, prepared for many all-gathers of the same memory."""
-        # Over several axes, each all-gather decides anew which segments an axis takes.
-        return self._only.raw.prepared(segments) if self._only is not None else segments
+    def gather_plan(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return segments  # each all-gather decides anew which segments an axis takes
 
-    def all_gather(self, segments: Sequence[Segment], what: str) -> Waits:
-        """Fills each segment from the pieces of all ranks on its route. `what` names the tensors, for errors."""
-        if self._only is not None:
-            return _gathered(self._only, segments, what)
+    def all_gather(self, plan: Sequence[Segment], what: str) -> Work:
         with self._telling_others():
-            return self._rest_of(self._last_hops(segments, what))
+            return self._rest_of(self._last_hops(plan, what))
 
-    def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Waits:
-        """Writes into each `out` the mean over all ranks of this rank's piece."""
-        if self._only is not None:
-            return _reduced(self._only, contributions, what)
+    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> _Again:
+        return [(each.piece_rows, Place(each.out, buffers), each.sum_dtype, each.route) for each in contributions]
+
+    def reduce_scatter(self, plan: _Again, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
+        contributions = [
+            Contribution(own, piece_rows, place.of(buffers), sum_dtype, route)
+            for own, (piece_rows, place, sum_dtype, route) in zip(rows, plan, strict=True)
+        ]
         with self._telling_others():
-            chains = [self._reductions(number, chosen, what) for number, chosen in _by_axis(contributions)]
-            heads = [next(chain) for chain in chains]
-        return self._rest_of(hop for head, later in zip(heads, chains, strict=True) for hop in chain([head], later))
+            reductions = [self._reductions(number, chosen, what) for number, chosen in _by_axis(contributions)]
+            heads = [next(reduction) for reduction in reductions]
+        return self._rest_of(hop for head, later in zip(heads, reductions, strict=True) for hop in chain([head], later))
 
-    def any(self, bits: Tensor, what: str, *, check: str = "") -> Waits:
-        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. The text `check` must be the same on every rank."""
-        if self._only is not None:
-            return _ored(self._only, bits, what, check)
+    def any(self, bits: Tensor, what: str, *, check: str = "") -> Work:
         with self._telling_others():
             *others, last = self._lines
             for line in others:
                 # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
-                _ored(line, bits, what, check).wait()
-            return self._rest_of([_ored(last, bits, what, check)])
+                line.any(bits, what, check=check).wait()
+            return self._rest_of([last.any(bits, what, check=check)])
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
-        """The messages of all ranks, one row each, on the host. Waits. A message is uint8, of one length on all ranks."""
         with self._telling_others():
             rows = message
             for line in self._lines:
@@ -129,9 +119,8 @@ class Links:
             return rows.view(-1, message.numel())
 
     def give_up(self) -> None:
-        """Tells the peers, after a failure elsewhere, that this rank sends nothing more."""
         for line in self._lines:
-            line.raw.give_up()
+            line.give_up()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
@@ -142,19 +131,18 @@ class Links:
             self.give_up()
             raise
 
-    def _rest_of(self, hops: Iterable[Waits]) -> Pending:
+    def _rest_of(self, hops: Iterable[Work]) -> Work:
         """The hops that are left, as one collective: waiting for it issues and waits for each of them."""
+        return Work(finish=self._wait_for_all, kept=(hops,))
 
-        def finish() -> None:
-            with self._telling_others():
-                for hop in hops:
-                    hop.wait()
+    def _wait_for_all(self, hops: Iterable[Work]) -> None:
+        with self._telling_others():
+            for hop in hops:
+                hop.wait()
 
-        return Pending(finish=finish)
-
-    def _last_hops(self, segments: Sequence[Segment], what: str) -> list[Waits]:
+    def _last_hops(self, segments: Sequence[Segment], what: str) -> list[Work]:
         """Issues the last hop of an all-gather, over the axis that cuts first, once all hops before it were waited for."""
-        last: list[Waits] = []
+        last: list[Work] = []
         for number, chosen in _by_axis(segments):
             line = self._lines[number]
             inner: list[_Room] = []
@@ -170,7 +158,7 @@ class Links:
             last.append(_gathered(line, chosen, what))
         return last
 
-    def _reductions(self, number: int, contributions: Sequence[Contribution], what: str) -> Iterator[Waits]:
+    def _reductions(self, number: int, contributions: Sequence[Contribution], what: str) -> Iterator[Work]:
         """The hops of reductions that begin on the same axis, each issued when it is asked for."""
         line = self._lines[number]
         pieces: list[Contribution] = []
@@ -179,7 +167,7 @@ class Links:
         alone: list[Tensor] = []
         for contribution in contributions:
             out, dtype, route = contribution.out, contribution.sum_dtype, contribution.route[1:]
-            own = contribution.piece(line.rank).numel()
+            own = contribution.numel_of(line.rank)
             if not route:
                 pieces.append(contribution)
                 alone.append(out)
@@ -207,32 +195,24 @@ class Links:
                 room.copy_back()
 
 
-def _gathered(line: Guarded, segments: Sequence[Segment], what: str) -> Watched:
-    numel = segments.numel if isinstance(segments, Gathering) else sum([segment.numel for segment in segments])
-    return line.issue(line.raw.all_gather, segments, "all-gather of " + what, numel)
+def _gathered(line: Line, segments: Sequence[Segment], what: str) -> Work:
+    return line.all_gather(list(segments), what)
 
 
-def _reduced(line: Guarded, contributions: Sequence[Contribution], what: str) -> Watched:
-    if isinstance(contributions, Contributions):
-        numel = contributions.numel
-    else:
-        numel = sum([contribution.rows.numel() for contribution in contributions])
-    return line.issue(line.raw.reduce_scatter, contributions, "reduce-scatter of " + what, numel)
-
-
-def _ored(line: Guarded, bits: Tensor, what: str, check: str) -> Watched:
-    return line.issue(line.raw.any, bits, "agreement on " + what, bits.numel(), check)
+def _reduced(line: Line, contributions: Sequence[Contribution], what: str) -> Work:
+    outs = [each.out for each in contributions]
+    return line.reduce_scatter(line.reduce_plan(contributions, outs), [each.rows for each in contributions], outs, what)
 
 
 class _Room:
     """Memory in which an all-gather completes a tensor: that of the tensor, or a copy with room for padding."""
 
-    def __init__(self, own: Tensor, route: Route, lines: Sequence[Guarded]) -> None:
+    def __init__(self, own: Tensor, route: Route, lines: Sequence[Line]) -> None:
         (number, piece_numel), *_ = route
         assert piece_numel is not None, "an axis that cuts nothing has nothing to complete"
         self._own = self._place = own
         padded_numel = piece_numel * lines[number].size
-        if lines[number].raw.pads and padded_numel > own.numel():
+        if lines[number].pads and padded_numel > own.numel():
             self._place = own.new_empty(padded_numel)
             self._place[: own.numel()] = own
         self.segment = Segment(self._place, own.numel(), piece_numel, route)

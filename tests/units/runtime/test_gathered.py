@@ -18,7 +18,7 @@ from zero_fn.runtime.gathered import Gathered, Lent
 from zero_fn.runtime.in_flight import Phase
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.unit import Unit
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Line
 
 WIDTH = 8
 
@@ -222,8 +222,8 @@ def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_o
 def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
     model, unit = build()
     train(model, 1)
-    sent = zip(memory_of(unit).segments, unit.slots, strict=True)
-    assert [segment.source is slot.flat for segment, slot in sent] == [True, True]
+    (pack,) = memory_of(unit).plan.packs
+    assert [piece is slot.flat for piece, slot in zip(pack.pieces, unit.slots, strict=True)] == [True, True]
 
 
 def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +233,9 @@ def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path: Path, monkeypatch
         model = zf.zero3(zf.offload(plain, params=zf.nvme(tmp_path)), mesh)
         texts: list[str] = []
         for name in ("all_gather", "any"):
-            method = getattr(Links, name)
+            method = getattr(Line, name)
             monkeypatch.setattr(
-                Links, name, lambda *a, m=method, n=name, **k: (texts.append(f"{n} {a[2]}"), m(*a, **k))[1]
+                Line, name, lambda *a, m=method, n=name, **k: (texts.append(f"{n} {a[2]}"), m(*a, **k))[1]
             )
         model(torch.ones(2, 8))
     about = [text for text in texts if "Fetching unit" in text or "all_gather parameters" in text]

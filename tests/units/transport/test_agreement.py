@@ -10,7 +10,7 @@ from tests.axes.grids import grid
 from tests.support.ranks import Ranks, axis
 from zero_fn.errors import DisagreementError
 from zero_fn.transport.agreement import agree, content_digest, digest
-from zero_fn.transport.links import Links
+from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import mesh_axis
 
 
@@ -18,7 +18,7 @@ def message(rows_by_rank: dict[int, list[str]], common: list[str]) -> str:
     """What this rank is told when some ranks hold other rows than `common`; "" if all agree."""
     try:
         agree(
-            Links([mesh_axis(axis(), verb="test")]).exchange,
+            line_over([mesh_axis(axis(), verb="test")]).exchange,
             "layouts",
             rows_by_rank.get(dist.get_rank(), common),
             why="it would hang",
@@ -64,7 +64,7 @@ def test_rank_0_itself_may_be_the_odd_one(ranks: Ranks) -> None:
 
 
 def _over_two_axes() -> tuple[int, list[int]]:
-    links = Links([mesh_axis(grid("outer", "inner")[name], verb="test") for name in ("inner", "outer")])
+    links = line_over([mesh_axis(grid("outer", "inner")[name], verb="test") for name in ("inner", "outer")])
     return links.rank, links.exchange(torch.tensor([dist.get_rank()], dtype=torch.uint8)).view(-1).tolist()
 
 
@@ -94,7 +94,7 @@ def test_long_rows_that_differ_at_their_end_are_found(ranks: Ranks) -> None:
 
 
 def test_one_rank_always_agrees() -> None:
-    agree(Links([]).exchange, "layouts", ROWS, why="", fix="")
+    agree(line_over([]).exchange, "layouts", ROWS, why="", fix="")
 
 
 def test_a_digest_is_sixteen_bytes_and_sees_every_row_and_their_order() -> None:

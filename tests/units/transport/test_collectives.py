@@ -17,14 +17,16 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.support import reference
+from tests.support.once import gather, reduce
 from tests.support.ranks import Ranks, axis
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport import links
 from zero_fn.transport import segment as sizes
 from zero_fn.transport.exchange import Alone, Exchange
-from zero_fn.transport.links import Links
+from zero_fn.transport.line import Transport, Work
+from zero_fn.transport.links import line_over
 from zero_fn.transport.native import Native
-from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
+from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.transport.traffic import traffic
 from zero_fn.transport.waiting import PeerLost
 from zero_fn.values.mesh import mesh_axis
@@ -99,7 +101,7 @@ def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
         segments.append(segment_for(case, dist.get_world_size(), filled, pads=at_rest.pads))
     before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
     try:
-        pending = at_rest.all_gather(segments)
+        pending = gather(at_rest, segments)
         pending.wait()
         pending.wait()
     finally:
@@ -140,7 +142,7 @@ def _of_rank_0() -> list[int]:
     for numel, dtype in ((7, torch.float32), (3, torch.bool), (0, torch.float32)):
         whole = torch.arange(numel).to(dtype)
         memory = whole.clone() if own.rank == 0 else torch.zeros_like(whole)
-        pending = open_transport("native").all_gather([Segment(memory, numel, 7)])
+        pending = gather(open_transport("native"), [Segment(memory, numel, 7)])
         found.append(pending.nbytes)
         pending.wait()
         assert is_same(memory, whole)
@@ -181,7 +183,7 @@ def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend: str) 
             calls.append(("waited", 0))
 
     segments = [Segment(torch.zeros(numel), numel, numel // 2) for numel in (40_000, 60_000)]
-    Native(cast(dist.ProcessGroup, Group()), 0, 2).all_gather(segments).wait()
+    gather(Native(cast(dist.ProcessGroup, Group()), 0, 2), segments).wait()
     begun = {"gloo": [("one", 2), ("one", 2)], "other": [("together", 2)]}[backend]
     assert calls == [*begun, *len(begun) * [("waited", 0)]]
 
@@ -197,7 +199,7 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
     def tail() -> Tensor:
         case = Case(5, 3, torch.float32, 0)
         segment = segment_for(case, 2, torch.zeros(5), pads=False)
-        open_transport("shared").all_gather([segment]).wait()
+        gather(open_transport("shared"), [segment]).wait()
         return segment.memory[5:]
 
     assert all(is_same(rest, torch.ones(5)) for rest in ranks(2).run(tail))
@@ -221,7 +223,7 @@ def reduced(cases: list[Case], packed_nbytes: int, kind: str, exact: bool, alias
         originals.append(filled)
     before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
     try:
-        at_rest.reduce_scatter(contributions).wait()
+        reduce(at_rest, contributions).wait()
     finally:
         sizes.PACKED_NBYTES = before
     answers = []
@@ -294,7 +296,7 @@ def test_sixteen_bit_addends_are_summed_in_float32(ranks: Ranks) -> None:
         # In bfloat16 256 + 1 is 256: only a wider sum sees the ones.
         own = torch.full((2,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
         out = torch.empty(1)
-        open_transport("shared").reduce_scatter([Contribution(own, 1, out, sum_dtype)]).wait()
+        reduce(open_transport("shared"), [Contribution(own, 1, out, sum_dtype)]).wait()
         return out
 
     assert ranks(2).run(mean_of, torch.float32)[0].item() == 128.5
@@ -306,7 +308,7 @@ def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(rank
         own = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
         outs = [torch.empty(1, dtype=torch.float32) for _ in range(2)]
         both = zip(outs, (torch.float32, torch.bfloat16), strict=True)
-        open_transport("shared").reduce_scatter([Contribution(own, 1, *pair) for pair in both]).wait()
+        reduce(open_transport("shared"), [Contribution(own, 1, *pair) for pair in both]).wait()
         return [out.item() for out in outs]
 
     narrow = torch.tensor(256.0).bfloat16().div(3).item()  # 256 + 1 is 256
@@ -337,7 +339,7 @@ def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks)
     def mean() -> Tensor:
         out = torch.empty(2, dtype=torch.float64)
         addend = torch.full((4,), 1.0 + dist.get_rank())
-        open_transport("shared").reduce_scatter([Contribution(addend, 2, out, torch.float32)]).wait()
+        reduce(open_transport("shared"), [Contribution(addend, 2, out, torch.float32)]).wait()
         return out
 
     assert all(is_same(got, torch.full((2,), 1.5, dtype=torch.float64)) for got in ranks(2).run(mean))
@@ -394,10 +396,10 @@ def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
         whole = torch.zeros(4)
         whole[2 * own : 2 * own + 2] = own + 1.0
         out, bits = torch.empty(2), torch.tensor([own], dtype=torch.uint8)
-        gather = at_rest.all_gather([Segment(whole, 4, 2)])
-        reduce = at_rest.reduce_scatter([Contribution(torch.full((4,), own + 1.0), 2, out, torch.float32)])
+        arrival = gather(at_rest, [Segment(whole, 4, 2)])
+        sums = reduce(at_rest, [Contribution(torch.full((4,), own + 1.0), 2, out, torch.float32)])
         membership = at_rest.any(bits)
-        for pending in (membership, reduce, gather):
+        for pending in (membership, sums, arrival):
             pending.wait()
         return whole, out, bits
 
@@ -415,14 +417,14 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
     """(n - 1)/n of the whole in each direction, when rows divide."""
 
     def sent(numel: int) -> dict[str, int]:
-        own = Links([mesh_axis(axis(), verb="test")])
+        own = line_over([mesh_axis(axis(), verb="test")])
         segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
         with traffic() as counted:
-            own.all_gather([segment], "a test").wait()
+            gather(own, [segment], "a test").wait()
             contribution = Contribution(
                 segment.memory[: segment.numel], segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
             )
-            own.reduce_scatter([contribution], "a test").wait()
+            reduce(own, [contribution], "a test").wait()
             own.exchange(torch.zeros(16, dtype=torch.uint8))
             assert counted.by_axis == {"dp": counted.nbytes}
         return dict(counted.by_collective)
@@ -437,13 +439,11 @@ def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
     def sent(kind: str) -> list[int]:
         at_rest = open_transport(kind)
         segment = Segment(torch.zeros(12), 12, 4)
-        gather = at_rest.all_gather([segment])
-        gather.wait()
-        reduction = at_rest.reduce_scatter(
-            [Contribution(segment.memory[: segment.numel], 4, torch.empty(4), torch.float32)]
-        )
+        arrival = gather(at_rest, [segment])
+        arrival.wait()
+        reduction = reduce(at_rest, [Contribution(segment.memory[: segment.numel], 4, torch.empty(4), torch.float32)])
         reduction.wait()
-        return [gather.nbytes, reduction.nbytes]
+        return [arrival.nbytes, reduction.nbytes]
 
     assert ranks(3).run(sent, "shared") == ranks(3).run(sent, "sockets") == ranks(3).run(sent, "native")
 
@@ -459,11 +459,11 @@ def test_pieces_of_a_segment_partition_its_elements() -> None:
 
 
 def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
-    lonely = Links([])
+    lonely = line_over([])
     addend, out = torch.arange(4.0), torch.empty(4)
     with traffic() as sent:
-        lonely.all_gather([Segment(addend, 4, 4)], "a test").wait()
-        lonely.reduce_scatter([Contribution(addend, 4, out, torch.float32)], "a test").wait()
+        gather(lonely, [Segment(addend, 4, 4)], "a test").wait()
+        reduce(lonely, [Contribution(addend, 4, out, torch.float32)], "a test").wait()
         lonely.any(torch.ones(1, dtype=torch.uint8), "a test").wait()
         rows = lonely.exchange(torch.ones(3, dtype=torch.uint8))
     assert torch.equal(out, addend)
@@ -473,24 +473,24 @@ def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
 
 def test_one_rank_may_reduce_into_its_own_addend() -> None:
     addend = torch.arange(4.0)
-    Alone().reduce_scatter([Contribution(addend, 4, addend, torch.float32)]).wait()
+    reduce(Alone(), [Contribution(addend, 4, addend, torch.float32)]).wait()
     assert addend.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_one_rank_reduces_a_transposed_addend() -> None:
     """A gradient that comes transposed is cut by rows, not laid flat first; `out` is flat all the same."""
     gradient, out = torch.arange(6.0).view(3, 2).t(), torch.empty(6)
-    Alone().reduce_scatter([Contribution(gradient, 2, out, torch.float32)]).wait()
+    reduce(Alone(), [Contribution(gradient, 2, out, torch.float32)]).wait()
     assert torch.equal(out, gradient.reshape(-1))
 
 
-def test_a_pending_finishes_once_and_lets_go_of_what_it_kept() -> None:
+def test_a_work_finishes_once_and_lets_go_of_what_it_kept() -> None:
     calls: list[str] = []
-    pending = Pending(finish=lambda: calls.append("finished"), kept=[torch.empty(3)])
+    pending = Work(finish=calls.append, kept=("finished",))
     pending.wait()
     pending.wait()
     assert calls == ["finished"]
-    assert pending.kept is None
+    assert pending.kept == ()
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -508,7 +508,7 @@ def test_a_gather_reads_shards_where_they_rest(ranks: Ranks, kind: str, n: int) 
                 source = whole[rank * piece : (rank + 1) * piece].clone()
                 segments.append(Segment(torch.zeros(n * piece, dtype=dtype), numel, piece, source=source))
                 wholes.append(whole)
-        open_transport(kind).all_gather(segments).wait()
+        gather(open_transport(kind), segments).wait()
         return all(map(torch.equal, [segment.memory[: segment.numel] for segment in segments], wholes))
 
     assert all(ranks(n).run(gathered))

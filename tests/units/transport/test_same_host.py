@@ -52,7 +52,7 @@ def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_use
         models = [open_transport(), open_transport()]
         whole = torch.full((4,), float(own))
         with pytest.raises(OutOfStep):
-            models[own].all_gather([Segment(whole, 4, 2)], 11 + own).wait()
+            models[own].all_gather(models[own].gather_plan([Segment(whole, 4, 2)]), 11 + own).wait()
         return whole.tolist(), exchanged(open_transport())
 
     assert ranks(2).run(at_different_models) == [([float(own)] * 4, [[0], [1]]) for own in range(2)]
@@ -64,7 +64,7 @@ def test_collectives_that_nobody_waits_for_leave_no_block(ranks: Ranks) -> None:
         exchanged(at_rest)
         before = live_blocks()
         for _ in range(3):
-            at_rest.all_gather([Segment(torch.zeros(4), 4, 2)])
+            at_rest.all_gather(at_rest.gather_plan([Segment(torch.zeros(4), 4, 2)]))
         exchanged(at_rest)
         exchanged(at_rest)
         return live_blocks() - before

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_fn.transport.segment import Contribution, Sum
+from zero_fn.transport.exchange import ReducePlan
+from zero_fn.transport.segment import Contribution
 
 SIZE = 4
 
@@ -36,8 +37,8 @@ def test_a_sum_is_that_of_the_ranks_in_their_order(rank: int, numel: int, dtype:
         rows[rank * numel : (rank + 1) * numel] = parts[rank][:, None]
         out = torch.full((3 * numel,), torch.nan)
         parts = [part.repeat_interleave(3) for part in parts]
-    total = Sum([Contribution(rows, numel, out, torch.float32)], rank)
+    plan = ReducePlan([Contribution(rows, numel, out, torch.float32)], [out], rank, SIZE)
     before = [part.clone() for part in parts]
-    total.finish({peer: part for peer, part in enumerate(parts) if peer != rank})
+    plan.add([rows], [out], {peer: [part] for peer, part in enumerate(parts) if peer != rank})
     assert torch.equal(out, in_order(before, torch.float32))
     assert all(map(torch.equal, parts, before)), "what peers sent is only read"

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.ranks import Ranks
-from zero_fn.transport import segment
-from zero_fn.transport.guarded import MISMATCH, Guarded
-from zero_fn.transport.links import Links, open_transport
-from zero_fn.transport.segment import Pending, Segment
-from zero_fn.transport.waiting import Failure, OnStream, OutOfStep, PeerLost, wait_for
+from zero_fn.transport import exchange
+from zero_fn.transport.exchange import GatherPlan
+from zero_fn.transport.line import MISMATCH, Line, Work
+from zero_fn.transport.links import line_over, open_transport
+from zero_fn.transport.segment import Segment
+from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost
 from zero_fn.values.mesh import Axis, mesh_axis
 
 
@@ -39,27 +40,30 @@ class Failing:
         self.marks: list[int] = []
         self.told: object = None
 
-    def all_gather(self, segments: object, mark: int = 0) -> Pending:
-        return self._pending(mark)
+    def gather_plan(self, segments: Sequence[Segment]) -> GatherPlan:
+        return GatherPlan(segments, 0, [])
 
-    def reduce_scatter(self, contributions: object, mark: int = 0) -> Pending:
-        return self._pending(mark)
+    def all_gather(self, plan: object, mark: int = 0) -> Work:
+        return self._work(mark)
 
-    def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        return self._pending(mark)
+    def reduce_plan(self, contributions: object, buffers: object) -> None:
+        raise NotImplementedError
 
-    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
-        return self._pending(mark)
+    def reduce_scatter(self, plan: object, rows: object, buffers: object, mark: int = 0) -> Work:
+        return self._work(mark)
 
-    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        return segments
+    def any(self, bits: Tensor, mark: int = 0) -> Work:
+        return self._work(mark)
+
+    def exchange(self, rows: Tensor, mark: int = 0) -> Work:
+        return self._work(mark)
 
     def give_up(self, failure: Failure | None = None) -> None:
         self.told = failure
 
-    def _pending(self, mark: int) -> Pending:
+    def _work(self, mark: int) -> Work:
         self.marks.append(mark)
-        return Pending(finish=self._fail)
+        return Work(finish=self._fail)
 
     def _fail(self) -> None:
         if self.failure is not None:
@@ -71,19 +75,19 @@ LOST = PeerLost(1, is_late=False, text="Connection closed by peer")
 LATE = PeerLost(1, is_late=True, text="Timed out")
 
 
-def links_of(raw: Failing, axis: Axis) -> Links:
+def line_of(raw: Failing, axis: Axis) -> Line:
     """What a module sends through, over this transport."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_fn.transport.links.open_transport", lambda _: raw)
-        return Links([axis])
+        return line_over([axis])
 
 
-def failed(failure: Exception, before: Callable[[Links], object] = lambda _: None) -> zf.ZeroError:
+def failed(failure: Exception, before: Callable[[Line], object] = lambda _: None) -> zf.ZeroError:
     """The error of an all-gather on rank 0 of 3."""
     with pretended(3) as mesh:
         axis: Axis = mesh_axis(mesh, verb="test")
         raw = Failing()
-        transport = links_of(raw, axis)
+        transport = line_of(raw, axis)
         before(transport)
         pending = transport.all_gather([SEGMENT], "parameters of unit root")
         raw.failure = failure
@@ -129,7 +133,7 @@ def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer: int, seen_by
 def test_the_collective_that_failed_has_its_number() -> None:
     """Of the collectives on the group: ranks that waited in other numbers have parted before."""
 
-    def many(transport: Links) -> None:
+    def many(transport: Line) -> None:
         for _ in range(400):
             transport.any(torch.zeros(1, dtype=torch.uint8), "nothing").wait()
 
@@ -140,7 +144,7 @@ def test_where_torch_compares_collectives_its_error_names_ours() -> None:
     """[TORCH_DISTRIBUTED_DEBUG=DETAIL]"""
     with pretended(2) as mesh:
         raw = Failing()
-        transport = links_of(raw, mesh_axis(mesh, verb="test"))
+        transport = line_of(raw, mesh_axis(mesh, verb="test"))
         compared = RuntimeError(f"{MISMATCH} on ranks. Rank 1 is running ...")
         expected = "rank 0, waiting in #0 all-gather of parameters"
         with (
@@ -164,7 +168,7 @@ def test_comparing_is_refused_with_what_compares() -> None:
 def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
     with pretended(2) as mesh:
         raw = Failing()
-        transport = links_of(raw, mesh_axis(mesh, verb="test"))
+        transport = line_of(raw, mesh_axis(mesh, verb="test"))
         bits = torch.zeros(6, dtype=torch.uint8)
         transport.all_gather([SEGMENT], "parameters of unit a")
         transport.all_gather([SEGMENT], "parameters of unit b")
@@ -182,7 +186,7 @@ def test_models_on_one_group_share_its_failure() -> None:
     with pretended(2) as mesh:
         axis = mesh_axis(mesh, verb="test")
         broken, other = Failing(LOST), Failing()
-        first, second = links_of(broken, axis), links_of(other, axis)
+        first, second = line_of(broken, axis), line_of(other, axis)
         second.all_gather([SEGMENT], "parameters of unit a").wait()
         with pytest.raises(zf.LostRankError) as error:
             first.exchange(torch.zeros(1, dtype=torch.uint8))
@@ -196,19 +200,20 @@ def test_models_on_one_group_share_its_failure() -> None:
     [("Timed out waiting 1000ms for recv operation", True), ("Connection closed by peer [127.0.0.1]:80", False)],
 )
 def test_waiting_tells_late_from_lost(text: str, is_late: bool) -> None:
-    class Work:
+    class Message:
         def wait(self, limit: object) -> None:
             raise RuntimeError(text)
 
     with pytest.raises(PeerLost) as error:
-        wait_for(Work(), 1)
+        Work([(Message(), 1)]).wait()
     assert error.value.is_late == is_late
+    assert error.value.peer == 1
 
 
 def _says_at_the_transform() -> None:
     with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
         with pytest.warns(UserWarning, match="The deadline of guard does not act on this accelerator") as said:
-            Guarded(Failing(), mesh_axis(mesh, verb="test"))
+            Line(Failing(), mesh_axis(mesh, verb="test"))
         assert said[0].filename == __file__
         assert "'dp' (2) of cuda, backend fake" in str(said[0].message)
         assert "timeout=timedelta" in str(said[0].message)
@@ -216,7 +221,7 @@ def _says_at_the_transform() -> None:
 
 def _says_at_guard() -> None:
     with pretended(2, device_type="cuda") as mesh:
-        transport = Guarded(Failing(), mesh_axis(mesh, verb="test"))
+        transport = Line(Failing(), mesh_axis(mesh, verb="test"))
         with zf.guard():
             pass
         with pytest.warns(UserWarning, match="does not act on this accelerator") as said, zf.guard(deadline_s=60):
@@ -235,7 +240,7 @@ def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with zf.guard(deadline_s=60), pretended(2) as mesh:
-            Guarded(Failing(), mesh_axis(mesh, verb="test"))  # the host waits here
+            Line(Failing(), mesh_axis(mesh, verb="test"))  # the host waits here
         says()
 
 
@@ -250,7 +255,7 @@ def _timeouts() -> list[float]:
 
     note()
     with zf.guard(deadline_s=40):
-        Guarded(Failing(), mesh_axis(DeviceMesh.from_group(world, "cuda"), verb="test"))
+        Line(Failing(), mesh_axis(DeviceMesh.from_group(world, "cuda"), verb="test"))
         note()
         with zf.guard(deadline_s=7):
             note()
@@ -269,24 +274,25 @@ def test_a_deadline_is_the_timeout_of_an_accelerators_group(ranks: Ranks) -> Non
         assert inside == [40, 7, 40, own, 9, own]
 
 
-def test_of_dropped_collectives_few_bytes_are_kept_and_none_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_dropped_messages_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none on a device: there the backend keeps them, until the device has used them."""
     kept: deque[object] = deque(maxlen=1024)
-    monkeypatch.setattr(segment, "_dropped", kept)
+    monkeypatch.setattr(exchange, "_dropped", kept)
 
-    def drop(work: object, nbytes: int) -> weakref.ref[Tensor]:
+    def drop(of: type[Work], nbytes: int) -> weakref.ref[Tensor]:
         memory = torch.zeros(3)
-        Pending([(work, 1)], kept=memory, nbytes=nbytes)
+        of([(None, 1)], kept=(memory,), nbytes=nbytes)
         return weakref.ref(memory)
 
-    assert drop(OnStream(None), 1 << 20)() is None, "the backend keeps it, until the device has used it"
+    assert drop(Work, 1 << 20)() is None
     assert not kept
-    first = drop(None, 1 << 20)
+    first = drop(exchange._Messages, 1 << 20)
     assert first() is not None, "a message may still come"
     for _ in range(40):
-        drop(None, 1 << 20)
+        drop(exchange._Messages, 1 << 20)
     assert first() is not None
     for _ in range(40):
-        drop(None, 1 << 28)
+        drop(exchange._Messages, 1 << 28)
     assert first() is None
     assert len(kept) == 16
 
