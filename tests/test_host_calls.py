@@ -59,7 +59,7 @@ def calls_per_unit(stage: str, unit: type[Unit] = Unit) -> float:
             for parameter in model.parameters():
                 parameter.grad = None
 
-        for _ in range(4):  # what is made once is made, and values are next compared in the 8th (statistics.py)
+        for _ in range(4):  # what is made once is made
             step()
         profile = cProfile.Profile()
         gc.disable()  # a collection calls back, sometimes

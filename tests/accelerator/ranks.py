@@ -184,8 +184,7 @@ def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
                 optimizer.step()
             model.zero_grad()
             count = device.waits()
-            # The first forwards compare ranks, and record; the 4th compares buffers, as the 8th will. (statistics.py)
-            assert not count or step < 2 or step == 3, (name, step, count)
+            assert not count or step < 2, (name, step, count)  # the first forwards compare ranks, and record
     return []
 
 

@@ -168,9 +168,8 @@ class Backwards:
         # of the others for its own, and replicas of which one left out a step would drift apart.
         units = crc32(array("L", [use.unit for use in uses]))
         passed = f"units {units:08x}, after {self.updates} steps of optimizers"
-        notes = self._forwards.statistics.bits()
         what = "what the backward runs through"
-        union = module.control.any(local, what, check=passed, second=later, notes=notes)
+        union = module.control.any(local, what, check=passed, second=later)
         taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
         # If every use runs, no forward waits any longer, and the bits were not read. [Note: forwards that wait] (graphs.py)
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}

@@ -16,7 +16,6 @@ class Control:
     def __init__(self, transport: Line) -> None:
         self._transport = transport
         self._unread: list[Ored] = []
-        self._notes: list[tuple[Ored, int]] = []  # with the number of bits before the notes
 
     def any(
         self,
@@ -25,7 +24,6 @@ class Control:
         *,
         check: str = "",
         second: Sequence[bool] = (),
-        notes: Sequence[bool] = (),
     ) -> list[bool]:
         """Ors bits over ranks.
 
@@ -34,19 +32,15 @@ class Control:
             what: What the bits mean, in the words of an error.
             check: A text that must be equal on all ranks.
             second: More bits, appended to the result, but only if some of `local` are set on no rank.
-            notes: More bits, for `take_notes`.
 
         Returns:
             The union of `local`, and perhaps that of `second`.
         """
-        message = Ored(self._transport, [*local, *second, *notes], what, check=check)
-        count = len(local) + len(second)
-        if notes:
-            self._notes.append((message, count))
+        message = Ored(self._transport, [*local, *second], what, check=check)
         if all(local):
             self._unread.append(message)  # the result is known: the host need not wait for it now
             return local
-        union = message.read()[:count]
+        union = message.read()
         return union[: len(local)] if all(union[: len(local)]) else union
 
     def read(self) -> None:
@@ -54,13 +48,3 @@ class Control:
         unread, self._unread = self._unread, []
         for message in unread:
             message.settle()
-
-    def drop(self) -> None:
-        """Forgets the notes, after an interrupt."""
-        self.read()
-        self._notes = []
-
-    def take_notes(self) -> list[list[bool]]:
-        """The notes of all messages since the last call, oldest first. To be called after `read`."""
-        notes, self._notes = self._notes, []
-        return [message.read()[count:] for message, count in notes]

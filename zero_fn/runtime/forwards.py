@@ -169,6 +169,8 @@ class Forwards:
         """A forward of the module begins at this unit."""
         self.prepare()
         self.is_fresh = False
+        if self.statistics.is_active:
+            self.statistics.note_begun()
         self._module.graphs.limit()
         grad = torch.is_grad_enabled()
         begun_at = (unit.index, entry.attribute)
@@ -215,25 +217,22 @@ class Forwards:
     def _broadcast_statistics(self) -> None:
         """[Note: when buffers are broadcast]"""
         module, statistics = self._module, self.statistics
-        for notes in module.control.take_notes():
-            statistics.told(notes)
-        if module.accumulating and not self.is_fresh:
+        bits, about = statistics.to_tell()
+        if bits:
+            statistics.told(module.control.any(bits, "which forwards change buffers", check=about))
+        if not statistics.is_due or (module.accumulating and not self.is_fresh):
             return
-        waits = module.graphs.is_waiting
-        if statistics.must_ask(waits=waits):
-            bits = [module.graphs.is_held, *statistics.bits()]
-            is_held, *union = module.control.any(bits, "which buffers changed")
-            statistics.told(union)
-            waits &= is_held  # else the outputs of those forwards were dropped, and no backward can come
-        if not waits:
-            statistics.broadcast()
+        # If no rank holds them, the outputs of forwards that wait were dropped, and no backward can come.
+        if module.graphs.is_waiting and module.control.any([module.graphs.is_held], "whose backward may come")[0]:
+            return
+        statistics.broadcast()
 
     def _end(self, forward: ForwardPass) -> None:
         self.current = None
         watch_edits(self, is_open=False)
         module = self._module
         if self.statistics.is_active:
-            self.statistics.note()
+            self.statistics.note_ended()
         if forward.failed:
             for unit in module.live_units():
                 unit.reshard()
@@ -282,7 +281,7 @@ class Forwards:
         self.packed = 0
         for unit in self._module.live_units():
             unit.start_over()
-        self._module.control.drop()
+        self._module.control.read()
 
 
 def in_two_threads() -> StateError:

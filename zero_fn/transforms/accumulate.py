@@ -69,6 +69,7 @@ def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: boo
         if unshard:
             for run in runs:
                 run.prepare()
+                run.forwards.statistics.note_begun()
             block.units = [unit for run in runs for unit in run.module.live_units()]
             begin_whole(block.units)
         yield
@@ -84,7 +85,7 @@ def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: boo
 
 def _take_over(run: Run, *, failed: bool) -> None:
     """The gradients of whole parameters become local sums of the unit."""
-    run.forwards.statistics.note()
+    run.forwards.statistics.note_ended()
     for unit in run.module.live_units():
         if unit.shown.leaves is None:
             register_resting(unit)  # an error came before it was gathered, or an interrupt while it was registered

@@ -76,7 +76,7 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
         finished = True
     finally:
         for run in runs:
-            run.forwards.statistics.note()
+            run.forwards.statistics.note_block()
         closed = [_close(unit) for unit in units]
         if writeback and finished:
             edited = [list(map(local_of, wholes)) for wholes in closed]
