@@ -32,7 +32,7 @@ import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, batches, net
 from tests.support.once import gather, reduce
-from zero_fn.runtime.ored import Ored
+from zero_fn.transport.agree import Bits
 from zero_fn.transport.links import line_over
 from zero_fn.transport.native import Native
 from zero_fn.transport.segment import Contribution, Segment
@@ -204,8 +204,8 @@ def beside(ranks: Ranks) -> None:
         busy = (busy @ busy).clamp_(-1, 1)
         bits = [(number + rank) % 3 == 0 for rank in range(3)]
         own = [bit and rank % ranks.size == ranks.rank for rank, bit in enumerate(bits)]
-        Ored(ranks.links, own, "nothing that is read")
-        found = Ored(ranks.links, own, "a test").read()
+        Bits(ranks.links, own, "nothing that is read")
+        found = Bits(ranks.links, own, "a test").read()
         assert found == bits, (number, found, bits)
 
 

@@ -26,7 +26,7 @@ import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, all_away, batches, net, require_same, trained, values
 from zero_fn.runtime.entry import runs_of
-from zero_fn.runtime.ored import Ored
+from zero_fn.transport.agree import Bits
 from zero_fn.values.tiers import Tier
 
 __all__ = ["PROGRAMS", "main"]
@@ -357,7 +357,7 @@ def default_device(mesh: DeviceMesh, folder: Path) -> None:
             zf.load(saved, model, optimizer)
             require_same(model, optimizer, plain, other, lambda: iter(later))
         (run,) = runs_of(zf.zero3(net(), mesh), verb="a test")
-        sent = Ored(run.transport, [True], "a bit")
+        sent = Bits(run.transport, [True], "a bit")
         assert sent._bits.device.type == "cpu", "a message of the host, which is pinned on a real device"
         assert sent.read() == [True]
     finally:

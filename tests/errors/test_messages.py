@@ -1113,7 +1113,7 @@ def step_that_failed_on_another_rank() -> object:
     with alone() as mesh, pytest.MonkeyPatch.context() as patch:
         axis = dataclasses.replace(mesh_axis(mesh, verb="test"), size=2)
         patch.setattr("zero_fn.runtime.everywhere._meshes", lambda _: [mesh])
-        patch.setattr("zero_fn.runtime.everywhere.mesh_axis", lambda *_, **__: axis)
+        patch.setattr("zero_fn.transport.agree.mesh_axis", lambda *_, **__: axis)
         patch.setattr("zero_fn.transport.links.open_transport", lambda _: Peer())
         return zf.streamed(stepped()[1], zf.cpu())
 

@@ -807,7 +807,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "failures-along-one-axis",
-        "_axes_of",
+        "axes_of",
         "a disk that fails is an error along every axis of the mesh",
         "axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]",
         "axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in list(dims)[:1]]",
@@ -922,8 +922,8 @@ BUGS: tuple[Bug, ...] = (
         "failed-disk-is-not-told",
         "InFlight.begin",
         "other ranks are told of a disk that failed",
-        "Told(transport, self.failure,",
-        "Told(transport, None,",
+        "Outcome(transport, self.failure,",
+        "Outcome(transport, None,",
         "tests/units/transforms/test_offload.py",
     ),
     # -- plan ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from zero_fn.errors import ConfigError, MeshError
 from zero_fn.looking.describe import home_of
 from zero_fn.looking.table import table
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.everywhere import same_along
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
@@ -32,6 +31,7 @@ from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+from zero_fn.transport.agree import same_along
 from zero_fn.values.mesh import axes_text, mesh_axis, root_of
 from zero_fn.values.tiers import IN_MEMORY
 from zero_fn.values.units import Units

@@ -58,11 +58,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zero_fn.errors import PlacementError, ShardedAccessError
 from zero_fn.resting import cut_alike, detached, local_of, on_spec
 from zero_fn.runtime.edits import note_edited
-from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
 from zero_fn.runtime.unit import unit_of
+from zero_fn.transport.agree import done_along
 from zero_fn.values.mesh import axes_text
 
 __all__ = ["ROWS", "Row", "note_mesh"]

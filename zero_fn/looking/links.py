@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import DiskStorage, Slab
+from zero_fn.transport.agree import done_along
 from zero_fn.transport.links import line_over
 from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.values.mesh import Axis, mesh_axis

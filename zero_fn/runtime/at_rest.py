@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import as_plain, local_of, resting_parameter, set_local
 from zero_fn.runtime.away import Away
-from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.group import Groups, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import Form
@@ -20,6 +19,7 @@ from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
+from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line, Work
 from zero_fn.values.home import ReshardAfter
 
@@ -130,7 +130,7 @@ class AtRest:
         """
         if self.groups.is_away:
             failure = self.groups.arrive(exact=True)
-            failed = Told(self._transport, failure, f"Fetching {self._unit}").failure()
+            failed = Outcome(self._transport, failure, f"Fetching {self._unit}").failed_on_any_rank()
             if failed is not None:
                 raise failed
         wholes, segments = [], []

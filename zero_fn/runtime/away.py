@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of, on_spec
-from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.gradients import add_gradients
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Shelved
@@ -21,6 +20,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import TierStorage, stagings_for, storage_on
+from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line
 
 __all__ = ["Away"]
@@ -92,7 +92,7 @@ class Away:
             self._finish_writing()
         self._writing.clear()
         failure, self._failure = self._failure, None
-        found = Told(self._transport, failure, "Writing gradients").failure()
+        found = Outcome(self._transport, failure, "Writing gradients").failed_on_any_rank()
         if found is not None:
             raise found
 

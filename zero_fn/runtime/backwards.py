@@ -243,7 +243,7 @@ class Backwards:
             self.settling.decide()
         self.current = None
         module.graphs.leave(backward)
-        module.control.read()
+        module.control.finish_unread()
         self._nested.left = []
         if self._forwards.current is not None:
             self._forwards.current.go_on()
@@ -290,7 +290,7 @@ class Backwards:
                 reduction.wait()
             self.settling.drop()
             self._nested.left = []
-            module.control.read()
+            module.control.finish_unread()
             module.graphs.forget()
             for unit in module.live_units():
                 if not module.accumulating:

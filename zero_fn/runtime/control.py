@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_fn.runtime.ored import Ored
+from zero_fn.transport.agree import Bits
 from zero_fn.transport.line import Line
 
 __all__ = ["Control"]
@@ -15,7 +15,7 @@ class Control:
 
     def __init__(self, transport: Line) -> None:
         self._transport = transport
-        self._unread: list[Ored] = []
+        self._unread: list[Bits] = []
 
     def any(
         self,
@@ -36,15 +36,15 @@ class Control:
         Returns:
             The union of `local`, and perhaps that of `second`.
         """
-        message = Ored(self._transport, [*local, *second], what, check=check)
+        message = Bits(self._transport, [*local, *second], what, check=check)
         if all(local):
             self._unread.append(message)  # the result is known: the host need not wait for it now
             return local
         union = message.read()
         return union[: len(local)] if all(union[: len(local)]) else union
 
-    def read(self) -> None:
-        """Settles the messages that nobody had to read."""
+    def finish_unread(self) -> None:
+        """Waits for the messages that nobody had to read."""
         unread, self._unread = self._unread, []
         for message in unread:
-            message.settle()
+            message.finish_unread()

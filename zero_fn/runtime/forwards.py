@@ -281,7 +281,7 @@ class Forwards:
         self.packed = 0
         for unit in self._module.live_units():
             unit.start_over()
-        self._module.control.read()
+        self._module.control.finish_unread()
 
 
 def in_two_threads() -> StateError:

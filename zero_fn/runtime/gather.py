@@ -25,12 +25,12 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, placed
-from zero_fn.runtime.ored import Ored
 from zero_fn.runtime.slot import trained
 from zero_fn.runtime.swapped import is_transforming
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse, will_execute
+from zero_fn.transport.agree import Bits
 from zero_fn.transport.segment import Segment
 
 __all__ = ["gather", "gather_again", "returns_gradients"]
@@ -174,7 +174,7 @@ class _ReturnReduced(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.unit = unit
         reduction = unit.gradients.reduce_given(grads)
-        present = Ored(unit.run.transport, reduction.has_local, f"who has gradients of {unit}").read()
+        present = Bits(unit.run.transport, reduction.has_local, f"who has gradients of {unit}").read()
         reduction.wait()
         reduction.regather()
         reduction.wait_regathered()

@@ -13,11 +13,11 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Groups
 from zero_fn.runtime.saved import Source
 from zero_fn.runtime.slot import Slot
+from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line, Work
 
 __all__ = ["InFlight", "Phase"]
@@ -48,7 +48,7 @@ class InFlight:
         self._transport = transport
         self._what = f"parameters of {unit}"
         self._pending: Work | None = None
-        self._told: Told | None = None  # whether the fetch went well on each rank
+        self._told: Outcome | None = None  # whether the fetch went well on each rank
         self.failure: Exception | None = None
 
     def begin(self, source: Source) -> None:
@@ -65,7 +65,7 @@ class InFlight:
         else:
             memory.renew()
         if groups.is_away and groups.may_fail:
-            self._told = Told(transport, self.failure, f"Fetching {self._unit}")
+            self._told = Outcome(transport, self.failure, f"Fetching {self._unit}")
         memory.fill_own(has_failed=self.failure is not None)
         if memory.plan is not None and memory.beside is None:
             self._pending = transport.all_gather(memory.plan, self._what)
@@ -85,7 +85,7 @@ class InFlight:
     def finish(self) -> None:
         """Waits for the all-gather that is under way."""
         if self._told is not None:
-            self.failure = self._told.failure()
+            self.failure = self._told.failed_on_any_rank()
             self._told = None
         if self._pending is not None:
             self._pending.wait()
@@ -116,7 +116,7 @@ class InFlight:
         """Drops the gathered parameters, and gives up a gather under way, wherever an interrupt has left it."""
         pending, told, self._pending, self._told = self._pending, self._told, None, None
         if told is not None:
-            told.failure()
+            told.failed_on_any_rank()
         if pending is not None:
             pending.wait()  # the next message would be taken for it
         self._groups.let_go()

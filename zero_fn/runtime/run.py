@@ -124,7 +124,7 @@ class Run:
                 unit.gradients.take()
             unit.mark_stale()
         self.backwards.settling.drop()
-        module.control.read()
+        module.control.finish_unread()
         module.blocks, module.accumulating = still, accumulating
 
     def begin_accumulation(self, block: UserBlock) -> None:
@@ -151,7 +151,7 @@ class Run:
             if not is_reduced:
                 self.backwards.recover()
                 self.backwards.settling.drop()
-                module.control.read()
+                module.control.finish_unread()
                 for unit in module.live_units():
                     unit.gradients.take()
             for unit in module.live_units():
@@ -172,7 +172,7 @@ class Run:
             if any(present):
                 settling.settle(unit, unit.gradients.reduce(exact=True, present=present))
         settling.decide()
-        module.control.read()
+        module.control.finish_unread()
         module.away.finish_gradients(unit.groups for unit in units)
 
     def _recover_backward(self) -> None:

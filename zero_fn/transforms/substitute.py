@@ -23,7 +23,6 @@ from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
-from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
@@ -39,6 +38,7 @@ from zero_fn.runtime.unwritten import note_emptied_buffers
 from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
 from zero_fn.transforms.loading import check_entries
 from zero_fn.transforms.wrapped import refuse_ddp
+from zero_fn.transport.agree import Outcome
 from zero_fn.transport.agreement import content_digests
 from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment
@@ -258,7 +258,7 @@ def _reserve(run: Run, site: str) -> None:
         run.away.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
-    found = Told(run.transport, failure, site.partition(" ")[0]).failure()
+    found = Outcome(run.transport, failure, site.partition(" ")[0]).failed_on_any_rank()
     if found is not None:
         raise found
 

@@ -1,0 +1,179 @@
+"""How ranks tell one another something: bits that are or-ed over them, whether something failed on one, and equal rows.
+
+[Note: beside the computation] Beside an accelerator the bits travel on a stream of their own: to the device, over the ranks,
+and back to the host. A host that reads them waits for that stream, not for what the device was given to compute before: a
+copy of the ordinary kind would leave the device without work at the beginning of each forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_fn.errors import DisagreementError, LostRankError, StorageError
+from zero_fn.transport.agreement import agree
+from zero_fn.transport.line import Line, Work
+from zero_fn.transport.links import line_over
+from zero_fn.values.mesh import Axis, mesh_axis
+
+R = TypeVar("R")
+
+__all__ = ["Bits", "Outcome", "axes_of", "done_along", "done_over", "same_along"]
+
+
+class Bits:
+    """Bits that are or-ed over ranks, under way. [Note: beside the computation]"""
+
+    __slots__ = ("_beside", "_bits", "_pending")
+
+    def __init__(self, line: Line, bits: Sequence[bool], what: str, *, check: str = "") -> None:
+        """Sends the message: a byte for each bit, to each peer. All ranks send one of the same length.
+
+        Args:
+            line: Where it is sent.
+            bits: The bits of this rank.
+            what: For errors.
+            check: A text that must be the same on every rank.
+        """
+        self._pending: Work | None = None
+        self._beside: _Beside | None = None
+        if line.device.type == "cpu":
+            self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu")
+            self._pending = line.any(self._bits, what, check=check)
+        else:
+            pinned = line.device.type == "cuda"
+            self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self._beside = _Beside(line, self._bits, what, check)
+
+    def finish_unread(self) -> None:
+        """Nobody reads it: a message of the host is waited for, because the next one would be taken for it."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def read(self) -> list[bool]:
+        """Waits. The bits of all ranks."""
+        self.finish_unread()
+        if self._beside is not None:
+            self._beside.end.synchronize()
+        return [bool(bit) for bit in self._bits.tolist()]
+
+
+class _Beside:
+    """A message that goes to the device and comes back.
+
+    Attributes:
+        end: It is back.
+    """
+
+    __slots__ = ("_bits", "_there", "end")
+
+    def __init__(self, line: Line, bits: Tensor, what: str, check: str) -> None:
+        stream = _stream_of(line.device)
+        with stream:
+            self._bits, self._there = bits, bits.to(line.device, non_blocking=True)
+            line.any(self._there, what, check=check).wait()
+            bits.copy_(self._there, non_blocking=True)
+        self.end: torch.Event = stream.record_event()
+
+    def __del__(self) -> None:
+        # The copy back reads and writes this memory. A host that waited for it here would not run ahead.
+        if hasattr(self, "end") and _leaving is not None:  # it is None while the interpreter ends
+            while _leaving and _leaving[0][0].query():
+                _leaving.popleft()
+            _leaving.append((self.end, self._bits, self._there))
+
+
+_leaving: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
+"""Memory of messages that nobody reads, until they are back."""
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.Stream:
+    """The stream of messages of a device."""
+    return torch.Stream(device)
+
+
+class Outcome:
+    """Tells all ranks whether something failed on this one. A collective, whose answer is under way.
+
+    Communicates a byte per rank to each peer.
+    """
+
+    def __init__(self, line: Line, own: Exception | None, what: str) -> None:
+        """Sends the message. `own` is the error of this rank, and `what` says in errors what failed."""
+        bits = [own is not None and rank == line.rank for rank in range(line.size)]
+        self._line, self._own, self._what = line, own, what
+        self._bits = Bits(line, bits, f"how it went: {what}")
+
+    def failed_on_any_rank(self) -> Exception | None:
+        """Waits. Returns the error of this rank, or one that names the ranks that failed; None if none did."""
+        self._bits.finish_unread()
+        if self._own is not None or self._line.size == 1:
+            return self._own
+        failed = [rank for rank, has_failed in enumerate(self._bits.read()) if has_failed]
+        if not failed:
+            return None
+        along = " x ".join(map(str, reversed(self._line.axes)))
+        return StorageError(
+            f"{self._what} failed on rank {', '.join(map(str, failed))} of axis {along}.",
+            here=f"rank {self._line.rank}, where it went well",
+            why="ranks would go on from different states",
+            fix="see the error of that rank; then start all ranks again, a training from its last checkpoint",
+        )
+
+
+def done_over(axes: Iterable[Axis], act: Callable[[], R], expected: type[Exception], what: str) -> R:
+    """Calls `act` and returns its result. An expected error on one rank raises on every rank along these axes."""
+    failure: Exception | None = None
+    done: list[R] = []
+    try:
+        done.append(act())
+    except expected as error:
+        failure = error
+    links = [line_over([axis]) for axis in axes]
+    try:
+        for each in links:
+            failure = Outcome(each, failure, what).failed_on_any_rank()
+    except (LostRankError, DisagreementError):
+        for each in links:
+            each.give_up()  # ranks along the other axes would wait for this one
+        raise
+    if failure is not None:
+        raise failure
+    return done[0]
+
+
+def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what: str) -> R:
+    """Calls `act` and returns its result, if no disk failed in it on any rank along some axes of a mesh, data axes or not.
+
+    Communicates a byte per rank to each peer, along one axis after the other, and waits.
+
+    Raises:
+        StorageError: A disk failed, on this rank or another.
+    """
+    return done_over(axes_of(mesh, dims, what), act, StorageError, what)
+
+
+def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
+    """Raises on every rank of a mesh if a rank has other rows.
+
+    Communicates 16 bytes to each peer, and the rows if they differ; waits.
+
+    Raises:
+        DisagreementError: Names two ranks, those of the last axis together, and the first row that differs.
+    """
+    links = line_over(axes_of(mesh, reversed(range(mesh.ndim)), what))
+    agree(links.exchange, what, rows, why="each would edit its shard in another way", fix=fix)
+
+
+def axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
+    """Those of some axes of a mesh along which there are several ranks."""
+    names = mesh.mesh_dim_names
+    axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
+    return [axis for axis in axes if axis.size > 1]
