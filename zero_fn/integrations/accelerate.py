@@ -208,13 +208,13 @@ class ZeroAccelerator(Accelerator):
         if self.reduces_each:
             yield
             return
-        with self._window.dropping():
+        with self._window.dropped_on_error():
             self._window.begin(model)
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Scales the loss and runs backward. Reduces what `no_sync` has summed if this is the last microbatch of a step."""
-        with self._window.dropping():
+        with self._window.dropped_on_error():
             super().backward(loss, **options)
         if self.sync_gradients:
             self._window.end()

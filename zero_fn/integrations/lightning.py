@@ -85,7 +85,7 @@ class ZeroStrategy(DDPStrategy):
         """Sums gradients inside the block; the next backward outside of it reduces them all, once."""
         self._is_blocked = True
         try:
-            with self._window.dropping():
+            with self._window.dropped_on_error():
                 self._window.begin(self.model)
                 yield
         finally:
@@ -101,7 +101,7 @@ class ZeroStrategy(DDPStrategy):
     ) -> Any:
         """Steps, after the backward of the last microbatch: no step is allowed before that has closed the window."""
         if self._window.modules:
-            with self._window.dropping():
+            with self._window.dropped_on_error():
                 closure = iter([closure()]).__next__  # the optimizer may ask for it once
         return super().optimizer_step(optimizer, closure, model, **options)
 

@@ -35,7 +35,7 @@ class AccumulationWindow:
         blocks.__exit__(type(error) if error is not None else None, error, None)
 
     @contextmanager
-    def dropping(self) -> Iterator[None]:
+    def dropped_on_error(self) -> Iterator[None]:
         """Drops the summed gradients if the block raises."""
         try:
             yield
