@@ -46,7 +46,7 @@ from zero_fn.runtime.entry import runs_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.slot import slot_of
 
-__all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples", "require_precision"]
+__all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
 
 STATES = "zero_fn"
 """The folder, inside a checkpoint of accelerate or of a Trainer, to which each rank writes the shards that it owns."""
@@ -71,17 +71,6 @@ def require_own_samples(model: nn.Module, processes: int) -> None:
                 fix="transforms over all processes; with tensor parallelism a loop of your own, and DistributedSampler("
                 "data, mesh['dp'].size(), mesh['dp'].get_local_rank())",
             )
-
-
-def require_precision(accelerator: Accelerator) -> None:
-    """Refuses float16 where accelerate would compute in float32 and scale no loss, without a word."""
-    if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
-        raise zf.ConfigError(
-            "accelerate has no float16 on this device: it would compute in float32, and scale no loss.",
-            device=accelerator.device.type,
-            fix='mixed_precision="bf16" (of a Trainer bf16=True); or a DeepSpeed config with "fp16": {"enabled": true}, '
-            "whose loss scale works here, too: ZeroTrainer(..., deepspeed=config), zf.from_deepspeed",
-        )
 
 
 class ZeroAccelerator(Accelerator):
@@ -116,7 +105,7 @@ class ZeroAccelerator(Accelerator):
     skips_overflow = False  # whether a gradient norm that is not finite skips the step, as in DeepSpeed's bf16
     _models: list[nn.Module]
     _optimizers: list[Any]
-    _own_window: AccumulationWindow | None = None
+    _window: AccumulationWindow  # the microbatches of this step
     config: AcceleratorConfig | None = None
 
     def __init__(
@@ -136,8 +125,21 @@ class ZeroAccelerator(Accelerator):
             with patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="false"):  # or accelerate would import it
                 # The config's precision is a transform, and autocast would come on top.
                 super().__init__(*args, mixed_precision="no", **options)
-        require_precision(self)
-        self.place = place
+        self._begin(place)
+
+    def _begin(self, place: Place[nn.Module] | None = None) -> None:
+        """What comes after the `__init__` of an Accelerator, to which a Trainer assigns this class.
+
+        float16 is refused where accelerate would compute in float32 and scale no loss, without a word.
+        """
+        if self.mixed_precision == "fp16" and not self.native_amp:
+            raise zf.ConfigError(
+                "accelerate has no float16 on this device: it would compute in float32, and scale no loss.",
+                device=self.device.type,
+                fix='mixed_precision="bf16" (of a Trainer bf16=True); or a DeepSpeed config with "fp16": {"enabled": true}, '
+                "whose loss scale works here, too: ZeroTrainer(..., deepspeed=config), zf.from_deepspeed",
+            )
+        self.place, self._window = place, AccumulationWindow()
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepares models, then optimizers, loaders and schedulers, in the order in which they were given.
@@ -179,13 +181,6 @@ class ZeroAccelerator(Accelerator):
             model, False if transformed else device_placement, evaluation_mode or transformed
         )
         return prepared
-
-    @property
-    def _window(self) -> AccumulationWindow:
-        """The microbatches of this step. Made when asked for: a Trainer assigns `__class__`, which calls no `__init__`."""
-        if self._own_window is None:
-            self._own_window = AccumulationWindow()
-        return self._own_window
 
     def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:
         """The model, transformed if it needs to be. Adds its new parameters to `new`, by the id of the replaced ones."""

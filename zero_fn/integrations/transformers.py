@@ -33,7 +33,7 @@ import zero_fn as zf
 from zero_fn.checkpoint.huggingface.exporting import export
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
-from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples, require_precision
+from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.accelerator_config import follow_settings
 from zero_fn.integrations.placing import (
     Place,
@@ -183,7 +183,7 @@ class ZeroTrainerMixin(_AnyTrainer):
         super().create_accelerator_and_postprocess()
         # The Trainer offers no way to choose the class of its accelerator.
         self.accelerator.__class__ = ZeroAccelerator
-        require_precision(self.accelerator)
+        self.accelerator._begin()
 
     @property
     def skipped_steps(self) -> int:
