@@ -66,7 +66,7 @@ def programs_of(tree: st.SearchStrategy[Tree], chain: st.SearchStrategy[Chain]) 
     return st.lists(st.tuples(tree, chain, st.integers(1, 3)), min_size=5, max_size=6)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
 @examples(dev=6, ci=30, deep=1500)
 @given(programs=programs_of(MIXED, PRECISE))
 def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks: Ranks, n: int, programs: list[Program]) -> None:
@@ -78,7 +78,7 @@ def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks: Ranks, n: int, 
             assert sent_nbytes == plan.sent_nbytes
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
 @examples(dev=3, ci=15, deep=750)
 @given(programs=programs_of(SINGLE, chains()))
 def test_bytes_of_states_are_the_plan_and_its_padding(ranks: Ranks, n: int, programs: list[Program]) -> None:

@@ -248,7 +248,7 @@ def _wholes(trainings: list[Training]) -> list[list[Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
 @examples(dev=4, ci=20, deep=1000)
 @given(trainings=st.lists(TRAININGS, min_size=4, max_size=5))
 def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks_of_gloo(
@@ -279,7 +279,8 @@ def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(
     check_simulated(local_tensor, n, training)
 
 
-@pytest.mark.parametrize("verb", ["shard_params", pytest.param("shard_optimizer", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("verb", ["shard_params", "shard_optimizer"])
 def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors, verb: str) -> None:
     leaves = Leaf((13, 3, 2), (0, 1, 2)), Leaf((3,), (0,))
     check_simulated(local_tensor, 64, (Tree(Node(leaves, (Node((Leaf((70, 2), (0, 1)),)),))), (Link(verb),), 1))

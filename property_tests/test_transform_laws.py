@@ -250,7 +250,7 @@ def shards(programs: list[tuple[Tree, Chain]]) -> list[dict[str, tuple[int | Non
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
 @examples(dev=5, ci=20, deep=1000)
 @given(st.lists(st.tuples(trees(), chains()), min_size=4, max_size=6))
 def test_shards_at_rest_partition_each_parameter(ranks: Ranks, n: int, programs: list[tuple[Tree, Chain]]) -> None:
