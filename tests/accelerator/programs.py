@@ -146,28 +146,32 @@ def each_kind(tier: Tier) -> None:
         require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
 
 
-@program
-def everything(tier: Tier) -> None:
-    plain, model = net(), all_away(net(), tier)
-    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+def as_plain(
+    place: Callable[[Any, Tier], nn.Module],
+    make: Callable[[], nn.Module] = net,
+    stepped: Callable[[nn.Module], Optimizer] = adamw,
+) -> Program:
+    """A program: what is placed in a tier trains as what is not."""
+
+    def run(tier: Tier) -> None:
+        model, plain = place(make(), tier), make()
+        require_same(model, zf.streamed(stepped(model)), plain, stepped(plain))
+
+    return run
 
 
-@program
-def without_states(tier: Tier) -> None:
-    plain, model = net(), all_away(net(), tier)
-    require_same(model, zf.streamed(SGD(model.parameters(), lr=0.1)), plain, SGD(plain.parameters(), lr=0.1))
+def recomputed(model: nn.Module, tier: Tier) -> nn.Module:
+    return zf.checkpoint_activations(all_away(model, tier), units=nn.Sequential, offload=tier)
 
 
-@program
-def half_of_the_states(tier: Tier) -> None:
-    plain, model = net(), zf.offload(net(), optim=tier, fraction=0.5)
-    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
-
-
-@program
-def in_bfloat16(tier: Tier) -> None:
-    plain, model = zf.precision(net()), all_away(zf.precision(net()), tier)
-    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+PROGRAMS |= {
+    "everything": as_plain(all_away),
+    "without_states": as_plain(all_away, stepped=lambda model: SGD(model.parameters(), lr=0.1)),
+    "half_of_the_states": as_plain(lambda model, tier: zf.offload(model, optim=tier, fraction=0.5)),
+    "in_bfloat16": as_plain(all_away, lambda: zf.precision(net())),
+    "checkpointed": as_plain(recomputed),
+    "tiled": as_plain(all_away, lambda: zf.tile(net(), where="leave.*", parts=2)),
+}
 
 
 @program
@@ -520,19 +524,6 @@ def accumulated(tier: Tier) -> None:
             each.step()
             each.zero_grad()
     assert device.same(values(model), values(plain))
-
-
-@program
-def checkpointed(tier: Tier) -> None:
-    plain, model = net(), zf.checkpoint_activations(all_away(net(), tier), units=nn.Sequential, offload=tier)
-    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
-
-
-@program
-def tiled(tier: Tier) -> None:
-    plain, model = (zf.tile(net(), where="leave.*", parts=2) for _ in range(2))
-    model = all_away(model, tier)
-    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
 
 
 def require_away(model: nn.Module, tier: Tier) -> None:
