@@ -100,26 +100,20 @@ def failed(failure: Exception, before: Callable[[Line], object] = lambda _: None
         return first.value
 
 
-GATHER = "#0 all-gather of parameters of unit root (6 elements)"
-
-
-def test_a_lost_rank_is_named_and_where_this_one_waited() -> None:
-    error = failed(LOST)
+@pytest.mark.parametrize(
+    ("failure", "summary"),
+    [
+        (LOST, "Rank 1 of axis 'dp' (3) closed the connection."),
+        (LATE, "Rank 1 of axis 'dp' (3) did not answer within 300 s."),
+        (PeerLost(None, is_late=True, text=""), "A rank of axis 'dp' (3) did not answer within 300 s."),
+    ],
+    ids=["lost", "late", "of the backend"],
+)
+def test_a_lost_rank_is_named_and_where_this_one_waited(failure: PeerLost, summary: str) -> None:
+    error = failed(failure)
     assert isinstance(error, zf.LostRankError)
-    assert error.summary == "Rank 1 of axis 'dp' (3) closed the connection."
-    assert error.facts["here"] == f"rank 0, waiting in {GATHER}"
-
-
-def test_a_late_rank_is_named_with_the_deadline() -> None:
-    error = failed(LATE)
-    assert isinstance(error, zf.LostRankError)
-    assert error.summary == "Rank 1 of axis 'dp' (3) did not answer within 300 s."
-
-
-def test_nobody_is_named_when_a_collective_of_the_backend_does_not_tell() -> None:
-    assert (
-        failed(PeerLost(None, is_late=True, text="")).summary == "A rank of axis 'dp' (3) did not answer within 300 s."
-    )
+    assert error.summary == summary
+    assert error.facts["here"] == "rank 0, waiting in #0 all-gather of parameters of unit root (6 elements)"
 
 
 @pytest.mark.parametrize(("peer", "seen_by"), [(2, 1), (1, 2)])
