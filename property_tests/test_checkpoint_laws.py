@@ -25,7 +25,7 @@ from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, write_json
 from zero_fn.checkpoint.format.folders import part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.others.of_deepspeed import _cut_all, _cut_each
-from zero_fn.checkpoint.others.torch_files import Record, TensorInFile
+from zero_fn.checkpoint.others.torch_files import TensorInFile, ZipRecord
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -200,7 +200,7 @@ def test_what_deepspeed_has_cut_is_found_once(
     group = {f"p{number}": shape for number, shape in enumerate(shapes)}
     gaps = [data.draw(st.integers(0, 3)) for _ in shapes]
     whole = sum(map(prod, shapes)) + sum(gaps)
-    bytes_of_rank = Record(Path("x"), 0, 0, 0)
+    bytes_of_rank = ZipRecord(Path("x"), 0, 0, 0)
     begins: Counter[int] = Counter()
     found: dict[str, list[int]] = {name: [] for name in group}
     for rank in range(ranks):

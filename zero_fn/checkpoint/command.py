@@ -32,11 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code.
-
-    Args:
-        arguments: Those of the command line if None.
-    """
+    """Runs a command; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
         with torch.no_grad():

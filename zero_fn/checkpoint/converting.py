@@ -41,15 +41,7 @@ _FILE_NBYTES = 5 * 10**9
 
 
 def verify(source: Contents, tell: Tell) -> int:
-    """Reads every tensor and compares it with its digests. Communicates nothing.
-
-    Returns:
-        How many bytes the tensors have.
-
-    Raises:
-        CheckpointError: A block is not what was written.
-        StorageError: The disk refused.
-    """
+    """Reads every tensor and compares it with its digests. Communicates nothing."""
     total = 0
     for key in source.pieces:
         first = source.first(key)
@@ -64,20 +56,7 @@ def verify(source: Contents, tell: Tell) -> int:
 def convert(
     source: Contents, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
-    """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none.
-
-    Args:
-        source: The checkpoint.
-        target: The folder to make.
-        to: The format to write.
-        dtype: The dtype of floating-point parameters and buffers in the result; None: that of the checkpoint.
-        only: What to write: some of "model", "optimizer" and "extra".
-        tell: Is called with how many bytes have just been read.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, there is a folder of this name, or the format cannot hold a value.
-        StorageError: The disk refused.
-    """
+    """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none."""
     parted = [name for name in source.said(0, "extra") if source.is_parted("extra", name)] if "extra" in only else []
     parted += [name for name in source.said(0, "buffers") if source.is_parted("buffers", name)]
     if parted:

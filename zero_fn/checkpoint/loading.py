@@ -135,20 +135,7 @@ def fill_together(
     is_strict: bool,
     verifies: bool,
 ) -> None:
-    """Fills a model and an optimizer from files, once every rank has found that all fits.
-
-    Args:
-        together: The ranks.
-        fit: What is to be filled.
-        match: Opens the files and notes in `fit` what does not fit.
-        allocate: Gives memory to what has none, once all fits.
-        is_of_one_kind: Whether all ranks have tensors of the same names.
-        is_strict: Whether what is in the files and on no rank is an error.
-        verifies: Whether everything is read once before anything changes.
-
-    Raises:
-        ZeroError: Something does not fit, or failed, on any rank: on every rank.
-    """
+    """Fills a model and an optimizer from files, once every rank has found that all fits."""
     sources: list[Contents] = []
 
     def check() -> None:

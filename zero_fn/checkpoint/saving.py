@@ -82,7 +82,7 @@ def save(
         LostRankError: A rank has ended, or did not call `save`.
     """
     wait_for_saving()
-    _begun(folder, model, optimizer, extra, where, keep, keep_every, copies=False).finish()
+    _begun(_SaveOptions(folder, model, optimizer, extra or {}, where, keep, keep_every), copies=False).finish()
 
 
 def save_async(
@@ -104,25 +104,28 @@ def save_async(
     Returns when the values are copied. Values in memory are copied to the host, which takes as many bytes as this rank
     writes of them; values in tiers (parameters, states of streamed optimizers) are written to their files.
 
-    Communicates as `save`, on a group of its own.
+    Communicates two messages of 640 bytes from each rank to rank 0, and two back, on a group of its own.
 
     Args:
-        folder: As in `save`.
-        model: As in `save`.
-        optimizer: As in `save`.
-        extra: As in `save`.
-        where: As in `save`.
-        keep: As in `save`.
-        keep_every: As in `save`.
+        folder: The folder to make, on a disk that all ranks share. A number at the end of its name is its step.
+        model: A module, transformed or not.
+        optimizer: The optimizer of its parameters, any of torch or a streamed one.
+        extra: Values, or objects with a `state_dict()`, by name; copied before this function returns.
+        where: Which parameters and buffers: patterns of names, or a predicate of name and tensor; None: all.
+        keep: How many checkpoints stay in the folder above, of those whose names differ only in the step; None: all.
+        keep_every: Checkpoints whose step is a multiple of this are kept, too.
 
     Returns:
         The save under way. `wait()`, the next save and the next load wait for it, and raise on every rank if it failed.
 
     Raises:
-        CheckpointError, StorageError, DisagreementError, LostRankError: As `save`, if it fails before this function returns.
+        CheckpointError: Something cannot be saved, or there is a checkpoint of this name. Raised on every rank.
+        StorageError: A disk refused before this function returned. Raised on every rank; training may go on.
+        DisagreementError: Ranks were given different folders or options.
+        LostRankError: A rank has ended, or did not call `save_async`.
     """
     wait_for_saving()
-    saving = Saving(_begun(folder, model, optimizer, extra, where, keep, keep_every, copies=True))
+    saving = Saving(_begun(_SaveOptions(folder, model, optimizer, extra or {}, where, keep, keep_every), copies=True))
     _under_way.append(saving)
     return saving
 
@@ -172,37 +175,44 @@ def wait_for_saving() -> None:
         _under_way[0].wait()
 
 
+@dataclass(frozen=True)
+class _SaveOptions:
+    """What `save` was given."""
+
+    folder: str | os.PathLike[str]
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    extra: Mapping[str, Any]
+    where: Where
+    keep: int | None
+    keep_every: int | None
+
+
 # -- what there is ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Inventory:
-    """What this rank has to save.
-
-    Attributes:
-        leaves: Its tensors, by kind.
-        says: Its part of the manifest, but for the tensors.
-        streamed: The optimizer whose states come in chunks, if it is a streamed one.
-    """
+    """What this rank has to save."""
 
     leaves: dict[str, list[Leaf]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    says: dict[str, Any] = field(default_factory=dict)
+    says: dict[str, Any] = field(default_factory=dict)  # its part of the manifest, but for the tensors
     streamed: Streamed | None = None
 
-    def add(self, model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where) -> None:
+    def add(self, asked: _SaveOptions) -> None:
         """Adds everything that was given to `save`."""
-        named, tensors = Named(), dict[str, Tensor]()
+        named, tensors, model = Named(), dict[str, Tensor](), asked.model
         if model is not None:
-            named.add(model, where)
+            named.add(model, asked.where)
             self.leaves["model"] = named.leaves
             self.says["aliases"] = named.aliases
             self.says["homes"] = _homes(model, named)
             if any(run_of(unit).module.assignment.buffers == "local" for unit in units_of(model)):
                 own = {leaf.name: leaf.local for leaf in named.leaves if leaf.is_buffer and leaf.place.alike is None}
                 self.says["buffers"] = encoded(own, "buffers", tensors)
-        if optimizer is not None:
-            self._add_optimizer(optimizer, named, tensors)
-        states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
+        if asked.optimizer is not None:
+            self._add_optimizer(asked.optimizer, named, tensors)
+        states = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in asked.extra.items()}
         self.says["extra"] = encoded(states, "extra", tensors)
         for path, tensor in tensors.items():
             require_dtype(path, tensor.dtype)
@@ -247,19 +257,11 @@ def _homes(model: nn.Module, named: Named) -> dict[str, str]:
 
 @dataclass
 class _Share:
-    """What this rank writes of a leaf.
-
-    Attributes:
-        piece: The box of the tensor, as it is in the file.
-        leaf: What holds the elements.
-        first: The first of them in what the leaf holds.
-        file: The file that they go to.
-        is_written: Whether they are there.
-    """
+    """What this rank writes of a leaf."""
 
     piece: StoredBox
     leaf: Leaf
-    first: int
+    first: int  # of its elements, in what the leaf holds
     file: TensorFile | None = None
     is_written: bool = False
 
@@ -275,37 +277,28 @@ class _Share:
         self.is_written = True
 
 
-def _begun(
-    folder: str | os.PathLike[str],
-    model: nn.Module | None,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    where: Where,
-    keep: int | None,
-    keep_every: int | None,
-    *,
-    copies: bool,
-) -> _Writing:
+def _begun(asked: _SaveOptions, *, copies: bool) -> _Writing:
     """Begins a save: ranks agree to it, and write what they have; with `copies`, values in memory are copied instead."""
-    together, draft, plan = Together(), Draft(Path(os.path.abspath(folder))), _Inventory()
+    together, draft, plan = Together(), Draft(Path(os.path.abspath(asked.folder))), _Inventory()
+    keep = asked.keep, asked.keep_every
 
     def prepare() -> None:
-        if any(each is not None and each < 1 for each in (keep, keep_every)):
+        if any(each is not None and each < 1 for each in keep):
             raise CheckpointError(
-                "keep and keep_every are numbers from 1 on.", keep=keep, keep_every=keep_every, fix="keep=3"
+                "keep and keep_every are numbers from 1 on.", keep=keep[0], keep_every=keep[1], fix="keep=3"
             )
-        plan.add(model, optimizer, extra or {}, where)
+        plan.add(asked)
 
     failure = failure_of(prepare)
     names = [(kind, leaf.name, leaf.dtype, leaf.place.shape) for kind in KINDS[:2] for leaf in plan.leaves[kind]]
-    same = (str(draft.target), model is None, optimizer is None, keep, keep_every, copies)
+    same = (str(draft.target), asked.model is None, asked.optimizer is None, *keep, copies)
     try:
         agreed = together.agree(SAVING, failure, draft.make, same=same, kind=names)
     except BaseException:
         draft.drop()
         raise
     shares = _shared_out(plan, (agreed.number, agreed.alike))
-    writing = _Writing(together, draft, plan, agreed, shares, (keep, keep_every))
+    writing = _Writing(together, draft, plan, agreed, shares, keep)
     writing.failure = failure_of(lambda: writing.begin(copies=copies))
     return writing
 
@@ -338,25 +331,15 @@ def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[
 
 @dataclass
 class _Writing:
-    """A save under way.
-
-    Attributes:
-        together: The ranks.
-        draft: The folder.
-        plan: What this rank has.
-        agreed: What the ranks have agreed on; its text identifies the save.
-        files: What this rank writes, by kind and file.
-        keep: How many checkpoints stay, and of which steps; see `save`.
-        failure: What went wrong on this rank: the other ranks hear of it when they agree to commit.
-    """
+    """A save under way."""
 
     together: Together
     draft: Draft
     plan: _Inventory
-    agreed: Agreed
-    files: dict[str, list[list[_Share]]]
-    keep: tuple[int | None, int | None]
-    failure: Exception | None = None
+    agreed: Agreed  # its text identifies the save
+    files: dict[str, list[list[_Share]]]  # what this rank writes, by kind and file
+    keep: tuple[int | None, int | None]  # and `keep_every`
+    failure: Exception | None = None  # the other ranks hear of it when they agree to commit
 
     def begin(self, *, copies: bool) -> None:
         """Makes the files, and writes everything; or, with `copies`, copies what is in memory to the host."""
@@ -395,11 +378,7 @@ class _Writing:
             share.is_written = True
 
     def finish(self) -> None:
-        """Writes the rest, and commits.
-
-        Raises:
-            ZeroError: It failed on some rank: on every rank.
-        """
+        """Writes the rest, and commits."""
         self.failure = self.failure or failure_of(self._write_rest)
         for share in self._each():
             if share.file is not None:

@@ -26,26 +26,16 @@ _WELL, _FAILED, _DIFFERENT = b"\0\1\2"
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks have agreed on.
+    """What ranks have agreed on."""
 
-    Attributes:
-        text: What `decide` has returned on rank 0.
-        number, alike: Of the ranks of this rank's kind, the number of this one, and how many there are.
-        is_of_one_kind: Whether all ranks are of one kind.
-    """
-
-    text: str
-    number: int
-    alike: int
-    is_of_one_kind: bool
+    text: str  # what `decide` has returned on rank 0
+    number: int  # index among the ranks with the same tensor names
+    alike: int  # how many these are
+    is_of_one_kind: bool  # whether these are all ranks
 
 
 class Together:
-    """All ranks of the program, or this process alone.
-
-    Attributes:
-        rank, size: The number of this rank, and how many ranks there are.
-    """
+    """All ranks of the program, or this process alone."""
 
     def __init__(self) -> None:
         self._group = meeting_group()
@@ -65,19 +55,8 @@ class Together:
         """Returns once every rank has come without a failure, and rank 0 has acted for all. Each rank sends rank 0 a message
         of 640 bytes, and gets one back; waits.
 
-        Args:
-            doing: What ranks do together, for errors.
-            failure: What went wrong on this rank.
-            decide: What rank 0 does when all ranks have come without a failure; returns at most 500 bytes for all.
-            same: What must be the same on every rank.
-            kind: What is the same on ranks of one kind: the names of their tensors.
-            consequence: What a failure elsewhere means here.
-            waits_for_disks: Whether other ranks may take long, since they write files.
-
-        Raises:
-            ZeroError: The failure of this rank; or, of the same class, one that tells of the failure of another rank.
-            DisagreementError: Ranks were given different arguments.
-            LostRankError: A rank has ended, or did not come.
+        `decide` acts for all on rank 0 and returns at most 500 bytes; `same` must be equal on all ranks, `kind` on ranks with
+        the same tensors; `consequence` is what a failure elsewhere means here.
         """
         if self._group is None:
             if failure is not None:
@@ -113,11 +92,7 @@ class Together:
         return Agreed(text, int(number), int(alike), int(alike) == self.size)
 
     def from_first(self, values: Tensor) -> Tensor:
-        """The values of rank 0, in memory of the host. A broadcast; waits.
-
-        Raises:
-            LostRankError: A rank has ended, or did not come.
-        """
+        """The values of rank 0, in memory of the host. A broadcast; waits."""
         values = values.detach().cpu().contiguous()
         return values if self._group is None else broadcast(self._group, values.clone())
 

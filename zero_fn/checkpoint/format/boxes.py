@@ -126,26 +126,18 @@ def ranges(sizes: Sizes, most: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank holds of a tensor.
+    """The elements of a tensor that a rank holds."""
 
-    Attributes:
-        shape: The shape of the whole tensor.
-        box: The elements that this rank holds.
-        alike: Of the ranks that hold the same elements, the number of this one, and how many there are. None for a plain
-            tensor, which all ranks with tensors of the same names hold.
-    """
-
-    shape: Sizes
+    shape: Sizes  # of the whole tensor
     box: Box
     alike: tuple[int, int] | None = None
+    """(replica, number of replicas) of these elements. None for a plain tensor, which all ranks with these names hold."""
 
     def own(self, ordinal: int, itemsize: int, kind: tuple[int, int]) -> Box | None:
         """The elements that this rank writes: each element is written by one rank, and all ranks write about as many.
 
-        Args:
-            ordinal: The number of the tensor: the small tensors are dealt to the first ranks in turn.
-            itemsize: Bytes of an element.
-            kind: Of the ranks with tensors of the same names, the number of this one, and how many there are.
+        `ordinal` is the number of the tensor, by which small ones are dealt in turn; `kind` is (index, number) of the ranks
+        with tensors of the same names.
         """
         rank, size = self.alike or kind
         sizes, numel = self.box.sizes, self.box.numel
@@ -165,11 +157,7 @@ DEALT_RANKS = 8
 
 
 def holding_of(tensor: Tensor) -> Holding | None:
-    """What this rank holds of a parameter or buffer; None if nothing, since the rank is not on the mesh of the tensor.
-
-    Raises:
-        CheckpointError: The tensor is neither sharded nor replicated, or sharded in a way that nobody here has made.
-    """
+    """What this rank holds of a parameter or buffer; None if nothing, since the rank is not on the mesh of the tensor."""
     slot = slot_of(tensor)
     spec = slot.spec if slot is not None else tensor._spec if isinstance(tensor, DTensor) else None
     box = whole_box(tensor.shape)
@@ -207,17 +195,7 @@ def _over_axes(spec: DTensorSpec) -> Iterator[tuple[Placement, int, int]]:
 
 
 def holding_of_state(name: str, state: Tensor, parameter: Tensor, place: Holding) -> Holding | None:
-    """What this rank holds of an optimizer's state.
-
-    Args:
-        name: The name of the state, for errors.
-        state: What the optimizer has on this rank.
-        parameter: The parameter whose state it is.
-        place: What this rank holds of the parameter.
-
-    Raises:
-        CheckpointError: Other ranks have other parts of the state, and nothing says which.
-    """
+    """What this rank holds of an optimizer's state."""
     is_cut = place.box.sizes != place.shape
     if isinstance(state, DTensor):
         is_alike = isinstance(parameter, DTensor) and state.placements == parameter.placements

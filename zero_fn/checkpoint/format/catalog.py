@@ -42,17 +42,7 @@ class Catalog(Contents):
     """
 
     def __init__(self, path: Path, rename: Callable[[str], str], reader: tuple[int, int] = (0, 1)) -> None:
-        """Reads parts of the manifest.
-
-        Args:
-            path: The folder.
-            rename: The name in the model for a name in the checkpoint.
-            reader: The number of this reader, and how many readers there are.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged, or of a later version.
-            StorageError: The disk refused.
-        """
+        """Reads parts of the manifest."""
         super().__init__(path, rename)
         manifest = read_manifest(path)
         self.ranks, self._id = manifest["ranks"], manifest["id"]
@@ -133,4 +123,4 @@ class Catalog(Contents):
             return decoded(encoded, lambda path: self.first((f"extra of rank {rank}", path)).digests)
 
     def _understood(self, rank: int) -> AbstractContextManager[None]:
-        return understood(self.path / part_name(rank), "it says what no version has said")
+        return understood(self.path / part_name(rank), "unknown field, of a newer version or damaged")

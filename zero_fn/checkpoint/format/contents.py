@@ -25,34 +25,20 @@ Key = tuple[str, str]
 
 
 class Contents:
-    """What is in files. As it stands here, of safetensors of Hugging Face; readers of checkpoints know of values, too.
-
-    Attributes:
-        path: The folder.
-        rename: The name in the model for a name in the files.
-        ranks: How many ranks have written the files.
-        pieces: For each tensor, by kind and name, its boxes. A box that several ranks have written stands once.
-        aliases: Further names of tied parameters, and the names that they were saved by.
-        states: For each parameter, the names and keys of its states that are tensors.
-        values: For each parameter, its states that are no tensors, with the rank that says so.
-        options: For each parameter, the options of its group, with the rank that says so.
-    """
+    """What is in files. As it stands here, of safetensors of Hugging Face; readers of checkpoints know of values, too."""
 
     def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
-        self.path, self.rename, self.ranks = path, rename, 1
-        self.pieces: dict[Key, dict[Box, StoredBox]] = {}
-        self.aliases: dict[str, str] = {}
-        self.states: dict[str, list[tuple[str, Key]]] = {}
-        self.values: dict[str, tuple[int, Any]] = {}
-        self.options: dict[str, tuple[int, Any]] = {}
+        self.path, self.ranks = path, 1
+        self.rename = rename  # the name in the model for a name in the files
+        self.pieces: dict[Key, dict[Box, StoredBox]] = {}  # a box that several ranks have written stands once
+        self.aliases: dict[str, str] = {}  # further names of tied parameters, and those that they were saved by
+        self.states: dict[str, list[tuple[str, Key]]] = {}  # of each parameter those that are tensors
+        self.values: dict[str, tuple[int, Any]] = {}  # ... and those that are none, with the rank that says so
+        self.options: dict[str, tuple[int, Any]] = {}  # of the group of each parameter, with the rank that says so
         self._readers: dict[Callable[[], TensorReader], TensorReader] = {}
 
     def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> StoredBox | None:
-        """Adds a box of a tensor: of a parameter or buffer, or of one of its states.
-
-        Returns:
-            A box that contradicts it: of another shape or dtype, or with the same elements and other digests.
-        """
+        """Adds a box of a tensor; returns a known box that contradicts it in shape, dtype or digests."""
         name = name if kind.startswith("extra") else self.rename(name)
         key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
         if kind == "optimizer" and key not in self.pieces:
@@ -106,11 +92,7 @@ class Contents:
         return out
 
     def require_all(self, key: Key, box: Box) -> None:
-        """Requires that the files have each element of a box of a tensor once.
-
-        Raises:
-            CheckpointError: They do not.
-        """
+        """Requires that the files have each element of a box of a tensor once."""
         for read_more in (self.read_all, lambda: None):
             if sum(meet.numel for _, meet in _meeting(self.pieces[key].values(), box)) == box.numel:
                 return
@@ -126,28 +108,15 @@ class Contents:
             yield first, values
 
     def verify(self, key: Key, box: Box) -> None:
-        """Reads a box of a tensor, and compares its blocks with their digests, if they have some.
-
-        Raises:
-            CheckpointError: A block is not what was written.
-            StorageError: The disk refused.
-        """
+        """Reads a box of a tensor, and compares its blocks with their digests, if they have some."""
         dtype = self.first(key).dtype
         for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
             self.fill(key, box, first, torch.empty(last - first, dtype=dtype, device="meta"))
 
     def fill(self, key: Key, box: Box, first: int, out: Tensor) -> None:
-        """Reads elements of a box of a tensor, row by row.
+        """Reads elements of a box of a tensor, from the number `first` on, into flat memory of the host.
 
-        Args:
-            key: Which tensor.
-            box: Which box of the tensor.
-            first: The number of the first element in the box.
-            out: Where to: flat, on the host. On meta: blocks are only compared with their digests.
-
-        Raises:
-            CheckpointError: A block is not what was written.
-            StorageError: The disk refused.
+        With `out` on meta, blocks are only compared with their digests.
         """
         dtype, at = self.first(key).dtype, 0
         values = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
@@ -175,12 +144,7 @@ class Contents:
 
 
 def require_whole(source: Contents, key: Key) -> None:
-    """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it.
-
-    Raises:
-        CheckpointError: They are not.
-        StorageError: The disk refused.
-    """
+    """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it."""
     source.require_all(key, whole_box(source.first(key).shape))
     for piece in source.pieces[key].values():
         _reader_of(source._readers, piece)

@@ -64,11 +64,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def disk(path: str | Path, doing: str) -> Iterator[None]:
-    """Inside, an error of the operating system becomes a `StorageError`; `doing` says what failed.
-
-    Raises:
-        StorageError: The disk refused.
-    """
+    """Inside, an error of the operating system becomes a `StorageError`; `doing` says what failed."""
     try:
         yield
     except OSError as error:
@@ -83,27 +79,16 @@ def disk(path: str | Path, doing: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class StoredBox:
-    """A box of a tensor in a file.
-
-    Attributes:
-        name: The name of the tensor.
-        dtype: The dtype of the tensor in the file.
-        shape: The shape of the whole tensor.
-        box: Which elements of the tensor.
-        offset: The first byte of the box, after the header.
-        digests: The digest of each block of the box, 16 hexadecimal digits.
-        rank: The rank that has written the box.
-        open: Opens the file to be read: one function for all boxes of one file.
-    """
+    """A box of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    offset: int = 0
-    digests: list[str] = field(default_factory=list)
-    rank: int = 0
-    open: Callable[[], TensorReader] | None = field(default=None, repr=False)
+    offset: int = 0  # the first byte of the box, after the header
+    digests: list[str] = field(default_factory=list)  # of each block, 16 hexadecimal digits
+    rank: int = 0  # that has written the box
+    open: Callable[[], TensorReader] | None = field(default=None, repr=False)  # one function for all boxes of a file
 
     @property
     def nbytes(self) -> int:
@@ -136,11 +121,7 @@ class StoredBox:
 
 
 def require_dtype(name: str, dtype: torch.dtype) -> None:
-    """Requires that a tensor can be written.
-
-    Raises:
-        CheckpointError: The format has no such dtype.
-    """
+    """Requires that a tensor can be written."""
     if dtype not in _NAMES:
         raise CheckpointError(
             f"{name} is of a dtype that safetensors does not have.",
@@ -174,18 +155,10 @@ def _header(pieces: list[StoredBox], saved_by: str) -> bytes:
 
 
 class TensorFile:
-    """A file of tensors that is being written. The boxes may come in any order, the elements of a box come in theirs.
-
-    Attributes:
-        nbytes: Bytes of the whole file.
-    """
+    """A file of tensors that is being written. The boxes may come in any order, the elements of a box come in theirs."""
 
     def __init__(self, path: Path, pieces: list[StoredBox], saved_by: str) -> None:
-        """Makes the file, and writes its header.
-
-        Raises:
-            StorageError: The disk refused.
-        """
+        """Makes the file, and writes its header."""
         self._path, self._pieces = path, pieces
         pieces.sort(key=lambda piece: -piece.dtype.itemsize)  # so that elements are aligned
         header = _header(pieces, saved_by)
@@ -199,15 +172,7 @@ class TensorFile:
             _write(self._fd, memoryview(header), 0)
 
     def append(self, piece: StoredBox, values: Tensor) -> None:
-        """Writes the next elements of a box.
-
-        Args:
-            piece: The box.
-            values: The elements, in memory of the host, contiguous.
-
-        Raises:
-            StorageError: The disk refused.
-        """
+        """Writes the next elements of a box: on the host, contiguous."""
         view, written, hasher = bytes_of(values), self._written[piece.name], self._hashers[piece.name]
         while view:  # block by block, so that a block is in the cache of the processor when it is written
             part = view[: BLOCK_NBYTES - written % BLOCK_NBYTES]
@@ -222,11 +187,7 @@ class TensorFile:
         self._written[piece.name] = written
 
     def finish(self) -> dict[str, Any]:
-        """Makes sure that the file is on the disk; returns what a manifest says of it.
-
-        Raises:
-            StorageError: The disk refused.
-        """
+        """Makes sure that the file is on the disk; returns what a manifest says of it."""
         missing = [piece.name for piece in self._pieces if self._written[piece.name] != piece.nbytes]
         assert not missing, f"not written: {missing}"
         with disk(self._path, "Writing a checkpoint"):
@@ -261,18 +222,7 @@ class TensorReader:
     _fd = -1
 
     def __init__(self, path: Path, begin: int, nbytes: int, digest: str | None = None) -> None:
-        """Opens the file.
-
-        Args:
-            path: The path of the file.
-            begin: How many bytes come before the elements.
-            nbytes: How many bytes the file has.
-            digest: The digest of what comes before the elements; None: nobody has noted it.
-
-        Raises:
-            StorageError: The disk refused.
-            CheckpointError: The file has another size, or another header.
-        """
+        """Opens the file; `begin` bytes, of this digest if one is known, come before the elements."""
         self._path, self._begin = path, begin
         with disk(path, "Reading a checkpoint"):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -286,17 +236,7 @@ class TensorReader:
                 raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
 
     def read(self, piece: StoredBox, first: int, last: int, out: Tensor | None) -> None:
-        """Reads some elements of a box, and verifies the blocks that they are in, if these have digests.
-
-        Args:
-            piece: The box.
-            first, last: From which element of the box to which.
-            out: Where to, contiguous, on the host; None: the blocks are only verified.
-
-        Raises:
-            StorageError: The disk refused.
-            CheckpointError: A block is not what was written.
-        """
+        """Reads some elements of a box, and verifies the blocks that they are in; with `out` None it only verifies."""
         begin, end = first * piece.dtype.itemsize, last * piece.dtype.itemsize
         target = None if out is None else bytes_of(out)
         if not piece.digests:
@@ -354,15 +294,7 @@ class TensorReader:
 
 
 def read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """Reads the header of a file of tensors, whoever has written it.
-
-    Returns:
-        How many bytes come before the elements, how many the file has, and what it says of each tensor, by name.
-
-    Raises:
-        StorageError: The disk refused.
-        CheckpointError: It is no safetensors file, or not all of one.
-    """
+    """Reads the header of a safetensors file: bytes before the elements, bytes of the file, and its table."""
     with disk(path, "Reading a checkpoint"), path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -398,11 +330,7 @@ def damaged(path: Path, **facts: object) -> CheckpointError:
 
 @contextmanager
 def understood(path: Path, why: str) -> Iterator[None]:
-    """Inside, an error of Python means that a file holds what its writer does not write; `why` says so in words.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """Inside, an error of Python means that a file holds what its writer does not write; `why` says so in words."""
     try:
         yield
     except CheckpointError:
@@ -418,14 +346,8 @@ _MOST = 1 << 63
 def require_form(value: object, form: Any, name: str = "it") -> None:
     """Requires that a value of JSON is made up as its writer makes it up.
 
-    Args:
-        value: Any value.
-        form: A class, where `int` means a number that is not negative; `[form]`: a list of such; `{str: form}`: such by
-            name; or the form of each entry by its name: one that ends in "?" may be missing, and there may be others.
-        name: What to call it in errors.
-
-    Raises:
-        ValueError: It is made up in another way.
+    `form` is a class, where `int` means a number that is not negative; `[form]`, a list; `{str: form}`, by name; or the form
+    of each entry by its name, which ends in "?" if it may be missing.
     """
     kind = form if isinstance(form, type) else type(form)
     if not isinstance(value, kind) or (kind is int and (type(value) is not int or not 0 <= value < _MOST)):
@@ -441,11 +363,7 @@ def require_form(value: object, form: Any, name: str = "it") -> None:
 
 
 def write_json(path: Path, body: object) -> None:
-    """Writes a file of values with their digest, and makes sure that it is on the disk.
-
-    Raises:
-        StorageError: The disk refused.
-    """
+    """Writes a file of values with their digest, and makes sure that it is on the disk."""
     text = json.dumps(body, separators=(",", ":"), allow_nan=False)
     with disk(path, "Writing a checkpoint"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -457,12 +375,7 @@ def write_json(path: Path, body: object) -> None:
 
 
 def read_json(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the values that `write_json` has written; `form` is what they are made up of, see `require_form`.
-
-    Raises:
-        StorageError: The disk refused.
-        CheckpointError: The file is not as it was written.
-    """
+    """Reads the values that `write_json` has written; `form` is what they are made up of, see `require_form`."""
     with disk(path, "Reading a checkpoint"):
         found = path.read_bytes()
     try:
@@ -472,7 +385,7 @@ def read_json(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
         is_whole = False
     if not is_whole:
         raise damaged(path, why="its digest is not that of its text")
-    with understood(path, "it says what no version has said"):
+    with understood(path, "unknown field, of a newer version or damaged"):
         require_form(body, form)
     return body
 
@@ -485,11 +398,7 @@ def _signed(text: str) -> bytes:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes sure that the names in a folder are on the disk.
-
-    Raises:
-        StorageError: The disk refused.
-    """
+    """Makes sure that the names in a folder are on the disk."""
     with disk(path, "Writing a checkpoint"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -60,18 +60,9 @@ def tensors_name(kind: str, rank: int, number: int) -> str:
 
 
 def write_manifest(folder: Path, save_id: str, ranks: int, names: Mapping[str, int] | None = None) -> None:
-    """Writes the manifest, the last file of a checkpoint, by which a folder is one.
-
-    Args:
-        folder: The folder.
-        save_id: What identifies the save; the part of each rank has it, too.
-        ranks: How many ranks have written.
-        names: How many names of tensors there are, by kind: so a reader of the parts of some ranks knows whether it has read
-            of all tensors. None if ranks have tensors of different names.
-
-    Raises:
-        StorageError: The disk refused.
-    """
+    """Writes the manifest, the last file of a checkpoint, by which a folder is one."""
+    # `names`: how many names of tensors there are, by kind, so a reader of some parts knows whether it has heard of all.
+    # None if ranks have tensors of different names.
     body = {"format": "zero_fn checkpoint", "version": VERSION, "id": save_id, "ranks": ranks}
     made_by = {"torch": torch.__version__, "python": platform.python_version()}
     counted = {} if names is None else {"names": names}
@@ -82,12 +73,7 @@ _FORM = {"id": str, "ranks": int, "names?": {str: int}, "saved_at_ns": int, "mad
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: It is damaged, or of a later version.
-        StorageError: The disk refused.
-    """
+    """Reads the manifest of a checkpoint."""
     manifest = read_json(folder / MANIFEST, {"format": str, "version": int})
     if manifest["format"] != "zero_fn checkpoint" or manifest["version"] > VERSION:
         raise CheckpointError(
@@ -97,7 +83,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             read_here=f"up to version {VERSION}",
             fix="install the version of zero_fn that has written it, or a later one",
         )
-    with understood(folder / MANIFEST, "it says what no version has said"):
+    with understood(folder / MANIFEST, "unknown field, of a newer version or damaged"):
         require_form(manifest, _FORM)
     return manifest
 
@@ -172,12 +158,7 @@ def _number(name: str) -> tuple[str, int | None]:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint that was committed last.
-
-    Raises:
-        CheckpointError: There is none; or a checkpoint is damaged, and may be the newest.
-        StorageError: The folder cannot be read.
-    """
+    """The checkpoint that was committed last."""
     found = checkpoints(folder)
     for checkpoint in found:
         if not checkpoint.is_complete and not checkpoint.path.name.endswith(_LEFT):
@@ -195,12 +176,7 @@ def newest(folder: Path) -> Path:
 
 
 class Draft:
-    """The folder of a checkpoint that is being saved. Rank 0 makes the folder, commits it and holds its lock.
-
-    Attributes:
-        target: The folder that it becomes.
-        path: The hidden folder that it is until then.
-    """
+    """The folder of a checkpoint that is being saved. Rank 0 makes the folder, commits it and holds its lock."""
 
     def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
         """A draft of which nothing is on the disk yet; `kinds` are the folders in it."""
@@ -208,12 +184,7 @@ class Draft:
         self._lock = -1
 
     def make(self) -> str:
-        """Makes the folder, and removes what other saves have left; returns what identifies this save.
-
-        Raises:
-            CheckpointError: There is a checkpoint of this name, or somebody else is saving one.
-            StorageError: The disk refused.
-        """
+        """Makes the folder, and removes what other saves have left; returns what identifies this save."""
         parent = self.target.parent
         if not self.target.name or self.target.name.startswith("."):
             raise CheckpointError(
@@ -245,11 +216,7 @@ class Draft:
         return os.urandom(8).hex()
 
     def commit(self) -> str:
-        """Makes sure that all files are on the disk, and renames the folder to its target.
-
-        Raises:
-            StorageError: The disk refused.
-        """
+        """Makes sure that all files are on the disk, and renames the folder to its target."""
         for kind in self._kinds:
             sync_folder(self.path / kind)
         sync_folder(self.path)
@@ -308,11 +275,6 @@ def prune(target: Path, keep: int | None, keep_every: int | None) -> None:
     """Removes old checkpoints: those whose names differ from that of the one just saved only in the number.
 
     What cannot be removed stays, with a warning: the save has succeeded.
-
-    Args:
-        target: The checkpoint that was just saved. It stays.
-        keep: How many of the newest stay, this one included; None: all.
-        keep_every: Checkpoints of steps that this divides stay, too.
     """
     if keep is None:
         return

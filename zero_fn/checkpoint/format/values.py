@@ -19,16 +19,7 @@ _TAGS = ("$tuple", "$tensor", "$number", "$bytes", *_DICTS)
 
 
 def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON can hold it.
-
-    Args:
-        value: Made of None, bool, int, float, str, bytes, list, tuple, dict, Counter, OrderedDict and tensors.
-        path: How to reach the value, for errors: `extra['scheduler']`.
-        tensors: The tensors in the value are added here, by their path.
-
-    Raises:
-        CheckpointError: Something in the value is of another class.
-    """
+    """A value as JSON can hold it."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):

@@ -84,14 +84,8 @@ def export(
     convert: Convert | None = None,
     replaces: bool = False,
 ) -> None:
-    """`save_pretrained`, for a Trainer.
-
-    Args:
-        model, folder, dtype, max_shard: See `save_pretrained`.
-        convert: What files have in place of a tensor; None: the tensor under its name.
-        replaces: Whether the model replaces one that is in the folder. It does so at once: a reader finds one of the two at
-            any moment.
-    """
+    """`save_pretrained`, for a Trainer: with `replaces`, the model takes the place of one in the folder at once, so a reader
+    finds one of the two at any moment."""
     wait_for_saving()
     together, target = Together(), Path(os.path.abspath(folder))
     draft, plan = _WeightsDraft(target, replaces=replaces), _Export(dtype, convert)
@@ -169,18 +163,11 @@ class _WeightsDraft(Draft):
 
 @dataclass
 class _Export:
-    """What is written.
-
-    Attributes:
-        dtype, convert: See `export`.
-        names: Names of tensors of the model, in the order in which they are gathered, with the parts of each: `zf.tile` has
-            cut it into more than one.
-        files: The tensors of each file.
-    """
+    """What is written."""
 
     dtype: torch.dtype | None
     convert: Convert | None
-    names: dict[str, list[Tensor]] = field(default_factory=dict)
+    names: dict[str, list[Tensor]] = field(default_factory=dict)  # in order, with the tiles of each
     files: list[list[StoredBox]] = field(default_factory=list)
 
     def add(self, model: nn.Module, most: int) -> None:

@@ -154,17 +154,7 @@ def _require_transformed(model: nn.Module) -> None:
 
 
 def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Contents:
-    """Reads the headers of safetensors files.
-
-    Args:
-        path: A folder, or a file.
-        rename: The name in the model for a name in the files.
-        ignored: Names in the model of tensors that are not read.
-
-    Raises:
-        CheckpointError: There are no files, one is damaged, or two have one tensor.
-        StorageError: The disk refused.
-    """
+    """Reads the headers of safetensors files."""
     source = Contents(path, rename)
     for file in _paths_of(path):
         begin, nbytes, table = read_header(file)
@@ -233,11 +223,7 @@ def weights_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: list[list[StoredBox]]) -> None:
-    """Writes the index, which says which file has which tensor, where there are several files.
-
-    Raises:
-        StorageError: The disk refused.
-    """
+    """Writes the index, which says which file has which tensor, where there are several files."""
     if len(files) == 1:
         return
     total = sum(piece.nbytes for each in files for piece in each)
@@ -246,11 +232,7 @@ def write_index(folder: Path, files: list[list[StoredBox]]) -> None:
 
 
 def rewrite_index(folder: Path, index: dict[str, Any]) -> None:
-    """Writes an index, and makes sure that it is on the disk.
-
-    Raises:
-        StorageError: The disk refused.
-    """
+    """Writes an index, and makes sure that it is on the disk."""
     with disk(folder, "Writing an index"), (folder / INDEX).open("w") as file:
         json.dump(index, file, indent=2)
         file.flush()

@@ -34,39 +34,23 @@ _SHOWN = 30
 
 @dataclass
 class Fit:
-    """How files fit what this rank loads.
-
-    Attributes:
-        named, model: The tensors of the module; model None: they are not loaded.
-        optimizer: The optimizer whose states and options are loaded; None: none.
-        rounds: Whether floating-point numbers may lose bits in the dtype that they rest in.
-        todo: Tensors to be filled, with the key of each in the files.
-        twins: Keys of one tensor here for which the files have several values, which must be the same.
-        stepped: Names in the files of the parameters of the optimizer.
-        then: What is to be done once the tensors are filled.
-        values: The values of `extra`.
-        wrong: What does not fit, in words.
-    """
+    """How files fit what this rank loads."""
 
     named: Named
     model: nn.Module | None
     optimizer: Optimizer | None = None
-    rounds: bool = False
-    todo: list[tuple[Key, Leaf]] = field(default_factory=list)
-    twins: list[tuple[Key, Key, Leaf]] = field(default_factory=list)
-    stepped: set[str] = field(default_factory=set)
-    then: list[Callable[[], object]] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
+    rounds: bool = False  # whether floating-point numbers may lose bits in the dtype that they rest in
+    todo: list[tuple[Key, Leaf]] = field(default_factory=list)  # tensors to be filled, and what of the files fills them
+    twins: list[tuple[Key, Key, Leaf]] = field(default_factory=list)  # tied here, saved separately: must be equal
+    stepped: set[str] = field(default_factory=set)  # names in the files of the parameters that it steps
+    then: list[Callable[[], object]] = field(default_factory=list)  # what is to be done once the tensors are filled
+    values: dict[str, Any] = field(default_factory=dict)  # of `extra`
+    wrong: list[str] = field(default_factory=list)  # what does not fit, in words
 
     # -- names, shapes, dtypes -----------------------------------------------------------------------------------------
 
     def match_model(self, source: Contents, *, is_strict: bool) -> None:
-        """Finds the tensors of the model in the files.
-
-        Raises:
-            CheckpointError: The pieces of a tensor do not make up the whole.
-        """
+        """Finds the tensors of the model in the files."""
         for leaf in self.named.leaves:
             key = ("model", self._name_of(source, leaf.name))
             if key not in source.pieces:
@@ -250,11 +234,7 @@ class Fit:
             )
 
     def require_wanted(self, source: Contents, together: Together, *, is_strict: bool) -> None:
-        """Where ranks have parameters of different names: finds what no rank has a place for. Sends a byte for each tensor.
-
-        Raises:
-            CheckpointError: There is some; on every rank.
-        """
+        """Where ranks have parameters of different names: refuses what no rank has a place for. Sends a byte a tensor."""
         source.read_all()
         keys = sorted(key for key in source.pieces if key[0] in KINDS[:2])
         missed = set(self.missed(source))
@@ -266,12 +246,7 @@ class Fit:
     # -- elements ------------------------------------------------------------------------------------------------------
 
     def verify(self, source: Contents, *, everything: bool) -> None:
-        """Compares the values that must be the same, and, if `everything`, reads all that this rank will read.
-
-        Raises:
-            CheckpointError: A block is not what was written; or one tensor has two values.
-            StorageError: The disk refused.
-        """
+        """Compares values that must be equal, and, if `everything`, reads all that this rank will read."""
         for key, other, leaf in self.twins:
             _require_one_value(source, key, other, leaf.place.box)
         for key, leaf in self.todo if everything else ():
@@ -283,12 +258,7 @@ class Fit:
         self.todo = [(key, there[id(leaf)]) for key, leaf in self.todo]
 
     def put(self, source: Contents) -> None:
-        """Reads everything to where it rests.
-
-        Raises:
-            CheckpointError: A block is not what was written.
-            StorageError: A disk refused.
-        """
+        """Reads everything to where it rests."""
         if isinstance(self.optimizer, Streamed):
             end_step(self.optimizer)
         with ParcelWindow() as window:

@@ -34,23 +34,14 @@ __all__ = ["Leaf", "Named", "ParcelWindow", "leaves_of_groups", "state_leaf"]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor of a model or an optimizer.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        dtype: The dtype in which it rests.
-        place: Which elements this rank holds.
-        local: The tensor that holds them; None: they rest in chunks of a streamed optimizer.
-        is_buffer: Whether it is a buffer of a module. Where a buffer is not sharded, that of rank 0 is saved.
-        in_chunks: For a state in chunks: the identity of the parameter, and the name of the state.
-    """
+    """One tensor of a model or an optimizer."""
 
     name: str
     dtype: torch.dtype
     place: Holding
-    local: Tensor | None
-    is_buffer: bool = False
-    in_chunks: tuple[int, str] | None = None
+    local: Tensor | None  # None: it rests in chunks of a streamed optimizer
+    is_buffer: bool = False  # one that is not sharded is saved by rank 0
+    in_chunks: tuple[int, str] | None = None  # the identity of the parameter, and the name of the state
 
     @property
     def is_away(self) -> bool:
@@ -70,13 +61,7 @@ class Leaf:
         return torch.cat(parts).cpu()
 
     def fill(self, dtype: torch.dtype, read: Callable[[int, Tensor], None], window: ParcelWindow) -> None:
-        """Fills what this rank holds, a buffer at a time.
-
-        Args:
-            dtype: The dtype of the elements that are read.
-            read: Called as `read(first, values)`: fills flat memory on the host with the elements from `first` on.
-            window: Writes elements to another tier.
-        """
+        """Fills what this rank holds, a buffer at a time; `read(first, values)` fills flat memory of the host."""
         local = self.local
         assert local is not None, "a pass of the streamed optimizer fills its states"
         is_direct = not isinstance(local, TierTensor) and local.is_contiguous() and local.device.type == "cpu"
@@ -115,22 +100,14 @@ class ParcelWindow:
             self.close()
 
     def read(self, tensor: TierTensor, first: int, last: int) -> Tensor:
-        """Elements of a tensor, in order.
-
-        Raises:
-            StorageError: The disk failed, or does not hold what was written to it.
-        """
+        """Elements of a tensor, in order."""
         out = torch.empty(last - first, dtype=tensor.dtype)
         for at, count, room in self._rooms(tensor, first, last):
             out[at : at + count] = room
         return out
 
     def write(self, tensor: TierTensor, first: int, values: Tensor) -> None:
-        """Writes elements of a tensor, from the number `first` on.
-
-        Raises:
-            StorageError: The disk failed.
-        """
+        """Writes elements of a tensor, from the number `first` on."""
         for at, count, room in self._rooms(tensor, first, first + values.numel()):
             room.copy_(values[at : at + count])
             self._is_changed = True
@@ -178,30 +155,14 @@ class ParcelWindow:
 
 @dataclass(frozen=True)
 class Named:
-    """The tensors of a module.
+    """The tensors of a module."""
 
-    Attributes:
-        leaves: One for each tensor. Tiles of one tensor have one name.
-        parameters: The same leaves, by the identity of the tensor: an optimizer holds tensors.
-        aliases: Further names of tied parameters, and the names that they are saved by.
-    """
-
-    leaves: list[Leaf] = field(default_factory=list)
-    parameters: dict[int, Leaf] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    leaves: list[Leaf] = field(default_factory=list)  # tiles of one tensor have one name
+    parameters: dict[int, Leaf] = field(default_factory=dict)  # by the identity of the tensor
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied parameters, and those in files
 
     def add(self, module: nn.Module, where: Where, *, on_meta: bool = False) -> None:
-        """Adds the parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing.
-
-        Args:
-            module: Any module.
-            where: See `save`.
-            on_meta: Whether tensors may be on meta.
-
-        Raises:
-            CheckpointError: A module writes its state_dict in its own way; a tensor is on meta, or of a dtype that files
-                lack.
-        """
+        """Adds the parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing."""
         tiles: dict[str, tuple[str, int, Tiled]] = {}
         known: dict[int, str] = {}
         seen: set[int] = set()
@@ -280,11 +241,7 @@ def state_leaf(name: str, state: Tensor, parameter: Tensor, own: Leaf) -> Leaf |
 
 
 def leaves_of_groups(optimizer: Optimizer, named: Named) -> list[list[Leaf]]:
-    """The leaves of the parameters of each group.
-
-    Raises:
-        CheckpointError: The optimizer steps a parameter that is not of the model.
-    """
+    """The leaves of the parameters of each group."""
     groups: list[list[Leaf]] = []
     for number, group in enumerate(optimizer.param_groups):
         groups.append([])

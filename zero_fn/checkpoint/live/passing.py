@@ -23,13 +23,7 @@ Kept = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
 
 
 def states_in_chunks(optimizer: Streamed) -> Kept:
-    """The states that an optimizer has.
-
-    Raises:
-        StorageError: A step that was still to be taken failed.
-        StateError: The last step failed half-way.
-        CheckpointError: A state is larger than a number and has no place in a chunk.
-    """
+    """The states that an optimizer has."""
     optimizer._steps.finish()
     optimizer._steps.require_whole("save")
     found: Kept = {}
@@ -55,7 +49,7 @@ def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
 
 
 def end_step(optimizer: Streamed) -> None:
-    """Takes a step that is still to be taken: what is loaded comes after it, and mends a step that fails."""
+    """Finishes a pending step; errors are ignored, because loading overwrites what it leaves."""
     with suppress(StorageError, StateError):
         optimizer._steps.finish()
     optimizer._steps.waiting = None
@@ -66,9 +60,6 @@ def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], N
 
     `first` is the number of the first element in what this rank holds; `values` are flat, on the host, and valid during the
     call only.
-
-    Raises:
-        StorageError: The disk failed, or does not hold what was written to it.
     """
     states = optimizer.states
 
@@ -87,16 +78,7 @@ def fill_states(
     kept: Kept,
     fill: Callable[[Tensor, str, int, Tensor], None],
 ) -> None:
-    """Puts states into the chunks of an optimizer, in place of all that the chunks held.
-
-    Args:
-        optimizer: The streamed optimizer.
-        kept: The states.
-        fill: Called as `fill(parameter, name, first, values)` to fill flat values with the elements from `first` on.
-
-    Raises:
-        StorageError: The disk failed. `step` of the optimizer raises until states are loaded.
-    """
+    """Puts states into the chunks of an optimizer; `fill(parameter, name, first, values)` fills flat values."""
     states, steps = optimizer.states, optimizer._steps
     steps.failed = "states could not be loaded"
 

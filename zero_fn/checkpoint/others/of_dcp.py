@@ -85,7 +85,7 @@ class DcpFolder(Foreign):
 
     def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool) -> None:
         super().__init__(path, rename, has_states=has_states)
-        with understood(path / METADATA, "it says what torch does not say"):
+        with understood(path / METADATA, "not what torch writes"):
             with opened_pickle(path / METADATA) as file:
                 said = MetadataUnpickler(file).load().state
             self._entries = {

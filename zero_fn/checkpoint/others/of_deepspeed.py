@@ -48,11 +48,7 @@ Fragment = tuple[int, str, int, int, int]
 
 
 def deepspeed_folder(folder: Path) -> Path | None:
-    """The folder with the files of DeepSpeed: this one, or the one that `latest` in it names; None if it has none.
-
-    Raises:
-        StorageError: The folder cannot be read.
-    """
+    """The folder with the files of DeepSpeed: this one, or the one that `latest` in it names; None if it has none."""
     with disk(folder, "Looking for checkpoints"):
         names = {path.name for path in folder.iterdir()}
         if any(map(_MODEL.fullmatch, names)):
@@ -71,7 +67,7 @@ class DeepSpeedFolder(Foreign):
         super().__init__(path, rename, has_states=has_states)
         with disk(path, "Reading a checkpoint"):
             names = sorted(found.name for found in path.iterdir())
-        with understood(path, "it says what DeepSpeed 0.19 does not say"):
+        with understood(path, "not the layout of DeepSpeed 0.19"):
             models = self._by_rank(_MODEL, names, is_universal="zero" in names)
             said = read_torch_file(models[0])
             self._groups: list[Shapes] = [dict(each) for each in said["param_shapes"] or ()]
@@ -86,11 +82,7 @@ class DeepSpeedFolder(Foreign):
                 self._add_optimizers(self._by_rank(_OPTIMIZER, names))
 
     def _by_rank(self, pattern: re.Pattern[str], names: list[str], *, is_universal: bool = False) -> list[Path]:
-        """The files of all ranks.
-
-        Raises:
-            CheckpointError: Some are missing; or models were cut in other ways than by ZeRO.
-        """
+        """The files of all ranks."""
         found = [match for match in map(pattern.fullmatch, names) if match]
         others = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
         others += [match.string for match in found if int(match["part"]) and not is_universal]

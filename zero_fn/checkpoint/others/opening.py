@@ -16,12 +16,7 @@ __all__ = ["chosen", "opened"]
 
 
 def chosen(folder: Path) -> Path:
-    """The folder itself if it is a checkpoint, or the checkpoint in it that was committed last.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or there are checkpoints of two kinds.
-        StorageError: The folder cannot be read.
-    """
+    """The folder itself if it is a checkpoint, or the checkpoint in it that was committed last."""
     if (folder / MANIFEST).exists():
         return folder
     foreign = folder if (folder / METADATA).is_file() else deepspeed_folder(folder)
@@ -41,17 +36,9 @@ def chosen(folder: Path) -> Path:
 def opened(
     folder: Path, rename: Callable[[str], str], *, has_states: bool = True, reader: tuple[int, int] = (0, 1)
 ) -> Contents:
-    """Reads what is in a checkpoint, but for the elements of tensors.
+    """Reads what is in a checkpoint that `chosen` has found, but for the elements of tensors.
 
-    Args:
-        folder: What `chosen` has found.
-        rename: The name in the model for a name in the checkpoint.
-        has_states: Whether states of the optimizer are wanted.
-        reader: The number of this reader, and how many readers there are, each of which needs a part.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or of a kind that is not read.
-        StorageError: The disk refused.
+    `reader` is (index, number) of the readers, each of which needs a part.
     """
     if (folder / MANIFEST).exists():
         return Catalog(folder, rename, reader)

@@ -27,12 +27,12 @@ from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.errors import CheckpointError, ZeroError
 
-__all__ = ["Foreign", "Record", "Stub", "TensorInFile", "opened_pickle", "read_torch_file", "refused"]
+__all__ = ["Foreign", "Stub", "TensorInFile", "ZipRecord", "opened_pickle", "read_torch_file", "refused"]
 
 _BLOCK_NBYTES = 1 << 20
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """Bytes of a file under one checksum: a storage, as `torch.save` writes it."""
 
     path: Path
@@ -44,7 +44,7 @@ class Record(NamedTuple):
 class TensorInFile(NamedTuple):
     """A tensor in a file, whose elements have not been read. `offset`, in bytes, is from the beginning of the file."""
 
-    record: Record
+    record: ZipRecord
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -93,15 +93,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, set, tor
 
 
 def read_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
-    """The object that `torch.save` has written into a file, or into `nbytes` of it from `offset` on.
-
-    Returns:
-        The object, with a `TensorInFile` in place of each tensor, and a `Stub` in place of instances of classes.
-
-    Raises:
-        CheckpointError: The file is damaged, or names what is not read; none of its code was run.
-        StorageError: The disk refused.
-    """
+    """What `torch.save` has written into a file, or into `nbytes` of it: a `TensorInFile` for each tensor, a `Stub` for each
+    instance of a class. None of its code is run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with opened_pickle(path) as file, safe_globals([(Stub, name) for name in _STUBS]):
@@ -132,7 +125,7 @@ def refused(path: Path, name: str) -> CheckpointError:
     )
 
 
-def _records(excerpt: _Excerpt, path: Path) -> dict[int, Record]:
+def _records(excerpt: _Excerpt, path: Path) -> dict[int, ZipRecord]:
     """The records of an archive by their first byte; the one that holds the values is compared with its checksum."""
     found = {}
     with zipfile.ZipFile(excerpt) as archive:
@@ -149,11 +142,11 @@ def _records(excerpt: _Excerpt, path: Path) -> dict[int, Record]:
             first = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
             if header[:4] != b"PK\3\4" or first + info.file_size > excerpt.nbytes:
                 raise pickle.UnpicklingError("a record is not where its archive says")
-            found[first] = Record(path, excerpt.offset + first, info.file_size, info.CRC)
+            found[first] = ZipRecord(path, excerpt.offset + first, info.file_size, info.CRC)
     return found
 
 
-def _in_file(value: Any, records: Mapping[int, Record], path: Path) -> Any:
+def _in_file(value: Any, records: Mapping[int, ZipRecord], path: Path) -> Any:
     """A value that torch has read, with a `TensorInFile` in place of each tensor without bytes."""
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -228,7 +221,7 @@ class Foreign(Contents):
         self._has_states = has_states  # whether states of the optimizer are wanted
         self.extra: dict[str, Any] = {}  # what the checkpoint has beside the model and the optimizer, as it was written
         self._openers: dict[TensorInFile, Callable[[], TensorReader]] = {}
-        self._verified: set[Record] = set()
+        self._verified: set[ZipRecord] = set()
 
     # -- what the reader of each format adds ---------------------------------------------------------------------------
 
@@ -244,17 +237,7 @@ class Foreign(Contents):
     ) -> None:
         """Adds a parameter, a buffer or a state of an optimizer, or some of its elements.
 
-        Args:
-            kind: "model" or "optimizer".
-            name: The name of the parameter or buffer.
-            state: The name of the state, or nothing.
-            shape: The shape of the whole.
-            tensor: What the file has.
-            run: Which elements of the whole, in the order of rows: the first, how many, and the first of them in `tensor`.
-                None: all.
-
-        Raises:
-            CheckpointError: The file has fewer elements.
+        `run` says which elements of the whole, row by row: the first, how many, and the first of them in `tensor`.
         """
         at, count, first = run or (0, prod(shape), 0)
         if first + count > prod(tensor.shape) or (run is None and count != prod(tensor.shape)):
@@ -337,7 +320,7 @@ class Foreign(Contents):
         return TensorReader(record.path, tensor.offset, nbytes)
 
 
-def _require_checksum(record: Record) -> None:
+def _require_checksum(record: ZipRecord) -> None:
     """Reads a record whole, and compares it with its checksum."""
     found, left = 0, record.nbytes
     with disk(record.path, "Reading a checkpoint"), record.path.open("rb") as file:
