@@ -17,14 +17,17 @@ import zero_fn as zf
 from tests.outside.integrations.worlds import (
     STAGES,
     Counting,
+    adapted,
     arguments,
     llama,
     lora,
     numbers,
     on_two_ranks,
     place,
+    read,
     require_close,
     start,
+    written,
     zero_trainer,
 )
 from tests.support.ranks import Ranks, axis
@@ -200,33 +203,24 @@ def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder:
 def test_adapters_come_after_a_base_that_was_read_into_shards(folder: str) -> None:
     """The base is read straight into shards, then come adapters, then the Trainer places these: the numbers of replicas."""
     import peft
-    from transformers import AutoModelForCausalLM, Trainer
+    from transformers import Trainer
 
     from zero_fn.integrations.transformers import ZeroTrainer, placed
 
-    start()
-    if dist.get_rank() == 0:
-        llama().save_pretrained(f"{folder}/base")  # type: ignore[operator]
-    dist.barrier()
-
-    def adapters(model: nn.Module) -> nn.Module:
-        torch.manual_seed(1)
-        with_adapter: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=_TARGETS))
-        return with_adapter
-
+    written(f"{folder}/base")
     data = {"train_dataset": Counting()}
-    plain = adapters(AutoModelForCausalLM.from_pretrained(f"{folder}/base"))
+    plain = adapted(read(f"{folder}/base"), *_TARGETS)
     wanted = numbers(Trainer(model=plain, args=arguments(folder), **data))
     with placed(place()):
-        base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
-    ours = ZeroTrainer(model=adapters(base), args=arguments(folder), place=place(), **data)  # type: ignore[arg-type]
+        base = read(f"{folder}/base")
+    ours = ZeroTrainer(model=adapted(base, *_TARGETS), args=arguments(folder), place=place(), **data)  # type: ignore[arg-type]
     require_close(numbers(ours), wanted)
     assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
     ours.save_model(f"{folder}/out")
     trained = _logits(ours.model.eval())
     torch.testing.assert_close(_logits(peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()), trained)
     with placed(place()):
-        base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+        base = read(f"{folder}/base")
     again = place()(peft.PeftModel.from_pretrained(base, f"{folder}/out"))
     torch.testing.assert_close(_logits(again.eval()), trained)
 
@@ -244,17 +238,11 @@ _READ: dict[str, dict[str, Any]] = {
 @on_two_ranks
 def test_adapters_that_are_computed_from_a_placed_base_want_it_whole() -> None:
     """They are refused over shards, and are those of replicas where the base is whole, which freezes it for good, too."""
-    import peft
-
     start()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
     def adapters(model: nn.Module, kind: str) -> nn.Module:
-        torch.manual_seed(1)
-        with_adapter: nn.Module = peft.get_peft_model(
-            model, peft.LoraConfig(r=2, target_modules=["q_proj"], **_READ[kind])
-        )
-        return with_adapter
+        return adapted(model, "q_proj", **_READ[kind])
 
     def trained(model: nn.Module, *, averaged: bool) -> list[float]:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import math
 import os
 from collections.abc import Callable
@@ -17,28 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
 
 VOCABULARY = 64
 STAGES = {"zero1": zf.zero1, "zero2": zf.zero2, "zero3": zf.zero3}
 
 
-def on_two_ranks(program: Callable[..., object]) -> Callable[..., None]:
-    """A test: two ranks that know the libraries run a program, which is given a folder of its own if it takes `folder`, and
-    the parameters of the test."""
-    taken = inspect.signature(program).parameters
-    fixtures = ["prepared", *(["tmp_path"] if "folder" in taken else []), *(name for name in taken if name != "folder")]
-
-    def test(prepared: Ranks, **given: Any) -> None:
-        if "folder" in taken:
-            given["folder"] = str(given.pop("tmp_path"))
-        prepared(2, deadline_s=240).run(program, **given)
-
-    test.__doc__ = program.__doc__
-    test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in fixtures]
-    )
-    return test
+on_two_ranks = on_ranks(2, fixture="prepared", deadline_s=240)
+"""A test of a program, as `on_ranks` makes it, on ranks that have imported the libraries."""
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.support.groups import alone
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -127,7 +128,8 @@ def test_every_stage_and_tier_trains_to_the_bits_of_plain_replicas(ranks: Ranks,
         assert [difference for difference in found if difference[1]] == []
 
 
-def _clipped(folder: str) -> list[float]:
+@on_ranks(2)
+def test_gradients_are_clipped_as_the_config_says(folder: str) -> None:
     """Norms of shards are summed in another order than those of wholes, so only stages 1 to 3 agree to the bit."""
     hand = by_hand(max_norm=0.05)
     clipped = {name: {**config, "gradient_clipping": 0.05} for name, config in some_stages(folder).items()}
@@ -136,15 +138,11 @@ def _clipped(folder: str) -> list[float]:
     for name in found:
         if name not in ("nothing said", "stage 0", "stage 3, small ones whole"):
             assert furthest(found[name], found["stage 1"]) == 0.0, name
-    return [furthest(one, hand) for one in found.values()]
+    assert max(furthest(one, hand) for one in found.values()) < 1e-6
 
 
-def test_gradients_are_clipped_as_the_config_says(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(2).run(_clipped, str(tmp_path)):
-        assert max(found) < 1e-6
-
-
-def _in_bfloat16(folder: str) -> list[float]:
+@on_ranks(2)
+def test_bf16_is_precision_with_sums_in_float32(folder: str) -> None:
     hand = zf.precision(zf.shard_params(built(), axis()), compute=torch.bfloat16, reduce=torch.float32)
     optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
@@ -155,13 +153,9 @@ def _in_bfloat16(folder: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     golden = values(hand)
-    configs = [{**config, "bf16": {"enabled": True}} for config in some_stages(folder).values()]
-    return [furthest(trained(zf.from_deepspeed(built(), config, axis())), golden) for config in configs]
-
-
-def test_bf16_is_precision_with_sums_in_float32(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(2).run(_in_bfloat16, str(tmp_path)):
-        assert found == [0.0] * len(found)
+    for config in some_stages(folder).values():
+        setup = zf.from_deepspeed(built(), {**config, "bf16": {"enabled": True}}, axis())
+        assert furthest(trained(setup), golden) == 0.0
 
 
 def _overflowing(config: Json, rank: int) -> None:
@@ -212,7 +206,8 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(
     ranks(2).run(_overflowing, {**config, dtype: section, "gradient_clipping": max_norm}, 1)
 
 
-def _fused(folder: str) -> list[float]:
+@on_ranks(2)
+def test_adam_is_fused_unless_the_config_says_otherwise(folder: str) -> None:
     """torch's fused kernels round the last elements of a tensor in another way, so shards may differ by a rounding."""
     hand = by_hand()
     optimizer = {"type": "AdamW", "params": {"weight_decay": 0.1}}
@@ -221,25 +216,17 @@ def _fused(folder: str) -> list[float]:
         for config in some_stages(folder).values()
     ]
     assert all(group["fused"] for setup in found for group in setup.optimizer.param_groups)
-    return [furthest(trained(setup), hand) for setup in found]
+    assert max(furthest(trained(setup), hand) for setup in found) < 1e-6
 
 
-def test_adam_is_fused_unless_the_config_says_otherwise(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(2).run(_fused, str(tmp_path)):
-        assert max(found) < 1e-6
-
-
-def _unchecked() -> None:
+@on_ranks(2)
+def test_overflows_are_taken_where_the_config_does_not_want_them_looked_for() -> None:
     config = {**zero(2), "bf16": {"enabled": True, "check_grad_overflow": False}}
     setup = zf.from_deepspeed(built(), config, axis())
     with zf.accumulate(setup.model):
         (setup.scaled(loss_of(setup.model, 0, 0)) * math.inf).backward()
     assert setup.step() is None
     assert any(bool(value.isnan().any()) for value in values(setup.model).values())
-
-
-def test_overflows_are_taken_where_the_config_does_not_want_them_looked_for(ranks: Ranks) -> None:
-    ranks(2).run(_unchecked)
 
 
 def _resumed(config: Json, folder: str) -> float:
@@ -276,7 +263,8 @@ def test_training_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path, dtype
     assert ranks(2).run(_resumed, config, str(tmp_path / "saved")) == [0.0, 0.0]
 
 
-def _on_two_axes() -> None:
+@on_ranks(4)
+def test_a_secondary_partition_is_an_axis_of_the_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     config = zero(3, zero_hpz_partition_size=2)
     setup = zf.from_deepspeed(built(), config, mesh)
@@ -292,11 +280,8 @@ def _on_two_axes() -> None:
     assert str(zf.describe(whole.model)) == str(zf.describe(zf.shard_params(built(), flat)))
 
 
-def test_a_secondary_partition_is_an_axis_of_the_mesh(ranks: Ranks) -> None:
-    ranks(4).run(_on_two_axes)
-
-
-def _of_ones_own() -> None:
+@on_ranks(2)
+def test_an_optimizer_may_be_ones_own() -> None:
     class Momentum(torch.optim.SGD):
         pass
 
@@ -330,11 +315,8 @@ def _of_ones_own() -> None:
         zf.from_deepspeed(built(), config, axis())
 
 
-def test_an_optimizer_may_be_ones_own(ranks: Ranks) -> None:
-    ranks(2).run(_of_ones_own)
-
-
-def _disagreeing(folder: str) -> None:
+@on_ranks(2)
+def test_ranks_with_other_configs_are_told_before_anything_is_done(folder: str) -> None:
     rank = dist.get_rank()
     model = built()
     with pytest.raises(zf.DisagreementError, match=r"gradient_clipping = 0\.5(.|\n)*gradient_clipping = 1\.5"):
@@ -349,24 +331,15 @@ def _disagreeing(folder: str) -> None:
     setup.step()
 
 
-def test_ranks_with_other_configs_are_told_before_anything_is_done(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(_disagreeing, str(tmp_path))
-
-
-def _persisting(folder: str) -> list[float]:
+@on_ranks(2)
+def test_a_threshold_above_every_parameter_keeps_all_whole(folder: str) -> None:
     """A threshold above every parameter: whole between uses, which is stage 2."""
-    found = []
     for tiers in ({}, {"offload_param": {"device": "nvme", "nvme_path": folder}}):
         config = zero(3, stage3_param_persistence_threshold=1e9, **tiers)
         setup = zf.from_deepspeed(built(), config, axis())
         if not tiers:
             assert str(zf.describe(setup.model)) == str(zf.describe(zf.shard_grads(built(), axis())))
-        found.append(furthest(trained(setup), by_hand()))
-    return found
-
-
-def test_a_threshold_above_every_parameter_keeps_all_whole(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(_persisting, str(tmp_path)) == [[0.0, 0.0]] * 2
+        assert furthest(trained(setup), by_hand()) == 0.0
 
 
 def test_autos_are_filled_in_before_anything_is_read() -> None:
@@ -405,7 +378,8 @@ def test_it_prints_what_became_of_each_entry() -> None:
     assert any(row[0] == "optimizer.params.lr" for row in rows)
 
 
-def _of_16_bits() -> None:
+@on_ranks(2)
+def test_weights_of_16_bits_have_masters() -> None:
     """As in DeepSpeed: masters of what is trained; what is frozen stays, where something is computed in 16 bits."""
     model = built().bfloat16()
     frozen = next(name for name, _ in model.named_parameters())
@@ -426,7 +400,3 @@ def _of_16_bits() -> None:
             setup.step()
             after = values(setup.model)
             assert all(not torch.equal(after[name], before[name]) for name in dtypes if after[name].numel())
-
-
-def test_weights_of_16_bits_have_masters(ranks: Ranks) -> None:
-    ranks(2).run(_of_16_bits)
