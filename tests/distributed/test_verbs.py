@@ -344,45 +344,6 @@ def test_to_empty_and_load_state_dict_start_a_meta_model(ranks: Ranks, stage: st
     ranks(2).run(_to_empty, stage)
 
 
-class Rotary(nn.Module):
-    """Owns a buffer that no state_dict holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", self.frequencies(), persistent=False)
-        self.out = nn.Linear(6, 6)
-
-    def frequencies(self) -> Tensor:
-        return 1 / 10 ** torch.arange(6.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(x * self.inv_freq)  # type: ignore[operator]
-
-
-def _to_empty_without(stage: str, twin: bool, around: bool) -> None:
-    torch.manual_seed(0)
-    values = nn.Sequential(Rotary(), nn.Linear(6, 2)).state_dict()
-    with torch.device("meta"):
-        model: Any = STAGES[stage](nn.Sequential(Rotary(), nn.Linear(6, 2)), axis())
-    if twin:
-        model = copy.deepcopy(model)
-    (nn.ModuleList([model]) if around else model).to_empty(device="cpu")
-    model.load_state_dict(values)
-    for _ in range(2):
-        with pytest.raises(zf.StateError, match=r"memory to 1 buffers[\s\S]*0\.inv_freq"):
-            model(torch.ones(2, 6))
-    model[0].inv_freq = model[0].frequencies()
-    model(torch.ones(2, 6)).sum().backward()
-    model.to(torch.float64)(torch.ones(2, 6, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("stage", ALL)
-def test_buffers_that_to_empty_left_without_values_are_refused(ranks: Ranks, stage: str, twin: bool) -> None:
-    """Also where a module around the transformed one was emptied."""
-    ranks(2).run(_to_empty_without, stage, twin, stage == "zero3")
-
-
 def _parameterless_parts(stage: str) -> None:
     model: Any = STAGES[stage](nn.Sequential(nn.Linear(6, 6), nn.Dropout()), axis())
     for part in model:

@@ -15,6 +15,7 @@ from tests.support.models import Language
 from tests.support.programs import STAGES, loss_of, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import named_fulls
+from zero_fn import errors
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -178,9 +179,9 @@ def _emptied(stage: str, twin: bool, around: bool) -> None:
     with pytest.raises(zf.ShardedAccessError):
         model[1].reset_parameters()
     model.load_state_dict(values)
-    for _ in range(2):
-        with pytest.raises(zf.StateError, match=r"memory to 1 buffers[\s\S]*0\.inv_freq"):
-            model(torch.ones(2, 6))
+    errors._said.clear()
+    with pytest.warns(UserWarning, match=r"may hold garbage[\s\S]*0\.inv_freq"):
+        model(torch.ones(2, 6))
     model[0].inv_freq = model[0].frequencies()
     model(torch.ones(2, 6)).sum().backward()
     model.to(torch.float64)(torch.ones(2, 6, dtype=torch.float64))
@@ -189,6 +190,8 @@ def _emptied(stage: str, twin: bool, around: bool) -> None:
 @pytest.mark.parametrize(
     ("stage", "twin", "around"), [("zero1", False, False), ("zero3", True, False), ("zero3", False, True)]
 )
-def test_what_to_empty_left_without_values_is_refused(ranks: Ranks, stage: str, twin: bool, around: bool) -> None:
-    """In a copy, and where a module around the transformed one was emptied, too."""
+def test_what_to_empty_left_without_values_is_refused_or_warned_of(
+    ranks: Ranks, stage: str, twin: bool, around: bool
+) -> None:
+    """Of a copy, too, and where a module around the transformed one was emptied."""
     ranks(2).run(_emptied, stage, twin, around)

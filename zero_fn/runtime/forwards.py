@@ -27,7 +27,7 @@ from zero_fn.runtime.saved import drop_packing
 from zero_fn.runtime.statistics import Statistics
 from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.unwritten import require_memory, require_written_buffers
+from zero_fn.runtime.unwritten import require_memory, warn_of_unwritten_buffers
 from zero_fn.runtime.use import UnitUse
 from zero_fn.values.schedule import (
     Action,
@@ -205,7 +205,7 @@ class Forwards:
         if self.has_agreed:
             return
         if (root := module.root()) is not None:
-            require_written_buffers(root)
+            warn_of_unwritten_buffers(root)
         units = [unit for unit in module.live_units() if not unit.at_rest.is_gone]
         if module.assignment.axis is not None and module.transport.size > 1:
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])

@@ -34,7 +34,7 @@ from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of, slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
-from zero_fn.runtime.unwritten import note_emptied_buffers
+from zero_fn.runtime.unwritten import note_meta_buffers
 from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
 from zero_fn.transforms.loading import check_entries
 from zero_fn.transforms.wrapped import refuse_ddp
@@ -194,7 +194,7 @@ def _substitute(
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
             check_entries(child)
     refuse_ddp(twin)
-    note_emptied_buffers(twin)
+    note_meta_buffers(twin)
     if donate:
         detach(module)
         forget_members(module)
