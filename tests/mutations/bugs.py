@@ -257,7 +257,7 @@ BUGS: tuple[Bug, ...] = (
         "rows that do not divide by the ranks",
         "return -(-self.rows // self.shards)",
         "return max(self.rows // self.shards, 1)",
-        "property_tests/test_layout_laws.py",
+        "property_tests/test_value_laws.py",
     ),
     Bug(
         "padding-in-the-shard",
@@ -265,7 +265,7 @@ BUGS: tuple[Bug, ...] = (
         "the norm: the last shard has the padding in it",
         "rows = self.owned_rows(rank)[1]\n",
         "rows = self.shard_rows\n",
-        "property_tests/test_layout_laws.py",
+        "property_tests/test_value_laws.py",
     ),
     Bug(
         "strides-lost",
@@ -273,7 +273,7 @@ BUGS: tuple[Bug, ...] = (
         "the order in memory of parameters that are not contiguous",
         "order = by_stride if _is_dense(shape, stride, by_stride) else order",
         "order = list(range(len(shape)))",
-        "property_tests/test_layout_laws.py",
+        "property_tests/test_value_laws.py",
     ),
     Bug(
         "strided-placement-forgotten",
@@ -289,7 +289,7 @@ BUGS: tuple[Bug, ...] = (
         "a stage absorbs the stages below it",
         "max(self.sharded, other.sharded)",
         "min(self.sharded, other.sharded)",
-        "property_tests/test_home_laws.py",
+        "property_tests/test_value_laws.py",
     ),
     Bug(
         "persist-below-includes-its-bound",

@@ -1,4 +1,4 @@
-"""Homes: what transforms join, by example; the laws of joining are in property_tests/test_home_laws.py."""
+"""Homes: what transforms join, by example; the laws of joining are in property_tests/test_value_laws.py."""
 
 from __future__ import annotations
 

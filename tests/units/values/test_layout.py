@@ -1,4 +1,4 @@
-"""Where elements live: the arithmetic by example; the laws are in property_tests/test_layout_laws.py."""
+"""Where elements live: the arithmetic by example; the laws are in property_tests/test_value_laws.py."""
 
 from __future__ import annotations
 

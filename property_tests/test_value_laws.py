@@ -1,0 +1,330 @@
+"""Laws of values, without a mesh: homes, layouts, units.
+
+Homes and assignments form a join-semilattice: why transforms compose in any order (laws 2, 3 and 4). Shards partition a
+parameter, are those of torch, and keep its order in memory (law 5, as arithmetic). Units partition the parameters, and every
+anchor contains its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import einops
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import zero_fn as zf
+from property_tests.programs import Block, Tree, build
+from property_tests.strategies import axis_sizes, homes, memory_orders, shapes, trees
+from tests.support.profiles import examples
+from zero_fn.errors import LayoutError
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.home import Home, Sharded
+from zero_fn.values.layout import (
+    ALIGNMENT_NBYTES,
+    TOLERATED_PADDING_NUMEL,
+    ShardLayout,
+    aligned_offsets,
+    is_shardable,
+    shard_layout,
+)
+from zero_fn.values.units import Units, anchors_of, distinct_parameters, innermost_common
+
+# -- homes --------------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T", Home, Assignment)
+
+
+def assignments() -> st.SearchStrategy[Assignment]:
+    named = st.dictionaries(st.sampled_from(["a", "b", "c.d"]), homes())
+    anchors = st.sampled_from([None, None, ("",), ("", "c")])
+    outputs = st.dictionaries(st.sampled_from(["", "c"]), st.sampled_from([torch.float32, torch.float16]))
+    return st.builds(Assignment, named, anchors=anchors, outputs=outputs)
+
+
+ANY = st.one_of(homes(), assignments())
+PAIRS = st.one_of(st.tuples(homes(), homes()), st.tuples(assignments(), assignments()))
+TRIPLES = st.one_of(st.tuples(homes(), homes(), homes()), st.tuples(assignments(), assignments(), assignments()))
+
+
+def result(compute: Callable[[], object]) -> object:
+    """What a join gives; all refusals are the same."""
+    try:
+        return compute()
+    except LayoutError:
+        return "refused"
+
+
+@given(ANY)
+def test_join_is_idempotent(one: T) -> None:
+    assert one.join(one) == one
+
+
+@given(PAIRS)
+def test_join_is_commutative(pair: tuple[T, T]) -> None:
+    one, other = pair
+    assert result(lambda: one.join(other)) == result(lambda: other.join(one))
+
+
+@given(TRIPLES)
+def test_join_is_associative(triple: tuple[T, T, T]) -> None:
+    a, b, c = triple
+    assert result(lambda: a.join(b).join(c)) == result(lambda: a.join(b.join(c)))
+
+
+@given(homes(compatible=True), homes(compatible=True))
+def test_join_is_monotone(one: Home, other: Home) -> None:
+    """A join asks for all that each side asks for, and absorbs what it contains."""
+    joined = one.join(other)
+    assert joined.sharded >= one.sharded
+    assert joined.reshard_after >= one.reshard_after
+    assert one.compute is None or joined.compute == one.compute
+    assert one.reduce is None or joined.reduce == one.reduce
+    assert one.grads is None or joined.grads == one.grads
+    assert joined.join(one) == joined
+    assert joined.join(other) == joined
+
+
+@given(homes(compatible=True), homes(compatible=True), homes(compatible=True))
+def test_join_is_the_least_home_above_both(one: Home, other: Home, above: Home) -> None:
+    if above.join(one) == above and above.join(other) == above:
+        assert above.join(one.join(other)) == above
+
+
+@given(ANY)
+def test_asking_for_nothing_changes_nothing(one: T) -> None:
+    nothing = type(one)()
+    assert nothing.join(one) == one == one.join(nothing)
+
+
+@given(assignments(), st.sampled_from(["", "layers", "layers.0"]), st.sampled_from(["a", "b", "c.d", "e"]))
+def test_an_assignment_seen_from_above_gives_every_parameter_the_same_home(
+    assignment: Assignment, prefix: str, fqn: str
+) -> None:
+    assert assignment.below(prefix).home(f"{prefix}.{fqn}".lstrip(".")) == assignment.home(fqn)
+
+
+@given(
+    homes(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+)
+def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home: Home, resting: torch.dtype) -> None:
+    computed, summed = home.compute_dtype(resting), home.sum_dtype(resting)
+    assert computed.is_floating_point == resting.is_floating_point
+    assert home.reduce is not None or summed.itemsize >= computed.itemsize
+    assert Home(Sharded.PARAMS).join(home).sum_dtype(resting) == summed
+
+
+@given(homes(), st.sampled_from([torch.float32, torch.int64, torch.complex64]))
+def test_gradients_rest_as_their_parameter_unless_asked(home: Home, resting: torch.dtype) -> None:
+    wanted = home.grads if resting == torch.float32 else None
+    assert home.gradient_dtype(resting) == (wanted or resting)
+
+
+# -- layouts ------------------------------------------------------------------------------------------------------------
+
+many = examples(dev=200, ci=2_000, deep=20_000)  # arithmetic is cheap
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor with a row to cut, whose elements are all different, in any order in memory."""
+    shape = draw(shapes(min_size=1).filter(is_shardable))
+    order = draw(memory_orders(len(shape)))
+    stored = torch.arange(torch.Size(shape).numel()).view([shape[dim] for dim in order])
+    return stored.permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def of_any(law: Callable[[torch.Tensor, int], None]) -> Callable[[], None]:
+    """A law of any parameter over any number of ranks."""
+    return many(given(parameters(), axis_sizes())(law))  # type: ignore[no-any-return]
+
+
+def layout_for(parameter: torch.Tensor, n: int) -> ShardLayout:
+    return shard_layout(parameter.shape, parameter.stride(), n)
+
+
+def local(parameter: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Tensor:
+    start, rows = layout.owned_rows(rank)
+    return parameter.narrow(layout.dim, start, rows)
+
+
+@of_any
+def test_every_element_is_owned_by_exactly_one_rank(parameter: torch.Tensor, n: int) -> None:
+    layout = layout_for(parameter, n)
+    owned = torch.cat([local(parameter, layout, rank).reshape(-1) for rank in range(n)])
+    assert sorted(owned.tolist()) == list(range(parameter.numel()))
+    assert [layout.owned_numel(rank) for rank in range(n)] == [local(parameter, layout, r).numel() for r in range(n)]
+
+
+@of_any
+def test_shards_are_those_of_torch(parameter: torch.Tensor, n: int) -> None:
+    """`DTensor` and its checkpoints cut with `torch.chunk`; ranks beyond its chunks own nothing."""
+    layout = layout_for(parameter, n)
+    chunks = parameter.chunk(n, dim=layout.dim)
+    for rank in range(n):
+        own = local(parameter, layout, rank)
+        assert own.shape == layout.local_shape(rank)
+        assert torch.equal(own, chunks[rank]) if rank < len(chunks) else own.numel() == 0
+
+
+@of_any
+def test_shards_concatenate_to_the_padded_whole(parameter: torch.Tensor, n: int) -> None:
+    layout = layout_for(parameter, n)
+    flat = torch.full((layout.padded_numel,), -1)
+    for rank in range(n):
+        own = local(parameter, layout, rank)
+        start = rank * layout.shard_numel
+        flat[start : start + own.numel()] = own.permute(layout.order).reshape(-1)
+    whole = flat.as_strided(tuple(parameter.shape), layout.stride, 0)
+    assert torch.equal(whole, parameter)
+    rows = einops.rearrange(flat, "(rows row) -> rows row", row=layout.row_numel)
+    assert (rows[layout.rows :] == -1).all()
+    assert torch.equal(rows[: layout.rows].reshape(-1), parameter.permute(layout.order).reshape(-1))
+
+
+@of_any
+def test_strides_survive_when_the_outermost_dim_is_cut(parameter: torch.Tensor, n: int) -> None:
+    layout = layout_for(parameter, n)
+    strides = parameter.stride()
+    by_stride = sorted(range(parameter.ndim), key=lambda dim: -strides[dim])
+    if n == 1 or parameter.shape[by_stride[0]] >= n:
+        for dim, size in enumerate(parameter.shape):
+            assert size == 1 or layout.stride[dim] == parameter.stride(dim)
+
+
+@of_any
+def test_a_shard_is_one_contiguous_range_of_the_whole(parameter: torch.Tensor, n: int) -> None:
+    layout = layout_for(parameter, n)
+    whole = torch.arange(layout.padded_numel)
+    for rank in range(n):
+        start = rank * layout.shard_numel
+        shape, stride = layout.local_shape(rank), layout.strides_of(layout.local_shape(rank))
+        elements = whole.as_strided(shape, stride, start).reshape(-1)
+        assert sorted(elements.tolist()) == list(range(start, start + layout.owned_numel(rank)))
+
+
+@of_any
+@example(torch.zeros(1, 2, 4), 3)
+@example(torch.zeros(2, 1, 4), 3)
+def test_a_layout_is_found_again_from_its_own_strides(parameter: torch.Tensor, n: int) -> None:
+    """So that a transform of a transformed module cuts where the first one cut."""
+    layout = layout_for(parameter, n)
+    again = shard_layout(layout.shape, layout.stride, n)
+    assert again.dim == layout.dim
+    # Where a dim has one index, its stride means nothing and may differ.
+    long = [dim for dim, size in enumerate(layout.shape) if size > 1]
+    assert [again.stride[dim] for dim in long] == [layout.stride[dim] for dim in long]
+
+
+@of_any
+def test_padding_is_less_than_a_row_for_every_rank(parameter: torch.Tensor, n: int) -> None:
+    layout = layout_for(parameter, n)
+    assert 0 <= layout.padded_numel - layout.numel < n * layout.row_numel
+
+
+@many
+@given(st.lists(st.sampled_from([2, 3, 5, 8, 64, 1000, 4096]), min_size=1, max_size=4), st.data(), axis_sizes())
+def test_another_dim_than_the_outermost_is_cut_where_padding_would_be_large(
+    stored: list[int], data: st.DataObject, n: int
+) -> None:
+    order = data.draw(memory_orders(len(stored)))
+    parameter = torch.empty(stored, device="meta").permute(sorted(range(len(order)), key=order.__getitem__))
+    layout = layout_for(parameter, n)
+    rows = stored[0]
+    if (n - rows) * (parameter.numel() // rows) <= TOLERATED_PADDING_NUMEL:
+        assert (layout.stride, layout.rows) == (parameter.stride(), rows)
+    else:
+        assert layout.rows >= n or layout.rows == max(stored)
+
+
+@many
+@given(st.lists(st.integers(0, 500)), st.sampled_from([1, 2, 4, 8, 16]))
+def test_offsets_are_aligned_and_ranges_are_disjoint(numels: list[int], itemsize: int) -> None:
+    *offsets, end = aligned_offsets(numels, itemsize)
+    assert len(offsets) == len(numels)
+    assert all(offset * itemsize % ALIGNMENT_NBYTES == 0 for offset in (*offsets, end))
+    ends = [offset + numel for offset, numel in zip(offsets, numels, strict=True)]
+    assert all(before <= after for before, after in zip(ends, [*offsets, end][1:], strict=True))
+    waste = end - sum(numels)
+    assert waste * itemsize < max(len(numels), 1) * ALIGNMENT_NBYTES
+
+
+@many
+@given(shapes(), axis_sizes())
+def test_what_is_not_shardable_is_a_scalar_or_empty(shape: tuple[int, ...], n: int) -> None:
+    tensor = torch.empty(shape)
+    assert is_shardable(shape) is (tensor.ndim > 0 and tensor.numel() > 0)
+
+
+# -- units --------------------------------------------------------------------------------------------------------------
+
+CHOICES = st.sampled_from(
+    [None, "*", ("*", Block), Block, zf.by_size(nbytes=1), zf.by_size(nbytes=100), zf.by_size(nbytes=2000)]
+)
+
+
+@given(trees(), CHOICES)
+def test_units_partition_the_parameters(tree: Tree, units: Units) -> None:
+    model = build(tree)
+    named = distinct_parameters(model)
+    anchors = anchors_of(model, units)
+    owners = [innermost_common(anchors, (name for name, _ in one.places)) for one in named]
+    assert all(owner in anchors for owner in owners)
+    assert [id(one.parameter) for one in named] == [id(parameter) for parameter in model.parameters()]
+    assert [one.fqn for one in named] == [name for name, _ in model.named_parameters()]
+
+
+@given(trees(), CHOICES)
+def test_every_anchor_contains_its_parameters_and_no_inner_anchor_does(tree: Tree, units: Units) -> None:
+    model = build(tree)
+    anchors = anchors_of(model, units)
+    modules = dict(model.named_modules())
+    for one in distinct_parameters(model):
+        owner = innermost_common(anchors, (name for name, _ in one.places))
+        assert holds_everywhere(modules[owner], owner, one.places)
+        for inner in anchors:
+            if inner.startswith(f"{owner}." if owner else "") and inner != owner:
+                assert not holds_everywhere(modules[inner], inner, one.places)
+
+
+def holds_everywhere(anchor: object, name: str, places: tuple[tuple[str, str], ...]) -> bool:
+    """Whether every place is in the module or below it, seen from the module itself."""
+    below = {
+        (f"{name}.{inner}".strip("."), attribute)
+        for inner, module in anchor.named_modules()
+        for attribute in module._parameters
+    }
+    return set(places) <= below
+
+
+@given(trees(), CHOICES)
+def test_anchors_are_modules_in_the_order_of_registration_with_the_root_first(tree: Tree, units: Units) -> None:
+    model = build(tree)
+    anchors = anchors_of(model, units)
+    names = [name for name, _ in model.named_modules()]
+    assert anchors[0] == ""
+    assert anchors == sorted(set(anchors), key=names.index)
+
+
+@given(trees())
+def test_every_place_of_a_parameter_is_found(tree: Tree) -> None:
+    model = build(tree)
+    found = {place: one.parameter for one in distinct_parameters(model) for place in one.places}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            assert found.pop((name, attribute)) is parameter
+    assert not found
+
+
+@given(trees(), st.integers(1, 3000))
+def test_units_by_size_are_large_enough(tree: Tree, nbytes: int) -> None:
+    model = build(tree)
+    anchors = anchors_of(model, zf.by_size(nbytes=nbytes))
+    first_seen: dict[str, int] = dict.fromkeys(anchors, 0)
+    for one in distinct_parameters(model):
+        # A tied parameter counts where it is met first by children before parents: at most once, in any of its places.
+        for anchor in {innermost_common(anchors, [name]) for name, _ in one.places}:
+            first_seen[anchor] += one.parameter.numel() * one.parameter.element_size()
+    assert all(total >= nbytes for anchor, total in first_seen.items() if anchor)
