@@ -24,8 +24,8 @@ from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, named_fulls
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from zero_fn.checkpoint.live.fit import keeps_every_bit
 from zero_fn.resting import local_of
-from zero_fn.transforms.loading import keeps_every_bit
 
 # -- G29 --------------------------------------------------------------------------------------------------------------
 
@@ -194,16 +194,10 @@ def _refusals(case: str) -> None:
     def put(key: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], object]:
         return lambda entries: entries.update({key: value(entries[key])})
 
-    bits = "would lose bits"
     cases: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "shape of the last": (put("norm.bias", lambda t: t[:3]), r"size mismatch for norm.bias"),
         "shape of a scalar": (put("blocks.2.gate", lambda t: t.expand(2)), r"size mismatch for blocks.2.gate"),
         "shape of a buffer": (put("norm.running_mean", lambda t: t[:1]), r"size mismatch for norm.running_mean"),
-        "double to float": (put("leave.weight", Tensor.double), rf"leave.weight {bits}[\s\S]*float64[\s\S]*float32"),
-        "complex to real": (put("leave.weight", lambda t: t + 0j), rf"leave.weight {bits}"),
-        "int64 to float": (put("leave.weight", Tensor.long), rf"leave.weight {bits}"),
-        "float to an integer buffer": (put("norm.num_batches_tracked", Tensor.float), bits),
-        "double to a float buffer": (put("norm.running_var", Tensor.double), rf"norm.running_var {bits}"),
         "another mesh": (
             put("leave.bias", lambda t: distribute_tensor(t, mesh, [Replicate(), Replicate()])),
             "leave.bias lies on another mesh",
@@ -218,27 +212,14 @@ def test_g30_another_shape_raises_and_nothing_is_written(ranks: Ranks, case: str
     ranks(2).run(_refusals, case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "double to float",
-        "complex to real",
-        "int64 to float",
-        "float to an integer buffer",
-        "double to a float buffer",
-    ],
-)
-def test_g30_a_narrower_dtype_raises_and_nothing_is_written(ranks: Ranks, case: str) -> None:
-    ranks(2).run(_refusals, case)
-
-
 def test_g30_another_mesh_raises_and_nothing_is_written(ranks: Ranks) -> None:
     ranks(2).run(_refusals, "another mesh")
 
 
-def _widening(world: World) -> None:
+def _casts(world: World) -> None:
     model = world.build(Tower)
     entries = {key: value.to(torch.bfloat16) for key, value in _whole().items()}
+    entries["leave.weight"] = _whole()["leave.weight"].double() * (1 + 2**-40)  # is rounded, as torch does
     entries["blocks.0.gate"] = torch.tensor([3], dtype=torch.int8)  # a scalar as old checkpoints have it
     model.load_state_dict(entries)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -246,8 +227,8 @@ def _widening(world: World) -> None:
     world.note_model(model)
 
 
-def test_g30_a_wider_dtype_loads_exactly(ranks: Ranks) -> None:
-    for found in ranks(2).run(differences, _widening):
+def test_g30_another_dtype_is_cast_as_torch_does(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _casts):
         assert found == []
 
 

@@ -9,7 +9,7 @@ Communicates only for entries that are sharded in another way than the parameter
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiled import Tiled
 from zero_fn.values.units import subclass_of
 
-__all__ = ["check_entries", "keeps_every_bit"]
+__all__ = ["check_entries"]
 
 
 def check_entries(module: nn.Module) -> None:
@@ -48,12 +48,11 @@ def _before_load(
     for name, child in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         if isinstance(child, Tiled):
             _split(child, state_dict, f"{name}.".lstrip("."))
-    assigns = bool(local_metadata.get("assign_to_params_buffers", False))
     for key, own in _tensors(module, prefix):
         entry = state_dict.get(key)
         if isinstance(entry, Tensor):
-            _require_fit(key, own, entry, assigns=assigns)
-    if assigns:
+            _require_fit(key, own, entry)
+    if local_metadata.get("assign_to_params_buffers", False):
         _require_assignable(module, state_dict, prefix)
     _shard_whole(module, state_dict, prefix)
 
@@ -83,20 +82,12 @@ def _rewrites_entries(module: nn.Module) -> bool:
     return any(getattr(hook, "hook", hook) is not _before_load for hook in hooks)
 
 
-def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None:
+def _require_fit(key: str, own: Tensor, entry: Tensor) -> None:
     slot = slot_of(own)
     shape = slot.full_shape if slot is not None else tuple(own.shape)
     is_scalar_in_old_form = not shape and tuple(entry.shape) == (1,)  # torch takes its element
     if tuple(entry.shape) != shape and not is_scalar_in_old_form:
         raise _mismatch(key, entry, shape)
-    if not assigns and not keeps_every_bit(entry.dtype, own.dtype):
-        raise CheckpointError(
-            f"Loading {key} would lose bits: nothing was loaded.",
-            state_dict=_name(entry.dtype),
-            model=_name(own.dtype),
-            fix=f"say so: model.load_state_dict({{k: v.to({own.dtype}) for k, v in state_dict.items()}}), "
-            f"or cast the model: model.to({entry.dtype})",
-        )
     if isinstance(entry, DTensor) and slot is not None and slot.spec is not None:
         if entry.device_mesh != slot.spec.mesh:
             raise CheckpointError(
@@ -156,42 +147,6 @@ def _mismatch(key: str, entry: Tensor, shape: tuple[int, ...]) -> CheckpointErro
         model=list(shape),
         fix="build the model with the sizes of the checkpoint, or drop the entry and load with strict=False",
     )
-
-
-class _Values(NamedTuple):
-    """Which numbers a dtype has: from the least to the greatest, the smallest of them, and all integers up to `exact`."""
-
-    least: float
-    greatest: float
-    smallest: float
-    exact: float
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> _Values:
-        """The real numbers of a dtype, or of the parts of a complex one. TypeError: it has no limits (quantized)."""
-        if dtype == torch.bool:
-            return cls(0, 1, 1, 1)
-        if dtype.is_floating_point or dtype.is_complex:
-            limits = torch.finfo(dtype)
-            return cls(limits.min, limits.max, limits.smallest_normal * limits.eps, 2 / limits.eps)
-        whole = torch.iinfo(dtype)
-        return cls(whole.min, whole.max, 1, whole.max)
-
-
-def keeps_every_bit(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of one dtype is a value of the other."""
-    if source == target or (source.is_complex and not target.is_complex):
-        return source == target
-    try:
-        one, other = _Values.of(source), _Values.of(target)
-    except TypeError:
-        return False
-    is_in_range = other.least <= one.least and one.greatest <= other.greatest
-    return is_in_range and other.smallest <= one.smallest and one.exact <= other.exact
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed
-from zero_fn.transforms.loading import keeps_every_bit
 from zero_fn.transforms.unsharded import refresh
 
 __all__ = ["Fit"]
@@ -307,3 +306,35 @@ def _note_loaded(model: nn.Module) -> None:
         run_of(unit).note_loaded()
         for slot in unit.slots:
             slot.initial = None
+
+
+class _Values(NamedTuple):
+    """Which numbers a dtype has: from the least to the greatest, the smallest of them, and all integers up to `exact`."""
+
+    least: float
+    greatest: float
+    smallest: float
+    exact: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> _Values:
+        """The real numbers of a dtype, or of the parts of a complex one. TypeError: it has no limits (quantized)."""
+        if dtype == torch.bool:
+            return cls(0, 1, 1, 1)
+        if dtype.is_floating_point or dtype.is_complex:
+            limits = torch.finfo(dtype)
+            return cls(limits.min, limits.max, limits.smallest_normal * limits.eps, 2 / limits.eps)
+        whole = torch.iinfo(dtype)
+        return cls(whole.min, whole.max, 1, whole.max)
+
+
+def keeps_every_bit(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of one dtype is a value of the other."""
+    if source == target or (source.is_complex and not target.is_complex):
+        return source == target
+    try:
+        one, other = _Values.of(source), _Values.of(target)
+    except TypeError:
+        return False
+    is_in_range = other.least <= one.least and one.greatest <= other.greatest
+    return is_in_range and other.smallest <= one.smallest and one.exact <= other.exact
