@@ -410,7 +410,7 @@ BUGS: tuple[Bug, ...] = (
         "that what a forward changes in place is refused",
         "or not tensor._version:",
         "or True:",
-        "tests/distributed/test_changes.py",
+        "tests/promises/test_changes_in_a_forward.py",
     ),
     Bug(
         "assigned-data-unseen",
@@ -418,7 +418,7 @@ BUGS: tuple[Bug, ...] = (
         "that values assigned to `.data` are kept",
         "self._local_tensor = room.copy_(",
         "room.copy_(",
-        "tests/distributed/test_verbs.py::test_what_is_assigned_to_data_is_kept_through_the_next_use",
+        "tests/promises/test_edits.py::test_what_is_assigned_to_data_is_kept_through_the_next_use",
     ),
     Bug(
         "partial-gradient-taken-for-whole",
@@ -666,7 +666,7 @@ BUGS: tuple[Bug, ...] = (
         "a whole parameter that was edited once keeps its old value",
         "if leaf._version}",
         "if leaf._version > 1}",
-        "tests/distributed/test_whole_steps.py",
+        "tests/promises/test_whole_steps.py",
     ),
     Bug(
         "load-without-refresh",

@@ -1,0 +1,454 @@
+"""What a forward changes: gathered weights are refused, in every stage and at every tier; what rests elsewhere, casts and
+parametrizations work as in replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.axes.grids import batch, grid, parallelized
+from tests.support.programs import STAGES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+from tests.support.worlds import WIDTH, World, differences, noise
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.in_flight import Phase
+
+
+class Clamped(nn.Module):
+    """The weights of a critic are clamped where they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.98).clamp_(-0.2, 0.2)
+            self.last.weight.mul_(0.98)
+        output: Tensor = self.last(torch.tanh(self.first(x)))
+        return output
+
+
+class Codes(nn.Module):
+    """The codes of a quantiser follow what they quantise, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.codes = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.project(x)
+        nearest = self.codes[torch.cdist(y.detach().flatten(0, 1), self.codes).argmin(1)].view_as(y)
+        if self.training:
+            self.codes.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)
+        return y + (nearest - y).detach()
+
+
+class Recomputing(nn.Module):
+    """Computes a part of itself, or the whole of another module, again."""
+
+    def __init__(self, *, around: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.around, self.reentrant = Clamped(), around, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        function = self.inner if self.around else self.inner.forward
+        output: Tensor = checkpoint(function, x, use_reentrant=self.reentrant)
+        return output
+
+
+def _shrink(module: Any, _args: object) -> None:
+    with torch.no_grad():
+        module.weight.mul_(0.99)
+
+
+def _hooked() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_forward_pre_hook(_shrink)
+    return layer
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "max_norm": (lambda: nn.Embedding(11, WIDTH, max_norm=1.0), "weight"),
+    "clamps": (Clamped, "first.weight"),
+    "running means": (Codes, "codes"),
+    "a hook": (_hooked, "weight"),
+    "a checkpoint inside": (partial(Recomputing, around=False, reentrant=False), "inner.first.weight"),
+    "a reentrant checkpoint inside": (partial(Recomputing, around=False, reentrant=True), "inner.first.weight"),
+    "a checkpoint around": (partial(Recomputing, around=True, reentrant=False), "inner.first.weight"),
+    "a reentrant checkpoint around": (partial(Recomputing, around=True, reentrant=True), "inner.first.weight"),
+}
+
+
+def _refused(name: str, stage: str) -> None:
+    """In training, in evaluation and in inference; and the module trains on once it is put right."""
+    build, parameter = CHANGES[name]
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](nn.Sequential(build(), nn.Linear(WIDTH, 2)), axis())
+    before = {key: full(value) for key, value in model.named_parameters()}
+    x = torch.arange(6).view(2, 3) if name == "max_norm" else torch.ones(2, 3, WIDTH, requires_grad=True)
+    for mode in (nullcontext(), torch.no_grad(), torch.inference_mode()):
+        with mode, pytest.raises(zf.PlacementError, match=f"changed '0.{parameter}' in place"):
+            model(x)
+    if stage == "zero3":
+        assert all(torch.equal(before[key], full(value)) for key, value in model.named_parameters())
+    model[1](torch.ones(2, WIDTH)).sum().backward()
+    assert model[1].weight.grad is not None
+    alone = STAGES[stage](build(), axis())
+    with pytest.raises(zf.PlacementError, match=f"changed '{parameter}' in place"):
+        alone(x)
+    is_at_rest = [unit.in_flight.phase is Phase.AT_REST for unit in units_of(alone)]
+    assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_forward_changes_in_place_is_refused(ranks: Ranks, name: str, stage: str) -> None:
+    ranks(2).run(_refused, name, stage)
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Embedding(11, WIDTH, max_norm=1.0), Clamped(), Codes()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def _tokens(seed: int) -> Tensor:
+    return torch.randint(0, 11, (2, 3), generator=torch.Generator().manual_seed(seed))
+
+
+def _require_refusal(model: Any, x: Tensor) -> None:
+    with pytest.raises(zf.PlacementError, match="in place"):
+        model(x)
+
+
+def _elsewhere(path: str) -> None:
+    """Over two axes, below tensor parallelism, at tiers, and compiled."""
+    mesh = grid("outer", "inner")
+    _require_refusal(zf.hybrid(Several(), mesh), _tokens(0))
+    _require_refusal(zf.shard_grads(zf.shard_params(Several(), mesh["inner"]), mesh["outer"]), _tokens(0))
+    mesh = grid("dp", "tp")
+    for place in (zf.shard_grads, zf.shard_params):
+        model: Any = place(parallelized(mesh["tp"]), mesh["dp"])
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(_shrink)
+        _require_refusal(model, batch(0, 0)[0])
+    for stage in ("zero1", "zero3"):
+        _require_refusal(zf.offload(STAGES[stage](Several(), axis()), params=zf.nvme(path)), _tokens(0))
+        model = STAGES[stage](Several(), axis())
+        model.compile(backend="aot_eager")
+        _require_refusal(model, _tokens(0))
+
+
+def test_changes_are_refused_on_all_axes_and_tiers(ranks: Ranks, tmp_path: object) -> None:
+    ranks(4, deadline_s=120).run(_elsewhere, str(tmp_path))
+
+
+def _in_a_cast(block: str, infers: bool) -> None:
+    model = zf.precision(zf.zero1(Clamped(), axis()), compute=torch.bfloat16)
+    before = {name: full(parameter) for name, parameter in model.named_parameters()}
+    blocks: dict[str, Callable[..., Any]] = {
+        "none": nullcontext,
+        "accumulate": partial(zf.accumulate, model, unshard=True),
+        "unsharded": partial(zf.unsharded, model, writeback=True),
+    }
+    try:
+        with blocks[block](), torch.inference_mode(infers):
+            model(torch.ones(2, WIDTH))
+    finally:
+        assert all(torch.equal(before[name], full(p)) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("block", "infers"),
+    [("none", False), ("none", True), ("accumulate", False), ("accumulate", True), ("unsharded", False)],
+)
+def test_a_change_of_a_copy_in_another_dtype_is_refused(ranks: Ranks, block: str, infers: bool) -> None:
+    """Also where whole parameters are registered: it is not they that change."""
+    with pytest.raises(zf.PlacementError, match=r"changed 'first.weight' in place"):
+        ranks(2).run(_in_a_cast, block, infers)
+
+
+# -- what to write instead --------------------------------------------------------------------------------------------
+
+
+def _between_steps(world: World) -> None:
+    model: Any = world.build(lambda: nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        world.step(model, optimizer, model(_tokens(seed)).square().mean())
+        with torch.no_grad():
+            model[1].weight.clamp_(-0.2, 0.2)
+        with world.unsharded(model), torch.no_grad():
+            model[0].weight.renorm_(2, 0, 1.0)
+        world.note_model(model)
+
+
+def _in_a_block(world: World) -> None:
+    """Its whole parameters may be changed."""
+    model = world.build(Several)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for seed in range(2):
+        with world.accumulate(model, unshard=True):
+            for microbatch in range(2):
+                (model(_tokens(2 * seed + microbatch)).square().mean() / 2).backward()
+        world.reduce(model)
+        world.note_model(model)
+        optimizer.step()
+        model.zero_grad()
+
+
+AVERAGES: dict[str, Callable[[list[Any], list[Any]], object]] = {
+    "in place": lambda averages, values: [a.lerp_(v, 0.25) for a, v in zip(averages, values, strict=True)],
+    "copied": lambda averages, values: [a.copy_(a * 0.75 + v * 0.25) for a, v in zip(averages, values, strict=True)],
+    "through .data": lambda averages, values: [
+        a.data.mul_(0.75).add_(v.data, alpha=0.25) for a, v in zip(averages, values, strict=True)
+    ],
+    "to .data": lambda averages, values: [
+        setattr(a, "data", a.data * 0.75 + v.data * 0.25) for a, v in zip(averages, values, strict=True)
+    ],
+    "in lists": lambda averages, values: torch._foreach_lerp_(averages, values, 0.25),
+    "of views": lambda averages, values: [a.detach().lerp_(v, 0.25) for a, v in zip(averages, values, strict=True)],
+}
+"""How a forward moves averages towards values."""
+
+
+class MomentumEncoder(nn.Module):
+    """Moves the average of an encoder at rest in its forward, and uses it, as MoCo, ALBEF and BLIP do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+        self.average, self.how = copy.deepcopy(self.encoder).requires_grad_(False), how
+        self.moves = (False, True, False, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.encoder(x)
+        with torch.no_grad():
+            for moves in self.moves:
+                if moves:
+                    AVERAGES[self.how]([*self.average.parameters()], [p for _, p in self.encoder.named_parameters()])
+                x = self.average(x)
+        return output - x
+
+
+def _averages(how: str, units: list[str] | None, world: World) -> None:
+    """It went on with what was gathered before the change, in silence."""
+    model: Any = world.build(lambda: MomentumEncoder(how), **({} if units is None else {"units": units}))
+    optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=1e-1)
+    for step in range(4):
+        model.moves = model.moves[1:] + model.moves[:1]  # the order of a recorded schedule changes
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+    with world.accumulate(model):
+        for step in range(2):
+            model(noise(4, WIDTH, seed=step)).square().mean().backward()
+    world.reduce(model)
+    world.note_model(model)
+
+
+class Router(nn.Module):
+    """Casts modules in its forward, as routers of transformers do (Switch, NLLB-MoE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier, self.memory = nn.Linear(WIDTH, 5), nn.LSTM(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.classifier = self.classifier.to(torch.float32)
+        self.memory.float().to("cpu")
+        output: Tensor = self.memory(self.classifier(x))[0]
+        return x + output
+
+
+class Plus(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 1.5 + self.delta
+
+
+class Adapted(nn.Module):
+    """Adds factors to weights by parametrizations for one call, as PEFT does (`target_parameters`): of a frozen and a
+    trained weight, and two of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base in (self.frozen, self.trained):
+            is_trained = base.weight.requires_grad
+            for _ in range(2):
+                parametrize.register_parametrization(base, "weight", Plus(self.up.weight @ self.down.weight))
+            base.parametrizations.weight.original.requires_grad_(is_trained)  # type: ignore[union-attr, operator]
+            try:
+                with parametrize.cached():
+                    x = base(x)
+            finally:
+                parametrize.remove_parametrizations(base, "weight", leave_parametrized=False)
+            assert type(base) is nn.Linear
+            assert base.weight.requires_grad is is_trained
+        return x
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.leave = inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.leave(checkpoint(self.inner, x, use_reentrant=False))
+        return output
+
+
+def _cast_or_parametrized(make: Callable[[], nn.Module], world: World) -> None:
+    """torch swapped resting parameters under the forward, or found the gathered one in the way."""
+    model = world.build(make)
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        with torch.no_grad():
+            world.note("output", model(noise(4, WIDTH, seed=9)))
+    with world.accumulate(model):
+        model(noise(4, WIDTH, seed=7)).square().mean().backward()
+    world.reduce(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    world.note_model(model)
+
+
+TRIALS: dict[str, Callable[[World], None]] = {
+    "between steps": _between_steps,
+    "whole parameters in a block": _in_a_block,
+    **{f"averages, {how}": partial(_averages, how, None) for how in AVERAGES},
+    **{f"averages, {how}, two units": partial(_averages, how, ["encoder", "average"]) for how in AVERAGES},
+    "casts": partial(_cast_or_parametrized, Router),
+    "casts, computed again": partial(_cast_or_parametrized, lambda: Around(Router())),
+    "parametrizations": partial(_cast_or_parametrized, Adapted),
+    "parametrizations, computed again": partial(_cast_or_parametrized, lambda: Around(Adapted())),
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_changes_that_are_allowed_are_those_of_replicas(ranks: Ranks, trial: str) -> None:
+    assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.classifier.weight.dtype == torch.bfloat16
+        output: Tensor = self.classifier.float()(x.float())
+        return output
+
+
+class Inverse(Plus):
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight - self.delta
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.leaves = nn.Linear(WIDTH, WIDTH), False
+        self.kind: type[Plus] = Inverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.base, "weight", self.kind(torch.ones(1)))
+        try:
+            output: Tensor = self.base(x)
+            return output
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=self.leaves)
+
+
+class ThroughData(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def _single_rules() -> None:
+    torch.manual_seed(0)
+    # Under `precision` a router sees its rounded weight in the dtype that it asks for, and the resting one is not cast.
+    plain: Any = Wide()
+    model: Any = zf.precision(zf.zero3(plain, axis()))
+    x, (weight, bias) = noise(3, WIDTH, seed=1).bfloat16(), plain.parameters()
+    assert torch.equal(model(x), F.linear(x.float(), weight.bfloat16().float(), bias.bfloat16().float()))
+    model(x).sum().backward()
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in model.parameters())
+    # Parametrizations that would change a weight are refused.
+    model, x = zf.zero3(plain := Parametrized(), axis()), noise(3, WIDTH, seed=1)
+    with pytest.raises(zf.StateError, match="has a right_inverse"):
+        model(x)
+    model.kind, model.leaves = Plus, True
+    with pytest.raises(zf.PlacementError, match=r"changed 'base\.weight' in place"):
+        model(x)
+    model.leaves, plain.kind = False, Plus
+    assert torch.equal(model(x), plain(x))
+    # A limit: what is changed through data leaves no trace, and is dropped.
+    model = zf.zero3(nn.Sequential(ThroughData(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), axis())
+    before = full(model[0].weight)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert torch.equal(full(model[0].weight), before)
+    # Tensors that stand in are the user's: tensors of inference, which count no changes.
+    model = zf.zero3(Clamped(), axis())
+    with zf.unsharded(model), torch.inference_mode():
+        weight = torch.full((WIDTH, 7), 0.5)
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        functional_call(model, {**whole, "last.weight": weight}, (torch.ones(2, WIDTH),))
+        assert torch.equal(weight, torch.full((WIDTH, 7), 0.5).mul(0.98))
+
+
+def test_casts_parametrizations_data_and_stand_ins_keep_their_rules(ranks: Ranks) -> None:
+    ranks(2).run(_single_rules)
+
+
+class ChangedActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).exp()
+        z: Tensor = self.last(y)
+        y.mul_(2)
+        return z
+
+
+def _backward_of_changed(stage: str | None) -> None:
+    model = ChangedActivation() if stage is None else STAGES[stage](ChangedActivation(), axis())
+    model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("stage", [None, "zero1", "zero3"])
+def test_what_changed_after_it_was_saved_is_refused_as_without_a_transform(ranks: Ranks, stage: str | None) -> None:
+    """Where hooks for saved tensors are pushed torch looks no longer, and gave another gradient."""
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        ranks(2).run(_backward_of_changed, stage)

@@ -1,0 +1,115 @@
+"""Methods beside `forward`: those that are declared gather as it does; others work through modules, and raise at weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.models import Block
+from tests.support.programs import parameters
+from tests.support.ranks import Ranks, axis
+from tests.support.seeds import seed_generator
+from tests.support.worlds import WIDTH, Tower, World, differences, noise
+
+
+class Half(Block):
+    def halved(self, x: Tensor) -> Tensor:
+        return x @ self.up.weight.T * self.gate
+
+
+class Coder(Tower):
+    """Methods that call modules, methods that read weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Half(7) for _ in range(3))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x @ self.enter.weight.T + self.enter.bias)  # reads weights of the root's unit
+
+    def decode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.leave(x) * scale
+
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x), scale=2.0)
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield x @ self.enter.weight.T
+
+    async def later(self, x: Tensor) -> Tensor:
+        return x @ self.enter.weight.T
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        yield
+
+
+def _coding(order: str, world: World) -> None:
+    seed_generator(0)
+    model: Any = Coder()
+    if not world.is_replica:
+        names = ("encode", "blocks.1.halved")
+        if order == "before":
+            model = world.place(zf.gather_in(model, *names))
+        elif order == "after":
+            model = zf.gather_in(world.place(model), *names)
+        elif order == "between":
+            model = zf.shard_optimizer(zf.gather_in(zf.replicate(model, axis()), *names), axis())
+            model = world.place(model)
+        else:
+            model = copy.deepcopy(zf.gather_in(world.place(model), *names))
+        assert "enter" not in vars(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        x = noise(4, WIDTH, seed=step)
+        code = model.encode(x)
+        loss = model.decode(code, scale=0.5).square().mean() + model.blocks[1].halved(code).sum()
+        world.step(model, optimizer, loss + model(x).square().mean())
+        with torch.no_grad():
+            world.note("generated", model.generate(x, 2))
+            world.note("encoded", model.encode(x))
+
+
+@pytest.mark.parametrize("order", ["before", "after", "between", "deepcopy"])
+def test_declared_methods_gather_as_forward_does(ranks: Ranks, order: str) -> None:
+    stages = ["zero3"] if order == "between" else ["zero1", "zero3"]
+    assert ranks(2).run(differences, partial(_coding, order), stages=stages) == [[]] * 2
+
+
+def _undeclared() -> None:
+    seed_generator(0)
+    model: Any = zf.zero3(Coder(), axis())
+    x = noise(4, WIDTH, seed=0)
+    before = parameters(model)
+    model.decode(noise(4, 7, seed=0)).sum().backward()  # calls modules only
+    model.generate(x, 2).sum().backward()  # calls itself
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+    for refused in (lambda: model.encode(x), lambda: model.blocks[1].halved(noise(4, 7, seed=0))):
+        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+            refused()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+    model(x).sum().backward()
+    for name, match in (("stream", "after it has returned"), ("later", "after it has returned"), ("none", "no method")):
+        with pytest.raises(zf.LayoutError, match=match):
+            zf.gather_in(model, name)
+
+
+def test_undeclared_methods_work_through_modules_and_raise_at_weights(ranks: Ranks) -> None:
+    ranks(2).run(_undeclared)

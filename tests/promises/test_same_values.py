@@ -1,0 +1,162 @@
+"""Ranks that begin with different values, or come to have different replicas, get the same error, and nothing is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_fn as zf
+from tests.axes.grids import grid
+from tests.support.models import Language
+from tests.support.programs import STAGES, loss_of
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import WIDTH, Tower, noise
+
+
+def _other_values(stage: str) -> str:
+    torch.manual_seed(dist.get_rank())
+    model: Any = STAGES[stage](Tower(), axis())
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+        model(noise(2, WIDTH, seed=0))
+    assert all(torch.equal(one, p.to_local()) for one, p in zip(before, model.parameters(), strict=True))
+    torch.manual_seed(0)
+    fresh = STAGES[stage](Tower(), axis())
+    fresh.load_state_dict(Tower().state_dict())  # one way out
+    fresh(noise(2, WIDTH, seed=0)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+def test_different_initial_values_raise_on_every_rank(ranks: Ranks, stage: str) -> None:
+    (message,) = set(ranks(3).run(_other_values, stage))
+    assert "enter.weight" in message
+    assert "torch.manual_seed" in message
+
+
+def _other_model() -> str:
+    model = zf.zero3(Language(blocks=2 + dist.get_rank() % 2), axis())
+    with pytest.raises(zf.DisagreementError, match="different layouts") as caught:
+        loss_of(model, 0)
+    return str(caught.value)
+
+
+def test_ranks_that_built_different_models_get_the_same_error(ranks: Ranks) -> None:
+    assert len(set(ranks(3).run(_other_model))) == 1
+
+
+REPLICAS: dict[str, Any] = {
+    "replicate": lambda model: zf.replicate(model, axis()),
+    "hybrid": lambda model: zf.hybrid(model, grid("outer", "inner")),
+    "persist_below": lambda model: zf.zero3(model, axis(), persist_below=40),
+    "left out by where": lambda model: zf.zero3(model, axis(), where="*.weight"),
+}
+
+
+def _stack(device: str) -> nn.Sequential:
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+
+
+def _drawn_with_other_seeds(case: str) -> str:
+    model = zf.zero3(_stack("meta"), axis()) if case == "zero3" else REPLICAS[case](_stack("meta"))
+    torch.manual_seed(dist.get_rank())
+    zf.materialize(model, "cpu")
+    with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+        model(noise(2, WIDTH, seed=0))
+    torch.manual_seed(0)
+    model.to_empty(device="meta")
+    zf.materialize(model, "cpu")(noise(2, WIDTH, seed=0)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["zero3", *REPLICAS])
+def test_what_ranks_draw_from_meta_must_be_the_same(ranks: Ranks, case: str) -> None:
+    """It was compared as it was on meta: without values."""
+    (message,) = set(ranks(4).run(_drawn_with_other_seeds, case))
+    assert "0.weight" in message
+
+
+def _emptied_and_drawn(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    torch.manual_seed(7 if dist.get_rank() < 3 else 8)
+    for parameter in model.parameters():
+        parameter.to_local().detach().normal_()  # type: ignore[operator]
+
+
+def _filled(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1 if dist.get_rank() < 3 else 0.2)
+
+
+def _copied_to_local(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.to_local().detach().mul_(1 if dist.get_rank() < 3 else 2)  # type: ignore[operator]
+
+
+def _loaded(model: nn.Module) -> None:
+    entries = {key: value.clone() for key, value in model.state_dict().items()}
+    for value in entries.values():
+        value.to_local().add_(dist.get_rank() == 3)
+    model.load_state_dict(entries)
+
+
+EDITS = {edit.__name__: edit for edit in (_emptied_and_drawn, _filled, _copied_to_local, _loaded)}
+
+
+def _values_of_one_replica(case: str, name: str) -> str:
+    torch.manual_seed(0)
+    model = REPLICAS[case](_stack("meta" if name == "_emptied_and_drawn" else "cpu"))
+    EDITS[name](model)
+    with pytest.raises(zf.DisagreementError, match="values of the same parameter") as caught:
+        model(noise(2, WIDTH, seed=0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "edit"),
+    [*(("hybrid", edit) for edit in EDITS), *zip([case for case in REPLICAS if case != "hybrid"], EDITS, strict=False)],
+)
+def test_replicas_that_differ_at_the_first_forward_raise_on_every_rank(ranks: Ranks, case: str, edit: str) -> None:
+    """Of two axes, ranks 0 and 2 hold alike what rank 3 has nothing to do with; they are told, too."""
+    (message,) = set(ranks(4).run(_values_of_one_replica, case, edit))
+    assert "Ranks 1 and 3" in message if case == "hybrid" else "Ranks 0 and 3" in message
+    assert "torch.manual_seed" in message
+
+
+def _later() -> None:
+    torch.manual_seed(0)
+    model = zf.offload(zf.replicate(_stack("cpu"), axis()), params=zf.cpu())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    _loaded(model)
+    with pytest.raises(zf.DisagreementError, match="values of the same parameter"):
+        model(noise(2, WIDTH, seed=0))
+
+
+def test_replicas_that_differ_after_loading_raise(ranks: Ranks) -> None:
+    ranks(4).run(_later)
+
+
+def _allowed() -> None:
+    """Shards that one rank holds may be edited there; raw collectives give the values of rank 0 to all replicas."""
+    torch.manual_seed(0)
+    model: Any = zf.zero3(_stack("cpu"), axis())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(dist.get_rank())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    model = zf.replicate(_stack("cpu"), axis())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(dist.get_rank())
+            dist.broadcast(parameter.to_local(), src=0)
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+
+
+def test_values_that_are_equal_again_or_of_one_rank_alone_are_taken(ranks: Ranks) -> None:
+    ranks(2).run(_allowed)
