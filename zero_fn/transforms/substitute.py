@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -125,6 +125,30 @@ def substitute(
         StateError: A forward, backward or `accumulate` of the module is still open; or the module was donated.
     """
     assignment = _assignment_of(module).join(request)
+    named, grid = _checked(module, assignment, verb)
+    anchors = assignment.anchors if assignment.anchors is not None else anchors_of(module, None)
+    site = call_site(verb)
+    watch_optimizers()
+    watch_modules()
+    with torch.inference_mode(False):  # memory made in inference mode could never be trained
+        twin, memo = copied(module, named)
+        prepare(twin)
+        run = Run(line_over(assignment.axes), assignment)
+        units = _units_made(twin, named, anchors, run, grid)
+        if reserves:
+            _reserve(run, site)
+        if assignment.axis is not None:
+            move_buffers(twin, assignment.axis.device_type)
+        _filled(twin, units, run, memo, site, donate=donate)
+    if donate:
+        detach(module)
+        forget_members(module)
+        module.__dict__["forward"] = Donated(site)
+    return twin
+
+
+def _checked(module: nn.Module, assignment: Assignment, verb: str) -> tuple[list[NamedParameter], Grid]:
+    """The parameters of a module that can be transformed, at rest, and its axes. Raises as `substitute`."""
     _require_streams(
         {axis.device_type for axis in assignment.axes} | {each.device.type for each in module.parameters()}
     )
@@ -133,21 +157,6 @@ def substitute(
     for unit in units:
         unit.follow_moved()
         unit.reshard()
-    watch_optimizers()
-    watch_modules()
-    with torch.inference_mode(False):  # memory made in inference mode could never be trained
-        return _substitute(module, assignment, call_site(verb), prepare, donate=donate, reserves=reserves)
-
-
-def _substitute(
-    module: M,
-    assignment: Assignment,
-    site: str,
-    prepare: Callable[[nn.Module], None],
-    *,
-    donate: bool,
-    reserves: bool,
-) -> M:
     named = distinct_parameters(module)
     _require_untouched_ties(named)
     _require_own_memory(named)
@@ -156,50 +165,60 @@ def _substitute(
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
         note_mesh(grid.mesh)
-    twin, memo = copied(module, named)
-    prepare(twin)
-    anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
-    wanted = {"", *anchors, *_tiles(twin), *assignment.outputs}
-    anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
-    run = Run(line_over(assignment.axes), assignment)
-    wholes, donors = _Wholes(), _Donors()
-    members: dict[str, list[NamedParameter]] = {anchor: [] for anchor in anchors}
+    return named, grid
+
+
+def _units_made(
+    twin: nn.Module, named: Sequence[NamedParameter], anchors: Sequence[str], run: Run, grid: Grid
+) -> list[tuple[Unit, list[NamedParameter]]]:
+    """The units of a copy, without memory, each with the old parameters that it takes the place of."""
+    assignment, modules = run.module.assignment, dict(twin.named_modules())
+    tiles = (name for name, child in modules.items() if is_tile(child))  # units, whatever `units=` chose
+    wanted = {"", *anchors, *tiles, *assignment.outputs}
+    members: dict[str, list[NamedParameter]] = {name: [] for name in modules if name in wanted}
     for parameter in named:
-        members[innermost_common(anchors, (name for name, _ in parameter.places))].append(parameter)
-    modules = dict(twin.named_modules())
-    units: dict[str, Unit] = {}
-    for anchor in anchors:
-        if members[anchor] or not anchor or anchor in assignment.outputs:
-            units[anchor] = _unit_of(anchor, members[anchor], modules, run, grid)
-    _note_initial([pair for anchor, unit in units.items() for pair in zip(unit.slots, members[anchor], strict=True)])
-    if reserves:
-        _reserve(run, site)
-    if assignment.axis is not None:
-        move_buffers(twin, assignment.axis.device_type)
-    for anchor, unit in units.items():
-        _settle_in(unit, [parameter.parameter for parameter in members[anchor]], wholes)
-        _attach(modules[anchor], unit, assignment.outputs.get(anchor))
-        for parameter, slot in zip(members[anchor], unit.slots, strict=True):
+        members[innermost_common(members, (name for name, _ in parameter.places))].append(parameter)
+    units = [
+        (_unit_of(anchor, chosen, modules, run, grid), chosen)
+        for anchor, chosen in members.items()
+        if chosen or not anchor or anchor in assignment.outputs
+    ]
+    _note_initial([pair for unit, chosen in units for pair in zip(unit.slots, chosen, strict=True)])
+    _note_lenders(run, [unit for unit, _ in units], modules)
+    return units
+
+
+def _filled(
+    twin: nn.Module,
+    units: Sequence[tuple[Unit, list[NamedParameter]]],
+    run: Run,
+    memo: dict[int, Any],
+    site: str,
+    *,
+    donate: bool,
+) -> None:
+    """Gives units memory and values, and the modules of the copy what runs them."""
+    assignment, modules = run.module.assignment, dict(twin.named_modules())
+    wholes, donors = _Wholes(), _Donors()
+    for unit, chosen in units:
+        _settle_in(unit, [parameter.parameter for parameter in chosen], wholes)
+        _attach(modules[unit.name], unit, assignment.outputs.get(unit.name))
+        for parameter, slot in zip(chosen, unit.slots, strict=True):
             carry_over(parameter.parameter, slot.parameter, memo)
             if donate:
                 donors.release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
-    _note_lenders(run, units, modules)
+    by_name = {unit.name: unit for unit, _ in units}
     for path in assignment.methods:
         name, _, attribute = path.rpartition(".")
         if name in modules:
-            method = Method(modules[name], units[innermost_common(units, [name])], attribute=attribute)
+            method = Method(modules[name], by_name[innermost_common(by_name, [name])], attribute=attribute)
             modules[name].__dict__[attribute] = method
     for child in twin.modules():
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
             check_entries(child)
     refuse_ddp(twin)
     note_meta_buffers(twin)
-    if donate:
-        detach(module)
-        forget_members(module)
-        module.__dict__["forward"] = Donated(site)
-    return twin
 
 
 def _require_streams(device_types: set[str]) -> None:
@@ -210,11 +229,6 @@ def _require_streams(device_types: set[str]) -> None:
             why="all streams share one queue, so collectives and copies wait for what was issued before them",
             fix="unset it before the process starts, or set it to 8 (as without it) or more",
         )
-
-
-def _tiles(module: nn.Module) -> Iterator[str]:
-    """Names of the parts of tiled modules, which are units whatever `units=` chose."""
-    return (name for name, child in module.named_modules() if is_tile(child))
 
 
 def _unit_of(
@@ -286,13 +300,14 @@ def move_buffers(root: nn.Module, device_type: str) -> None:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device_type))
 
 
-def _note_lenders(run: Run, units: dict[str, Unit], modules: dict[str, nn.Module]) -> None:
+def _note_lenders(run: Run, units: Sequence[Unit], modules: dict[str, nn.Module]) -> None:
+    """For each unit, notes the units around it with a parameter that a module inside it holds, too: ties."""
     names = {id(module): name for name, module in modules.items()}
-    for anchor, unit in units.items():
-        inside = f"{anchor}." if anchor else ""
+    for unit in units:
+        inside = f"{unit.name}." if unit.name else ""
         run.module.lenders[unit.index] = tuple(
             other.index
-            for other in units.values()
+            for other in units
             if other is not unit
             and inside.startswith(f"{other.name}." if other.name else "")
             and any(f"{names[id(module)]}.".startswith(inside) for module in other.at_rest.modules())
