@@ -22,23 +22,19 @@ Over = tuple[tuple[Axis, Homes], ...]
 
 @dataclass(frozen=True)
 class Assignment:
-    """What has been asked of a module and of its parameters.
+    """What has been asked of a module and of its parameters."""
 
-    Attributes:
-        homes: Requests that name no axis (dtypes, tiers, when gathered parameters are freed), by name of the parameter.
-        over: The data-parallel axes, at most two, the innermost of their mesh first; and what is asked over each of them, by
-            name of the parameter. A parameter for which nothing is asked rests replicated.
-        anchors: Names of the modules whose parameters form units; None: the repeated blocks.
-        outputs: The dtype to which floating point outputs are cast, by name of the module.
-        methods: Methods that gather as `forward` does, each as `module.method`.
-        buffers: "broadcast" (all ranks have rank 0's buffers) or "local"; None: not asked, which means "broadcast".
-    """
-
+    # Requests that name no axis (dtypes, tiers, when gathered parameters are freed), by name of the parameter.
     homes: Homes = field(default_factory=dict)
+    # The data-parallel axes, at most two, the innermost of their mesh first; and what is asked over each of them,
+    # by name of the parameter. A parameter for which nothing is asked rests replicated.
     over: Over = ()
+    # Names of the modules whose parameters form units; None: the repeated blocks.
     anchors: tuple[str, ...] | None = None
+    # The dtype to which floating point outputs are cast, by name of the module.
     outputs: Mapping[str, torch.dtype] = field(default_factory=dict)
-    methods: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()  # methods that gather as `forward` does, each as `module.method`
+    # "broadcast" (all ranks have rank 0's buffers) or "local"; None: not asked, which means "broadcast".
     buffers: str | None = None
 
     @property

@@ -43,15 +43,11 @@ __all__ = ["Cut", "Grid", "grid_of", "local_part"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut over the data axes.
+    """How a parameter is cut over the data axes."""
 
-    Attributes:
-        order: The dims of the parameter from the outermost in memory to the innermost. The first is the one that is cut.
-        axes: Numbers of the data axes that cut it, in the order in which they cut.
-    """
-
+    # The dims of the parameter from the outermost in memory to the innermost. The first is the one that is cut.
     order: tuple[int, ...]
-    axes: tuple[int, ...]
+    axes: tuple[int, ...]  # numbers of the data axes that cut it, in the order in which they cut
 
     @property
     def dim(self) -> int:
@@ -61,16 +57,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The axes of one module.
+    """The axes of one module."""
 
-    Attributes:
-        axes: The data axes, the innermost of the mesh first.
-        mesh: The mesh of all its data and model axes, on which parameters rest; None without any axis.
-        dims: For each dim of `mesh`, the number of the data axis or the name of the model axis.
-    """
-
-    axes: tuple[Axis, ...] = ()
+    axes: tuple[Axis, ...] = ()  # the data axes, the innermost of the mesh first
+    # The mesh of all its data and model axes, on which parameters rest; None without any axis.
     mesh: DeviceMesh | None = None
+    # For each dim of `mesh`, the number of the data axis or the name of the model axis.
     dims: tuple[int | str, ...] = ()
 
     def order(self, levels: Sequence[Sharded], model: DTensorSpec | None = None) -> tuple[int, ...]:

@@ -46,17 +46,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One parameter cut over the ranks of an axis. All sizes are in elements unless they say rows.
+    """One parameter cut over the ranks of an axis. All sizes are in elements unless they say rows."""
 
-    Attributes:
-        shape: The shape of the parameter.
-        order: Its dims from the outermost in memory to the innermost; `order[0]` is the sharded dim.
-        shards: Number of ranks `n`.
-    """
-
-    shape: Shape
-    order: tuple[int, ...]
-    shards: int
+    shape: Shape  # the shape of the parameter
+    order: tuple[int, ...]  # its dims from the outermost in memory to the innermost; `order[0]` is the sharded dim
+    shards: int  # number of ranks `n`
 
     @property
     def dim(self) -> int:

@@ -22,21 +22,13 @@ __all__ = ["Axis", "axes_text", "cut_from", "dims_in", "joined_mesh", "mesh_axis
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a device mesh, over which state is replicated or sharded.
+    """One axis of a device mesh, over which state is replicated or sharded."""
 
-    Attributes:
-        mesh: The 1-D mesh; two axes are equal when their meshes are.
-        size: Number of ranks along the axis, `n` in the formulas.
-        rank: Position of this process, `0 <= rank < size`.
-        name: The name of the axis, `"axis"` when the mesh gave none.
-        device_type: `"cpu"`, `"cuda"`, ...: where the bytes of this axis move.
-    """
-
-    mesh: DeviceMesh
-    size: int = field(compare=False)
-    rank: int = field(compare=False)
-    name: str = field(compare=False)
-    device_type: str = field(compare=False)
+    mesh: DeviceMesh  # the 1-D mesh; two axes are equal when their meshes are
+    size: int = field(compare=False)  # number of ranks along the axis, `n` in the formulas
+    rank: int = field(compare=False)  # position of this process, `0 <= rank < size`
+    name: str = field(compare=False)  # the name of the axis, `"axis"` when the mesh gave none
+    device_type: str = field(compare=False)  # `"cpu"`, `"cuda"`, ...: where the bytes of this axis move
 
     @property
     def group(self) -> ProcessGroup:

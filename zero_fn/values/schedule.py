@@ -157,17 +157,11 @@ def _around(trace: Trace, *, stays: Callable[[int], bool], reduces: Callable[[in
 
 
 class Leg(NamedTuple):
-    """One bracket of a schedule, with the events around it.
+    """One bracket of a schedule, with the events around it."""
 
-    Attributes:
-        before: The events before the bracket that are not in `after` of the previous one.
-        bracket: The bracket.
-        after: The events right after the bracket, up to the first that waits.
-    """
-
-    before: tuple[Action, ...]
-    bracket: Enter | Exit
-    after: tuple[Action, ...]
+    before: tuple[Action, ...]  # the events before the bracket that are not in `after` of the previous one
+    bracket: Enter | Exit  # the bracket
+    after: tuple[Action, ...]  # the events right after the bracket, up to the first that waits
 
 
 def legs(events: Sequence[Event]) -> tuple[Leg, ...]:

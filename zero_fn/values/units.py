@@ -62,14 +62,10 @@ def by_size(*, nbytes: int) -> BySize:
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """One parameter, and every place of a model that holds it.
+    """One parameter, and every place of a model that holds it."""
 
-    Attributes:
-        parameter: The parameter.
-        places: The name of the module and the attribute, for each place in registration order. A tied weight has several.
-    """
-
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # the parameter
+    # The name of the module and the attribute, for each place in registration order. A tied weight has several.
     places: tuple[tuple[str, str], ...]
 
     @property
