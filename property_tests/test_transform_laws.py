@@ -1,6 +1,6 @@
 """Laws 1 to 5, 7 and 8: what every chain of transforms does to every module.
 
-Structure is looked at as one of four pretended ranks; outputs on one real rank; shards on real ranks.
+Structure is looked at as one of four pretended ranks; outputs on one real rank; all shards in `test_many_ranks_laws.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import zero_fn as zf
 from property_tests.programs import Chain, Link, Tree, apply, batch, build
 from property_tests.strategies import chains, links, trees
 from tests.support.groups import alone, pretended
-from tests.support.profiles import examples
-from tests.support.ranks import Ranks, axis
 from zero_fn.errors import LayoutError, ZeroError
 
 HELD = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -232,37 +230,6 @@ def test_the_argument_is_unchanged_and_still_runs(programs: list[tuple[Tree, Cha
 
 def without_units(link: Link) -> dict[str, object]:
     return {name: value for name, value in link.options.items() if name != "units"}
-
-
-# -- shards, on ranks ---------------------------------------------------------------------------------------------------
-
-
-def shards(programs: list[tuple[Tree, Chain]]) -> list[dict[str, tuple[int | None, Tensor]]]:
-    """This rank's part of every parameter of every program, and the dim along which it is a part."""
-    found = []
-    for tree, chain in programs:
-        model = apply(chain, build(tree), axis())
-        parts: dict[str, tuple[int | None, Tensor]] = {}
-        for name, parameter in model.named_parameters():
-            (placement,) = parameter.placements
-            parts[name] = (placement.dim if placement.is_shard() else None, parameter._local_tensor.clone())
-        found.append(parts)
-    return found
-
-
-@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
-@examples(dev=5, ci=20, deep=1000)
-@given(st.lists(st.tuples(trees(), chains()), min_size=4, max_size=6))
-def test_shards_at_rest_partition_each_parameter(ranks: Ranks, n: int, programs: list[tuple[Tree, Chain]]) -> None:
-    by_rank = ranks(n).run(shards, programs)
-    for number, (tree, _) in enumerate(programs):
-        for name, whole in build(tree).named_parameters():
-            parts = [found[number][name] for found in by_rank]
-            (dim,) = {dim for dim, _ in parts}
-            if dim is None:
-                assert all(torch.equal(part, whole) for _, part in parts)
-            else:
-                assert torch.equal(torch.cat([part for _, part in parts], dim), whole)
 
 
 # -- found here ---------------------------------------------------------------------------------------------------------
