@@ -33,11 +33,6 @@ _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
 def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Sequence[NamedParameter]) -> None:
     """Refuses functions that would go on with old modules or parameters, in attributes, hooks, and hooks of parameters.
 
-    Args:
-        twin: The copy of the module.
-        modules: Names of the modules that were copied, by their `id`.
-        parameters: The parameters that the module and the copy still share.
-
     Raises:
         LayoutError: A function holds an old module, in its closure or as a default.
         PlacementError: A function or a container holds a trained parameter.
@@ -63,11 +58,7 @@ def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:
     """Rebuilds each function that stands in place of a module's `forward`, so that it holds modules of the copy.
 
     trl, accelerate and profilers wrap a forward like that: their function holds the module, or the method that it replaces.
-
-    Args:
-        twin: The copy.
-        memo: The memo of `deepcopy`: the copy of each module, by `id`.
-    """
+    `memo`: the copy of each module, by `id`."""
     for child in twin.modules():
         own = child.__dict__.get("forward")
         if own is not None and _is_stale(own, memo):

@@ -108,15 +108,8 @@ def substitute(
 ) -> M:
     """A copy of `module` whose parameters rest as earlier transforms and `request` say together.
 
-    `module` is unchanged unless donated.
-
-    Args:
-        module: Any module, transformed or not.
-        request: What is asked now.
-        verb: The transform, for messages.
-        donate: Free each parameter of `module` once it is cut.
-        prepare: What to do with the copy before its units are made: it has the forwards that the module's author gave it.
-        reserves: Make room in other tiers. Without it no path is looked at: for a module on `meta` that will only be planned.
+    `module` is unchanged unless donated. `prepare` sees the copy before its units are made: it has the forwards that the
+    module's author gave it. Without `reserves` no room is made in other tiers: for a module on `meta` that is only planned.
 
     Raises:
         LayoutError: A part of the module cannot be copied; or `CUDA_DEVICE_MAX_CONNECTIONS` is 1, on CUDA.

@@ -23,10 +23,7 @@ def agreed(
 ) -> T | None:
     """What one or both of two transforms ask for; None stands for "not asked".
 
-    Args:
-        one, other: What each asks for.
-        what: The noun for the error, in the plural: "compute dtypes of the same parameter".
-        fix, error, shown: The fix and the type of the error, and how the error shows a value.
+    `what`: a noun in the plural, for the error.
 
     Raises:
         LayoutError: Both ask, for different values.

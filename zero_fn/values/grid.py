@@ -68,10 +68,7 @@ class Grid:
     def order(self, levels: Sequence[Sharded], model: DTensorSpec | None = None) -> tuple[int, ...]:
         """Numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]
 
-        Args:
-            levels: How much of the state of the parameter each data axis shards.
-            model: Where the parameter lies on model axes. A data axis among these is left out. [Note: a model axis of some]
-        """
+        A data axis among the model axes is left out. [Note: a model axis of some]"""
         along = [number for number, axis in enumerate(self.axes) if axis.name not in _by_axis(model)]
         return tuple(sorted(along, key=lambda number: (-levels[number], number)))
 
@@ -80,12 +77,7 @@ class Grid:
     ) -> Cut | None:
         """How to cut a parameter; None if it rests whole on every data axis.
 
-        Args:
-            shape: The shape of its part on the first ranks of its model axes, which have the largest part.
-            stride: The strides of that part.
-            model: Where it lies on its model axes.
-            levels: How much of its state each data axis shards.
-        """
+        `shape`, `stride`: of its part on the first ranks of its model axes, which have the largest."""
         sharding = [number for number in self.order(levels, model) if levels[number] > Sharded.NOTHING]
         if not sharding or not is_shardable(shape):
             return None
@@ -155,12 +147,7 @@ class Grid:
 def grid_of(
     axes: Sequence[Axis], models: Mapping[str, DTensorSpec], levels: Callable[[str], Sequence[Sharded]]
 ) -> Grid:
-    """The axes of a module.
-
-    Args:
-        axes: Its data axes, which are of one mesh and share no ranks, the innermost first.
-        models: Where its DTensors lie on model axes, by name of the parameter.
-        levels: Given the name of a parameter: how much of its state each data axis shards.
+    """The axes of a module. `models`: where its DTensors lie on model axes, by name.
 
     Raises:
         MeshError: A parameter lies on another mesh than the data axes, or replicated on one of them.
@@ -260,12 +247,8 @@ def _reads_alike(
 ) -> bool:
     """Whether two ways to cut rows over some dims of a mesh give every rank the same rows.
 
-    Args:
-        rows: Number of rows.
-        left_to_right: DTensor's way: the dims of the mesh from the left, with their split factors.
-        order: Our way: the same dims in the order in which they cut.
-        sizes: Sizes of these dims, from the left.
-    """
+    `left_to_right`: dims of the mesh with DTensor's split factors. `order`: the same dims as they cut. `sizes`: of
+    these, from the left."""
     if rows % prod(sizes) == 0:
         return True
     dims, whole = sorted(order), np.arange(rows)

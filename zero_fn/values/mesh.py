@@ -49,10 +49,6 @@ class Axis:
 def mesh_axis(mesh: object, *, verb: str) -> Axis:
     """A mesh of one axis, as an `Axis`.
 
-    Args:
-        mesh: A 1-D `DeviceMesh`: `mesh["dp"]`, or a mesh that has one axis only.
-        verb: Name of the calling transform, for the messages.
-
     Raises:
         MeshError: `mesh` is not a mesh, has several axes, is on `meta`, or does not contain this rank.
     """

@@ -185,10 +185,6 @@ def nvme(path: str | os.PathLike[str], *more: str | os.PathLike[str], limit: int
 def nbytes_of_text(size: int | str, name: str) -> int:
     """Bytes of a size that is given as a number, or as text such as `"4GiB"`, `"500 MB"`, `"1.5G"`.
 
-    Args:
-        size: The size.
-        name: The name of the argument that holds it, for the error.
-
     Raises:
         TierError: `size` is not a positive size.
     """

@@ -66,10 +66,7 @@ class Tiled(nn.Module):
     def split_entries(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Replaces the entries of the whole module, as it was before `zf.tile`, by entries of the tiles. These are views.
 
-        Args:
-            state_dict: Changed in place. Entries of other shapes are left as they are.
-            prefix: The beginning of the names of this module's entries.
-        """
+        Changes `state_dict`. Entries of other shapes stay."""
         for attribute, shape in self.whole_shapes().items():
             entry = state_dict.get(f"{prefix}{attribute}")
             if isinstance(entry, Tensor) and tuple(entry.shape) == shape:

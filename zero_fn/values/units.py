@@ -78,9 +78,7 @@ class NamedParameter:
 def distinct_parameters(module: nn.Module, *, takes_subclasses: bool = False) -> list[NamedParameter]:
     """The distinct parameters of a module in registration order, each with all its places.
 
-    Args:
-        module: Any module.
-        takes_subclasses: Also take parameters of tensor subclasses; else they are refused.
+    Tensor subclasses are refused, unless `takes_subclasses`.
 
     Raises:
         LayoutError: A parameter has no shape yet, or belongs to a scripted module.
