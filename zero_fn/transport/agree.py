@@ -27,10 +27,14 @@ R = TypeVar("R")
 __all__ = ["Bits", "Outcome", "axes_of", "done_along", "done_over", "same_along"]
 
 
+_on_the_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
+"""Memory of messages that go to a device and come back, until they are back: the copies read and write it."""
+
+
 class Bits:
     """Bits that are or-ed over ranks, under way. [Note: beside the computation]"""
 
-    __slots__ = ("_beside", "_bits", "_pending")
+    __slots__ = ("_bits", "_end", "_work")
 
     def __init__(self, line: Line, bits: Sequence[bool], what: str, *, check: str = "") -> None:
         """Sends the message: a byte for each bit, to each peer. All ranks send one of the same length.
@@ -41,56 +45,34 @@ class Bits:
             what: For errors.
             check: A text that must be the same on every rank.
         """
-        self._pending: Work | None = None
-        self._beside: _Beside | None = None
+        self._work: Work | None = None
+        self._end: torch.Event | None = None
         if line.device.type == "cpu":
             self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu")
-            self._pending = line.any(self._bits, what, check=check)
-        else:
-            pinned = line.device.type == "cuda"
-            self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            self._beside = _Beside(line, self._bits, what, check)
+            self._work = line.any(self._bits, what, check=check)
+            return
+        self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu", pin_memory=line.device.type == "cuda")
+        stream = _stream_of(line.device)
+        with stream:
+            there = self._bits.to(line.device, non_blocking=True)
+            line.any(there, what, check=check).wait()
+            self._bits.copy_(there, non_blocking=True)
+        self._end = stream.record_event()
+        while _on_the_way and _on_the_way[0][0].query():  # a host that waited for it would not run ahead
+            _on_the_way.popleft()
+        _on_the_way.append((self._end, self._bits, there))
 
     def finish_unread(self) -> None:
         """Nobody reads it: a message of the host is waited for, because the next one would be taken for it."""
-        if self._pending is not None:
-            self._pending.wait()
+        if self._work is not None:
+            self._work.wait()
 
     def read(self) -> list[bool]:
         """Waits. The bits of all ranks."""
         self.finish_unread()
-        if self._beside is not None:
-            self._beside.end.synchronize()
+        if self._end is not None:
+            self._end.synchronize()
         return [bool(bit) for bit in self._bits.tolist()]
-
-
-class _Beside:
-    """A message that goes to the device and comes back.
-
-    Attributes:
-        end: It is back.
-    """
-
-    __slots__ = ("_bits", "_there", "end")
-
-    def __init__(self, line: Line, bits: Tensor, what: str, check: str) -> None:
-        stream = _stream_of(line.device)
-        with stream:
-            self._bits, self._there = bits, bits.to(line.device, non_blocking=True)
-            line.any(self._there, what, check=check).wait()
-            bits.copy_(self._there, non_blocking=True)
-        self.end: torch.Event = stream.record_event()
-
-    def __del__(self) -> None:
-        # The copy back reads and writes this memory. A host that waited for it here would not run ahead.
-        if hasattr(self, "end") and _leaving is not None:  # it is None while the interpreter ends
-            while _leaving and _leaving[0][0].query():
-                _leaving.popleft()
-            _leaving.append((self.end, self._bits, self._there))
-
-
-_leaving: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
-"""Memory of messages that nobody reads, until they are back."""
 
 
 @cache

@@ -31,26 +31,18 @@ MOST_DROPPED_NBYTES = 1 << 30
 
 
 class GatherPlan:
-    """The pieces of an all-gather by runs: those that travel in one message.
-
-    Attributes:
-        numel: Elements of all tensors.
-        own: This rank's pieces where they rest.
-        own_places, own_sources: Those of them that are copied into their place, and from where.
-        theirs: For each peer, the pieces of each run where they go, with their elements.
-        kinds: For each peer, dtype and elements of each run.
-    """
+    """The pieces of an all-gather by runs: those that travel in one message."""
 
     __slots__ = ("kinds", "numel", "own", "own_places", "own_sources", "theirs")
 
     def __init__(self, segments: Sequence[Segment], rank: int, peers: Sequence[int]) -> None:
         runs = [[segments[number] for number in run] for run in runs_of(segments)]
         self.numel = sum([segment.numel for segment in segments])
-        self.own = [[segment.own(rank) for segment in run] for run in runs]
+        self.own = [[segment.own(rank) for segment in run] for run in runs]  # where they rest
         self.own_places = [segment.piece(rank) for segment in segments if segment.source is not None]
         self.own_sources = [segment.source for segment in segments if segment.source is not None]
-        self.theirs: dict[int, list[tuple[list[Tensor], list[int]]]] = {}
-        self.kinds: dict[int, list[tuple[torch.dtype, int]]] = {}
+        self.theirs: dict[int, list[tuple[list[Tensor], list[int]]]] = {}  # where they go, by run, with their elements
+        self.kinds: dict[int, list[tuple[torch.dtype, int]]] = {}  # dtype and elements of each run
         for peer in peers:
             pieces = [[segment.piece(peer) for segment in run] for run in runs]
             sizes = [[piece.numel() for piece in run] for run in pieces]
@@ -69,12 +61,7 @@ class GatherPlan:
 
 
 class ReducePlan:
-    """The contributions of a reduction by runs: those that travel in one message.
-
-    Attributes:
-        numel: Elements of all tensors.
-        kinds: Dtype, and elements of the sum on this rank, of each run.
-    """
+    """The contributions of a reduction by runs: those that travel in one message."""
 
     __slots__ = ("_dtypes", "_places", "_rank", "_rows", "_runs", "kinds", "numel")
 
@@ -86,6 +73,7 @@ class ReducePlan:
         self._places = [Place(each.out, buffers) for each in contributions]
         self._dtypes = [contributions[run[0]].sum_dtype for run in self._runs]
         own_numels = [each.out.numel() for each in contributions]
+        # Of each run the dtype, and the elements of the sum on this rank.
         self.kinds = [(contributions[run[0]].rows.dtype, sum([own_numels[at] for at in run])) for run in self._runs]
 
     def pieces(self, rows: Sequence[Tensor], rank: int) -> list[list[Tensor]]:

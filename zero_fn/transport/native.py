@@ -132,32 +132,21 @@ def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
 
 
 class GatherPlan:
-    """The messages of an all-gather.
-
-    Attributes:
-        numel: Elements of all tensors.
-        nbytes: Bytes of the pieces of one rank.
-        of_first: The only tensor, as bytes, if rank 0 holds all of it: a broadcast then does what an all-gather would.
-        packs: Segments that are packed, by the message in which they travel.
-        wholes, pieces: Of segments that travel alone because they are large, uneven or in place already: views of the whole
-            and of this rank's piece.
-        uneven: Places of pieces that are copied before, and from where: the backend reads even pieces where they rest.
-        travels_as_it_is: Whether the backend is given the dtypes as they are; else bytes. gloo mixes up several dtypes in one
-            group, and not every backend knows every dtype.
-    """
+    """The messages of an all-gather: segments that are packed, and others that are large, uneven or in place already."""
 
     __slots__ = ("nbytes", "numel", "of_first", "packs", "pieces", "travels_as_it_is", "uneven", "wholes")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
         self.numel = sum([segment.numel for segment in segments])
-        self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])
+        self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])  # of one rank
         dtypes = {segment.kind for segment in segments}
+        # Else bytes: gloo mixes up several dtypes in one group, and not every backend knows every dtype.
         self.travels_as_it_is = len(dtypes) == 1 and dtypes <= _TRAVELING
         self.packs: list[_Pack] = []
         self.wholes: list[Tensor] = []
-        self.pieces: list[Tensor] = []
-        self.uneven: list[tuple[Tensor, Tensor]] = []
-        self.of_first: Tensor | None = None
+        self.pieces: list[Tensor] = []  # of this rank
+        self.uneven: list[tuple[Tensor, Tensor]] = []  # copied before: the backend reads even pieces where they rest
+        self.of_first: Tensor | None = None  # if rank 0 holds all of the only one: a broadcast does what a gather would
         if len(segments) == 1 and segments[0].source is None and segments[0].numel <= segments[0].piece_numel:
             self.of_first = segments[0].piece(0).view(torch.uint8)
             return
@@ -186,18 +175,13 @@ class GatherPlan:
 
 
 class _Pack:
-    """Segments that are gathered in one message, which has memory until its pieces are in their places.
-
-    Attributes:
-        pieces: This rank's pieces.
-        own: The same in one range of memory, if they lie back to back.
-    """
+    """Segments that are gathered in one message, which has memory until its pieces are in their places."""
 
     __slots__ = ("_is_on_host", "_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own", "pieces")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
         self.pieces = [segment.own(rank) for segment in segments]
-        self.own = _back_to_back(self.pieces)
+        self.own = _back_to_back(self.pieces)  # the same in one range of memory, or None
         self._sizes = [segment.piece_numel for segment in segments]
         self._outs = [segment.by_rank(size) for segment in segments]
         self._whole = self.pieces[0].new_empty(size * sum(self._sizes))
@@ -236,13 +220,7 @@ def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 class ReducePlan:
-    """The messages of a reduction.
-
-    Attributes:
-        numel: Elements of all tensors.
-        nbytes: Bytes of the sums of one rank.
-        bundles: Large, uneven and complex contributions travel alone, the others together, by their dtypes.
-    """
+    """The messages of a reduction: large, uneven and complex contributions travel alone, the others by their dtypes."""
 
     __slots__ = ("bundles", "nbytes", "numel")
 
@@ -260,12 +238,7 @@ class ReducePlan:
 
 
 class _Bundle:
-    """Contributions that travel in one message.
-
-    Attributes:
-        numel, dtype: Elements and dtype of the sum.
-        place: Where the sum is made, if the means fill one range of a buffer; else None.
-    """
+    """Contributions that travel in one message. The sum is made in `place`, if the means fill one range of a buffer."""
 
     __slots__ = ("_at", "_is_packed", "_places", "_size", "_sizes", "dtype", "numel", "place")
 

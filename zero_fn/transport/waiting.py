@@ -32,25 +32,16 @@ _on_device: WeakKeyDictionary[Any, tuple[str, list[tuple[Any, timedelta]]]] = We
 
 
 class PeerLost(Exception):
-    """A message cannot be sent or does not come.
-
-    Attributes:
-        peer: The rank along the axis at the other end; None for a collective of the backend, which does not tell.
-        is_late: Whether the deadline has passed. Otherwise the connection is closed.
-    """
+    """A message cannot be sent or does not come."""
 
     def __init__(self, peer: int | None, *, is_late: bool, text: str) -> None:
         super().__init__(text)
-        self.peer, self.is_late = peer, is_late
+        self.peer = peer  # along the axis; None for a collective of the backend, which does not tell
+        self.is_late = is_late  # after the deadline; else the connection is closed
 
 
 class OutOfStep(Exception):
-    """A message came that belongs to another collective.
-
-    Attributes:
-        peer: The rank that sent it.
-        seen_by: The rank that received the message: this one, or one that told this one of it.
-    """
+    """A message came that belongs to another collective. `seen_by`: who received it, this rank or one that told this one."""
 
     def __init__(self, peer: int, *, seen_by: int) -> None:
         super().__init__(f"rank {peer} is at another collective than rank {seen_by}")
