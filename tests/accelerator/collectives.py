@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, batches, net
-from tests.support.once import gather, reduce
+from tests.support.collectives import gather, reduce
 from zero_fn.transport.agree import Bits
 from zero_fn.transport.links import line_over
 from zero_fn.transport.native import Native

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.support import reference
-from tests.support.once import gather, reduce
+from tests.support.collectives import gather, reduce
 from tests.support.ranks import Ranks, axis
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport import links
