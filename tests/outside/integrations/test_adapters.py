@@ -21,6 +21,7 @@ from tests.outside.integrations.worlds import (
     arguments,
     llama,
     lora,
+    needs,
     numbers,
     on_two_ranks,
     place,
@@ -30,7 +31,7 @@ from tests.outside.integrations.worlds import (
     written,
     zero_trainer,
 )
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 
 pytest.importorskip("peft", reason="the extra [transformers] is not installed")
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
@@ -90,7 +91,15 @@ def _steps(model: nn.Module, optimizer: Any, *, averaged: bool) -> list[float]:
     return found
 
 
-def _trained(folder: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("lora", "dora", "parameters", "ia3", "prompts", "head beside"),
+        pytest.param("lora on int8 and nf4", marks=needs("torchao")),
+    ],
+)
+@on_two_ranks
+def test_an_adapter_is_trained_as_by_replicas(folder: str, kind: str) -> None:
     def adam(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
@@ -107,15 +116,6 @@ def _trained(folder: str, kind: str) -> None:
         optimizer: Any = adam(model)
         found = _steps(model, zf.streamed(optimizer) if way == "on a disk" else optimizer, averaged=False)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    "kind", ["lora", "dora", "parameters", "ia3", "prompts", "lora on int8 and nf4", "head beside"]
-)
-def test_an_adapter_is_trained_as_by_replicas(prepared: Ranks, tmp_path: Path, kind: str) -> None:
-    if kind == "lora on int8 and nf4":
-        pytest.importorskip("torchao")
-    prepared(2).run(_trained, str(tmp_path), kind)
 
 
 def _logits(model: nn.Module) -> Tensor:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import start
-from tests.support.ranks import Ranks
+from tests.outside.integrations.worlds import on_two_ranks, start
 from tests.support.worlds import World, differences
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
@@ -207,17 +206,6 @@ def _again(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _trained(name: str, number: int) -> list[str]:
-    start()
-    found = differences(_trial(name, lambda model: model), stages=_STAGES)
-    stage = _STAGES[number // 2 % len(_STAGES)]
-    if number % 2:
-        found += differences(_trial(name, _in_bfloat16), stages=[stage], beside="replicate")
-    elif getattr(_model(name), "supports_gradient_checkpointing", False):
-        found += differences(_trial(name, _again), stages=[stage])
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "number"),
     [
@@ -225,6 +213,13 @@ def _trained(name: str, number: int) -> list[str]:
         for number, name in enumerate(_ALL)
     ],
 )
-def test_an_architecture_trains_as_replicas(prepared: Ranks, name: str, number: int) -> None:
-    for found in prepared(2).run(_trained, name, number):
-        assert not found, "\n".join(found[:5])
+@on_two_ranks
+def test_an_architecture_trains_as_replicas(name: str, number: int) -> None:
+    start()
+    found = differences(_trial(name, lambda model: model), stages=_STAGES)
+    stage = _STAGES[number // 2 % len(_STAGES)]
+    if number % 2:
+        found += differences(_trial(name, _in_bfloat16), stages=[stage], beside="replicate")
+    elif getattr(_model(name), "supports_gradient_checkpointing", False):
+        found += differences(_trial(name, _again), stages=[stage])
+    assert not found, "\n".join(found[:5])

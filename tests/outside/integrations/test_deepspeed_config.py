@@ -21,6 +21,7 @@ from tests.outside.integrations.worlds import (
     configured,
     llama,
     lora,
+    needs,
     numbers,
     on_two_ranks,
     place,
@@ -28,7 +29,6 @@ from tests.outside.integrations.worlds import (
     start,
     zero,
 )
-from tests.support.ranks import Ranks
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
@@ -134,7 +134,20 @@ def _in_files(folder: str) -> dict[str, torch.Tensor]:
     return {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-def _saved(folder: str, entry: str, dtype: str | None, is_asked: bool, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("entry", "dtype", "is_asked", "build"),
+    [
+        ("stage3_gather_16bit_weights_on_model_save", "bf16", True, llama),
+        pytest.param("stage3_gather_fp16_weights_on_model_save", "fp16", True, lora, marks=needs("peft")),
+        ("gather_16bit_weights_on_model_save", None, True, llama),
+        ("stage3_gather_16bit_weights_on_model_save", "bf16", False, llama),
+    ],
+    ids=["bf16", "fp16 and adapters", "float32", "not asked for"],
+)
+@on_two_ranks
+def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
+    folder: str, entry: str, dtype: str | None, is_asked: bool, build: Callable[[], nn.Module]
+) -> None:
     options = {dtype: True} if dtype else {}
     ours = configured(folder, zero(3, **{entry: is_asked}), build(), **options)
     ours.save_model(f"{folder}/out")
@@ -143,24 +156,6 @@ def _saved(folder: str, entry: str, dtype: str | None, is_asked: bool, build: Ca
     wanted = {p.full_tensor().to(narrow if is_asked else torch.float32) for p in ours.model.parameters()}
     assert found and {value.dtype for value in found.values()} == {value.dtype for value in wanted}
     assert all(any(torch.equal(value, other) for other in wanted) for value in found.values())
-
-
-@pytest.mark.parametrize(
-    ("entry", "dtype", "is_asked", "build"),
-    [
-        ("stage3_gather_16bit_weights_on_model_save", "bf16", True, llama),
-        ("stage3_gather_fp16_weights_on_model_save", "fp16", True, lora),
-        ("gather_16bit_weights_on_model_save", None, True, llama),
-        ("stage3_gather_16bit_weights_on_model_save", "bf16", False, llama),
-    ],
-    ids=["bf16", "fp16 and adapters", "float32", "not asked for"],
-)
-def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
-    prepared: Ranks, tmp_path: Path, entry: str, dtype: str | None, is_asked: bool, build: Callable[[], nn.Module]
-) -> None:
-    if build is lora:
-        pytest.importorskip("peft", reason="the package peft is not installed")
-    prepared(2).run(_saved, str(tmp_path), entry, dtype, is_asked, build)
 
 
 @on_two_ranks

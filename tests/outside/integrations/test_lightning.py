@@ -87,25 +87,21 @@ def _fit(
     return trainer, module
 
 
-def _compare(folder: str, stage: str, microbatches: int) -> int:
-    options: dict[str, Any] = {"max_steps": 3, "accumulate_grad_batches": microbatches}
-    _, wanted = _fit(folder, None, **options)
-    with zf.traffic() as sent:
-        trainer, found = _fit(folder, stage, **options)
-    assert zf.is_transformed(found.model)
-    assert trainer.global_step == 3
-    torch.testing.assert_close(found.losses, wanted.losses, atol=2e-5, rtol=2e-5)
-    reductions = sent.calls["reduce-scatter"]
-    loader = torch.utils.data.DataLoader(Counting(8), batch_size=2)
-    loss = trainer.validate(found, loader, verbose=False)[0]["validated"]
-    assert 0 < loss < 5
-    return reductions
-
-
-def test_a_fit_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
-    once = prepared(2, deadline_s=120).run(_compare, str(tmp_path), "zero3", 1)[0]
-    assert once > 0
-    assert prepared(2, deadline_s=120).run(_compare, str(tmp_path), "zero3", 2)[0] == once
+@on_two_ranks
+def test_a_fit_has_the_numbers_of_replicas(folder: str) -> None:
+    calls = []
+    for microbatches in (1, 2):
+        options: dict[str, Any] = {"max_steps": 3, "accumulate_grad_batches": microbatches}
+        _, wanted = _fit(folder, None, **options)
+        with zf.traffic() as sent:
+            trainer, found = _fit(folder, "zero3", **options)
+        assert zf.is_transformed(found.model)
+        assert trainer.global_step == 3
+        torch.testing.assert_close(found.losses, wanted.losses, atol=2e-5, rtol=2e-5)
+        calls.append(sent.calls["reduce-scatter"])
+        loader = torch.utils.data.DataLoader(Counting(8), batch_size=2)
+        assert 0 < trainer.validate(found, loader, verbose=False)[0]["validated"] < 5
+    assert calls[0] == calls[1] > 0, "a step reduces once"
 
 
 @on_two_ranks

@@ -34,7 +34,7 @@ from tests.outside.integrations.worlds import (
     written,
     zero,
 )
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.resident import forget_peak, give_memory_back, in_new_process, peak_nbytes
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import placed_by
@@ -63,9 +63,18 @@ def _losses(setup: zf.DeepSpeedSetup[Any]) -> list[float]:
     return found
 
 
-def _doors(folder: str, dtype: torch.dtype, config: Json, options: Json) -> None:
+@pytest.mark.parametrize("tiers", ["none", "host", "disk"])
+@on_two_ranks
+def test_what_is_read_into_shards_trains_as_a_plain_model(folder: str, tiers: str) -> None:
     from zero_fn.integrations.transformers import placed
 
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
+    config, dtype, options = {
+        "none": (zero(3, stage3_param_persistence_threshold=40), torch.bfloat16, {}),
+        "host": (zero(2, offload_optimizer=host), torch.float32, {"tie_word_embeddings": True}),
+        "disk": (zero(3, offload_optimizer=disk, offload_param=disk), torch.bfloat16, {"tie_word_embeddings": True}),
+    }[tiers]
+    folder = f"{folder}/hf"
     written(folder, partial(llama, **options), dtype, max_shard_size="20KB")
     bf16 = dtype == torch.bfloat16
     trained = partial(_trainer, folder, config, bf16=bf16)
@@ -93,17 +102,6 @@ def _doors(folder: str, dtype: torch.dtype, config: Json, options: Json) -> None
     later = setup(on_meta(folder))
     zf.load_pretrained(later.model, folder)
     assert _losses(later) == wanted_losses
-
-
-@pytest.mark.parametrize("tiers", ["none", "host", "disk"])
-def test_what_is_read_into_shards_trains_as_a_plain_model(prepared: Ranks, tmp_path: Path, tiers: str) -> None:
-    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
-    config, dtype, options = {
-        "none": (zero(3, stage3_param_persistence_threshold=40), torch.bfloat16, {}),
-        "host": (zero(2, offload_optimizer=host), torch.float32, {"tie_word_embeddings": True}),
-        "disk": (zero(3, offload_optimizer=disk, offload_param=disk), torch.bfloat16, {"tie_word_embeddings": True}),
-    }[tiers]
-    prepared(2).run(_doors, str(tmp_path / "hf"), dtype, config, options)
 
 
 @on_two_ranks

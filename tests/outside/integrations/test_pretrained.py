@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import Counting, gpt2, llama, mixtral, needs, on_two_ranks, place, start, written
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
@@ -25,7 +24,17 @@ def tied() -> nn.Module:
     return llama(tie_word_embeddings=True)
 
 
-def _loaded(folder: str, build: Callable[[], nn.Module], stage: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("build", "stage", "dtype"),
+    [
+        *((build, stage, torch.float32) for build in (llama, tied, mixtral) for stage in ("zero1", "zero3")),
+        (llama, "zero3", torch.bfloat16),  # it may rest in another dtype than its files
+    ],
+)
+@on_two_ranks
+def test_a_placed_model_is_the_one_that_is_loaded_whole(
+    folder: str, build: Callable[[], nn.Module], stage: str, dtype: torch.dtype
+) -> None:
     from transformers import AutoModelForCausalLM
 
     from zero_fn.integrations.transformers import placed
@@ -51,18 +60,6 @@ def _loaded(folder: str, build: Callable[[], nn.Module], stage: str, dtype: torc
     assert dict(model.named_buffers()).keys() == dict(wanted.named_buffers()).keys()
     for (name, buffer), plain in zip(model.named_buffers(), wanted.buffers(), strict=True):
         assert torch.equal(buffer, plain), name
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-@pytest.mark.parametrize("build", [llama, tied, mixtral])
-def test_a_placed_model_is_the_one_that_is_loaded_whole(
-    prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module], stage: str
-) -> None:
-    prepared(2).run(_loaded, str(tmp_path), build, stage, torch.float32)
-
-
-def test_a_placed_model_may_rest_in_another_dtype_than_its_files(prepared: Ranks, tmp_path: Path) -> None:
-    prepared(2).run(_loaded, str(tmp_path), llama, "zero3", torch.bfloat16)
 
 
 @needs("torchao")

@@ -38,19 +38,6 @@ pytest.importorskip("transformers", reason="the extra [transformers] is not inst
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
 
-def _compare(
-    folder: str, build: Callable[[], nn.Module], stage: str, options: dict[str, Any], tolerance: float
-) -> None:
-    from transformers import Trainer
-
-    start()
-    data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
-    wanted = numbers(Trainer(model=build(), args=arguments(folder, **options), **data))
-    ours = zero_trainer(folder, build, stage, **options)
-    require_close(numbers(ours), wanted, tolerance)
-    assert zf.is_transformed(ours.model)
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
     "zero3": (llama, "zero3", {}, 2e-5),
     "zero1": (llama, "zero1", {}, 2e-5),
@@ -74,9 +61,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainer_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path, case: str) -> None:
+@on_two_ranks
+def test_a_trainer_has_the_numbers_of_replicas(folder: str, case: str) -> None:
+    from transformers import Trainer
+
+    start()
     build, stage, options, tolerance = CASES[case]
-    prepared(2).run(_compare, str(tmp_path), build, stage, options, tolerance)
+    data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+    wanted = numbers(Trainer(model=build(), args=arguments(folder, **options), **data))
+    ours = zero_trainer(folder, build, stage, **options)
+    require_close(numbers(ours), wanted, tolerance)
+    assert zf.is_transformed(ours.model)
 
 
 @on_two_ranks
