@@ -1,4 +1,4 @@
-"""G15: buffers. By default rank 0's are those of all ranks, as under DDP; `buffers="local"` leaves each rank its own."""
+"""Buffers. By default rank 0's are those of all ranks, as under DDP; `buffers="local"` leaves each rank its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
-from tests.promises.oracle import noise
 from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
+from tests.support.worlds import noise
 
 
 class Normed(nn.Module):
@@ -140,13 +140,13 @@ def compared_with_ddp(microbatches: int, evaluates: bool, module: Callable[[], n
 
 @pytest.mark.parametrize("module", [Normed, Unseen])
 @pytest.mark.parametrize(("microbatches", "evaluates"), [(1, True), (3, False)])
-def test_g15_buffers_are_those_of_ddp_on_every_rank(
+def test_buffers_are_those_of_ddp_on_every_rank(
     ranks: Ranks, microbatches: int, evaluates: bool, module: type[nn.Module]
 ) -> None:
     assert ranks(2).run(compared_with_ddp, microbatches, evaluates, module) == [[]] * 2
 
 
-def test_g15_changes_are_looked_for_again_in_other_modes(ranks: Ranks) -> None:
+def test_changes_are_looked_for_again_in_other_modes(ranks: Ranks) -> None:
     """In evaluation nothing changed; in training something does, in a way that counts no version."""
 
     def case() -> tuple[bool, bool]:
@@ -176,7 +176,7 @@ def compared_with_ddp_after_loading() -> list[str]:
     return found
 
 
-def test_g15_buffers_are_those_of_ddp_after_loading_into_a_model_that_has_run(ranks: Ranks) -> None:
+def test_buffers_are_those_of_ddp_after_loading_into_a_model_that_has_run(ranks: Ranks) -> None:
     """They were broadcast no longer, and drifted apart."""
     assert ranks(2).run(compared_with_ddp_after_loading) == [[]] * 2
 
@@ -196,7 +196,7 @@ def same_on_all_ranks(tensors: list[Tensor]) -> bool:
         ("zero3", "forward without gradients"),
     ],
 )
-def test_g15_evaluation_gives_the_same_on_all_ranks(ranks: Ranks, stage: str, trained: str) -> None:
+def test_evaluation_gives_the_same_on_all_ranks(ranks: Ranks, stage: str, trained: str) -> None:
     """Rank 0's statistics are what rank 0 would have alone; a forward that no backward follows counts too."""
 
     def case() -> None:
@@ -224,7 +224,7 @@ def test_g15_evaluation_gives_the_same_on_all_ranks(ranks: Ranks, stage: str, tr
 
 
 @pytest.mark.parametrize("began", ["trained", "new", "frozen"])
-def test_g15_statistics_of_forwards_whose_graph_was_dropped_are_sent(ranks: Ranks, began: str) -> None:
+def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(ranks: Ranks, began: str) -> None:
     """BatchNorm is calibrated anew by forwards in training mode whose outputs nobody wants, here with gradients enabled."""
 
     def case() -> None:
@@ -255,7 +255,7 @@ def test_g15_statistics_of_forwards_whose_graph_was_dropped_are_sent(ranks: Rank
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_g15_local_buffers_stay_those_of_each_rank(ranks: Ranks, stage: str) -> None:
+def test_local_buffers_stay_those_of_each_rank(ranks: Ranks, stage: str) -> None:
     def case() -> None:
         torch.manual_seed(0)
         alone = nn.BatchNorm1d(6)
@@ -274,7 +274,7 @@ def test_g15_local_buffers_stay_those_of_each_rank(ranks: Ranks, stage: str) -> 
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_g15_buffers_that_never_change_are_never_sent(ranks: Ranks, stage: str) -> None:
+def test_buffers_that_never_change_are_never_sent(ranks: Ranks, stage: str) -> None:
     def case() -> None:
         sent = []
         for is_buffer in (False, True):
@@ -294,7 +294,7 @@ def test_g15_buffers_that_never_change_are_never_sent(ranks: Ranks, stage: str) 
     ranks(3).run(case)
 
 
-def test_g15_rank_0_gives_the_values_at_the_first_forward(ranks: Ranks) -> None:
+def test_rank_0_gives_the_values_at_the_first_forward(ranks: Ranks) -> None:
     def case() -> None:
         model = zf.shard_params(Normed(), axis())
         for buffer in model.buffers():
@@ -313,7 +313,7 @@ def test_g15_rank_0_gives_the_values_at_the_first_forward(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_g15_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
+def test_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
     """DDP writes buffers that a waiting backward has saved, and autograd refuses them."""
 
     def case() -> list[Tensor]:
@@ -341,7 +341,7 @@ def test_g15_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, ranks(2).run(alone)[0], strict=True))
 
 
-def test_g15_sync_batch_norm_is_that_of_torch(ranks: Ranks) -> None:
+def test_sync_batch_norm_is_that_of_torch(ranks: Ranks) -> None:
     """It takes the statistics of all ranks by collectives of its own, on accelerators only: on the CPU torch refuses."""
 
     def case() -> None:
@@ -357,7 +357,7 @@ def test_g15_sync_batch_norm_is_that_of_torch(ranks: Ranks) -> None:
     ranks(2).run(case)
 
 
-def test_g15_buffers_that_differ_in_shape_are_refused(ranks: Ranks) -> None:
+def test_buffers_that_differ_in_shape_are_refused(ranks: Ranks) -> None:
     def case() -> None:
         model = nn.Linear(3, 3)
         model.register_buffer("table", torch.zeros(2 + dist.get_rank()))

@@ -1,32 +1,23 @@
-"""G44: `torch.compile` around, inside and before a transform gives what eager replicas give."""
+"""`torch.compile` around, inside and before a transform gives what eager replicas give; several units are no one graph."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.utils
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.support.models import Block
+from tests.support.models import Block, Recomputed
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, Tower, World, differences, noise
-
-
-class Recomputed(Tower):
-    """Each block is a checkpoint."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.leave(x)
 
 
 class Short(Tower):
@@ -106,40 +97,6 @@ def _train(order: str, backend: str, build: Callable[[], nn.Module], world: Worl
         zf.check(model, optimizer)
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_g44_a_compiled_model_trains_as_replicas(ranks: Ranks, stage: str) -> None:
-    def trial(world: World) -> None:
-        _train("the whole, after", "aot_eager", Tower, world)
-
-    for found in ranks(2, deadline_s=120).run(differences, trial, stages=[stage]):
-        assert found == []
-
-
-@pytest.mark.parametrize("order", [order for order in ORDERS if order != "the whole, after"])
-def test_g44_transforms_and_compilation_commute(ranks: Ranks, order: str) -> None:
-    def trial(world: World) -> None:
-        _train(order, "eager", Tower, world)
-
-    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
-        assert found == []
-
-
-def test_g44_weights_that_hooks_compute_are_those_of_replicas(ranks: Ranks) -> None:
-    def trial(world: World) -> None:
-        _train("the whole, after", "eager", Hooked, world)
-
-    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
-        assert found == []
-
-
-def test_g44_checkpoints_of_compiled_blocks_train_as_replicas(ranks: Ranks) -> None:
-    def trial(world: World) -> None:
-        _train("blocks, after", "aot_eager", Recomputed, world)
-
-    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
-        assert found == []
-
-
 def _compiled_step(world: World) -> None:
     """The user compiles a function that runs forward, backward and the optimizer."""
     torch._dynamo.reset()
@@ -159,11 +116,6 @@ def _compiled_step(world: World) -> None:
         world.note_model(model)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_g44_a_compiled_forward_and_backward_is_exact(ranks: Ranks) -> None:
-    for found in ranks(2, deadline_s=120).run(differences, _compiled_step, stages=["zero2"]):
-        assert found == []
 
 
 def _compiled_blocks(world: World) -> None:
@@ -195,12 +147,6 @@ def _compiled_blocks(world: World) -> None:
     world.note_model(model)
 
 
-def test_g44_blocks_in_compiled_functions_are_run_as_they_are(ranks: Ranks) -> None:
-    """The compiler traced the reduction at the end of a block, and sometimes failed there on one rank."""
-    for found in ranks(2, deadline_s=120).run(differences, _compiled_blocks, stages=["zero1", "zero2"]):
-        assert found == []
-
-
 def _compiled_optimizer(make: Callable[..., torch.optim.Optimizer], world: World) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -214,21 +160,6 @@ def _compiled_optimizer(make: Callable[..., torch.optim.Optimizer], world: World
         step()
         optimizer.zero_grad()
     assert _compiled()[0], "nothing was compiled"
-
-
-@pytest.mark.parametrize(("name", "stage"), [("momentum", "zero1"), ("AdamW", "zero3")])
-def test_g44_a_compiled_optimizer_steps_with_the_gradients_of_each_step(ranks: Ranks, name: str, stage: str) -> None:
-    """All steps once took the gradients of the first, silently, where every unit had one parameter; else the first raised."""
-    make: Callable[..., torch.optim.Optimizer] = {
-        "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    }[name]
-
-    def trial(world: World) -> None:
-        _compiled_optimizer(make, world)
-
-    for found in ranks(2, deadline_s=120).run(differences, trial, stages=[stage]):
-        assert found == []
 
 
 class _Sign(torch.optim.Optimizer):
@@ -254,22 +185,110 @@ class _Sign(torch.optim.Optimizer):
                     self._update(parameter.detach(), parameter.grad, state["average"])
 
 
-def test_g44_an_optimizer_that_compiles_its_update_is_exact(ranks: Ranks) -> None:
+def _compiled_update(world: World) -> None:
     """The compiler raised at shards and gradients that begin inside the memory of their unit."""
+    torch._dynamo.reset()
+    model = world.build(Short)
+    optimizer = _Sign(model.parameters())
+    for seed in range(2):
+        model(noise(4, WIDTH, seed=seed)).square().mean().backward()
+        world.reduce(model)
+        world.note_model(model)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def trial(world: World) -> None:
-        torch._dynamo.reset()
-        model = world.build(Short)
-        optimizer = _Sign(model.parameters())
-        for seed in range(2):
-            model(noise(4, WIDTH, seed=seed)).square().mean().backward()
-            world.reduce(model)
-            world.note_model(model)
-            optimizer.step()
-            optimizer.zero_grad()
 
-    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero1", "zero3"]):
-        assert found == []
+TRIALS: dict[str, tuple[Callable[[World], None], tuple[str, ...]]] = {
+    "the whole": (partial(_train, "the whole, after", "aot_eager", Tower), ("zero1", "zero3")),
+    **{order: (partial(_train, order, "eager", Tower), ("zero3",)) for order in ORDERS if order != "the whole, after"},
+    "weights that hooks compute": (partial(_train, "the whole, after", "eager", Hooked), ("zero3",)),
+    "checkpoints of compiled blocks": (partial(_train, "blocks, after", "aot_eager", Recomputed), ("zero3",)),
+    "forward and backward": (_compiled_step, ("zero2",)),
+    # The compiler traced the reduction at the end of a block, and sometimes failed there on one rank.
+    "blocks in compiled functions": (_compiled_blocks, ("zero1", "zero2")),
+    # All steps once took the gradients of the first, silently, where every unit had one parameter; else the first raised.
+    "momentum": (partial(_compiled_optimizer, partial(torch.optim.SGD, lr=0.1, momentum=0.9)), ("zero1",)),
+    "AdamW": (partial(_compiled_optimizer, partial(torch.optim.AdamW, lr=0.01)), ("zero3",)),
+    "an update": (_compiled_update, ("zero1", "zero3")),
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_what_is_compiled_trains_as_eager_replicas(ranks: Ranks, trial: str) -> None:
+    function, stages = TRIALS[trial]
+    assert ranks(2, deadline_s=200).run(differences, function, stages=stages) == [[]] * 2
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+
+class Link(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """More blocks than the compiler compiles one function for (8)."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Link() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _several_units(stage: str) -> tuple[str, bool]:
+    torch._dynamo.reset()
+    found, said, x = [], "", noise(4, WIDTH, seed=0)
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model = STAGES[stage](Chain(3), axis(), units=Link)
+        if compiles:
+            with pytest.raises(Exception, match="zero_fn gathers a unit here") as raised:
+                torch.compile(model, backend="eager", fullgraph=True)(x)
+            said = str(raised.value)
+        model(x).square().mean().backward()  # the model is as it was
+        found.append(_gradients(model))
+    return said, all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_graph_of_several_units_is_refused(ranks: Ranks, stage: str) -> None:
+    """By the compiler, in our words, on every rank; the model goes on."""
+    for said, is_as_it_was in ranks(2, deadline_s=200).run(_several_units, stage):
+        assert "torch.compile(model) without fullgraph=True, or block.compile() for each block" in said
+        assert is_as_it_was
+
+
+def _deep(way: str) -> tuple[int, list[Tensor]]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model: Any = zf.zero3(Chain(10), axis(), units=Link)
+    for i, block in enumerate(model.blocks):
+        if way == "in place":
+            block.compile(backend="eager", fullgraph=True)
+        elif way == "around":
+            model.blocks[i] = torch.compile(block, backend="eager", fullgraph=True)
+    for _ in range(2):
+        model(noise(4, WIDTH, seed=0)).sum().backward()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], _gradients(model)
+
+
+@pytest.mark.parametrize("way", ["in place", "around"])
+def test_the_inside_of_a_unit_is_one_graph_that_blocks_share(ranks: Ranks, way: str) -> None:
+    case = ranks(2, deadline_s=200)
+    for (graphs, found), (_, expected) in zip(case.run(_deep, way), case.run(_deep, "plain"), strict=True):
+        assert graphs == 2, "one for inputs without gradients, and one for all other blocks"
+        assert all(map(torch.equal, found, expected))
 
 
 def _graphs_of_blocks() -> tuple[int, int]:
@@ -283,7 +302,7 @@ def _graphs_of_blocks() -> tuple[int, int]:
     return compiled, torch._dynamo.explain(Block(7))(torch.randn(4, 7)).graph_count
 
 
-def test_g44_a_block_is_compiled_whole(ranks: Ranks) -> None:
+def test_a_block_is_compiled_whole(ranks: Ranks) -> None:
     """One graph serves all three blocks: entering a unit breaks the graph, its inside does not."""
     for compiled, of_a_plain_block in ranks(2, deadline_s=120).run(_graphs_of_blocks):
         assert of_a_plain_block == 1

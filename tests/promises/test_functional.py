@@ -1,4 +1,4 @@
-"""G20 and G21: double backward, `torch.autograd.grad`, and the functions of `torch.func`."""
+"""Double backward, `torch.autograd.grad`, and the functions of `torch.func`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 import zero_fn as zf
-from tests.promises.models import Stack
-from tests.promises.oracle import Run, differences, noise
+from tests.support.models import Stack
 from tests.support.profiles import SIZES
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import named_fulls
+from tests.support.worlds import Run, differences, noise, trained
 
 
 class Tied(Stack):
@@ -42,7 +42,7 @@ MODELS = [Stack, Tied, Shared]
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
-def test_g20_a_gradient_penalty_on_the_input_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
+def test_a_gradient_penalty_on_the_input_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number).requires_grad_()
         output = model(x)
@@ -50,7 +50,7 @@ def test_g20_a_gradient_penalty_on_the_input_trains(ranks: Ranks, n: int, build:
         run.backward(output.square().mean() + (slope.norm(dim=1) - 1).square().mean())
         return slope, x.grad
 
-    assert ranks(n).run(differences, build, program) == [[]] * n
+    assert ranks(n).run(differences, trained(build, program)) == [[]] * n
 
 
 class Whole(nn.Module):
@@ -72,7 +72,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_g20_modules_that_run_several_times_are_differentiated_twice(ranks: Ranks, n: int) -> None:
+def test_modules_that_run_several_times_are_differentiated_twice(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         x = noise(2, 3, seed=number, dtype=torch.float64).sign().requires_grad_()
         output = model(x)
@@ -80,11 +80,11 @@ def test_g20_modules_that_run_several_times_are_differentiated_twice(ranks: Rank
         run.backward(output.sum() + slope.sum())
         return slope, x.grad
 
-    assert ranks(n).run(differences, Whole, program, steps=1) == [[]] * n
+    assert ranks(n).run(differences, trained(Whole, program, steps=1)) == [[]] * n
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_g20_a_penalty_on_the_gradient_of_parameters_trains(ranks: Ranks, n: int) -> None:
+def test_a_penalty_on_the_gradient_of_parameters_trains(ranks: Ranks, n: int) -> None:
     """The gradient in the graph is the mean over ranks; with one batch on all ranks, that of each."""
 
     def program(model: Any, run: Run, number: int) -> object:
@@ -95,23 +95,23 @@ def test_g20_a_penalty_on_the_gradient_of_parameters_trains(ranks: Ranks, n: int
         run.backward(loss + sum(g.square().sum() for g in whole))
         return whole
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    assert ranks(n).run(differences, trained(Stack, program)) == [[]] * n
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_g21_autograd_grad_adds_up_modules_that_run_several_times(ranks: Ranks, n: int) -> None:
+def test_autograd_grad_adds_up_modules_that_run_several_times(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         x = noise(2, 3, seed=number, dtype=torch.float64).sign()
         grads = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         for parameter, value in zip(model.parameters(), grads, strict=True):
             parameter.grad = run.mean(value)
 
-    assert ranks(n).run(differences, Whole, program, steps=1) == [[]] * n
+    assert ranks(n).run(differences, trained(Whole, program, steps=1)) == [[]] * n
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
-def test_g21_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
+def test_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         loss = model(noise(4, 6, seed=number)).square().mean()
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -123,17 +123,17 @@ def test_g21_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: 
         some = torch.autograd.grad(model(noise(4, 6, seed=number)).sum(), list(model.layers[0].parameters()))
         return [run.mean(value) for value in some]
 
-    assert ranks(n).run(differences, build, program) == [[]] * n
+    assert ranks(n).run(differences, trained(build, program)) == [[]] * n
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_g21_backward_into_some_parameters(ranks: Ranks, n: int) -> None:
+def test_backward_into_some_parameters(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         x = noise(4, 6, seed=number)
         run.backward(model(x).square().mean(), inputs=list(model.layers.parameters()))
         run.backward(model(x).square().mean(), inputs=[model.enter.weight])
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    assert ranks(n).run(differences, trained(Stack, program)) == [[]] * n
 
 
 def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", MODELS)
-def test_g21_a_call_on_whole_tensors_is_that_of_a_plain_module(
+def test_a_call_on_whole_tensors_is_that_of_a_plain_module(
     ranks: Ranks, n: int, build: Callable[[], nn.Module]
 ) -> None:
     """Of the model and of a unit alone: functional_call, its transforms and ensembles. Gradients are those of the rank."""
@@ -173,10 +173,10 @@ def test_g21_a_call_on_whole_tensors_is_that_of_a_plain_module(
             model(x),
         )
 
-    assert ranks(n).run(differences, build, program) == [[]] * n
+    assert ranks(n).run(differences, trained(build, program)) == [[]] * n
 
 
-def test_g21_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> None:
+def test_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> None:
     def case() -> None:
         for stage in STAGES.values():
             torch.manual_seed(0)
@@ -204,7 +204,7 @@ def test_g21_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> No
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_g21_resting_tensors_and_some_of_the_tensors_are_refused(ranks: Ranks, stage: str) -> None:
+def test_resting_tensors_and_some_of_the_tensors_are_refused(ranks: Ranks, stage: str) -> None:
     """Inside torch.func and outside. In the block of the error's fix, parameters are whole, and a call takes any of them."""
 
     def case() -> None:
@@ -230,9 +230,7 @@ def test_g21_resting_tensors_and_some_of_the_tensors_are_refused(ranks: Ranks, s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_g21_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_exact(
-    ranks: Ranks, stage: str
-) -> None:
+def test_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_exact(ranks: Ranks, stage: str) -> None:
     def case() -> None:
         torch.manual_seed(0)
         reference = Stack()
@@ -282,4 +280,4 @@ def test_a_gradient_that_a_function_assigns_in_backward_is_reduced(ranks: Ranks,
     def program(model: nn.Module, run: Run, number: int) -> None:
         run.backward(model(noise(3, 6, seed=number)).square().mean())
 
-    assert ranks(n).run(differences, build, program) == [[]] * n
+    assert ranks(n).run(differences, trained(build, program)) == [[]] * n

@@ -22,10 +22,11 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero_fn as zf
 from tests.support.groups import alone
+from tests.support.models import Layer, Stack
 from tests.support.ranks import Ranks, axis
 
 _ROOT = os.path.dirname(zf.__file__) + os.sep
@@ -67,27 +68,6 @@ class _Tracer:
             sys.settrace(before)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.blocks = nn.Linear(_WIDTH, _WIDTH), nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def _batch(number: int) -> Tensor:
     return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(number))
 
@@ -106,9 +86,13 @@ class Patient:
     def __init__(self, where: str, folder: str, mesh: Any) -> None:
         torch.manual_seed(0)
         self.folder = folder = _shared_folder(folder)
-        self.plain, self.saves = Net(), 0
+        self.plain, self.saves = Stack(_WIDTH, _WIDTH, 2), 0
         self.is_streamed = where in ("disk", "waiting")
-        model = zf.shard_optimizer(Net(), mesh) if where == "stage 1" else zf.shard_params(Net(), mesh, units=Block)
+        model = (
+            zf.shard_optimizer(Stack(_WIDTH, _WIDTH, 2), mesh)
+            if where == "stage 1"
+            else zf.shard_params(Stack(_WIDTH, _WIDTH, 2), mesh, units=Layer)
+        )
         if self.is_streamed:
             disk = zf.nvme(folder) if where == "disk" else zf.cpu()
             model = zf.offload(model, params=disk, grads=disk, optim=disk)
@@ -288,7 +272,6 @@ def _shared_moments(counts: Counter[Line]) -> list[Moment]:
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
-_EVERYDAY, _MANY = 3, 75  # of 32 pairs: 2,400 in all
 _CASES = pytest.mark.parametrize(("where", "act"), [(where, act) for where in WHERE for act in ACTS])
 
 
@@ -300,15 +283,10 @@ def _require_right(found: Counter[str]) -> None:
     assert not {what: count for what, count in found.items() if not what.startswith("right")}
 
 
+@pytest.mark.parametrize("count", [3, pytest.param(75, marks=pytest.mark.long)])
 @_CASES
-def test_what_comes_after_an_interrupt_is_right(where: str, act: str) -> None:
-    _require_right(interrupted(where, act, _EVERYDAY, _seed(where, act)))
-
-
-@pytest.mark.long
-@_CASES
-def test_what_comes_after_many_interrupts_is_right(where: str, act: str) -> None:
-    _require_right(interrupted(where, act, _MANY, 1 + _seed(where, act)))
+def test_what_comes_after_an_interrupt_is_right(where: str, act: str, count: int) -> None:
+    _require_right(interrupted(where, act, count, count + _seed(where, act)))
 
 
 def _on_two_ranks(ranks: Ranks, where: str, act: str, seed: int) -> bool:
@@ -359,7 +337,7 @@ def test_weights_that_come_after_an_interrupt_of_a_users_module_are_used(stage: 
     folder = _shared_folder()
     with alone() as mesh:
         patient = Patient(stage, folder, mesh)
-        handle = patient.model.blocks[0].register_forward_hook(_interrupt)
+        handle = patient.model.layers[0].register_forward_hook(_interrupt)
         with pytest.raises(KeyboardInterrupt):
             patient.step()
         handle.remove()
@@ -390,9 +368,9 @@ def test_a_module_that_runs_in_one_thread_is_refused_in_another() -> None:
         thread.join()
 
     with alone() as mesh:
-        plain = Net()
-        model = zf.shard_params(plain, mesh, units=Block)
-        handle = model.blocks[0].register_forward_hook(meanwhile)
+        plain = Stack(_WIDTH, _WIDTH, 2)
+        model = zf.shard_params(plain, mesh, units=Layer)
+        handle = model.layers[0].register_forward_hook(meanwhile)
         assert torch.equal(model(_batch(0)), plain(_batch(0)))
         other()  # one after the other, any thread may call it
     assert found == ["A transformed module was called while another thread runs it."]
