@@ -48,11 +48,13 @@ def _blocks_and_plain_backwards(model: Any, run: Run, number: int) -> None:
 
 
 def _exception_in_a_block(model: Any, run: Run, number: int) -> None:
-    """The gradients before it are restored."""
+    """The gradients before it are restored, and what it has summed is in no later sum."""
     backward(model, run, 10 * number)
     with pytest.raises(ZeroDivisionError), run.accumulate():
         backward(model, run, 10 * number + 1)
         raise ZeroDivisionError
+    with run.accumulate():
+        backward(model, run, 10 * number + 2)
 
 
 def _frozen_in_a_block(model: Any, run: Run, number: int) -> None:
