@@ -1,8 +1,17 @@
-"""N7: saving, starting fresh processes and going on gives the bits of a run that was never interrupted."""
+"""A run that is saved and loaded goes on as if it had not stopped, to the bit.
+
+The table `RUNS`: in fresh processes. Then between any two of the worlds of `tests/units/checkpoint/worlds.py`, and with every
+optimizer and schedule of torch.
+
+Elsewhere: checkpoints of other libraries in `tests/units/checkpoint/test_of_*.py`; drawn models, ranks and tiers in
+`property_tests/test_checkpoints_of_ranks.py`.
+"""
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,91 +19,336 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import lr_scheduler
 
+import zero_fn as zf
+from tests.support.groups import alone
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
-from tests.support.wholes import named_fulls
+from tests.support.seeds import seed_generator
+from tests.support.wholes import full, named_fulls
 from tests.support.worlds import WIDTH, Tower, noise
+from tests.units.checkpoint.worlds import WORLDS, differing, everything, made, stepped
 
 STEPS = 3
 
 
 class Run:
-    """A model with dropout, its optimizer, schedule and random numbers, all of which belong to a checkpoint."""
+    """A model with dropout and batch statistics, its optimizer, schedule and random numbers: all belong to a checkpoint.
 
-    def __init__(self, stage: str, seed: int) -> None:
+    For torch.distributed.checkpoint without batch statistics: it saves buffers of one rank, and each rank has its own.
+    """
+
+    def __init__(self, stage: str, dtype: torch.dtype, path: str, how: str, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model: nn.Module = STAGES[stage](Tower(dropout=0.2), axis())
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, amsgrad=True)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
+        last = nn.Identity() if how == "dcp" else nn.BatchNorm1d(WIDTH)
+        model: nn.Module = nn.Sequential(Tower(dropout=0.2), last).to(dtype)
+        if stage == "away":
+            model = zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.nvme(path))
+        elif stage == "local buffers":
+            model = zf.zero3(model, axis(), buffers="local")
+        else:
+            model = STAGES[stage](model, axis())
+        self.model, self.dtype, self.step = model, dtype, 0
+        self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+        self.schedule = lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
+        if stage == "away":
+            self.optimizer = zf.streamed(self.optimizer, zf.nvme(path), buffer="16MiB", finish="forward")
         torch.manual_seed(100 + dist.get_rank())
-        self.step = 0
 
-    def train(self) -> None:
-        for _ in range(STEPS):
-            self.model(noise(4, WIDTH, seed=self.step)).square().mean().backward()
+    def train(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            self.model(noise(4, WIDTH, seed=self.step, dtype=self.dtype)).square().mean().backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
             self.step += 1
 
-    def states(self) -> dict[str, object]:
+    def save_and_go_on(self, folder: str, how: str) -> None:
+        own = {"schedule": self.schedule, "random": torch.get_rng_state(), "step": self.step}
+        if how == "dcp":
+            dcp.save(self._states(), checkpoint_id=folder)
+        elif how == "sync":
+            zf.save(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=own)
+        else:
+            saving = zf.save_async(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=own)
+            self.train()  # changes everything that is being saved
+            saving.wait()
+            return
+        self.train()
+
+    def load(self, folder: str, how: str) -> None:
+        if how == "dcp":
+            states: Any = self._states()
+            dcp.load(states, checkpoint_id=folder)
+            weights, moments = states["model"], states["optimizer"]
+            set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+            found = states[f"rank {dist.get_rank()}"]
+            self.schedule.load_state_dict(found["schedule"])
+        else:
+            found = zf.load(folder, self.model, self.optimizer, extra={"schedule": self.schedule})
+        torch.set_rng_state(found["random"])
+        self.step = found["step"]
+
+    def _states(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         own = {"random": torch.get_rng_state(), "step": self.step, "schedule": self.schedule.state_dict()}
         return {"model": model, "optimizer": optimizer, f"rank {dist.get_rank()}": own}
 
-    def load(self, folder: str) -> None:
-        states = self.states()
-        dcp.load(states, checkpoint_id=folder)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=states["model"],  # type: ignore[arg-type]
-            optim_state_dict=states["optimizer"],  # type: ignore[arg-type]
-        )
-        own: dict = states[f"rank {dist.get_rank()}"]  # type: ignore[assignment]
-        torch.set_rng_state(own["random"])
-        self.step = own["step"]
-        self.schedule.load_state_dict(own["schedule"])
-
     def result(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = dict(self.model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state[parameter].items():
-                found[f"{key} of {name}"] = value
-        found = named_fulls(found)
-        found["random"] = torch.get_rng_state()
-        found["lr"] = torch.tensor(self.schedule.get_last_lr())
-        return found
+        found: dict[str, Any] = dict(self.model.state_dict())
+        for number, states in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number} {name}": value for name, value in states.items()}
+        found = named_fulls({name: value for name, value in found.items() if isinstance(value, Tensor)})
+        return {**found, "random": torch.get_rng_state(), "lr": torch.tensor(self.schedule.get_last_lr())}
 
 
-def _uninterrupted(folder: str, stage: str) -> dict[str, Tensor]:
-    run = Run(stage, seed=0)
+def _uninterrupted(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Tensor]:
+    run = Run(stage, dtype, folder, how, seed=0)
     run.train()
-    dcp.save(run.states(), checkpoint_id=folder)
+    run.save_and_go_on(folder, how)
+    return run.result()
+
+
+def _resumed(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Tensor]:
+    run = Run(stage, dtype, folder, how, seed=7)
+    if how != "dcp":  # what has been stepped is replaced, too
+        run.train(1)
+    run.load(folder, how)
     run.train()
     return run.result()
 
 
-def _resumed(folder: str, stage: str) -> dict[str, Tensor]:
-    run = Run(stage, seed=7)
-    run.load(folder)
-    run.train()
-    return run.result()
+RUNS = [
+    ("zero1", 2, torch.bfloat16, "async"),
+    ("zero3", 3, torch.float32, "sync"),
+    ("zero3", 3, torch.float32, "dcp"),
+    ("away", 3, torch.float32, "async"),
+    ("zero3", 1, torch.float32, "async"),
+    ("local buffers", 2, torch.float32, "async"),
+    *(pytest.param(stage, 2, torch.float32, "dcp", marks=pytest.mark.long) for stage in STAGES),
+]
 
 
-@pytest.mark.parametrize(
-    ("stage", "n"), [("zero3", 3), *(pytest.param(stage, 2, marks=pytest.mark.long) for stage in STAGES)]
-)
-def test_n7_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(ranks: Ranks, stage: str, n: int) -> None:
+@pytest.mark.parametrize(("stage", "n", "dtype", "how"), RUNS)
+def test_n7_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
+    ranks: Ranks, stage: str, n: int, dtype: torch.dtype, how: str, tmp_path: Path
+) -> None:
     fresh = Ranks()  # other processes than those of the session
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            expected = ranks(n).run(_uninterrupted, folder, stage)
-            resumed = fresh(n).run(_resumed, folder, stage)
+        expected = ranks(n).run(_uninterrupted, str(tmp_path), stage, dtype, how)
+        resumed = fresh(n).run(_resumed, str(tmp_path), stage, dtype, how)
     finally:
         fresh.close()
     for one, other in zip(expected, resumed, strict=True):
-        assert one.keys() == other.keys()
-        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+        assert differing(one, other) == []
+
+
+# -- between worlds ----------------------------------------------------------------------------------------------------
+
+
+def _first(folder: str) -> dict[str, Any]:
+    """A model that was trained, saved by one process."""
+    model, optimizer = made("plain", folder, seed=0)
+    for number in range(2):
+        stepped(model, optimizer, number)
+    zf.save(f"{folder}/plain/step-2", model, optimizer, extra={"step": 2})
+    return everything(model, optimizer)
+
+
+def _passed_on(world: str, folder: str, expected: dict[str, Any]) -> list[str]:
+    """Loads that, and saves it as it rests in this world."""
+    model, optimizer = made(world, folder, seed=7)
+    step = zf.load(f"{folder}/plain", model, optimizer)["step"]
+    zf.save(f"{folder}/{world}/step-{step}", model, optimizer, extra={"step": step})
+    return differing(expected, everything(model, optimizer))
+
+
+def _loaded(world: str, folder: str, expected: dict[str, Any], apart: int) -> list[str]:
+    """Where what other worlds have saved differs from what was saved first, once it is loaded."""
+    model, optimizer = made(world, folder, seed=8)
+    wrong = []
+    for source in sources(world, apart):
+        stepped(model, optimizer, 3)
+        zf.load(f"{folder}/{source}", model, optimizer)
+        wrong += [f"{source}: {name}" for name in differing(expected, everything(model, optimizer))]
+    return wrong
+
+
+def sources(world: str, apart: int) -> list[str]:
+    """What a world loads: of every other world, or of each so many, so that all are loaded by some."""
+    return list(WORLDS)[list(WORLDS).index(world) % apart :: apart]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A folder with the same checkpoint as each world has saved it, and what is in it."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    (expected,) = ranks(1).run(_first, folder)
+    for name, world in WORLDS.items():
+        if name != "plain":
+            assert ranks(world.ranks).run(_passed_on, name, folder, expected) == [[]] * world.ranks
+    return folder, expected
+
+
+@pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_any_world_has_saved_is_loaded_to_the_bit(
+    ranks: Ranks, world: str, apart: int, saved: tuple[str, dict[str, Any]]
+) -> None:
+    assert ranks(WORLDS[world].ranks).run(_loaded, world, *saved, apart) == [[]] * WORLDS[world].ranks
+
+
+def test_replicas_share_the_writing(saved: tuple[str, dict[str, Any]]) -> None:
+    sizes = [path.stat().st_size for path in (Path(saved[0]) / "replicate" / "step-2" / "model").iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) < 0.8 * sum(sizes)
+
+
+# -- optimizers and schedules ------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adafactor": lambda ps: torch.optim.Adafactor(ps),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps),
+    "adam, fused": lambda ps: torch.optim.Adam(ps, fused=True),
+    "adam, lr is a tensor": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.1)),
+    "asgd": lambda ps: torch.optim.ASGD(ps),
+    "nadam": lambda ps: torch.optim.NAdam(ps),
+    "radam": lambda ps: torch.optim.RAdam(ps),
+    "rprop": lambda ps: torch.optim.Rprop(ps),
+    "sgd": lambda ps: torch.optim.SGD(ps, momentum=0.9),
+}
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _stepped_on(name: str, folder: Path, is_sharded: bool) -> list[str]:
+    runs = []
+    for number in range(2):
+        seed_generator(number)
+        model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+        model = zf.zero3(model, axis()) if is_sharded else model
+        optimizer = OPTIMIZERS[name](model.parameters())
+        _trained(model, optimizer, 0)
+        if number == 0:
+            zf.save(folder / name, model, optimizer)
+        else:
+            zf.load(folder / name, model, optimizer)
+        _trained(model, optimizer, 1)
+        runs.append({key: full(value) for key, value in model.named_parameters()})
+    return [key for key, value in runs[0].items() if not torch.equal(value, runs[1][key])]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    assert _stepped_on(name, tmp_path, is_sharded=False) == []
+    if name != "adafactor":  # refused over shards: it looks at whole tensors
+        assert ranks(2).run(_stepped_on, name, tmp_path / "ranks", is_sharded=True) == [[], []]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_backward_of_a_forward_before_a_load_is_refused(tmp_path: Path, is_sharded: bool) -> None:
+    """It would compute gradients with the weights that were loaded: torch refuses it, too, after `load_state_dict`."""
+    with alone() as mesh:
+        model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = zf.zero3(model, mesh) if is_sharded else model
+        zf.save(tmp_path / "a", model)
+        output = model(torch.ones(1, 3))
+        zf.load(tmp_path / "a", model)
+        with pytest.raises(zf.StateError if is_sharded else RuntimeError, match=r"stepped|inplace operation"):
+            output.sum().backward()
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "ChainedScheduler": {},
+    "ConstantLR": {"total_iters": 3},
+    "CosineAnnealingLR": {"T_max": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 2, "mode": "triangular2"},
+    "ExponentialLR": {"gamma": 0.7},
+    "LambdaLR": {"lr_lambda": lambda step: 0.9**step},
+    "LinearLR": {"total_iters": 4},
+    "MultiStepLR": {"milestones": [1, 2, 2, 5], "gamma": 0.3},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 1 - 0.1 * step},
+    "OneCycleLR": {"max_lr": 0.3, "total_steps": 40},
+    "PolynomialLR": {"total_iters": 6, "power": 2.0},
+    "ReduceLROnPlateau": {"patience": 1, "cooldown": 1},
+    "SequentialLR": {},
+    "StepLR": {"step_size": 2},
+}
+"""Every schedule of torch, by its arguments."""
+
+
+def _schedule(name: str, optimizer: torch.optim.Optimizer) -> Any:
+    """A schedule; one that is made of others has all that torch lets be in it."""
+    simple = [each for each, arguments in SCHEDULES.items() if arguments and each != "ReduceLROnPlateau"]
+    if name == "SequentialLR":
+        return lr_scheduler.SequentialLR(optimizer, [_schedule(each, optimizer) for each in simple], [*range(1, 12)])
+    if name == "ChainedScheduler":
+        inside = lr_scheduler.ChainedScheduler([_schedule(each, optimizer) for each in simple], optimizer)
+        return lr_scheduler.ChainedScheduler([inside, _schedule("SequentialLR", optimizer)], optimizer)
+    return getattr(lr_scheduler, name)(optimizer, **SCHEDULES[name])
+
+
+def _scheduled(name: str) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    return optimizer, _schedule(name, optimizer)
+
+
+def _rates(optimizer: torch.optim.Optimizer, schedule: Any, loss: float) -> list[float]:
+    """A step; what it leaves the groups with."""
+    optimizer.step()
+    schedule.step(*[loss] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
+    return [value for group in optimizer.param_groups for value in group.values() if isinstance(value, float)]
+
+
+def test_every_schedule_goes_on_wherever_it_was_saved(tmp_path: Path) -> None:
+    """Also those that are made of others: each keeps what it knows in a state of its own kind (MultiStepLR in a Counter)."""
+    assert {*SCHEDULES} == {*lr_scheduler.__all__} - {"LRScheduler"}, "torch has others"
+    runs, steps = {name: _scheduled(name) for name in SCHEDULES}, 13
+    wanted: dict[str, list[list[float]]] = {name: [] for name in SCHEDULES}
+    for step in range(steps):
+        extra = {f"{name}/{at}": part for name, run in runs.items() for at, part in enumerate(run)}
+        zf.save(tmp_path / f"step-{step}", extra=extra)
+        for name, run in runs.items():
+            wanted[name].append(_rates(*run, loss=-min(step, 4)))
+    for start in range(steps):
+        resumed = {name: _scheduled(name) for name in SCHEDULES}
+        extra = {f"{name}/{at}": part for name, run in resumed.items() for at, part in enumerate(run)}
+        zf.load(tmp_path / f"step-{start}", extra=extra)
+        for name, run in resumed.items():
+            found = [_rates(*run, loss=-min(step, 4)) for step in range(start, steps)]
+            assert found == wanted[name][start:], f"{name}, saved at step {start}"
+
+
+def _statistics(folder: str) -> None:
+    """Each rank sees other rows, and keeps its own statistics of them."""
+    model = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
+    model(noise(4, WIDTH, seed=dist.get_rank()))
+    zf.save(f"{folder}/step-1", model)
+
+
+def _elsewhere(folder: str) -> list[float]:
+    """The statistics of rank 0, where they are asked for."""
+    model: Any = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
+    before = model[1].running_mean.clone()
+    with pytest.raises(zf.CheckpointError, match=r"running_mean: 2 ranks have saved different values of a buffer"):
+        zf.load(folder, model)
+    assert torch.equal(model[1].running_mean, before), "a refused load has changed something"
+    asked: Any = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis())
+    zf.load(folder, asked)
+    found: list[float] = asked[1].running_mean.tolist()
+    return found
+
+
+def test_buffers_of_ranks_are_not_those_of_rank_0_in_silence(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_statistics, str(tmp_path))
+    plain: Any = nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH))
+    zf.load(tmp_path, plain)
+    assert ranks(3).run(_elsewhere, str(tmp_path)) == [plain[1].running_mean.tolist()] * 3

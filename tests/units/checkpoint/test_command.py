@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from tests.units.checkpoint.damage import flip
 from tests.units.checkpoint.made_by_deepspeed import HERE, adamw, built
 from zero_fn.checkpoint.command import main
 
@@ -87,9 +88,7 @@ def test_commands_list_and_tell_errors(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
     assert "step-1" in capsys.readouterr().out
     file = next((tmp_path / "step-1" / "model").iterdir())
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    file.write_bytes(flip(file))
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert "CheckpointError" in capsys.readouterr().err
     assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "b"), "--to", "dcp"]) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +18,11 @@ from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from tests.units.checkpoint.worlds import Tied
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adafactor": lambda ps: torch.optim.Adafactor(ps),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps),
-    "adam, fused": lambda ps: torch.optim.Adam(ps, fused=True),
-    "adam, lr is a tensor": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.1)),
-    "asgd": lambda ps: torch.optim.ASGD(ps),
-    "nadam": lambda ps: torch.optim.NAdam(ps),
-    "radam": lambda ps: torch.optim.RAdam(ps),
-    "rprop": lambda ps: torch.optim.Rprop(ps),
-    "sgd": lambda ps: torch.optim.SGD(ps, momentum=0.9),
-}
-
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _resumed(name: str, folder: Path, is_sharded: bool) -> list[str]:
-    runs = []
-    for number in range(2):
-        seed_generator(number)
-        model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
-        model = zf.zero3(model, axis()) if is_sharded else model
-        optimizer = OPTIMIZERS[name](model.parameters())
-        _trained(model, optimizer, 0)
-        if number == 0:
-            zf.save(folder / name, model, optimizer)
-        else:
-            zf.load(folder / name, model, optimizer)
-        _trained(model, optimizer, 1)
-        runs.append({key: full(value) for key, value in model.named_parameters()})
-    return [key for key, value in runs[0].items() if not torch.equal(value, runs[1][key])]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    assert _resumed(name, tmp_path, is_sharded=False) == []
-    if name != "adafactor":  # refused over shards: it looks at whole tensors
-        assert ranks(2).run(_resumed, name, tmp_path / "ranks", is_sharded=True) == [[], []]
 
 
 def _odd(folder: Path, n: int) -> list[str]:

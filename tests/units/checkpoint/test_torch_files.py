@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zero_fn as zf
+from tests.units.checkpoint.damage import flip
 from tests.units.checkpoint.made_by_deepspeed import HERE
 from zero_fn.checkpoint.others.of_dcp import MetadataUnpickler
 from zero_fn.checkpoint.others.torch_files import Foreign, TensorInFile, read_torch_file
@@ -103,9 +104,7 @@ def test_tensors_are_read_as_they_were(name: str, tmp_path: Path) -> None:
 def test_a_damaged_tensor_is_found_before_it_is_read(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(1000)}, tmp_path / "x.pt")
     found, source = _opened(tmp_path / "x.pt")
-    raw = bytearray((tmp_path / "x.pt").read_bytes())
-    raw[found.offset + 1234] ^= 1
-    (tmp_path / "x.pt").write_bytes(raw)
+    (tmp_path / "x.pt").write_bytes(flip(tmp_path / "x.pt", found.offset + 1234))
     with pytest.raises(CheckpointError, match="checksum"):
         source.whole(("model", "x"))
 
