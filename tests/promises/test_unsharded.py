@@ -44,8 +44,10 @@ def _whole_and_written_back(stage: str) -> None:
             model.norm.weight.add_(1)
     assert _equal(parameters(model), plain), "edits without writeback are dropped"
     with zf.unsharded(model.blocks[0], writeback=True), torch.no_grad():
-        model.blocks[0].down.weight.add_(1)
-    plain["blocks.0.down.weight"] = plain["blocks.0.down.weight"] + 1
+        for parameter in (model.blocks[0].gate, model.blocks[0].down.weight):  # the first of its unit, and another
+            parameter.add_(1)
+    for name in ("blocks.0.gate", "blocks.0.down.weight"):
+        plain[name] = plain[name] + 1
     assert _equal(parameters(model), plain)
     with pytest.raises(zf.DisagreementError), zf.unsharded(model, writeback=True), torch.no_grad():
         model.norm.bias.add_(dist.get_rank())
