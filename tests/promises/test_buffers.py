@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ import zero_fn as zf
 from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import noise
+from zero_fn import errors
 
 
 class Normed(nn.Module):
@@ -159,6 +161,27 @@ def test_changes_are_looked_for_again_in_other_modes(ranks: Ranks) -> None:
         return has_changed, same_on_all_ranks([model.mean])
 
     assert ranks(2).run(case) == [(True, True)] * 2
+
+
+def test_a_change_that_begins_late_is_warned_of(ranks: Ranks) -> None:
+    """No message is due in which ranks could tell one another."""
+
+    def case() -> list[bool]:
+        model: Any = zf.shard_params(Normed(), axis()).eval()
+        warned = []
+        for is_late in (False, False, True):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                errors._said.clear()
+                model(noise(5, 6, seed=0)).square().mean().backward()
+                if is_late:
+                    handle = model.last.register_forward_pre_hook(lambda *_: model.seen.add_(1) and None)
+                    model(noise(5, 6, seed=0)).square().mean().backward()
+                    handle.remove()
+            warned.append(any("A forward changed a buffer" in str(one.message) for one in said))
+        return warned
+
+    assert ranks(2).run(case) == [[False, False, True]] * 2
 
 
 def compared_with_ddp_after_loading() -> list[str]:

@@ -195,7 +195,7 @@ TRIALS: dict[str, Callable[[World], None]] = {
     "uneven batches": _uneven_batches,
     "containers": partial(_trains_with_buffers, Containers),
     "recurrent, attention, parametrized": partial(_trains_with_buffers, Awkward),
-    "scripted functions between layers": partial(_trains_with_buffers, Scripted, units=nn.Linear),
+    "scripted functions between layers": partial(_trains_with_buffers, Scripted),
 }
 
 

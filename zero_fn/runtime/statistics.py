@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
+from zero_fn.errors import warn_once
 from zero_fn.transport.agreement import agree, differ
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
@@ -41,10 +42,9 @@ class Statistics:
         self._anchors: list[Callable[[], nn.Module | None]] = []
         self._owners: list[Callable[[], nn.Module | None]] = []
         self._change: dict[_Modes, bool] = {}  # whether forwards in these modes change a buffer on any rank
-        self._untold: dict[
-            _Modes, bool
-        ] = {}  # whether they did on this rank, where the ranks have not told one another
+        self._untold: dict[_Modes, bool] = {}  # ... on this rank, where the ranks have not told one another
         self._before = ""  # a digest of all buffers before the forward that runs in such modes
+        self._versions: list[tuple[int, int]] = []  # ... in modes whose forwards change none
         self.is_due = False
         self.is_active = False
 
@@ -81,8 +81,11 @@ class Statistics:
 
     def note_begun(self) -> None:
         """A forward begins."""
-        if self.is_active and self._modes() not in self._change:
-            self._before = self._digest()
+        if self.is_active:
+            if (change := self._change.get(self._modes())) is None:
+                self._before = self._digest()
+            elif not change:
+                self._versions = self._versions_now()
 
     def note_ended(self) -> None:
         """A forward has ended."""
@@ -90,6 +93,13 @@ class Statistics:
             modes = self._modes()
             if modes in self._change:
                 self.is_due |= self._change[modes]
+                if not self._change[modes] and self._versions != self._versions_now():
+                    # Of this rank alone: no message is due in which the others could be told.
+                    warn_once(
+                        "A forward changed a buffer that the first forwards in this mode did not: each rank keeps its own.",
+                        fix="change it from the first forward on, or model.load_state_dict(model.state_dict()), after which "
+                        'forwards are looked at again; buffers="local" if ranks are to differ',
+                    )
             else:
                 self._untold[modes] = self._untold.get(modes, False) or self._before != self._digest()
 
@@ -133,6 +143,9 @@ class Statistics:
 
     def _now(self) -> list[Tensor]:
         return [buffer for owner in self._live_owners() for buffer in _buffers(owner)]
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in self._now()]
 
     def _digest(self) -> str:
         parts = [_bytes(buffer).cpu() for buffer in self._now()]

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import getattr_static
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -234,7 +235,7 @@ def _large_beside(blocks: Set[str], module: nn.Module) -> Iterator[str]:
     for name, child in module.named_modules():
         if name in around or name in blocks or name.rpartition(".")[0] not in around:
             continue
-        if type(child).forward is nn.Module.forward:
+        if getattr_static(child, "forward") is nn.Module.forward:
             around.add(name)  # a list of others: nobody calls it, so nothing could be gathered when it begins
         elif not isinstance(child, Tiled):
             beside.append(name)
