@@ -75,7 +75,7 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
 
 
 @dataclass(slots=True)
-class _Held:
+class _Leaving:
     """A parameter, a gradient or a state that leaves."""
 
     what: str
@@ -188,22 +188,22 @@ class Evicted:
             self._hooks.append(each.register_load_state_dict_pre_hook(refuse))
 
 
-def _held_by(module: nn.Module, optimizer: Optimizer | None) -> Iterator[_Held]:
+def _held_by(module: nn.Module, optimizer: Optimizer | None) -> Iterator[_Leaving]:
     """What leaves, parameters first; of the optimizer the states of more than one element, which are worth moving."""
     for name, parameter in module.named_parameters():
         if _leaves(parameter):
             local = local_of(parameter)
             absent = _on_meta(local) if isinstance(parameter, DTensor) else _no_values(local)
-            yield _Held(name, local, absent, partial(set_local, parameter))
+            yield _Leaving(name, local, absent, partial(set_local, parameter))
     for parameter in module.parameters():
         if parameter.grad is not None and _leaves(parameter.grad):
-            yield _Held("", local_of(parameter.grad), None, _setter(parameter.__setattr__, "grad", parameter.grad))
+            yield _Leaving("", local_of(parameter.grad), None, _setter(parameter.__setattr__, "grad", parameter.grad))
     for states in optimizer.state.values() if optimizer is not None else ():
         for name in states:
             value = states.get(name)  # None if a streamed optimizer has it in a tier
             if isinstance(value, Tensor) and value.numel() > 1 and _leaves(value):
                 local = local_of(value)
-                yield _Held(f"a state {name!r}", local, _on_meta(local), _setter(states.__setitem__, name, value))
+                yield _Leaving(f"a state {name!r}", local, _on_meta(local), _setter(states.__setitem__, name, value))
 
 
 def _setter(set_: Callable[[str, Any], object], name: str, tensor: Tensor) -> Callable[[Tensor | None], object]:

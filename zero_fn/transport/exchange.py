@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy, mean
 from zero_fn.transport.line import Work
-from zero_fn.transport.segment import Contribution, Place, Segment, runs_of
+from zero_fn.transport.segment import BufferPlace, Contribution, Segment, runs_of
 from zero_fn.transport.waiting import Failure, PeerLost, lost
 
 __all__ = ["Alone", "Exchange", "GatherPlan", "ReducePlan", "flat"]
@@ -70,7 +70,7 @@ class ReducePlan:
         self.numel = sum([each.rows.numel() for each in contributions])
         # For each rank, the rows of its pieces.
         self._rows = [[each.piece_bounds(peer) for each in contributions] for peer in range(size)]
-        self._places = [Place(each.out, buffers) for each in contributions]
+        self._places = [BufferPlace(each.out, buffers) for each in contributions]
         self._dtypes = [contributions[run[0]].sum_dtype for run in self._runs]
         own_numels = [each.out.numel() for each in contributions]
         # Of each run the dtype, and the elements of the sum on this rank.

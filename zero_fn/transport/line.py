@@ -34,7 +34,7 @@ MISMATCH = "Detected mismatch between collectives"
 """How torch begins the error of a backend that compares: TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
 
-class _Shared:
+class _GroupState:
     """Shared by all lines on a process group: how many collectives were issued, and the error of the one that failed."""
 
     __slots__ = ("count", "failure")
@@ -44,7 +44,7 @@ class _Shared:
         self.failure: ZeroError | None = None
 
 
-_groups: WeakKeyDictionary[Any, _Shared] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, _GroupState] = WeakKeyDictionary()
 
 
 class Work:
@@ -160,7 +160,7 @@ class Line:
         self.axes: tuple[Axis, ...] = () if axis is None else (axis,)
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
         self.device = torch.device(axis.device_type if axis is not None else "cpu")
-        self.shared = _Shared() if axis is None else _groups.setdefault(axis.group, _Shared())
+        self.shared = _GroupState() if axis is None else _groups.setdefault(axis.group, _GroupState())
         self._marks: dict[str, int] = {}
         if axis is not None:
             set_timeout_of(axis)

@@ -31,7 +31,7 @@ from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport.exchange import Alone
 from zero_fn.transport.line import Line, Transport, Work
 from zero_fn.transport.native import Native
-from zero_fn.transport.segment import Contribution, Place, Route, Segment
+from zero_fn.transport.segment import BufferPlace, Contribution, Route, Segment
 from zero_fn.values.mesh import Axis
 
 __all__ = ["BY_BACKEND", "Lines", "line_over", "open_transport"]
@@ -67,7 +67,7 @@ def line_over(axes: Sequence[Axis]) -> Line:
     return lines[0] if len(lines) == 1 else Lines(lines)
 
 
-_Again = list[tuple[int, Place, torch.dtype, Route]]
+_Again = list[tuple[int, BufferPlace, torch.dtype, Route]]
 """Of contributions what is the same in every step."""
 
 
@@ -91,7 +91,7 @@ class Lines(Line):
             return self._rest_of(self._last_hops(plan, what))
 
     def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> _Again:
-        return [(each.piece_rows, Place(each.out, buffers), each.sum_dtype, each.route) for each in contributions]
+        return [(each.piece_rows, BufferPlace(each.out, buffers), each.sum_dtype, each.route) for each in contributions]
 
     def reduce_scatter(self, plan: _Again, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
         contributions = [

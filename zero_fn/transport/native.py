@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.transport.line import Work
-from zero_fn.transport.segment import Contribution, Place, Segment
+from zero_fn.transport.segment import BufferPlace, Contribution, Segment
 from zero_fn.transport.waiting import Failure
 
-__all__ = ["GatherPlan", "Native", "ReducePlan"]
+__all__ = ["Native", "NativeGatherPlan", "NativeReducePlan"]
 
 _TRAVELING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
@@ -38,13 +38,13 @@ class Native:
         self._gather_one = _method(group, "all_gather_single", "_allgather_base")
         self._reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
-    def gather_plan(self, segments: Sequence[Segment]) -> GatherPlan:
-        return GatherPlan(segments, self._rank, self._size)
+    def gather_plan(self, segments: Sequence[Segment]) -> NativeGatherPlan:
+        return NativeGatherPlan(segments, self._rank, self._size)
 
-    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> ReducePlan:
-        return ReducePlan(contributions, buffers, self._size)
+    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> NativeReducePlan:
+        return NativeReducePlan(contributions, buffers, self._size)
 
-    def all_gather(self, plan: GatherPlan, mark: int = 0) -> Work:
+    def all_gather(self, plan: NativeGatherPlan, mark: int = 0) -> Work:
         if plan.of_first is not None:
             return self._broadcast(plan.of_first)
         wholes, pieces = plan.wholes, plan.pieces
@@ -67,7 +67,7 @@ class Native:
         return Work(works, finish, (pieces, wholes), plan.nbytes * (self._size - 1), on_stream=not pieces[0].is_cpu)
 
     def reduce_scatter(
-        self, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor], mark: int = 0
+        self, plan: NativeReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor], mark: int = 0
     ) -> Work:
         inputs: dict[torch.dtype, list[Tensor]] = {}  # one group each: gloo mixes up dtypes in a group
         outputs: dict[torch.dtype, list[Tensor]] = {}
@@ -131,7 +131,7 @@ def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-class GatherPlan:
+class NativeGatherPlan:
     """The messages of an all-gather: segments that are packed, and others that are large, uneven or in place already."""
 
     __slots__ = ("nbytes", "numel", "of_first", "packs", "pieces", "travels_as_it_is", "uneven", "wholes")
@@ -219,7 +219,7 @@ def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
 
 
-class ReducePlan:
+class NativeReducePlan:
     """The messages of a reduction: large, uneven and complex contributions travel alone, the others by their dtypes."""
 
     __slots__ = ("bundles", "nbytes", "numel")
@@ -247,9 +247,9 @@ class _Bundle:
         self._sizes, self.dtype = [each.piece_numel for each in run.values()], run[self._at[0]].sum_dtype
         self.numel = sum(self._sizes)
         outs = [each.out for each in run.values()]
-        self._places = [Place(out, buffers) for out in outs]
+        self._places = [BufferPlace(out, buffers) for out in outs]
         total = _back_to_back(outs) if outs[0].dtype == self.dtype else None
-        self.place = Place(total, buffers) if total is not None and total.numel() == self.numel else None
+        self.place = BufferPlace(total, buffers) if total is not None and total.numel() == self.numel else None
 
     def message(self, rows: Sequence[Tensor]) -> Tensor:
         """The addends in the dtype of the sum, flat: first all pieces for rank 0, padded, then those for rank 1, ..."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["PACKED_NBYTES", "Contribution", "Place", "Route", "Segment", "runs_of"]
+__all__ = ["PACKED_NBYTES", "BufferPlace", "Contribution", "Route", "Segment", "runs_of"]
 
 PACKED_NBYTES = 128 * 1024
 
@@ -145,7 +145,7 @@ def runs_of(items: Sequence[_Item]) -> list[list[int]]:
     return runs + list(packs.values())
 
 
-class Place:
+class BufferPlace:
     """A flat range of one of several buffers, of which every step has others of the same layout."""
 
     __slots__ = ("_buffer", "_is_all", "_numel", "_start")
