@@ -258,3 +258,14 @@ def test_adapters_that_are_computed_from_a_placed_base_want_it_whole() -> None:
                 model = adapters(base, kind)
             found = trained(zf.zero3(model, mesh), averaged=False)
             torch.testing.assert_close({kind: found}, {kind: wanted}, atol=1e-5, rtol=1e-5)
+
+
+@on_two_ranks
+def test_adapters_on_meta_are_not_drawn_as_the_model_would_draw_them() -> None:
+    """Theirs begin at 0."""
+    start()
+    with torch.device("meta"):
+        model = zf.zero3(adapted(llama(), "q_proj"), axis())
+    with pytest.raises(zf.StateError, match=r"module +: Linear \(base_model.*lora_B"):
+        zf.materialize(model, "cpu")
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -16,12 +16,15 @@ from torch import nn
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import on_two_ranks, start
+from tests.support.programs import STAGES
+from tests.support.ranks import axis
+from tests.support.wholes import named_fulls
 from tests.support.worlds import World, differences
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
 _STAGES = ("zero1", "zero2", "zero3")
-_DAILY = ("llama", "deepseek_v3", "mamba", "clip")
+_DAILY = ("llama", "deepseek_v3", "mamba", "clip", "gpt2", "bart")
 
 _WIDE = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _BERT = {**_WIDE, "intermediate_size": 24, "max_position_embeddings": 32}
@@ -46,7 +49,7 @@ _SPARSE = {"num_experts": 4, "expert_capacity": 8, "num_sparse_encoder_layers": 
 _BART = {
     "vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
-    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4,  # layers that are skipped at random
 }  # fmt: skip
 _SIGHT = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
@@ -223,3 +226,36 @@ def test_an_architecture_trains_as_replicas(name: str, number: int) -> None:
     elif getattr(_model(name), "supports_gradient_checkpointing", False):
         found += differences(_trial(name, _again), stages=[stage])
     assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "mixtral", "qwen2", "t5", "bart"])
+@on_two_ranks
+def test_an_architecture_on_meta_is_materialized_as_it_is_built(name: str) -> None:
+    """The same constants, all buffers, and draws of the same spread: norms, convolutions and routers have no
+    reset_parameters(), RoPE's frequencies are in no file, and the head of gemma shares a row of zeros."""
+    start()
+    runs = []
+    for stage in ("replicate", "zero1", "zero3"):
+        with torch.device("meta"):
+            model = STAGES[stage](_model(name), axis())
+        torch.manual_seed(0)
+        zf.materialize(model, "cpu")
+        runs.append({**named_fulls(dict(model.named_parameters())), **dict(model.named_buffers())})
+        assert model(**_inputs(name, 0)).loss.isfinite()
+    torch.manual_seed(1)
+    plain = _model(name).eval()
+    built = dict([*plain.named_parameters(), *plain.named_buffers()])
+    for run in runs:
+        assert list(run) == list(built)
+        for tensor, value in run.items():
+            assert torch.equal(value, runs[0][tensor]), tensor
+            expected = built[tensor]
+            if not isinstance(expected, nn.Parameter) or expected.unique().numel() == 1:
+                assert torch.equal(value, expected), tensor
+                continue
+            assert value.mean().abs() < 0.35 * expected.std(), tensor
+            assert 0.8 < value.std() / expected.std() < 1.25 or value.numel() < 200, tensor
+            is_zero = (expected == 0).all(-1) if expected.ndim > 1 else expected == 0
+            assert torch.equal((value == 0).all(-1) if value.ndim > 1 else value == 0, is_zero), tensor
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model.eval()(**_inputs(name, 0)).loss, plain(**_inputs(name, 0)).loss)
