@@ -1,0 +1,1405 @@
+"""Mistakes, each of which raises one error whose text is in `snapshots/`.
+
+A public function with parameters out of `PLACES`, or a row of `ROWS`, is a case, and its name is the name of the snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import errno
+import fcntl
+import importlib
+import inspect
+import io
+import json
+import os
+import pickle
+import resource
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize, prune
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import zero_fn as zf
+from tests.support.eviction import evicted
+from tests.support.groups import alone, pretended, pretended_grid
+from tests.support.subclasses import WIDTH, Short
+from tests.units.storage.disks import answers
+from zero_fn.checkpoint.converting import convert
+from zero_fn.checkpoint.format import files
+from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint.others.opening import opened
+from zero_fn.checkpoint.together import Agreed, Together
+from zero_fn.deepspeed.entries import config_of
+from zero_fn.deepspeed.loss_scale import Scaler
+from zero_fn.deepspeed.settings import settings_of
+from zero_fn.deepspeed.setup import _sharded, require_placed
+from zero_fn.errors import (
+    StateError,
+    StorageError,
+)
+from zero_fn.storage import DiskStorage, Slab
+from zero_fn.storage.io import Request, Threads
+from zero_fn.transport.line import Work
+from zero_fn.values.mesh import mesh_axis
+
+
+class Opaque(Tensor):
+    """Like quantized weights that keep what they were quantised with as an attribute."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _batch() -> Tensor:
+    return torch.ones(2, 4)
+
+
+@contextlib.contextmanager
+def _a_folder() -> Iterator[Path]:
+    """One whose name messages do not show."""
+    with tempfile.TemporaryDirectory(prefix="zero_fn_") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _a_sharded_model() -> Iterator[Model]:
+    with alone() as mesh:
+        yield zf.shard_params(Model(), mesh)
+
+
+# What a case asks for by the name of a parameter.
+PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "one": alone,
+    "two": partial(pretended, 2),
+    "four": partial(pretended, 4),
+    "grid": partial(pretended_grid, 4, 2),
+    "model": _a_sharded_model,
+    "folder": _a_folder,
+}
+
+
+# -- the mesh --------------------------------------------------------------------------------------------------------
+
+
+SPEEDS = zf.LinkSpeeds(1e10, 1e9, 1e9, {"dp": 1e9}, None, None)
+
+
+def planned_accelerator_was_not_measured() -> object:
+    with pretended(4, device_type="cuda") as axis:
+        return zf.autoplan(Model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, to_device=1e9), tier=zf.cpu())
+
+
+def mesh_without_this_rank() -> object:
+    with pretended(3):
+        return zf.shard_optimizer(Model(), DeviceMesh("cpu", [1, 2], mesh_dim_names=("dp",)))
+
+
+def axes_are_of_two_meshes(grid: DeviceMesh) -> object:
+    other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    return zf.shard_grads(zf.shard_params(Model(), grid["dp"]), other["dp"])
+
+
+def axes_are_three(grid: DeviceMesh) -> object:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pod", "node", "rank"))
+    model = zf.shard_params(zf.replicate(Model(), mesh["pod"]), mesh["rank"])
+    return zf.replicate(model, mesh["node"])
+
+
+def mesh_is_not_that_of_tensor_parallelism(grid: DeviceMesh) -> object:
+    model = _placed(grid["tp"], Shard(0))
+    return zf.shard_params(model, init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+
+
+def _placed(mesh: DeviceMesh, placement: Placement) -> Model:
+    model = Model()
+    model.head.weight = nn.Parameter(DTensor.from_local(model.head.weight.detach(), mesh, [placement], run_check=False))
+    return model
+
+
+def mesh_is_on_meta(two: DeviceMesh) -> object:
+    mesh = DeviceMesh("meta", [0, 1], mesh_dim_names=("dp",))
+    return zf.shard_params(Model(), mesh)
+
+
+def materialize_beside_the_mesh(one: DeviceMesh) -> object:
+    with torch.device("meta"):
+        return zf.materialize(zf.shard_params(Model(), one), "cuda")
+
+
+def where_predicate_matches_nothing(two: DeviceMesh) -> object:
+    def is_huge(fqn: str, parameter: nn.Parameter) -> bool:
+        return parameter.numel() > 10**9
+
+    return zf.shard_params(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), two, where=is_huge)
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def parameter_is_of_a_subclass(two: DeviceMesh) -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
+    return zf.shard_params(model, two)
+
+
+def subclass_is_trained() -> object:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
+    return zf.flatten_subclasses(model)
+
+
+def product_of_another_shape(two: DeviceMesh) -> object:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = nn.Parameter(Short(model.weight.detach()))
+    return zf.shard_params(zf.flatten_subclasses(model), two)(torch.ones(1, WIDTH))
+
+
+def assigned_values_of_a_tie_differ(two: DeviceMesh) -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    sharded = zf.shard_params(model, two)
+    return sharded.load_state_dict({**model.state_dict(), "1.weight": torch.full((4, 4), 7.0)}, assign=True)
+
+
+def assigned_value_is_of_a_subclass(two: DeviceMesh) -> object:
+    model = nn.Sequential(nn.Linear(4, 4))
+    sharded = zf.shard_params(model, two)
+    weight = TwoTensor(torch.zeros(4, 4), torch.ones(4, 4))
+    return sharded.load_state_dict({**model.state_dict(), "0.weight": weight}, assign=True)
+
+
+class Streaming(Model):
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield x @ self.head.weight.T
+
+
+def module_cannot_be_copied(two: DeviceMesh) -> object:
+    model = Model()
+    model.layers[1].guard = threading.Lock()  # type: ignore[assignment]
+    return zf.shard_params(model, two)
+
+
+def module_was_donated(two: DeviceMesh) -> object:
+    model = Model()
+    zf.shard_params(model, two, donate=True)
+    return model(_batch())
+
+
+def module_was_donated_and_is_transformed_again(two: DeviceMesh) -> object:
+    model = Model()
+    zf.shard_params(model, two, donate=True)
+    return zf.shard_params(model, two)
+
+
+# -- the wrong moment ------------------------------------------------------------------------------------------------
+
+
+def check_of_a_plain_module() -> object:
+    model = Model()
+    return zf.check(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def accumulate_of_a_plain_module() -> object:
+    with zf.accumulate(Model()):
+        return None
+
+
+def unsharded_of_a_plain_module() -> object:
+    with zf.unsharded(Model()):
+        return None
+
+
+def transform_inside_accumulate(one: DeviceMesh) -> object:
+    model = zf.shard_grads(Model(), one)
+    with zf.accumulate(model):
+        return zf.shard_params(model, one)
+
+
+def transform_inside_unsharded(one: DeviceMesh) -> object:
+    model = zf.shard_grads(Model(), one)
+    with zf.unsharded(model.head):
+        return zf.shard_params(model, one)
+
+
+def unsharded_inside_unsharded(model: Model) -> object:
+    with zf.unsharded(model), zf.unsharded(model.layers[0]):
+        return None
+
+
+def gradient_of_a_whole_parameter(model: Model) -> object:
+    with zf.unsharded(model):
+        return model.head.weight.sum().backward()
+
+
+def trunk_of_a_transformed_model(one: DeviceMesh) -> object:
+    model = Model()
+    actor = zf.shard_params(model, one)
+    return actor, zf.shard_params(nn.Sequential(model.head, nn.Linear(3, 1)), one)
+
+
+def closure_over_a_module(one: DeviceMesh) -> object:
+    model: Any = Model()
+    model.head.register_forward_hook(lambda module, args, output: output + model.head.bias)
+    return zf.shard_params(model, one)
+
+
+def closure_over_a_parameter(one: DeviceMesh) -> object:
+    model = Model()
+    weight = model.head.weight
+    model.activation = lambda x: x @ weight  # type: ignore[assignment]
+    return zf.shard_params(model, one)
+
+
+def entry_of_another_rank(model: Model) -> object:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state_dict = torch.load(file, weights_only=True)
+    for entry in state_dict.values():
+        entry.device_mesh._coordinate_on_dim = (1,)  # as if rank 1 had written it
+    return model.load_state_dict(state_dict)
+
+
+class _Clipping(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+class _Sharing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+            self.state[p]["flat"] = self.state[p]["momentum"].view(-1)
+
+
+def parameters_share_memory(one: DeviceMesh) -> object:
+    model = Model()
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().T)  # type: ignore[operator]
+    return zf.shard_params(model, one)
+
+
+def buffer_in_the_memory_of_a_parameter(one: DeviceMesh) -> object:
+    model = Model()
+    model.register_buffer("first_row", model.layers[0].weight.detach()[0])  # type: ignore[operator]
+    return zf.shard_params(model, one)
+
+
+def part_of_a_unit_is_taken_out(one: DeviceMesh) -> object:
+    model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), one, units=[])
+    model(_batch())
+    del model[0]
+    return model(_batch())
+
+
+def unsharded_with_another_shape(model: Model) -> object:
+    with zf.unsharded(model.head, writeback=True):
+        model.head.weight = nn.Parameter(torch.zeros(5, 4))
+    return None
+
+
+def unshard_inside_accumulate(model: Model) -> object:
+    with zf.accumulate(model), zf.accumulate(model, unshard=True):
+        return None
+
+
+def step_inside_accumulate(model: Model) -> object:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zf.accumulate(model):
+        model(_batch()).sum().backward()
+        return optimizer.step()
+
+
+def gradient_read_inside_accumulate(model: Model) -> object:
+    with zf.accumulate(model):
+        model(_batch()).sum().backward()
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def gradient_of_the_rank_is_asked_for(model: Model) -> object:
+    with zf.accumulate(model):
+        model(_batch()).sum().backward()
+        return model.head.weight.grad.full_tensor()
+
+
+def torch_func_of_resting_parameters(model: Model) -> object:
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return torch.func.grad(lambda values: torch.func.functional_call(model, values, (_batch(),)).sum())(values)
+
+
+def unit_in_a_selective_checkpoint(model: Model) -> object:
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return checkpoint(model, _batch(), use_reentrant=False, context_fn=contexts)
+
+
+def functional_call_unties(one: DeviceMesh) -> object:
+    model = Model()
+    model.layers[1].weight = model.layers[0].weight
+    values = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(2)}
+    model = zf.shard_params(model, one)
+    with zf.unsharded(model):
+        return torch.func.functional_call(model, values, (_batch(),), tie_weights=False)
+
+
+def step_between_forward_and_backward(model: Model) -> object:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = model(_batch()).sum(), model(_batch()).sum()
+    first.backward()
+    optimizer.step()
+    return second.backward()
+
+
+def gradients_are_vectorized(model: Model) -> object:
+    outputs = model(_batch()).flatten()[:2]
+    return torch.autograd.grad(outputs, list(model.parameters()), torch.eye(2), is_grads_batched=True)
+
+
+def meta_without_reset_parameters(two: DeviceMesh) -> object:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.inner = nn.Module()
+        model.inner.scale = nn.Parameter(torch.ones(4))
+        return zf.materialize(zf.shard_params(model, two), "cpu")
+
+
+class LeavesOut(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def part_of_a_model_that_stays_on_meta(two: DeviceMesh) -> object:
+    with torch.device("meta"):
+        model: Any = zf.shard_params(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), two)
+    model[1].to_empty(device="cpu")
+    return model(_batch())
+
+
+def meta_that_nobody_wrote(one: DeviceMesh) -> object:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), LeavesOut(4, 4))
+    return zf.materialize(zf.shard_params(model, one), "cpu")
+
+
+# -- stale objects ---------------------------------------------------------------------------------------------------
+
+
+def check_optimizer_of_the_module_before(two: DeviceMesh) -> object:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return zf.check(zf.shard_params(model, two), optimizer)
+
+
+def check_optimizer_of_another_module(two: DeviceMesh) -> object:
+    optimizer = torch.optim.AdamW(Model().parameters())
+    return zf.check(zf.shard_params(Model(), two), optimizer)
+
+
+def check_optimizer_that_lacks_parameters(two: DeviceMesh) -> object:
+    model = zf.shard_params(Model(), two)
+    return zf.check(model, torch.optim.AdamW(model.layers.parameters()))
+
+
+def step_of_the_optimizer_before(one: DeviceMesh) -> object:
+    plain = Model()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    model = zf.shard_params(plain, one)
+    model(_batch()).sum().backward()
+    return optimizer.step()
+
+
+def step_of_a_tie_that_a_transform_has_cut(one: DeviceMesh) -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[1] = zf.shard_params(model[1], one)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    return optimizer.step()
+
+
+# -- at rest ---------------------------------------------------------------------------------------------------------
+
+
+def parameter_was_replaced(model: Model) -> object:
+    model.head.weight = nn.Parameter(torch.zeros(3, 4))
+    return model(_batch())
+
+
+def parameter_was_replaced_by_nothing(model: Model) -> object:
+    model.head.register_parameter("bias", None)
+    return zf.refresh(model)
+
+
+def data_of_a_parameter_was_assigned(model: Model) -> object:
+    model.head.weight.data = model.head.weight.data.double()
+    return model
+
+
+def data_of_a_parameter_in_a_tier_was_assigned(one: DeviceMesh, folder: Path) -> object:
+    model = zf.offload(zf.shard_params(Model(), one), params=zf.nvme(folder))
+    model.head.weight.data = model.head.weight.data * 2
+    return model
+
+
+class _Inverse(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def parametrization_with_an_inverse_in_a_forward(model: Model) -> object:
+    model.layers[0].register_forward_pre_hook(
+        lambda module, args: parametrize.register_parametrization(module, "weight", _Inverse()) and None
+    )
+    return model(_batch())
+
+
+class Clamped(Model):
+    """Changes a weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight.detach().clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class Peeking(Model):
+    """Reads a weight of the first layer outside the forward of its unit."""
+
+    def __init__(self, *, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.layers[0].weight
+        return super().forward(x @ (weight.full_tensor() if self.gathers else weight).T)
+
+
+def parameter_is_late(model: Model) -> None:
+    model.layers[0].adapter = nn.Linear(4, 2)
+    model(_batch())
+
+
+class SparseInFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.table, sparse=True)
+
+
+def step_over_whole_tensors(two: DeviceMesh) -> object:
+    model = zf.shard_params(Model(), two)
+    return torch.optim.Adafactor(model.parameters()).step()
+
+
+def step_of_bitsandbytes(two: DeviceMesh) -> object:
+    kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    model = zf.replicate(Model(), two)
+    return kind(model.parameters()).step()
+
+
+def clip_over_a_plain_model_too(one: DeviceMesh) -> object:
+    models = zf.shard_params(Model(), one), Model()
+    for model in models:
+        model(_batch()).sum().backward()
+    return nn.utils.clip_grad_norm_([parameter for model in models for parameter in model.parameters()], 1.0)
+
+
+def step_in_a_hook_of_a_node(model: Model) -> object:
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return model(_batch()).sum().backward()
+
+
+def step_after_a_cast(model: Model) -> object:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(_batch()).sum().backward()
+    optimizer.step()
+    model.double()
+    return optimizer.step()
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def _loaded(**entries: Tensor) -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    whole = {**model.state_dict(), **entries}
+    with alone() as mesh:
+        return zf.shard_params(model, mesh).load_state_dict(whole)
+
+
+def entry_on_another_mesh(model: Model) -> object:
+    other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    bias = distribute_tensor(torch.zeros(3), other, [Replicate(), Replicate()])
+    return model.load_state_dict({**model.state_dict(), "head.bias": bias})
+
+
+def entry_sharded_of_a_buffer(one: DeviceMesh) -> object:
+    model = zf.shard_params(nn.BatchNorm1d(4), one)
+    mean = distribute_tensor(torch.zeros(4), one, [Replicate()])
+    return model.load_state_dict({**model.state_dict(), "running_mean": mean})
+
+
+# -- tiers -----------------------------------------------------------------------------------------------------------
+
+
+def _stepped() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    return model, optimizer
+
+
+def _streamed_and_damaged(change: Callable[[Request, int], int]) -> zf.Streamed:
+    """An optimizer whose second step meets requests with other answers."""
+    optimizer = zf.streamed(_stepped()[1], zf.nvme("."), buffer="16KiB")
+    optimizer.step()
+    for store in optimizer.states.stores.values():
+        store.forget()  # the second step reads what the first one wrote
+    with pytest.MonkeyPatch.context() as patch:
+        answers(patch, change)
+        optimizer.step()
+    return optimizer
+
+
+def disk_gives_other_bytes() -> object:
+    def flips(request: Request, result: int) -> int:
+        byte = ctypes.c_uint8.from_address(request.address)
+        byte.value = byte.value ^ 8
+        return result
+
+    return _streamed_and_damaged(flips)
+
+
+def disk_lost_a_write() -> object:
+    disk = DiskStorage(zf.nvme("."), "states", Threads())
+    memory = Slab(4096, zf.cpu(), "a test").memory
+    disk.reserve([4096])
+    disk.write(0, memory).wait()
+    disk.write(0, memory.fill_(1)).wait()
+    os.pwrite(disk.files[0].fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
+    return disk.read(0, memory).wait()
+
+
+def disk_takes_no_more_open_files() -> object:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_fn.storage.files._opened", fails)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 1024), before[1]))
+        try:
+            return zf.streamed(_stepped()[1], zf.nvme("/"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def disk_takes_no_file_so_large() -> object:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fails)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, before[1]))
+        try:
+            return zf.streamed(_stepped()[1], zf.nvme("."))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def disk_cannot_reserve() -> object:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fails)
+        return zf.streamed(_stepped()[1], zf.nvme("."))
+
+
+def step_that_failed_on_another_rank() -> object:
+    class Peer:
+        pads = False
+
+        def any(self, bits: Tensor, mark: int) -> Work:
+            bits[1] = 1
+            return Work()
+
+    with alone() as mesh, pytest.MonkeyPatch.context() as patch:
+        axis = dataclasses.replace(mesh_axis(mesh, verb="test"), size=2)
+        patch.setattr("zero_fn.runtime.everywhere._meshes", lambda _: [mesh])
+        patch.setattr("zero_fn.transport.agree.mesh_axis", lambda *_, **__: axis)
+        patch.setattr("zero_fn.transport.links.open_transport", lambda _: Peer())
+        return zf.streamed(_stepped()[1], zf.cpu())
+
+
+def streamed_gradient_is_sparse() -> object:
+    model, inner = _stepped()
+    model.bias.grad = torch.ones(64).to_sparse()
+    return zf.streamed(inner, zf.cpu()).step()
+
+
+def streamed_gradient_rests_elsewhere(one: DeviceMesh) -> object:
+    model = zf.shard_params(nn.Linear(4, 4), one)
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    model.weight.grad = distribute_tensor(torch.ones(4, 4), other, [Shard(0)])
+    return optimizer.step()
+
+
+def streamed_state_of_another_shape() -> object:
+    saved = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu()).state_dict()
+    saved["state"][0]["sum"] = torch.zeros(4)
+    optimizer = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu())
+    return optimizer.load_state_dict(saved)
+
+
+def streamed_after_a_failed_step() -> object:
+    optimizer = zf.streamed(_stepped()[1], zf.nvme("."), buffer="16KiB")
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError):
+        answers(patch, lambda request, result: -errno.EIO if request.is_write else result)
+        optimizer.step()
+    return optimizer.step()
+
+
+def streamed_parameter_was_cast() -> object:
+    model, inner = _stepped()
+    optimizer = zf.streamed(inner, zf.nvme("."))
+    model.double()
+    return optimizer.step()
+
+
+def streamed_matrix_is_cut() -> object:
+    matrix = nn.Parameter(torch.ones(64, 128)[:, ::2])
+    return zf.streamed(torch.optim.AdamW([matrix]), zf.nvme("."), buffer="8KiB")
+
+
+def evicted_model_runs() -> object:
+    model = nn.Linear(4, 4)
+    zf.evict(model, to=zf.cpu())
+    return model(_batch())
+
+
+def evicted_unit_runs(model: Model) -> object:
+    evicted(model)
+    return zf.describe(model)
+
+
+def evicted_twice() -> object:
+    model = nn.Linear(4, 4)
+    zf.evict(model, to=zf.cpu())
+    return zf.evict(model, to=zf.cpu())
+
+
+def evicted_inside_unsharded(model: Model) -> object:
+    with zf.unsharded(model):
+        return zf.evict(model, to=zf.cpu())
+
+
+def step_of_what_was_streamed() -> object:
+    optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
+    zf.streamed(optimizer, zf.cpu())
+    return optimizer.step()  # type: ignore[func-returns-value]
+
+
+def evicted_states_share_memory() -> object:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"momentum": torch.zeros(4, 4), "other": torch.zeros(4, 4)}
+    optimizer.state[model.weight]["other"] = optimizer.state[model.weight]["momentum"]
+    return evicted(model, optimizer)
+
+
+def restored_twice() -> object:
+    evicted = zf.evict(nn.Linear(4, 4), to=zf.cpu())
+    evicted.restore()
+    return evicted.restore()
+
+
+# -- offload ---------------------------------------------------------------------------------------------------------
+
+
+def step_that_is_not_streamed() -> None:
+    model = zf.offload(Model(), params=zf.nvme("/tmp"))
+    torch.optim.SGD(model.parameters()).step()
+
+
+def memory_of_a_tensor_in_a_tier_is_replaced() -> None:
+    with torch.no_grad():
+        next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).set_(torch.zeros(3, 4))  # type: ignore[call-overload]
+
+
+def values_in_a_tier_are_read_in_a_fork() -> None:
+    model = zf.offload(Model(), params=zf.nvme("/tmp"))
+    with mock.patch("os.getpid", return_value=-1):
+        next(model.parameters()).sum()
+
+
+def row_of_a_resting_parameter_is_written(two: DeviceMesh) -> None:
+    with torch.no_grad():
+        zf.shard_params(nn.Linear(4, 4), two).weight[1:3].zero_()
+
+
+def plain_data_was_assigned_a_resting_tensor(two: DeviceMesh) -> None:
+    nn.Parameter(torch.empty(4, 4)).data = zf.shard_params(nn.Linear(4, 4), two).weight.data
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def gradient_of_a_plain_loss_in_shards(two: DeviceMesh) -> None:
+    model = zf.shard_params(Shifted(), two)
+    model(torch.ones(2, 4)).sum().backward(model.bias.detach().sum())
+
+
+def streamed_in_too_small_a_buffer() -> None:
+    model = zf.offload(Model(), params=zf.nvme("/tmp"))
+    zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu(), buffer=64)
+
+
+def planned_with_two_optimizers(two: DeviceMesh) -> object:
+    model = zf.zero1(Model(), two)
+    return zf.plan(model, torch.optim.AdamW(model.parameters()), optimizer_nbytes_per_element=4)
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def tiled_weight_is_tied() -> object:
+    model = Model()
+    model.layers[1].weight = model.layers[0].weight
+    return zf.tile(model, where="layers.0.weight", parts=2)
+
+
+def tiled_weight_is_on_a_mesh(two: DeviceMesh) -> object:
+    model = Model()
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), two, [Replicate()]))
+    return zf.tile(model, where="head.weight", parts=2)
+
+
+def tiled_parameter_has_hooks() -> object:
+    model = Model()
+    model.head.weight.register_hook(lambda grad: grad)
+    return zf.tile(model, where="head.*", parts=2)
+
+
+def tiled_state_dict_has_hooks() -> object:
+    model = Model()
+    model.head.register_load_state_dict_post_hook(lambda *_: None)
+    return zf.tile(model, where="head.*", parts=2)
+
+
+def tiled_forward_is_its_own() -> object:
+    model = Model()
+    model.head.forward = abs  # type: ignore[assignment]
+    return zf.tile(model, where="head.*", parts=2)
+
+
+def tiled_output_is_cut() -> object:
+    model = zf.tile(Model(), where="layers.0.*", parts=2)
+    model.layers[0].tiles[1].register_forward_hook(lambda module, args, output: output[..., :1])  # type: ignore[index]
+    return model(_batch())
+
+
+def untiled_of_shards(two: DeviceMesh) -> object:
+    model = zf.shard_params(zf.tile(Model(), where="head.*", parts=2), two)
+    return zf.untiled(model, model.state_dict())
+
+
+def untiled_of_some_parts() -> object:
+    model = zf.tile(Model(), where="head.*", parts=2)
+    return zf.untiled(model, {"head.tiles.1.weight": torch.zeros(1, 4)})
+
+
+class Unknown(torch.optim.AdamW):
+    pass
+
+
+def step_of_another_class_with_narrow_gradients() -> None:
+    model = zf.precision(Model(), grads=torch.bfloat16)
+    optimizer = Unknown(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def forward_goes_on_after_an_interrupt(one: DeviceMesh) -> object:
+    class Catching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.bias = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.block(x)
+            return self.block(x)
+
+    def interrupt(_: object) -> Tensor:
+        raise KeyboardInterrupt
+
+    model = zf.shard_params(Catching(), one, units=nn.Linear)
+    with mock.patch.object(model.block, "forward", interrupt):
+        model(torch.ones(1, 2))
+
+
+def forward_in_two_threads() -> None:
+    found: list[StateError] = []
+
+    def other() -> None:
+        try:
+            model(torch.ones(1, 2))
+        except StateError as error:
+            found.append(error)
+
+    def meanwhile(*_: object) -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    with alone() as mesh:
+        model = zf.shard_params(nn.Linear(2, 2), mesh)
+        model.register_forward_pre_hook(meanwhile)
+        model(torch.ones(1, 2))
+    raise found[0]
+
+
+def step_that_waits_is_interrupted() -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        disk = zf.nvme(folder)
+        model = zf.offload(nn.Linear(2, 2), params=disk, grads=disk, optim=disk)
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        patch.setattr(importlib.import_module("zero_fn.streamed.stepping"), "steps_in_one_pass", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2))
+        optimizer.step()
+
+
+# -- configs of DeepSpeed ----------------------------------------------------------------------------------------------
+
+
+def _from_config(**entries: object) -> None:
+    with alone() as mesh:
+        zf.from_deepspeed(nn.Linear(2, 2), {"train_batch_size": 2, **entries}, mesh["dp"])
+
+
+def _from_file(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("ds_config.json").write_text(text)
+        config_of("ds_config.json")
+
+
+def config_has_no_auto_where_one_is_filled_in(one: DeviceMesh) -> None:
+    config = {"train_batch_size": 2, "gradient_clipping": 0.5}
+    zf.from_deepspeed(nn.Linear(2, 2), config, one["dp"], auto={"gradient_clipping": 1.0})
+
+
+def config_says_otherwise_than_what_is_placed(one: DeviceMesh) -> None:
+    model = zf.zero1(nn.Linear(2, 2), one["dp"])
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    zf.from_deepspeed(model, config, one["dp"], optimizer=lambda model: torch.optim.SGD(model.parameters()))
+
+
+def config_has_another_mesh_than_what_is_placed() -> None:
+    with pretended_grid(2, 2) as mesh:
+        require_placed(settings_of({"train_batch_size": 2}, 2), mesh["tp"], zf.zero1(nn.Linear(2, 2), mesh["dp"]))
+
+
+def config_beside_an_optimizer_of_before(one: DeviceMesh) -> None:
+    model = nn.Linear(2, 2)
+    made: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    zf.from_deepspeed(model, {"train_batch_size": 2}, one["dp"], optimizer=made)
+
+
+def config_of_second_shards_on_one_axis(four: DeviceMesh) -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    _sharded(nn.Linear(2, 2), settings_of(config, 1).sharding, four, None, donate=False)
+
+
+def scale_of_the_loss_is_at_its_least() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = Scaler("cpu", first=1.0, window=1000, hysteresis=1, is_refilled=False, least=1.0)
+    (scaler.scale(optimizer.param_groups[0]["params"][0].sum()) * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _saved_and_changed(act: Callable[[Path], object]) -> object:
+    """Saves a small model, changes the checkpoint, and loads it."""
+    with _a_folder() as folder:
+        zf.save(folder / "step-1", nn.Linear(2, 2), extra={"x": 1})
+        act(folder / "step-1")
+        return zf.load(folder / "step-1", nn.Linear(2, 2))
+
+
+def _forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes JSON of a checkpoint, with a digest that is right."""
+    body = json.loads(path.read_text())["body"]
+    change(body)
+    path.write_bytes(files._signed(json.dumps(body)))
+
+
+def cuda_of_one_queue() -> object:
+    with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"), pretended(2, device_type="cuda") as mesh:
+        return zf.zero3(nn.Linear(2, 2, device="meta"), mesh)
+
+
+def guard_of_no_time() -> object:
+    with zf.guard(deadline_s=0):
+        return None
+
+
+def guard_that_compares() -> object:
+    with zf.guard(compare=True):
+        return None
+
+
+def checkpoint_is_damaged() -> object:
+    def flip(path: Path) -> None:
+        whole = bytearray((path / "model" / "00000-0.safetensors").read_bytes())
+        whole[-1] ^= 1
+        (path / "model" / "00000-0.safetensors").write_bytes(bytes(whole))
+
+    return _saved_and_changed(flip)
+
+
+def checkpoint_does_not_fit(folder: Path) -> object:
+    zf.save(folder / "step-1", nn.Linear(2, 2))
+    return zf.load(folder, nn.Linear(3, 2, bias=False, dtype=torch.bfloat16))
+
+
+def pretrained_of_another_kind(folder: Path) -> object:
+    torch.save({}, folder / "pytorch_model.bin")
+    return zf.load_pretrained(nn.Linear(2, 2), folder)
+
+
+def pretrained_is_there_already(folder: Path) -> object:
+    zf.save_pretrained(nn.Linear(2, 2), folder)
+    return zf.save_pretrained(nn.Linear(2, 2), folder)
+
+
+def pretrained_is_quantised(folder: Path) -> object:
+    model = nn.Linear(2, 2)
+    model.__dict__["is_quantized"] = True
+    return zf.save_pretrained(model, folder)
+
+
+def subclass_says_not_what_it_is_made_of() -> object:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Opaque), requires_grad=False)
+    return zf.flatten_subclasses(model)
+
+
+def pretrained_with_adapters(folder: Path) -> object:
+    model = nn.Linear(2, 2)
+    model.__dict__["peft_config"] = {}
+    return zf.save_pretrained(model, folder)
+
+
+def pretrained_of_two_stages() -> object:
+    said = Agreed("", 0, 1, False)
+    with _a_folder() as folder, mock.patch.object(Together, "agree", return_value=said):
+        return zf.save_pretrained(nn.Linear(2, 2), folder)
+
+
+def checkpoint_of_two_values_for_a_tie(folder: Path) -> object:
+    apart, tied = (nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)}) for _ in range(2))
+    tied["b"].weight = tied["a"].weight
+    zf.save(folder / "step-1", apart)
+    return zf.load(folder, tied)
+
+
+def _deepspeed_folder(change: Callable[[dict[str, Any]], object], *, also: str | None = None) -> object:
+    """Loads files as DeepSpeed names them, with what a test changes in those of the optimizer."""
+    said: dict[str, Any] = {
+        "module": {}, "buffer_names": [], "param_shapes": [], "shared_params": {}, "optimizer_state_dict": {
+            "partition_count": 1, "single_partition_of_fp32_groups": [],
+            "base_optimizer_state": {"state": {}, "param_groups": []},
+        },
+    }  # fmt: skip
+    change(said["optimizer_state_dict"])
+    with _a_folder() as folder:
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", also):
+            if name is not None:
+                torch.save(said, folder / name)
+        model = nn.Linear(2, 2)
+        return zf.load(folder, model, torch.optim.SGD(model.parameters()))
+
+
+def deepspeed_without_correction_of_bias() -> object:
+    def change(said: dict[str, Any]) -> None:
+        said["base_optimizer_state"]["param_groups"].append({"lr": 0.1, "bias_correction": False, "params": []})
+
+    return _deepspeed_folder(change)
+
+
+def checkpoint_of_torch_with_extensions(folder: Path) -> object:
+    model = nn.Linear(2, 2)
+    dcp.save(model.state_dict(), checkpoint_id=folder / "a", no_dist=True)
+    metadata = pickle.loads((folder / "a" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+    (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    return zf.load(folder / "a", model)
+
+
+def conversion_of_what_ranks_have_saved_apart(folder: Path) -> object:
+    zf.save(folder / "step-1", nn.Linear(2, 2), extra={"noise": 1})
+    source = opened(folder / "step-1", lambda name: name)
+    with mock.patch.object(Catalog, "is_parted", return_value=True):
+        return convert(source, folder / "b", "dcp", dtype=None, only=("model", "extra"), tell=print)
+
+
+def checkpoints_of_two_kinds(folder: Path) -> object:
+    zf.save(folder / "step-1", nn.Linear(2, 2))
+    torch.save({}, folder / "mp_rank_00_model_states.pt")
+    return zf.load(folder, nn.Linear(2, 2))
+
+
+def checkpoint_of_two_tensors_of_one_name() -> object:
+    def twice(path: Path) -> None:
+        def add(body: dict[str, Any]) -> None:
+            file = body["files"]["model"][0]
+            other = {**file["tensors"]["bias"], "shape": [3], "sizes": [3], "offset": 0}
+            body["files"]["model"].append({**file, "nbytes": file["begin"] + 12, "tensors": {"bias": other}})
+
+        _forged(path / "rank-00000.json", add)
+
+    return _saved_and_changed(twice)
+
+
+def checkpoint_is_there_already(folder: Path) -> object:
+    zf.save(folder / "step-1", nn.Linear(2, 2))
+    return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_is_being_saved(folder: Path) -> object:
+    (folder / ".step-1.saving").mkdir()
+    lock = os.open(folder / ".step-1.saving", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        return zf.save(folder / "step-1", nn.Linear(2, 2))
+    finally:
+        os.close(lock)
+
+
+def checkpoint_of_a_state_of_its_own(folder: Path) -> object:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    return zf.save(folder / "step-1", Counting(2, 2))
+
+
+def checkpoint_of_a_partial_value(two: DeviceMesh, folder: Path) -> object:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), two, [Partial()]))
+    return zf.save(folder / "step-1", model)
+
+
+def checkpoint_of_a_state_in_parts(two: DeviceMesh, folder: Path) -> object:
+    model = zf.shard_params(nn.Linear(4, 4), two)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"rows": torch.zeros(3)}
+    return zf.save(folder / "step-1", model, optimizer)
+
+
+def checkpoint_of_a_late_state(one: DeviceMesh, folder: Path) -> object:
+    model = zf.shard_params(nn.Linear(4, 4), one)
+    optimizer = zf.streamed(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), zf.cpu())
+    model(_batch()).sum().backward()
+    optimizer.step()
+    optimizer.states.chunks[0].cuts[0].resident["late"] = torch.zeros(4, 4)
+    return zf.save(folder / "step-1", model, optimizer)
+
+
+def checkpoint_of_states_in_another_order(one: DeviceMesh, folder: Path) -> object:
+    model = zf.shard_params(nn.Sequential(nn.Conv2d(64, 64, 3)).to(memory_format=torch.channels_last), one)  # type: ignore[call-overload]
+    optimizer = zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu(), buffer="64KiB")
+    model(torch.ones(1, 64, 3, 3)).sum().backward()
+    optimizer.step()
+    return zf.save(folder / "step-1", model, optimizer)
+
+
+def checkpoint_of_ranks_that_differ(two: DeviceMesh, folder: Path) -> object:
+    def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
+        rows = message.repeat(2, 1)
+        rows[1, 1:17] ^= 1
+        return rows
+
+    with mock.patch("zero_fn.checkpoint.together.gather", other):
+        return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_failed_on_another_rank() -> object:
+    with pretended(3), _a_folder() as folder:
+
+        def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
+            rows = message.repeat(3, 1)
+            text = b"1\nStorageError\nWriting head.weight failed.\n  path : runs/a\n  why  : ENOSPC: No space left on device"
+            for rank, said in ((1, text), (2, b"2\nStorageError\nnot told: rank 1 is the first that failed")):
+                rows[rank, 0] = 1
+                rows[rank, 1 : 1 + len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            return rows
+
+        with mock.patch("zero_fn.checkpoint.together.gather", other):
+            return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_lost_a_rank() -> object:
+    def refuse(*_: object, **__: object) -> object:
+        raise RuntimeError("Connection closed by peer")
+
+    with pretended(2), _a_folder() as folder, mock.patch.object(dist.ProcessGroup, "recv", refuse):
+        return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+ROWS: dict[str, Callable[..., object]] = {
+    # the mesh
+    "mesh_is_no_mesh": lambda: zf.shard_params(Model(), "dp"),  # type: ignore[arg-type]
+    "mesh_has_two_axes": lambda grid: zf.shard_grads(Model(), grid),
+    "mesh_has_two_axes_without_names": lambda four: zf.replicate(Model(), init_device_mesh("cpu", (2, 2))),
+    "planned_axis_was_not_measured": lambda four: zf.autoplan(
+        Model(), four, "1GiB", links=dataclasses.replace(SPEEDS, sent={})
+    ),
+    "planned_disk_was_not_measured": lambda four: zf.autoplan(
+        Model(), four, "1GiB", links=dataclasses.replace(SPEEDS, disk_read=None), tier=zf.nvme("/scratch")
+    ),
+    "planned_host_is_the_device": lambda four: zf.autoplan(
+        Model(), four, "1GiB", links=SPEEDS, tier=(zf.cpu(), zf.nvme("/scratch"))
+    ),
+    "planned_disks_are_two": lambda four: zf.autoplan(
+        Model(), four, "1GiB", links=SPEEDS, tier=(zf.nvme("/disk0"), zf.nvme("/disk1"))
+    ),
+    "planned_module_is_transformed": lambda four: zf.autoplan(zf.zero2(Model(), four), four, "1GiB", links=SPEEDS),
+    "nothing_fits_the_budget": lambda four: zf.autoplan(Model(), four, 100, links=SPEEDS),
+    "axes_share_ranks": lambda grid: zf.shard_grads(
+        zf.shard_params(Model(), grid["dp"]), grid["dp", "tp"]._flatten("all")
+    ),
+    "hybrid_over_an_axis_that_is_missing": lambda grid: zf.hybrid(Model(), grid, shard="tp"),
+    "axis_is_that_of_tensor_parallelism": lambda grid: zf.shard_params(_placed(grid["tp"], Replicate()), grid["tp"]),
+    # units
+    "units_class_matches_nothing": lambda two: zf.shard_params(Model(), two, units=nn.TransformerEncoderLayer),
+    "units_pattern_matches_nothing": lambda two: zf.shard_params(Model(), two, units=("layers.*", "blocks.*")),
+    "units_are_no_rule": lambda two: zf.shard_params(Model(), two, units=(3,)),  # type: ignore[arg-type]
+    "units_of_no_size": lambda: zf.by_size(nbytes=0),
+    "units_differ_between_transforms": lambda two: zf.shard_params(
+        zf.shard_grads(Model(), two, units="layers.*"), two, units=nn.Linear
+    ),
+    # options
+    "where_pattern_matches_nothing": lambda two: zf.shard_params(Model(), two, where="blocks.*"),
+    "persist_below_nothing": lambda two: zf.shard_params(Model(), two, persist_below=-1),
+    "reshard_after_no_moment": lambda two: zf.shard_params(Model(), two, reshard_after="step"),  # type: ignore[arg-type]
+    "precision_of_integers": lambda: zf.precision(Model(), compute=torch.int8),
+    "precision_output_is_no_dtype": lambda: zf.precision(Model(), output="float32"),  # type: ignore[arg-type]
+    "precision_with_wider_gradients": lambda: zf.precision(Model().bfloat16(), grads=torch.float32),
+    "precision_twice_with_other_dtypes": lambda: zf.precision(
+        zf.precision(Model(), compute=torch.bfloat16), compute=torch.float16
+    ),
+    "precision_twice_with_other_sums": lambda: zf.precision(
+        zf.precision(Model(), reduce=torch.float32), reduce=torch.bfloat16
+    ),
+    "precision_twice_with_other_outputs": lambda: zf.precision(
+        zf.precision(Model(), output=torch.float32), output=torch.bfloat16
+    ),
+    # modules
+    "parameter_is_lazy": lambda two: zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), two),
+    "module_is_scripted": lambda two: zf.shard_params(
+        nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))), two
+    ),
+    "embedding_is_sparse": lambda two: zf.shard_params(
+        nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), two
+    ),
+    "flattened_after_a_transform": lambda two: zf.flatten_subclasses(zf.shard_params(Model(), two)),
+    "method_is_missing": lambda: zf.gather_in(Model(), "encode"),
+    "method_is_a_generator": lambda: zf.gather_in(Streaming(), "stream"),
+    "parameter_is_sharded_over_the_axis_already": lambda two: zf.shard_params(_placed(two, Shard(0)), two),
+    "parameter_is_partial": lambda grid: zf.shard_params(_placed(grid["tp"], Partial()), grid["dp"]),
+    # the wrong moment
+    "describe_of_a_plain_module": lambda: zf.describe(Model()),
+    "plan_of_a_plain_module": lambda: zf.plan(Model()),
+    "refresh_of_a_plain_module": lambda: zf.refresh(Model()),
+    "materialize_of_a_plain_module": lambda: zf.materialize(Model(), "cpu"),
+    "streamed_optimizer_that_clips": lambda: zf.streamed(_Clipping(Model().parameters(), lr=0.1), zf.cpu()),
+    "streamed_states_share_memory": lambda: zf.streamed(
+        _Sharing(Model().parameters(), lr=0.1), zf.cpu(), elementwise=True
+    ),
+    "checkpoints_of_nothing": lambda: zf.checkpoint_activations(nn.Linear(2, 2)),
+    "buffers_of_no_policy": lambda two: zf.shard_params(Model(), two, buffers="sync"),  # type: ignore[arg-type]
+    "buffers_twice_with_other_policies": lambda two: zf.shard_grads(
+        zf.shard_params(Model(), two, buffers="local"), two, buffers="broadcast"
+    ),
+    "forward_is_traced": lambda one: torch.jit.trace(zf.shard_params(Model(), one), _batch()),  # type: ignore[no-untyped-call]
+    "forward_is_exported": lambda one: torch.export.export(zf.shard_params(Model(), one), (_batch(),)),
+    "forward_is_pickled": lambda two: pickle.dumps(zf.shard_params(Model(), two).forward),
+    # stale objects
+    # at rest
+    "parameter_is_pruned_after_the_transform": lambda one: prune.l1_unstructured(
+        zf.shard_params(Model(), one).head, "weight", 0.5
+    ),
+    "resting_parameters_are_shared": lambda one: zf.shard_params(Model(), one).share_memory(),
+    "module_is_wrapped_in_ddp": lambda one: DistributedDataParallel(zf.shard_params(zf.shard_grads(Model(), one), one)),
+    "forward_changes_a_weight": lambda one: zf.shard_params(Clamped(), one)(_batch()),
+    "weight_is_asked_for_its_storage": lambda two: zf.shard_params(Model(), two).head.weight.storage(),
+    "weight_is_made_whole_in_a_forward": lambda one: zf.shard_params(Peeking(gathers=True), one)(_batch()),
+    "gradient_is_sparse": lambda one: zf.shard_params(SparseInFunction(), one)(torch.tensor([1, 2])).sum().backward(),
+    # loading
+    "entry_of_another_shape": lambda: _loaded(**{"0.bias": torch.zeros(3)}),
+    # launch
+    "launch_no_rank": lambda: zf.launch(print, 0),
+    "launch_no_thread": lambda: zf.launch(print, 2, threads=0),
+    "launch_no_time": lambda: zf.launch(print, 2, timeout_s=0),
+    "launch_says_which_rank_is_which": lambda: zf.launch(print, 2, env={"RANK": "0"}),
+    # tiers
+    "tier_of_no_size": lambda: zf.nvme(".", limit="much"),
+    "tier_of_host_memory_is_too_small": lambda: zf.streamed(_stepped()[1], zf.cpu(limit="16KiB")),
+    "tier_on_disk_is_too_small": lambda: zf.streamed(_stepped()[1], zf.nvme(".", limit="16KiB")),
+    "tier_buffer_is_too_small": lambda: zf.streamed(_stepped()[1], zf.nvme("."), buffer="4KiB"),
+    "disk_has_no_such_path": lambda: zf.streamed(_stepped()[1], zf.nvme("/missing")),
+    "disk_fails": lambda: _streamed_and_damaged(lambda _, result: -errno.EIO),
+    "disk_stops_short": lambda: _streamed_and_damaged(lambda _, result: 0),
+    "streamed_and_copied": lambda: copy.deepcopy(zf.streamed(_stepped()[1], zf.nvme("."))),
+    "streamed_lbfgs": lambda: zf.streamed(torch.optim.LBFGS(nn.Linear(2, 2).parameters()), zf.cpu()),
+    "evicted_to_a_disk": lambda: zf.evict(nn.Linear(4, 4), to=zf.nvme(".")),
+    # offload
+    "offload_without_a_tier": lambda: zf.offload(Model()),
+    "offload_of_no_fraction": lambda: zf.offload(Model(), optim=zf.nvme("/tmp"), fraction=0.0),
+    "offload_to_two_tiers": lambda: zf.offload(zf.offload(Model(), optim=zf.cpu()), optim=zf.nvme("/tmp")),
+    "view_of_a_tensor_in_a_tier": lambda: next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).data.view(
+        torch.int32
+    ),
+    "memory_of_a_tensor_in_a_tier_is_shared": lambda: torch.from_dlpack(
+        next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).detach()
+    ),
+    "resting_parameter_is_drawn": lambda two: nn.init.orthogonal_(zf.shard_params(nn.Linear(6, 4), two).weight),
+    "resting_parameter_is_read_at_positions": lambda two: zf.shard_params(nn.Linear(4, 4), two).weight[[1, 3]],
+    "streamed_without_a_tier": lambda: zf.streamed(torch.optim.AdamW(Model().parameters())),
+    "streamed_of_no_fraction": lambda: zf.streamed(torch.optim.AdamW(Model().parameters()), zf.cpu(), fraction=2.0),
+    "streamed_optimizer_of_whole_matrices": lambda: zf.streamed(
+        torch.optim.Muon(nn.Linear(4, 4, bias=False).parameters()), zf.cpu(), elementwise=True
+    ),
+    "tier_of_one_path_twice": lambda: zf.nvme("/disk0", "/disk1", "/disk0"),
+    # tiles
+    "tiled_after_a_transform": lambda four: zf.tile(zf.shard_params(Model(), four), where="head.*", parts=2),
+    "tiled_in_too_many_parts": lambda: zf.tile(Model(), where="head.*", parts=4),
+    "tiled_norm": lambda: zf.tile(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), where="*", parts=2),
+    "tiled_embedding_has_a_norm": lambda: zf.tile(nn.Embedding(8, 4, max_norm=1.0), where="weight", parts=2),
+    "streamed_optimizer_cannot_wait": lambda folder: zf.streamed(
+        Unknown(nn.Linear(2, 2).parameters()), zf.nvme(folder), finish="forward"
+    ),
+    "streamed_until_no_moment": lambda: zf.streamed(
+        torch.optim.AdamW(nn.Linear(2, 2).parameters()), zf.cpu(), finish="backward"
+    ),  # type: ignore[arg-type]
+    # configs of DeepSpeed
+    "config_of_no_kind": lambda: config_of(7),  # type: ignore[arg-type]
+    "config_is_nowhere": lambda: config_of("nowhere/ds_config.json"),
+    "config_has_a_comment": lambda: _from_file('{"bf16": {"enabled": true}} // on'),
+    "config_is_a_list": lambda: _from_file("[1, 2]"),
+    "config_says_something_twice": lambda: _from_file('{"bf16": {"enabled": true, "enabled": false}}'),
+    "config_has_no_number": lambda: _from_file('{"gradient_clipping": NaN}'),
+    "config_is_misspelt": lambda: _from_config(gradient_cliping=1.0),
+    "config_has_text_for_a_number": lambda: _from_config(gradient_clipping="1.0"),
+    "config_waits_for_the_trainer": lambda: _from_config(optimizer={"type": "AdamW", "params": {"lr": "auto"}}),
+    "config_is_wrong_in_many_ways": lambda: _from_config(
+        gradient_cliping=1.0,
+        gradient_clipping="1.0",
+        zero_optimization={"stage": 3, "zero_quantized_weights": True, "prefetch_bucket_size": "many"},
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        train_micro_batch_size_per_gpu=4,
+    ),
+    "config_has_a_name_twice": lambda: _from_config(
+        zero_optimization={"max_live_parameters": 1e9, "stage3_max_live_parameters": 1e9}
+    ),
+    "config_wants_quantized_messages": lambda: _from_config(
+        zero_optimization={"stage": 3, "zero_quantized_weights": True}
+    ),
+    "config_wants_a_log": lambda: _from_config(tensorboard={"enabled": True}),
+    "config_of_contradicting_batches": lambda: _from_config(
+        train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2
+    ),
+    "config_of_two_dtypes": lambda: _from_config(bf16={"enabled": True}, fp16={"enabled": True}),
+    "config_offloads_replicas": lambda: _from_config(
+        zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}}
+    ),
+    "config_offloads_parameters_at_stage_2": lambda: _from_config(
+        zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}}
+    ),
+    "config_of_a_negative_rate": lambda: _from_config(optimizer={"type": "AdamW", "params": {"lr": -0.1}}),
+    "config_without_an_optimizer": lambda: _from_config(),
+    "config_sends_what_is_not_computed": lambda: _from_config(
+        communication_data_type="bf16", optimizer={"type": "AdamW"}
+    ),
+    # checkpoints
+    "checkpoint_is_nowhere": lambda folder: zf.load(folder, nn.Linear(2, 2)),
+    "checkpoint_is_of_a_later_version": lambda: _saved_and_changed(
+        lambda path: _forged(path / "manifest.json", lambda body: body.update(version=99))
+    ),
+    "pretrained_onto_meta": lambda: zf.load_pretrained(nn.Linear(2, 2, device="meta"), "folder"),
+    "deepspeed_with_elastic_states": lambda: _deepspeed_folder(lambda said: said.update(base_optimizer_state=[])),
+    "deepspeed_with_tensor_parallelism": lambda: _deepspeed_folder(lambda _: None, also="mp_rank_01_model_states.pt"),
+    "deepspeed_with_other_objects": lambda: _deepspeed_folder(lambda said: said.update(clip_grad=nn.Linear(1, 1))),
+    "checkpoint_without_a_name": lambda folder: zf.save(folder / ".step-1", nn.Linear(2, 2)),
+    "checkpoint_of_no_place": lambda folder: zf.load(folder / "runs"),
+    "checkpoint_keeps_none": lambda folder: zf.save(folder / "step-1", keep=0),
+    "checkpoint_of_what_has_no_form": lambda folder: zf.save(folder / "step-1", extra={"state": [{"noise": print}]}),
+    "checkpoint_of_an_odd_dtype": lambda folder: zf.save(
+        folder / "step-1", extra={"z": torch.zeros(2, dtype=torch.complex128)}
+    ),
+    "checkpoint_of_meta": lambda folder: zf.save(folder / "step-1", nn.Linear(2, 2, device="meta")),
+    "checkpoint_of_another_optimizer": lambda folder: zf.save(
+        folder / "step-1", nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
+    ),
+    "checkpoint_loads_nothing": lambda: zf.load("runs", only="weights"),
+}
+
+# The functions that make mistakes; helpers are private.
+CASES: dict[str, Callable[..., object]] = ROWS | {
+    name: value
+    for name, value in globals().copy().items()
+    if getattr(value, "__module__", None) == __name__ and inspect.isfunction(value) and not name.startswith("_")
+}
