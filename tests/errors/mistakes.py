@@ -53,10 +53,7 @@ from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import _sharded, require_placed
-from zero_fn.errors import (
-    StateError,
-    StorageError,
-)
+from zero_fn.errors import StateError, StorageError
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
 from zero_fn.transport.line import Work
@@ -96,13 +93,21 @@ def _a_sharded_model() -> Iterator[Model]:
         yield zf.shard_params(Model(), mesh)
 
 
+@contextlib.contextmanager
+def _a_tiered_model() -> Iterator[nn.Module]:
+    yield zf.offload(Model(), params=zf.nvme("/tmp"))
+
+
 # What a case asks for by the name of a parameter.
 PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "one": alone,
     "two": partial(pretended, 2),
     "four": partial(pretended, 4),
+    "gpus": partial(pretended, 4, device_type="cuda"),
+    "meta": partial(torch.device, "meta"),
     "grid": partial(pretended_grid, 4, 2),
     "model": _a_sharded_model,
+    "tiered": _a_tiered_model,
     "folder": _a_folder,
 }
 
@@ -113,14 +118,8 @@ PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 SPEEDS = zf.LinkSpeeds(1e10, 1e9, 1e9, {"dp": 1e9}, None, None)
 
 
-def planned_accelerator_was_not_measured() -> object:
-    with pretended(4, device_type="cuda") as axis:
-        return zf.autoplan(Model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, to_device=1e9), tier=zf.cpu())
-
-
-def mesh_without_this_rank() -> object:
-    with pretended(3):
-        return zf.shard_optimizer(Model(), DeviceMesh("cpu", [1, 2], mesh_dim_names=("dp",)))
+def _planned(axis: DeviceMesh, *tier: zf.Tier, **speeds: Any) -> object:
+    return zf.autoplan(Model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, **speeds), tier=tier or None)
 
 
 def axes_are_of_two_meshes(grid: DeviceMesh) -> object:
@@ -134,25 +133,10 @@ def axes_are_three(grid: DeviceMesh) -> object:
     return zf.replicate(model, mesh["node"])
 
 
-def mesh_is_not_that_of_tensor_parallelism(grid: DeviceMesh) -> object:
-    model = _placed(grid["tp"], Shard(0))
-    return zf.shard_params(model, init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
-
-
 def _placed(mesh: DeviceMesh, placement: Placement) -> Model:
     model = Model()
     model.head.weight = nn.Parameter(DTensor.from_local(model.head.weight.detach(), mesh, [placement], run_check=False))
     return model
-
-
-def mesh_is_on_meta(two: DeviceMesh) -> object:
-    mesh = DeviceMesh("meta", [0, 1], mesh_dim_names=("dp",))
-    return zf.shard_params(Model(), mesh)
-
-
-def materialize_beside_the_mesh(one: DeviceMesh) -> object:
-    with torch.device("meta"):
-        return zf.materialize(zf.shard_params(Model(), one), "cuda")
 
 
 def where_predicate_matches_nothing(two: DeviceMesh) -> object:
@@ -165,22 +149,14 @@ def where_predicate_matches_nothing(two: DeviceMesh) -> object:
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
-def parameter_is_of_a_subclass(two: DeviceMesh) -> object:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    model[1].weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
-    return zf.shard_params(model, two)
+def _linear(weight: Tensor, *, is_trained: bool = True) -> nn.Module:
+    model = nn.Linear(*weight.shape)
+    model.weight = nn.Parameter(weight, requires_grad=is_trained)
+    return model
 
 
-def subclass_is_trained() -> object:
-    model = nn.Linear(4, 4)
-    model.weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
-    return zf.flatten_subclasses(model)
-
-
-def product_of_another_shape(two: DeviceMesh) -> object:
-    model = nn.Linear(WIDTH, WIDTH)
-    model.weight = nn.Parameter(Short(model.weight.detach()))
-    return zf.shard_params(zf.flatten_subclasses(model), two)(torch.ones(1, WIDTH))
+def _two() -> Tensor:
+    return TwoTensor(torch.zeros(4, 4), torch.ones(4, 4))
 
 
 def assigned_values_of_a_tie_differ(two: DeviceMesh) -> object:
@@ -192,9 +168,7 @@ def assigned_values_of_a_tie_differ(two: DeviceMesh) -> object:
 
 def assigned_value_is_of_a_subclass(two: DeviceMesh) -> object:
     model = nn.Sequential(nn.Linear(4, 4))
-    sharded = zf.shard_params(model, two)
-    weight = TwoTensor(torch.zeros(4, 4), torch.ones(4, 4))
-    return sharded.load_state_dict({**model.state_dict(), "0.weight": weight}, assign=True)
+    return zf.shard_params(model, two).load_state_dict({**model.state_dict(), "0.weight": _two()}, assign=True)
 
 
 class Streaming(Model):
@@ -223,19 +197,10 @@ def module_was_donated_and_is_transformed_again(two: DeviceMesh) -> object:
 # -- the wrong moment ------------------------------------------------------------------------------------------------
 
 
-def check_of_a_plain_module() -> object:
-    model = Model()
-    return zf.check(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def accumulate_of_a_plain_module() -> object:
-    with zf.accumulate(Model()):
-        return None
-
-
-def unsharded_of_a_plain_module() -> object:
-    with zf.unsharded(Model()):
-        return None
+def _entered(*contexts: contextlib.AbstractContextManager[object]) -> None:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
 
 
 def transform_inside_accumulate(one: DeviceMesh) -> object:
@@ -248,11 +213,6 @@ def transform_inside_unsharded(one: DeviceMesh) -> object:
     model = zf.shard_grads(Model(), one)
     with zf.unsharded(model.head):
         return zf.shard_params(model, one)
-
-
-def unsharded_inside_unsharded(model: Model) -> object:
-    with zf.unsharded(model), zf.unsharded(model.layers[0]):
-        return None
 
 
 def gradient_of_a_whole_parameter(model: Model) -> object:
@@ -325,11 +285,6 @@ def unsharded_with_another_shape(model: Model) -> object:
     with zf.unsharded(model.head, writeback=True):
         model.head.weight = nn.Parameter(torch.zeros(5, 4))
     return None
-
-
-def unshard_inside_accumulate(model: Model) -> object:
-    with zf.accumulate(model), zf.accumulate(model, unshard=True):
-        return None
 
 
 def step_inside_accumulate(model: Model) -> object:
@@ -416,16 +371,6 @@ def check_optimizer_of_the_module_before(two: DeviceMesh) -> object:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     return zf.check(zf.shard_params(model, two), optimizer)
-
-
-def check_optimizer_of_another_module(two: DeviceMesh) -> object:
-    optimizer = torch.optim.AdamW(Model().parameters())
-    return zf.check(zf.shard_params(Model(), two), optimizer)
-
-
-def check_optimizer_that_lacks_parameters(two: DeviceMesh) -> object:
-    model = zf.shard_params(Model(), two)
-    return zf.check(model, torch.optim.AdamW(model.layers.parameters()))
 
 
 def step_of_the_optimizer_before(one: DeviceMesh) -> object:
@@ -552,13 +497,6 @@ def step_after_a_cast(model: Model) -> object:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def _loaded(**entries: Tensor) -> object:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    whole = {**model.state_dict(), **entries}
-    with alone() as mesh:
-        return zf.shard_params(model, mesh).load_state_dict(whole)
-
-
 def entry_on_another_mesh(model: Model) -> object:
     other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
     bias = distribute_tensor(torch.zeros(3), other, [Replicate(), Replicate()])
@@ -612,40 +550,33 @@ def disk_lost_a_write() -> object:
     return disk.read(0, memory).wait()
 
 
-def disk_takes_no_more_open_files() -> object:
-    def fails(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+@contextlib.contextmanager
+def _refused(call: str, code: int, *, limit: int | None = None, to: int = 0) -> Iterator[None]:
+    """A call of the system that fails, under a limit of the process."""
 
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_fn.storage.files._opened", fails)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 1024), before[1]))
-        try:
-            return zf.streamed(_stepped()[1], zf.nvme("/"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with mock.patch(call, fails), contextlib.ExitStack() as stack:
+        if limit is not None:
+            before = resource.getrlimit(limit)
+            stack.callback(resource.setrlimit, limit, before)
+            resource.setrlimit(limit, (min(before[0] % 2**64, to), before[1]))
+        yield
+
+
+def disk_takes_no_more_open_files() -> object:
+    with _refused("zero_fn.storage.files._opened", errno.EMFILE, limit=resource.RLIMIT_NOFILE, to=1024):
+        return zf.streamed(_stepped()[1], zf.nvme("/"))
 
 
 def disk_takes_no_file_so_large() -> object:
-    def fails(*_: object) -> None:
-        raise OSError(errno.EFBIG, "File too large")
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fails)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, before[1]))
-        try:
-            return zf.streamed(_stepped()[1], zf.nvme("."))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with _refused("os.posix_fallocate", errno.EFBIG, limit=resource.RLIMIT_FSIZE, to=16 << 10):
+        return zf.streamed(_stepped()[1], zf.nvme("."))
 
 
 def disk_cannot_reserve() -> object:
-    def fails(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fails)
+    with _refused("os.posix_fallocate", errno.EIO):
         return zf.streamed(_stepped()[1], zf.nvme("."))
 
 
@@ -752,29 +683,19 @@ def restored_twice() -> object:
 # -- offload ---------------------------------------------------------------------------------------------------------
 
 
-def step_that_is_not_streamed() -> None:
-    model = zf.offload(Model(), params=zf.nvme("/tmp"))
-    torch.optim.SGD(model.parameters()).step()
-
-
-def memory_of_a_tensor_in_a_tier_is_replaced() -> None:
+def memory_of_a_tensor_in_a_tier_is_replaced(tiered: nn.Module) -> None:
     with torch.no_grad():
-        next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).set_(torch.zeros(3, 4))  # type: ignore[call-overload]
+        next(tiered.parameters()).set_(torch.zeros(3, 4))  # type: ignore[call-overload]
 
 
-def values_in_a_tier_are_read_in_a_fork() -> None:
-    model = zf.offload(Model(), params=zf.nvme("/tmp"))
+def values_in_a_tier_are_read_in_a_fork(tiered: nn.Module) -> None:
     with mock.patch("os.getpid", return_value=-1):
-        next(model.parameters()).sum()
+        next(tiered.parameters()).sum()
 
 
 def row_of_a_resting_parameter_is_written(two: DeviceMesh) -> None:
     with torch.no_grad():
         zf.shard_params(nn.Linear(4, 4), two).weight[1:3].zero_()
-
-
-def plain_data_was_assigned_a_resting_tensor(two: DeviceMesh) -> None:
-    nn.Parameter(torch.empty(4, 4)).data = zf.shard_params(nn.Linear(4, 4), two).weight.data
 
 
 class Shifted(nn.Module):
@@ -791,11 +712,6 @@ def gradient_of_a_plain_loss_in_shards(two: DeviceMesh) -> None:
     model(torch.ones(2, 4)).sum().backward(model.bias.detach().sum())
 
 
-def streamed_in_too_small_a_buffer() -> None:
-    model = zf.offload(Model(), params=zf.nvme("/tmp"))
-    zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu(), buffer=64)
-
-
 def planned_with_two_optimizers(two: DeviceMesh) -> object:
     model = zf.zero1(Model(), two)
     return zf.plan(model, torch.optim.AdamW(model.parameters()), optimizer_nbytes_per_element=4)
@@ -804,34 +720,10 @@ def planned_with_two_optimizers(two: DeviceMesh) -> object:
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-def tiled_weight_is_tied() -> object:
+def _tiled(prepare: Callable[[Model], object], where: str = "head.*") -> nn.Module:
     model = Model()
-    model.layers[1].weight = model.layers[0].weight
-    return zf.tile(model, where="layers.0.weight", parts=2)
-
-
-def tiled_weight_is_on_a_mesh(two: DeviceMesh) -> object:
-    model = Model()
-    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), two, [Replicate()]))
-    return zf.tile(model, where="head.weight", parts=2)
-
-
-def tiled_parameter_has_hooks() -> object:
-    model = Model()
-    model.head.weight.register_hook(lambda grad: grad)
-    return zf.tile(model, where="head.*", parts=2)
-
-
-def tiled_state_dict_has_hooks() -> object:
-    model = Model()
-    model.head.register_load_state_dict_post_hook(lambda *_: None)
-    return zf.tile(model, where="head.*", parts=2)
-
-
-def tiled_forward_is_its_own() -> object:
-    model = Model()
-    model.head.forward = abs  # type: ignore[assignment]
-    return zf.tile(model, where="head.*", parts=2)
+    prepare(model)
+    return zf.tile(model, where=where, parts=2)
 
 
 def tiled_output_is_cut() -> object:
@@ -843,11 +735,6 @@ def tiled_output_is_cut() -> object:
 def untiled_of_shards(two: DeviceMesh) -> object:
     model = zf.shard_params(zf.tile(Model(), where="head.*", parts=2), two)
     return zf.untiled(model, model.state_dict())
-
-
-def untiled_of_some_parts() -> object:
-    model = zf.tile(Model(), where="head.*", parts=2)
-    return zf.untiled(model, {"head.tiles.1.weight": torch.zeros(1, 4)})
 
 
 class Unknown(torch.optim.AdamW):
@@ -920,20 +807,15 @@ def step_that_waits_is_interrupted() -> None:
 # -- configs of DeepSpeed ----------------------------------------------------------------------------------------------
 
 
-def _from_config(**entries: object) -> None:
+def _from_config(*, auto: dict[str, Any] | None = None, **entries: object) -> None:
     with alone() as mesh:
-        zf.from_deepspeed(nn.Linear(2, 2), {"train_batch_size": 2, **entries}, mesh["dp"])
+        zf.from_deepspeed(nn.Linear(2, 2), {"train_batch_size": 2, **entries}, mesh["dp"], auto=auto)
 
 
 def _from_file(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("ds_config.json").write_text(text)
         config_of("ds_config.json")
-
-
-def config_has_no_auto_where_one_is_filled_in(one: DeviceMesh) -> None:
-    config = {"train_batch_size": 2, "gradient_clipping": 0.5}
-    zf.from_deepspeed(nn.Linear(2, 2), config, one["dp"], auto={"gradient_clipping": 1.0})
 
 
 def config_says_otherwise_than_what_is_placed(one: DeviceMesh) -> None:
@@ -989,16 +871,6 @@ def cuda_of_one_queue() -> object:
         return zf.zero3(nn.Linear(2, 2, device="meta"), mesh)
 
 
-def guard_of_no_time() -> object:
-    with zf.guard(deadline_s=0):
-        return None
-
-
-def guard_that_compares() -> object:
-    with zf.guard(compare=True):
-        return None
-
-
 def checkpoint_is_damaged() -> object:
     def flip(path: Path) -> None:
         whole = bytearray((path / "model" / "00000-0.safetensors").read_bytes())
@@ -1023,28 +895,16 @@ def pretrained_is_there_already(folder: Path) -> object:
     return zf.save_pretrained(nn.Linear(2, 2), folder)
 
 
-def pretrained_is_quantised(folder: Path) -> object:
-    model = nn.Linear(2, 2)
-    model.__dict__["is_quantized"] = True
-    return zf.save_pretrained(model, folder)
-
-
-def subclass_says_not_what_it_is_made_of() -> object:
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(model.weight.detach().as_subclass(Opaque), requires_grad=False)
-    return zf.flatten_subclasses(model)
-
-
-def pretrained_with_adapters(folder: Path) -> object:
-    model = nn.Linear(2, 2)
-    model.__dict__["peft_config"] = {}
-    return zf.save_pretrained(model, folder)
-
-
 def pretrained_of_two_stages() -> object:
     said = Agreed("", 0, 1, False)
     with _a_folder() as folder, mock.patch.object(Together, "agree", return_value=said):
         return zf.save_pretrained(nn.Linear(2, 2), folder)
+
+
+def _with(**attributes: object) -> nn.Module:
+    model = nn.Linear(2, 2)
+    vars(model).update(attributes)
+    return model
 
 
 def checkpoint_of_two_values_for_a_tie(folder: Path) -> object:
@@ -1201,21 +1061,22 @@ def checkpoint_lost_a_rank() -> object:
 
 ROWS: dict[str, Callable[..., object]] = {
     # the mesh
+    "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
+    "planned_disk_was_not_measured": lambda four: _planned(four, zf.nvme("/scratch"), disk_read=None),
+    "planned_accelerator_was_not_measured": lambda gpus: _planned(gpus, zf.cpu(), to_device=1e9),
+    "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
+    "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),
+    "mesh_without_this_rank": lambda four: zf.shard_optimizer(
+        Model(), DeviceMesh("cpu", [1, 2], mesh_dim_names=("dp",))
+    ),
+    "mesh_is_on_meta": lambda two: zf.shard_params(Model(), DeviceMesh("meta", [0, 1], mesh_dim_names=("dp",))),
+    "mesh_is_not_that_of_tensor_parallelism": lambda grid: zf.shard_params(
+        _placed(grid["tp"], Shard(0)), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+    ),
+    "materialize_beside_the_mesh": lambda one, meta: zf.materialize(zf.shard_params(Model(), one), "cuda"),
     "mesh_is_no_mesh": lambda: zf.shard_params(Model(), "dp"),  # type: ignore[arg-type]
     "mesh_has_two_axes": lambda grid: zf.shard_grads(Model(), grid),
     "mesh_has_two_axes_without_names": lambda four: zf.replicate(Model(), init_device_mesh("cpu", (2, 2))),
-    "planned_axis_was_not_measured": lambda four: zf.autoplan(
-        Model(), four, "1GiB", links=dataclasses.replace(SPEEDS, sent={})
-    ),
-    "planned_disk_was_not_measured": lambda four: zf.autoplan(
-        Model(), four, "1GiB", links=dataclasses.replace(SPEEDS, disk_read=None), tier=zf.nvme("/scratch")
-    ),
-    "planned_host_is_the_device": lambda four: zf.autoplan(
-        Model(), four, "1GiB", links=SPEEDS, tier=(zf.cpu(), zf.nvme("/scratch"))
-    ),
-    "planned_disks_are_two": lambda four: zf.autoplan(
-        Model(), four, "1GiB", links=SPEEDS, tier=(zf.nvme("/disk0"), zf.nvme("/disk1"))
-    ),
     "planned_module_is_transformed": lambda four: zf.autoplan(zf.zero2(Model(), four), four, "1GiB", links=SPEEDS),
     "nothing_fits_the_budget": lambda four: zf.autoplan(Model(), four, 100, links=SPEEDS),
     "axes_share_ranks": lambda grid: zf.shard_grads(
@@ -1248,6 +1109,14 @@ ROWS: dict[str, Callable[..., object]] = {
         zf.precision(Model(), output=torch.float32), output=torch.bfloat16
     ),
     # modules
+    "parameter_is_of_a_subclass": lambda two: zf.shard_params(nn.Sequential(nn.Linear(4, 4), _linear(_two())), two),
+    "subclass_is_trained": lambda: zf.flatten_subclasses(_linear(_two())),
+    "subclass_says_not_what_it_is_made_of": lambda: zf.flatten_subclasses(
+        _linear(torch.zeros(2, 2).as_subclass(Opaque), is_trained=False)
+    ),
+    "product_of_another_shape": lambda two: zf.shard_params(
+        zf.flatten_subclasses(_linear(Short(torch.zeros(WIDTH, WIDTH)))), two
+    )(torch.ones(1, WIDTH)),
     "parameter_is_lazy": lambda two: zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), two),
     "module_is_scripted": lambda two: zf.shard_params(
         nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))), two
@@ -1261,6 +1130,13 @@ ROWS: dict[str, Callable[..., object]] = {
     "parameter_is_sharded_over_the_axis_already": lambda two: zf.shard_params(_placed(two, Shard(0)), two),
     "parameter_is_partial": lambda grid: zf.shard_params(_placed(grid["tp"], Partial()), grid["dp"]),
     # the wrong moment
+    "check_of_a_plain_module": lambda: zf.check(Model(), torch.optim.SGD(Model().parameters(), lr=0.1)),
+    "accumulate_of_a_plain_module": lambda: _entered(zf.accumulate(Model())),
+    "unsharded_of_a_plain_module": lambda: _entered(zf.unsharded(Model())),
+    "unsharded_inside_unsharded": lambda model: _entered(zf.unsharded(model), zf.unsharded(model.layers[0])),
+    "unshard_inside_accumulate": lambda model: _entered(zf.accumulate(model), zf.accumulate(model, unshard=True)),
+    "guard_of_no_time": lambda: _entered(zf.guard(deadline_s=0)),
+    "guard_that_compares": lambda: _entered(zf.guard(compare=True)),  # type: ignore[arg-type]
     "describe_of_a_plain_module": lambda: zf.describe(Model()),
     "plan_of_a_plain_module": lambda: zf.plan(Model()),
     "refresh_of_a_plain_module": lambda: zf.refresh(Model()),
@@ -1278,6 +1154,10 @@ ROWS: dict[str, Callable[..., object]] = {
     "forward_is_exported": lambda one: torch.export.export(zf.shard_params(Model(), one), (_batch(),)),
     "forward_is_pickled": lambda two: pickle.dumps(zf.shard_params(Model(), two).forward),
     # stale objects
+    "check_optimizer_of_another_module": lambda model: zf.check(model, torch.optim.AdamW(Model().parameters())),
+    "check_optimizer_that_lacks_parameters": lambda model: zf.check(
+        model, torch.optim.AdamW(model.layers.parameters())
+    ),
     # at rest
     "parameter_is_pruned_after_the_transform": lambda one: prune.l1_unstructured(
         zf.shard_params(Model(), one).head, "weight", 0.5
@@ -1289,7 +1169,7 @@ ROWS: dict[str, Callable[..., object]] = {
     "weight_is_made_whole_in_a_forward": lambda one: zf.shard_params(Peeking(gathers=True), one)(_batch()),
     "gradient_is_sparse": lambda one: zf.shard_params(SparseInFunction(), one)(torch.tensor([1, 2])).sum().backward(),
     # loading
-    "entry_of_another_shape": lambda: _loaded(**{"0.bias": torch.zeros(3)}),
+    "entry_of_another_shape": lambda model: model.load_state_dict({**model.state_dict(), "head.bias": torch.zeros(4)}),
     # launch
     "launch_no_rank": lambda: zf.launch(print, 0),
     "launch_no_thread": lambda: zf.launch(print, 2, threads=0),
@@ -1307,15 +1187,18 @@ ROWS: dict[str, Callable[..., object]] = {
     "streamed_lbfgs": lambda: zf.streamed(torch.optim.LBFGS(nn.Linear(2, 2).parameters()), zf.cpu()),
     "evicted_to_a_disk": lambda: zf.evict(nn.Linear(4, 4), to=zf.nvme(".")),
     # offload
+    "step_that_is_not_streamed": lambda tiered: torch.optim.SGD(tiered.parameters()).step(),
+    "streamed_in_too_small_a_buffer": lambda tiered: zf.streamed(
+        torch.optim.AdamW(tiered.parameters()), zf.cpu(), buffer=64
+    ),
+    "view_of_a_tensor_in_a_tier": lambda tiered: next(tiered.parameters()).data.view(torch.int32),
+    "memory_of_a_tensor_in_a_tier_is_shared": lambda tiered: torch.from_dlpack(next(tiered.parameters()).detach()),
+    "plain_data_was_assigned_a_resting_tensor": lambda two: setattr(
+        nn.Parameter(torch.empty(4, 4)), "data", zf.shard_params(nn.Linear(4, 4), two).weight.data
+    ),
     "offload_without_a_tier": lambda: zf.offload(Model()),
     "offload_of_no_fraction": lambda: zf.offload(Model(), optim=zf.nvme("/tmp"), fraction=0.0),
     "offload_to_two_tiers": lambda: zf.offload(zf.offload(Model(), optim=zf.cpu()), optim=zf.nvme("/tmp")),
-    "view_of_a_tensor_in_a_tier": lambda: next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).data.view(
-        torch.int32
-    ),
-    "memory_of_a_tensor_in_a_tier_is_shared": lambda: torch.from_dlpack(
-        next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).detach()
-    ),
     "resting_parameter_is_drawn": lambda two: nn.init.orthogonal_(zf.shard_params(nn.Linear(6, 4), two).weight),
     "resting_parameter_is_read_at_positions": lambda two: zf.shard_params(nn.Linear(4, 4), two).weight[[1, 3]],
     "streamed_without_a_tier": lambda: zf.streamed(torch.optim.AdamW(Model().parameters())),
@@ -1325,6 +1208,18 @@ ROWS: dict[str, Callable[..., object]] = {
     ),
     "tier_of_one_path_twice": lambda: zf.nvme("/disk0", "/disk1", "/disk0"),
     # tiles
+    "tiled_weight_is_tied": lambda: _tiled(
+        lambda model: setattr(model.layers[1], "weight", model.layers[0].weight), "layers.0.weight"
+    ),
+    "tiled_weight_is_on_a_mesh": lambda two: zf.tile(_placed(two, Replicate()), where="head.weight", parts=2),
+    "tiled_parameter_has_hooks": lambda: _tiled(lambda model: model.head.weight.register_hook(lambda grad: grad)),
+    "tiled_state_dict_has_hooks": lambda: _tiled(
+        lambda model: model.head.register_load_state_dict_post_hook(lambda *_: None)
+    ),
+    "tiled_forward_is_its_own": lambda: _tiled(lambda model: setattr(model.head, "forward", abs)),
+    "untiled_of_some_parts": lambda: zf.untiled(
+        zf.tile(Model(), where="head.*", parts=2), {"head.tiles.1.weight": torch.zeros(1, 4)}
+    ),
     "tiled_after_a_transform": lambda four: zf.tile(zf.shard_params(Model(), four), where="head.*", parts=2),
     "tiled_in_too_many_parts": lambda: zf.tile(Model(), where="head.*", parts=4),
     "tiled_norm": lambda: zf.tile(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), where="*", parts=2),
@@ -1336,6 +1231,9 @@ ROWS: dict[str, Callable[..., object]] = {
         torch.optim.AdamW(nn.Linear(2, 2).parameters()), zf.cpu(), finish="backward"
     ),  # type: ignore[arg-type]
     # configs of DeepSpeed
+    "config_has_no_auto_where_one_is_filled_in": lambda: _from_config(
+        gradient_clipping=0.5, auto={"gradient_clipping": 1.0}
+    ),
     "config_of_no_kind": lambda: config_of(7),  # type: ignore[arg-type]
     "config_is_nowhere": lambda: config_of("nowhere/ds_config.json"),
     "config_has_a_comment": lambda: _from_file('{"bf16": {"enabled": true}} // on'),
@@ -1375,6 +1273,8 @@ ROWS: dict[str, Callable[..., object]] = {
         communication_data_type="bf16", optimizer={"type": "AdamW"}
     ),
     # checkpoints
+    "pretrained_is_quantised": lambda folder: zf.save_pretrained(_with(is_quantized=True), folder),
+    "pretrained_with_adapters": lambda folder: zf.save_pretrained(_with(peft_config={}), folder),
     "checkpoint_is_nowhere": lambda folder: zf.load(folder, nn.Linear(2, 2)),
     "checkpoint_is_of_a_later_version": lambda: _saved_and_changed(
         lambda path: _forged(path / "manifest.json", lambda body: body.update(version=99))

@@ -27,12 +27,7 @@ from tests.errors.mistakes import CASES, PLACES, Peeking
 from tests.support.groups import alone
 from tests.support.ranks import Ranks, axis
 from tests.support.snapshot import assert_matches, is_writing
-from zero_fn.errors import (
-    DisagreementError,
-    LayoutError,
-    StaleError,
-    ZeroError,
-)
+from zero_fn.errors import DisagreementError, LayoutError, StaleError, ZeroError
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"
