@@ -94,6 +94,13 @@ def _a_sharded_model() -> Iterator[Model]:
 
 
 @contextlib.contextmanager
+def _a_checkpoint() -> Iterator[Path]:
+    with _a_folder() as folder:
+        zf.save(folder / "step-1", nn.Linear(2, 2), extra={"noise": 1})
+        yield folder / "step-1"
+
+
+@contextlib.contextmanager
 def _a_tiered_model() -> Iterator[nn.Module]:
     yield zf.offload(Model(), params=zf.nvme("/tmp"))
 
@@ -109,6 +116,7 @@ PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "model": _a_sharded_model,
     "tiered": _a_tiered_model,
     "folder": _a_folder,
+    "saved": _a_checkpoint,
 }
 
 
@@ -182,18 +190,6 @@ def module_cannot_be_copied(two: DeviceMesh) -> object:
     return zf.shard_params(model, two)
 
 
-def module_was_donated(two: DeviceMesh) -> object:
-    model = Model()
-    zf.shard_params(model, two, donate=True)
-    return model(_batch())
-
-
-def module_was_donated_and_is_transformed_again(two: DeviceMesh) -> object:
-    model = Model()
-    zf.shard_params(model, two, donate=True)
-    return zf.shard_params(model, two)
-
-
 # -- the wrong moment ------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +197,12 @@ def _entered(*contexts: contextlib.AbstractContextManager[object]) -> None:
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
+
+
+def _donated(mesh: DeviceMesh) -> Model:
+    model = Model()
+    zf.shard_params(model, mesh, donate=True)
+    return model
 
 
 def transform_inside_accumulate(one: DeviceMesh) -> object:
@@ -553,11 +555,7 @@ def disk_lost_a_write() -> object:
 @contextlib.contextmanager
 def _refused(call: str, code: int, *, limit: int | None = None, to: int = 0) -> Iterator[None]:
     """A call of the system that fails, under a limit of the process."""
-
-    def fails(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    with mock.patch(call, fails), contextlib.ExitStack() as stack:
+    with mock.patch(call, side_effect=OSError(code, os.strerror(code))), contextlib.ExitStack() as stack:
         if limit is not None:
             before = resource.getrlimit(limit)
             stack.callback(resource.setrlimit, limit, before)
@@ -638,21 +636,15 @@ def streamed_matrix_is_cut() -> object:
     return zf.streamed(torch.optim.AdamW([matrix]), zf.nvme("."), buffer="8KiB")
 
 
-def evicted_model_runs() -> object:
+def _evicted() -> nn.Module:
     model = nn.Linear(4, 4)
     zf.evict(model, to=zf.cpu())
-    return model(_batch())
+    return model
 
 
 def evicted_unit_runs(model: Model) -> object:
     evicted(model)
     return zf.describe(model)
-
-
-def evicted_twice() -> object:
-    model = nn.Linear(4, 4)
-    zf.evict(model, to=zf.cpu())
-    return zf.evict(model, to=zf.cpu())
 
 
 def evicted_inside_unsharded(model: Model) -> object:
@@ -759,11 +751,8 @@ def forward_goes_on_after_an_interrupt(one: DeviceMesh) -> object:
                 self.block(x)
             return self.block(x)
 
-    def interrupt(_: object) -> Tensor:
-        raise KeyboardInterrupt
-
     model = zf.shard_params(Catching(), one, units=nn.Linear)
-    with mock.patch.object(model.block, "forward", interrupt):
+    with mock.patch.object(model.block, "forward", side_effect=KeyboardInterrupt):
         model(torch.ones(1, 2))
 
 
@@ -788,17 +777,21 @@ def forward_in_two_threads() -> None:
     raise found[0]
 
 
-def step_that_waits_is_interrupted() -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+_stepping = importlib.import_module("zero_fn.streamed.stepping")  # the package has a function of this name
 
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+
+def step_that_waits_is_interrupted(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         disk = zf.nvme(folder)
         model = zf.offload(nn.Linear(2, 2), params=disk, grads=disk, optim=disk)
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        patch.setattr(importlib.import_module("zero_fn.streamed.stepping"), "steps_in_one_pass", interrupted)
+        patch.setattr(
+            importlib.import_module("zero_fn.streamed.stepping"),
+            "steps_in_one_pass",
+            mock.Mock(side_effect=KeyboardInterrupt),
+        )
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(2))
         optimizer.step()
@@ -851,14 +844,6 @@ def scale_of_the_loss_is_at_its_least() -> None:
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _saved_and_changed(act: Callable[[Path], object]) -> object:
-    """Saves a small model, changes the checkpoint, and loads it."""
-    with _a_folder() as folder:
-        zf.save(folder / "step-1", nn.Linear(2, 2), extra={"x": 1})
-        act(folder / "step-1")
-        return zf.load(folder / "step-1", nn.Linear(2, 2))
-
-
 def _forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes JSON of a checkpoint, with a digest that is right."""
     body = json.loads(path.read_text())["body"]
@@ -871,18 +856,26 @@ def cuda_of_one_queue() -> object:
         return zf.zero3(nn.Linear(2, 2, device="meta"), mesh)
 
 
-def checkpoint_is_damaged() -> object:
-    def flip(path: Path) -> None:
-        whole = bytearray((path / "model" / "00000-0.safetensors").read_bytes())
-        whole[-1] ^= 1
-        (path / "model" / "00000-0.safetensors").write_bytes(bytes(whole))
-
-    return _saved_and_changed(flip)
+def checkpoint_is_damaged(saved: Path) -> object:
+    file = saved / "model" / "00000-0.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    return zf.load(saved, nn.Linear(2, 2))
 
 
-def checkpoint_does_not_fit(folder: Path) -> object:
-    zf.save(folder / "step-1", nn.Linear(2, 2))
-    return zf.load(folder, nn.Linear(3, 2, bias=False, dtype=torch.bfloat16))
+def checkpoint_is_of_a_later_version(saved: Path) -> object:
+    _forged(saved / "manifest.json", lambda body: body.update(version=99))
+    return zf.load(saved, nn.Linear(2, 2))
+
+
+def checkpoint_of_two_tensors_of_one_name(saved: Path) -> object:
+    def add(body: dict[str, Any]) -> None:
+        file = body["files"]["model"][0]
+        other = {**file["tensors"]["bias"], "shape": [3], "sizes": [3], "offset": 0}
+        body["files"]["model"].append({**file, "nbytes": file["begin"] + 12, "tensors": {"bias": other}})
+
+    _forged(saved / "rank-00000.json", add)
+    return zf.load(saved, nn.Linear(2, 2))
 
 
 def pretrained_of_another_kind(folder: Path) -> object:
@@ -895,9 +888,8 @@ def pretrained_is_there_already(folder: Path) -> object:
     return zf.save_pretrained(nn.Linear(2, 2), folder)
 
 
-def pretrained_of_two_stages() -> object:
-    said = Agreed("", 0, 1, False)
-    with _a_folder() as folder, mock.patch.object(Together, "agree", return_value=said):
+def pretrained_of_two_stages(folder: Path) -> object:
+    with mock.patch.object(Together, "agree", return_value=Agreed("", 0, 1, False)):
         return zf.save_pretrained(nn.Linear(2, 2), folder)
 
 
@@ -948,34 +940,15 @@ def checkpoint_of_torch_with_extensions(folder: Path) -> object:
     return zf.load(folder / "a", model)
 
 
-def conversion_of_what_ranks_have_saved_apart(folder: Path) -> object:
-    zf.save(folder / "step-1", nn.Linear(2, 2), extra={"noise": 1})
-    source = opened(folder / "step-1", lambda name: name)
+def conversion_of_what_ranks_have_saved_apart(saved: Path) -> object:
+    source = opened(saved, lambda name: name)
     with mock.patch.object(Catalog, "is_parted", return_value=True):
-        return convert(source, folder / "b", "dcp", dtype=None, only=("model", "extra"), tell=print)
+        return convert(source, saved.parent / "b", "dcp", dtype=None, only=("model", "extra"), tell=print)
 
 
-def checkpoints_of_two_kinds(folder: Path) -> object:
-    zf.save(folder / "step-1", nn.Linear(2, 2))
-    torch.save({}, folder / "mp_rank_00_model_states.pt")
-    return zf.load(folder, nn.Linear(2, 2))
-
-
-def checkpoint_of_two_tensors_of_one_name() -> object:
-    def twice(path: Path) -> None:
-        def add(body: dict[str, Any]) -> None:
-            file = body["files"]["model"][0]
-            other = {**file["tensors"]["bias"], "shape": [3], "sizes": [3], "offset": 0}
-            body["files"]["model"].append({**file, "nbytes": file["begin"] + 12, "tensors": {"bias": other}})
-
-        _forged(path / "rank-00000.json", add)
-
-    return _saved_and_changed(twice)
-
-
-def checkpoint_is_there_already(folder: Path) -> object:
-    zf.save(folder / "step-1", nn.Linear(2, 2))
-    return zf.save(folder / "step-1", nn.Linear(2, 2))
+def checkpoints_of_two_kinds(saved: Path) -> object:
+    torch.save({}, saved.parent / "mp_rank_00_model_states.pt")
+    return zf.load(saved.parent, nn.Linear(2, 2))
 
 
 def checkpoint_is_being_saved(folder: Path) -> object:
@@ -994,12 +967,6 @@ def checkpoint_of_a_state_of_its_own(folder: Path) -> object:
             return 1
 
     return zf.save(folder / "step-1", Counting(2, 2))
-
-
-def checkpoint_of_a_partial_value(two: DeviceMesh, folder: Path) -> object:
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), two, [Partial()]))
-    return zf.save(folder / "step-1", model)
 
 
 def checkpoint_of_a_state_in_parts(two: DeviceMesh, folder: Path) -> object:
@@ -1051,11 +1018,8 @@ def checkpoint_failed_on_another_rank() -> object:
             return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
-def checkpoint_lost_a_rank() -> object:
-    def refuse(*_: object, **__: object) -> object:
-        raise RuntimeError("Connection closed by peer")
-
-    with pretended(2), _a_folder() as folder, mock.patch.object(dist.ProcessGroup, "recv", refuse):
+def checkpoint_lost_a_rank(two: DeviceMesh, folder: Path) -> object:
+    with mock.patch.object(dist.ProcessGroup, "recv", side_effect=RuntimeError("Connection closed by peer")):
         return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
@@ -1109,6 +1073,8 @@ ROWS: dict[str, Callable[..., object]] = {
         zf.precision(Model(), output=torch.float32), output=torch.bfloat16
     ),
     # modules
+    "module_was_donated": lambda two: _donated(two)(_batch()),
+    "module_was_donated_and_is_transformed_again": lambda two: zf.shard_params(_donated(two), two),
     "parameter_is_of_a_subclass": lambda two: zf.shard_params(nn.Sequential(nn.Linear(4, 4), _linear(_two())), two),
     "subclass_is_trained": lambda: zf.flatten_subclasses(_linear(_two())),
     "subclass_says_not_what_it_is_made_of": lambda: zf.flatten_subclasses(
@@ -1176,6 +1142,8 @@ ROWS: dict[str, Callable[..., object]] = {
     "launch_no_time": lambda: zf.launch(print, 2, timeout_s=0),
     "launch_says_which_rank_is_which": lambda: zf.launch(print, 2, env={"RANK": "0"}),
     # tiers
+    "evicted_model_runs": lambda: _evicted()(_batch()),
+    "evicted_twice": lambda: zf.evict(_evicted(), to=zf.cpu()),
     "tier_of_no_size": lambda: zf.nvme(".", limit="much"),
     "tier_of_host_memory_is_too_small": lambda: zf.streamed(_stepped()[1], zf.cpu(limit="16KiB")),
     "tier_on_disk_is_too_small": lambda: zf.streamed(_stepped()[1], zf.nvme(".", limit="16KiB")),
@@ -1273,12 +1241,12 @@ ROWS: dict[str, Callable[..., object]] = {
         communication_data_type="bf16", optimizer={"type": "AdamW"}
     ),
     # checkpoints
+    "checkpoint_does_not_fit": lambda saved: zf.load(saved.parent, nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)),
+    "checkpoint_is_there_already": lambda saved: zf.save(saved, nn.Linear(2, 2)),
+    "checkpoint_of_a_partial_value": lambda two, folder: zf.save(folder / "step-1", _placed(two, Partial())),
     "pretrained_is_quantised": lambda folder: zf.save_pretrained(_with(is_quantized=True), folder),
     "pretrained_with_adapters": lambda folder: zf.save_pretrained(_with(peft_config={}), folder),
     "checkpoint_is_nowhere": lambda folder: zf.load(folder, nn.Linear(2, 2)),
-    "checkpoint_is_of_a_later_version": lambda: _saved_and_changed(
-        lambda path: _forged(path / "manifest.json", lambda body: body.update(version=99))
-    ),
     "pretrained_onto_meta": lambda: zf.load_pretrained(nn.Linear(2, 2, device="meta"), "folder"),
     "deepspeed_with_elastic_states": lambda: _deepspeed_folder(lambda said: said.update(base_optimizer_state=[])),
     "deepspeed_with_tensor_parallelism": lambda: _deepspeed_folder(lambda _: None, also="mp_rank_01_model_states.pt"),
