@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,10 @@ from tests.support.wholes import full
 
 __all__ = [
     "Decoder",
+    "adam",
     "averaging",
     "batch",
+    "cast_by_hand",
     "composed",
     "differing",
     "grid",
@@ -40,6 +43,7 @@ __all__ = [
     "snapshot",
     "step",
     "styles",
+    "unlike",
 ]
 
 
@@ -143,6 +147,44 @@ def step(
     optimizer.step()
     optimizer.zero_grad()
     return {**found, **{name: copied(parameter) for name, parameter in model.named_parameters()}}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def unlike(
+    case: str, model: nn.Module, expected: Sequence[Mapping[str, Tensor | None]], rank: int, **options: Any
+) -> list[str]:
+    """Where steps of a model give other bits than those of replicas, as lines of text."""
+    optimizer, lines = adam(model), []
+    for number, state in enumerate(expected):
+        found = step(model, optimizer, number, rank, **options)
+        lines += [f"{case}, step {number}: {name}" for name in differing(state, {name: found[name] for name in state})]
+    return lines
+
+
+def cast_by_hand(
+    build: Callable[[], nn.Module], average: Callable[[nn.Module], None], rank: int
+) -> list[dict[str, Tensor | None]]:
+    """Whole parameters after each of two steps of replicas that compute on a copy in bfloat16."""
+    master = build()
+    optimizer, expected = adam(master), []
+    for number in range(2):
+        compute = build()
+        with torch.no_grad():
+            for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
+                mine.copy_(theirs)
+        loss_of(compute.bfloat16(), number, rank).backward()
+        for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
+            grad = mine.grad
+            if isinstance(grad, DTensor) and isinstance(mine, DTensor):
+                grad = grad.redistribute(placements=mine.placements)
+            theirs.grad = grad.float() if grad is not None else None
+        average(master)
+        optimizer.step()
+        expected.append(snapshot(master))
+    return expected
 
 
 def kept(tensor: Tensor | None) -> Tensor | None:

@@ -19,7 +19,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import zero_fn as zf
 from tests.axes.grids import (
     Decoder,
+    adam,
     averaging,
+    cast_by_hand,
     differing,
     grid,
     loss_of,
@@ -27,19 +29,17 @@ from tests.axes.grids import (
     snapshot,
     step,
     styles,
+    unlike,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.support.worlds import DAILY
 from zero_fn.runtime.entry import units_of
 
 KINDS = ("columns", "sequence")
 _TOLERANCE = 1e-11  # of float64
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
 def _average_over_dp(model: nn.Module) -> None:
@@ -50,33 +50,27 @@ def _average_over_dp(model: nn.Module) -> None:
     averaging(grid("dp", "tp")["dp"])(model)
 
 
-def _stages_are_replicas(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_every_stage_is_bitwise_the_replicas_of_a_tensor_parallel_model(kind: str) -> None:
     mesh = grid("dp", "tp")
     rank = mesh["dp"].get_local_rank()
     replica = parallelized(mesh["tp"], kind)
-    optimizer = _adam(replica)
+    optimizer = adam(replica)
     expected = [step(replica, optimizer, number, rank, average=_average_over_dp) for number in range(2)]
-    lines = []
     for stage, transform in STAGES.items():
-        model = transform(parallelized(mesh["tp"], kind), mesh["dp"])
-        optimizer = _adam(model)
-        for number, state in enumerate(expected):
-            found = step(model, optimizer, number, rank)
-            lines += [f"{stage}, step {number}: {name}" for name in differing(state, found)]
-    return lines
+        assert unlike(stage, transform(parallelized(mesh["tp"], kind), mesh["dp"]), expected, rank) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_stage_is_bitwise_the_replicas_of_a_tensor_parallel_model(ranks: Ranks, kind: str) -> None:
-    assert ranks(4).run(_stages_are_replicas, kind) == [[]] * 4
-
-
-def _is_the_single_process(kind: str) -> list[str]:
+@on_ranks(4)
+def test_tensor_parallel_training_is_that_of_one_process(kind: str) -> None:
+    """With clipping by torch and two accumulated microbatches. A norm that counted a replicated part twice would differ."""
     mesh = grid("dp", "tp")
     rank = mesh["dp"].get_local_rank()
     torch.manual_seed(0)
     alone = Decoder().double()
-    optimizer = _adam(alone)
+    optimizer = adam(alone)
     expected: list[dict[str, Tensor]] = []
     for number in range(2 if kind == "sequence" else 1):
         losses = [loss_of(alone, 2 * number + i, r) for i in range(2) for r in range(2)]
@@ -85,27 +79,19 @@ def _is_the_single_process(kind: str) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
         expected.append({"norm": norm, **{name: p.detach().clone() for name, p in alone.named_parameters()}})
-    lines = []
     for stage in DAILY:
         model = STAGES[stage](parallelized(mesh["tp"], kind, torch.float64), mesh["dp"])
-        optimizer = _adam(model)
+        optimizer = adam(model)
         for number, state in enumerate(expected):
             found = step(model, optimizer, number, rank, microbatches=2, clip=0.5)
             for name, value in state.items():
                 other = full(found[name])
                 assert other is not None
-                if not torch.allclose(value, other, rtol=0, atol=_TOLERANCE):
-                    lines.append(f"{stage}, step {number}: {name} is off by {(value - other).abs().max():.1e}")
-    return lines
+                assert torch.allclose(value, other, rtol=0, atol=_TOLERANCE), f"{stage}, step {number}: {name}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_training_is_that_of_one_process(ranks: Ranks, kind: str) -> None:
-    """With clipping by torch and two accumulated microbatches. A norm that counted a replicated part twice would differ."""
-    assert ranks(4).run(_is_the_single_process, kind) == [[]] * 4
-
-
-def _rests_on_the_full_mesh() -> None:
+@on_ranks(4)
+def test_parameters_rest_on_the_full_mesh() -> None:
     mesh = grid("dp", "tp")
     plain = snapshot(parallelized(mesh["tp"], "sequence"))
     model = zf.zero3(parallelized(mesh["tp"], "sequence"), mesh["dp"])
@@ -124,11 +110,8 @@ def _rests_on_the_full_mesh() -> None:
     assert "S(0) S(0) S(0), tp: S(1)" in str(zf.describe(model))
 
 
-def test_parameters_rest_on_the_full_mesh(ranks: Ranks) -> None:
-    ranks(4).run(_rests_on_the_full_mesh)
-
-
-def _in_flight() -> None:
+@on_ranks(4)
+def test_a_placed_parameter_is_a_view_in_flight_and_freed_after() -> None:
     mesh = grid("dp", "tp")
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     seen: list[object] = []
@@ -161,49 +144,18 @@ def _in_flight() -> None:
     assert freed == [True] * 6
 
 
-def test_a_placed_parameter_is_a_view_in_flight_and_freed_after(ranks: Ranks) -> None:
-    ranks(4).run(_in_flight)
-
-
-def _in_bf16(kind: str) -> list[str]:
+@on_ranks(4)
+def test_computing_in_bf16_is_casting_by_hand() -> None:
     mesh = grid("dp", "tp")
     rank = mesh["dp"].get_local_rank()
-    master = parallelized(mesh["tp"], kind)
-    optimizer = _adam(master)
-    expected = []
-    for number in range(2):
-        compute = parallelized(mesh["tp"], kind)
-        with torch.no_grad():
-            for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
-                mine.copy_(theirs)
-        compute.bfloat16()
-        step_of = loss_of(compute, number, rank)
-        step_of.backward()
-        for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
-            grad = mine.grad
-            if isinstance(grad, DTensor) and isinstance(mine, DTensor):
-                grad = grad.redistribute(placements=mine.placements)
-            theirs.grad = grad.float() if grad is not None else None
-        _average_over_dp(master)
-        optimizer.step()
-        expected.append(snapshot(master))
-    lines = []
+    expected = cast_by_hand(lambda: parallelized(mesh["tp"]), _average_over_dp, rank)
     for stage in ("zero1", "zero3"):
-        model = zf.precision(STAGES[stage](parallelized(mesh["tp"], kind), mesh["dp"]), compute=torch.bfloat16)
-        optimizer = _adam(model)
-        for number, state in enumerate(expected):
-            loss_of(model, number, rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            lines += [f"{stage}, step {number}: {name}" for name in differing(state, snapshot(model))]
-    return lines
+        model = zf.precision(STAGES[stage](parallelized(mesh["tp"]), mesh["dp"]), compute=torch.bfloat16)
+        assert unlike(stage, model, expected, rank) == []
 
 
-def test_computing_in_bf16_is_casting_by_hand(ranks: Ranks) -> None:
-    assert ranks(4).run(_in_bf16, "columns") == [[]] * 4
-
-
-def _without_a_data_axis() -> None:
+@on_ranks(4)
+def test_a_transform_without_an_axis_keeps_the_placements() -> None:
     mesh = grid("dp", "tp")
     placed = parallelized(mesh["tp"], "columns")
     model = zf.precision(placed, compute=torch.float32)
@@ -220,11 +172,8 @@ def _without_a_data_axis() -> None:
         assert torch.equal(one.to_local(), other.to_local())
 
 
-def test_a_transform_without_an_axis_keeps_the_placements(ranks: Ranks) -> None:
-    ranks(4).run(_without_a_data_axis)
-
-
-def _verbs() -> None:
+@on_ranks(4)
+def test_editing_and_loading_take_whole_parameters() -> None:
     mesh = grid("dp", "tp")
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     before = snapshot(model)
@@ -244,16 +193,13 @@ def _verbs() -> None:
     assert differing(wholes, snapshot(other)) == []
 
 
-def test_editing_and_loading_take_whole_parameters(ranks: Ranks) -> None:
-    ranks(4).run(_verbs)
-
-
 class Resettable(Decoder):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, 1.5)
 
 
-def _from_meta() -> list[str]:
+@on_ranks(4)
+def test_a_placed_model_from_meta_has_the_values_of_one_process() -> None:
     mesh = grid("dp", "tp")
     with torch.device("meta"):
         placed, plain = Resettable(), Resettable()
@@ -261,55 +207,34 @@ def _from_meta() -> list[str]:
     torch.manual_seed(3)
     zf.materialize(model, "cpu")
     torch.manual_seed(3)
-    return differing(snapshot(zf.materialize(zf.zero1(plain, axis()), "cpu")), snapshot(model))
+    assert differing(snapshot(zf.materialize(zf.zero1(plain, axis()), "cpu")), snapshot(model)) == []
 
 
-def test_a_placed_model_from_meta_has_the_values_of_one_process(ranks: Ranks) -> None:
-    assert ranks(4).run(_from_meta) == [[]] * 4
-
-
-def _three_axes() -> list[str]:
+@on_ranks(8)
+def test_tensor_parallelism_below_two_data_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
     rank = 2 * mesh["outer"].get_local_rank() + mesh["inner"].get_local_rank()
     replica = parallelized(mesh["tp"], "columns")
-
-    def average(model: nn.Module) -> None:
-        averaging(mesh["inner"], mesh["outer"])(model)
-
-    expected = step(replica, _adam(replica), 0, rank, average=average)
-    lines = []
+    expected = step(replica, adam(replica), 0, rank, average=averaging(mesh["inner"], mesh["outer"]))
     for number, outer in enumerate((zf.replicate, zf.shard_grads)):
         model = parallelized(mesh["tp"], "columns")
         if number:
             model = zf.shard_params(outer(model, mesh["outer"]), mesh["inner"])
         else:
             model = outer(zf.shard_params(model, mesh["inner"]), mesh["outer"])
-        found = step(model, _adam(model), 0, rank)
-        lines += [f"{outer.__name__}: {name}" for name in differing(expected, found)]
+        assert unlike(outer.__name__, model, [expected], rank) == []
         assert all(isinstance(p, DTensor) and p.device_mesh == mesh for p in model.parameters())
     placements = model.get_parameter("blocks.0.down.weight").placements  # type: ignore[attr-defined]
     assert placements == (_StridedShard(0, split_factor=2), Shard(0), Shard(1))
-    return lines
 
 
-def test_tensor_parallelism_below_two_data_axes(ranks: Ranks) -> None:
-    assert ranks(8).run(_three_axes) == [[]] * 8
-
-
-def _meshes_one_after_the_other() -> list[str]:
-    """DTensor gives the second model the first mesh of one axis that is equal, cut from another root."""
-    wrong = []
+@on_ranks(4)
+def test_a_process_may_build_another_mesh() -> None:
+    """DTensor gives the second model the first mesh of one axis that is equal, cut from another root: it was refused."""
     for shape, names in (((2, 2), ("dp", "tp")), ((2, 2), ("data", "tp")), ((2, 1, 2), ("dp", "cp", "tp"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         data = mesh[names[0]]
         replica, model = parallelized(mesh["tp"], "columns"), parallelized(mesh["tp"], "columns")
         rank = data.get_local_rank()
-        expected = step(replica, _adam(replica), 0, rank, average=averaging(data))
-        model = zf.zero3(model, data)
-        wrong += [f"{names}: {name}" for name in differing(expected, step(model, _adam(model), 0, rank))]
-    return wrong
-
-
-def test_a_process_may_build_another_mesh(ranks: Ranks) -> None:
-    """It was refused: the parameters were said to lie on another mesh."""
-    assert ranks(4).run(_meshes_one_after_the_other) == [[]] * 4
+        expected = step(replica, adam(replica), 0, rank, average=averaging(data))
+        assert unlike(str(names), zf.zero3(model, data), [expected], rank) == []

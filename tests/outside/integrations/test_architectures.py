@@ -49,7 +49,7 @@ _SPARSE = {"num_experts": 4, "expert_capacity": 8, "num_sparse_encoder_layers": 
 _BART = {
     "vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
-    "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4,  # layers that are skipped at random
+    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
 }  # fmt: skip
 _SIGHT = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
@@ -110,7 +110,7 @@ PAIRED: dict[str, dict[str, Any]] = {
     "mt5": {**_T5, "feed_forward_proj": "gated-gelu"},
     "switch_transformers": {**_T5, **_SPARSE},
     "nllb-moe": {**_BART, "num_experts": 4, "expert_capacity": 8, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
-    "bart": _BART,
+    "bart": {**_BART, "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4},  # layers that are skipped at random
     "m2m_100": _BART,
     "pegasus": _BART,
 }
