@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Language, Stack
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
@@ -147,7 +148,10 @@ def test_some_parts_may_accumulate(ranks: Ranks) -> None:
     assert ranks(2).run(differences, _some_parts_accumulate) == [[]] * 2
 
 
-def _of_two_models(stage: str, unshard: bool, breaks: int) -> None:
+@pytest.mark.parametrize("breaks", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "unshard"), [("replicate", True), ("zero3", False), ("zero3", True)])
+@on_ranks(2)
+def test_a_block_of_two_models_ends_for_both(stage: str, unshard: bool, breaks: int) -> None:
     """A block of two models ends for both, also if a hook of one raises when it ends."""
     torch.manual_seed(0)
     plain = [nn.Linear(6, 6), nn.Linear(6, 6)]
@@ -175,13 +179,9 @@ def _of_two_models(stage: str, unshard: bool, breaks: int) -> None:
             torch.testing.assert_close(full(parameter.grad), own.grad / dist.get_world_size())
 
 
-@pytest.mark.parametrize("breaks", [0, 1, 2])
-@pytest.mark.parametrize(("stage", "unshard"), [("replicate", True), ("zero3", False), ("zero3", True)])
-def test_a_block_of_two_models_ends_for_both(ranks: Ranks, stage: str, unshard: bool, breaks: int) -> None:
-    ranks(2).run(_of_two_models, stage, unshard, breaks)
-
-
-def _pending(stage: str) -> None:
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+@on_ranks(2)
+def test_pending_gradients_cannot_be_stepped_or_read(stage: str) -> None:
     seed_generator(0)
     model: Any = STAGES[stage](Stack(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -216,31 +216,23 @@ def _pending(stage: str) -> None:
     assert earlier.any()
 
 
-@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: str) -> None:
-    ranks(2).run(_pending, stage)
-
-
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks: Ranks, inside: bool) -> None:
+@on_ranks(2)
+def test_a_penalty_on_resting_parameters_is_added_to_pending_gradients(inside: bool) -> None:
     """It reaches the leaf beside the unit, as a resting gradient."""
-
-    def case() -> None:
-        found = []
-        for stage in STAGES.values():
-            seed_generator(0)
-            model: Any = stage(Stack(), axis())
-            weight = model.layers[0].first.weight
-            with zf.accumulate(model):
-                model(noise(3, 6, seed=2)).square().mean().backward()
-                if inside:
-                    weight.square().sum().backward()
-            if not inside:
+    found = []
+    for stage in STAGES.values():
+        seed_generator(0)
+        model: Any = stage(Stack(), axis())
+        weight = model.layers[0].first.weight
+        with zf.accumulate(model):
+            model(noise(3, 6, seed=2)).square().mean().backward()
+            if inside:
                 weight.square().sum().backward()
-            found.append(full(weight.grad))
-        assert all(torch.equal(found[0], grad) for grad in found)
-
-    ranks(2).run(case)
+        if not inside:
+            weight.square().sum().backward()
+        found.append(full(weight.grad))
+    assert all(torch.equal(found[0], grad) for grad in found)
 
 
 def _control_calls(stage: str) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from property_tests.programs import Leaf
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, fulls, named_fulls
@@ -129,7 +130,8 @@ def test_state_dicts_keep_what_a_parameter_is(ranks: Ranks, case: str, tmp_path:
     ranks(2).run(_saved_and_loaded, CASES[case][1], str(tmp_path))
 
 
-def _padded() -> None:
+@on_ranks(3)
+def test_padding_is_in_no_norm_and_no_state() -> None:
     for stage in STAGES.values():
         torch.manual_seed(0)
         model: Any = stage(Odd(CASES["uneven"][1]), axis())
@@ -146,10 +148,6 @@ def _padded() -> None:
             for name in ("exp_avg", "exp_avg_sq"):
                 assert full(state[name]).shape == parameter.shape
                 assert state[name].to_local().numel() == parameter.to_local().numel()
-
-
-def test_padding_is_in_no_norm_and_no_state(ranks: Ranks) -> None:
-    ranks(3).run(_padded)
 
 
 def test_channels_last_and_transposed_modules(ranks: Ranks) -> None:

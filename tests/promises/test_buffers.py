@@ -16,6 +16,7 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import noise
@@ -219,120 +220,108 @@ def same_on_all_ranks(tensors: list[Tensor]) -> bool:
         ("zero3", "forward without gradients"),
     ],
 )
-def test_evaluation_gives_the_same_on_all_ranks(ranks: Ranks, stage: str, trained: str) -> None:
+@on_ranks(3)
+def test_evaluation_gives_the_same_on_all_ranks(stage: str, trained: str) -> None:
     """Rank 0's statistics are what rank 0 would have alone; a forward that no backward follows counts too."""
-
-    def case() -> None:
-        torch.manual_seed(0)
-        alone = Normed()
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Normed(), axis())
-        for number in range(3):
-            x = noise(5, 6, seed=number)
-            alone(x)
-            with torch.no_grad() if trained == "forward without gradients" else nullcontext():
-                output = model(x)
-            if trained == "forward and backward":
-                output.square().mean().backward()
-        model.eval()
-        with torch.no_grad():
-            output = model(torch.ones(5, 6))
-        assert same_on_all_ranks([output, *buffers_of(model).values()])
-        if dist.get_rank() == 0:
-            values = buffers_of(model)
-            for name, buffer in buffers_of(alone).items():
-                assert torch.equal(values[name], buffer), name
-
-    ranks(3).run(case)
+    torch.manual_seed(0)
+    alone = Normed()
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Normed(), axis())
+    for number in range(3):
+        x = noise(5, 6, seed=number)
+        alone(x)
+        with torch.no_grad() if trained == "forward without gradients" else nullcontext():
+            output = model(x)
+        if trained == "forward and backward":
+            output.square().mean().backward()
+    model.eval()
+    with torch.no_grad():
+        output = model(torch.ones(5, 6))
+    assert same_on_all_ranks([output, *buffers_of(model).values()])
+    if dist.get_rank() == 0:
+        values = buffers_of(model)
+        for name, buffer in buffers_of(alone).items():
+            assert torch.equal(values[name], buffer), name
 
 
 @pytest.mark.parametrize("began", ["trained", "new", "frozen"])
-def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(ranks: Ranks, began: str) -> None:
+@on_ranks(2)
+def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(began: str) -> None:
     """BatchNorm is calibrated anew by forwards in training mode whose outputs nobody wants, here with gradients enabled."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval())
+    model = zf.shard_params(model, axis())
+    if began == "frozen":
+        model[1].eval()
+    if began != "new":
+        model(noise(5, 6, seed=0)).sum().backward()
+    model[1].train()
+    held = [model(noise(5, 6, seed=number)) for number in (1, 2)]
 
-    def case() -> None:
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval())
-        model = zf.shard_params(model, axis())
-        if began == "frozen":
-            model[1].eval()
-        if began != "new":
-            model(noise(5, 6, seed=0)).sum().backward()
-        model[1].train()
-        held = [model(noise(5, 6, seed=number)) for number in (1, 2)]
+    def evaluated() -> Tensor:
+        model[1].eval()
+        with torch.no_grad():
+            return model(torch.ones(5, 6))  # type: ignore[no-any-return]
 
-        def evaluated() -> Tensor:
-            model[1].eval()
-            with torch.no_grad():
-                return model(torch.ones(5, 6))  # type: ignore[no-any-return]
-
-        if dist.get_rank() == 1:
-            held.clear()
-        dist.barrier()
-        assert not same_on_all_ranks([evaluated()]), "rank 0 may yet run a backward, which needs the values"
+    if dist.get_rank() == 1:
         held.clear()
-        dist.barrier()
-        assert same_on_all_ranks([evaluated(), *model.buffers()])
-
-    ranks(2).run(case)
+    dist.barrier()
+    assert not same_on_all_ranks([evaluated()]), "rank 0 may yet run a backward, which needs the values"
+    held.clear()
+    dist.barrier()
+    assert same_on_all_ranks([evaluated(), *model.buffers()])
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_local_buffers_stay_those_of_each_rank(ranks: Ranks, stage: str) -> None:
-    def case() -> None:
-        torch.manual_seed(0)
-        alone = nn.BatchNorm1d(6)
-        model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis(), buffers="local")
-        model = zf.precision(zf.shard_optimizer(model, axis()), compute=torch.float32)
-        for number in range(3):
-            alone(noise(5, 6, seed=number))
-            model(noise(5, 6, seed=number)).square().mean().backward()
-        model.eval()
-        model(torch.ones(1, 6))
-        for name, buffer in model[0].named_buffers():
-            assert torch.equal(buffer, alone.get_buffer(name))
-        assert not same_on_all_ranks(list(model.buffers()))
-
-    ranks(2).run(case)
+@on_ranks(2)
+def test_local_buffers_stay_those_of_each_rank(stage: str) -> None:
+    torch.manual_seed(0)
+    alone = nn.BatchNorm1d(6)
+    model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis(), buffers="local")
+    model = zf.precision(zf.shard_optimizer(model, axis()), compute=torch.float32)
+    for number in range(3):
+        alone(noise(5, 6, seed=number))
+        model(noise(5, 6, seed=number)).square().mean().backward()
+    model.eval()
+    model(torch.ones(1, 6))
+    for name, buffer in model[0].named_buffers():
+        assert torch.equal(buffer, alone.get_buffer(name))
+    assert not same_on_all_ranks(list(model.buffers()))
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_buffers_that_never_change_are_never_sent(ranks: Ranks, stage: str) -> None:
-    def case() -> None:
-        sent = []
-        for is_buffer in (False, True):
-            torch.manual_seed(0)
-            model: Any = STAGES[stage](Still(is_buffer=is_buffer), axis())
-            for number in range(3):
-                with zf.traffic() as counted:
-                    model(noise(2, 6, seed=number)).sum().backward()
-                    model.eval()
-                    with torch.no_grad():
-                        model(noise(2, 6, seed=number))
-                    model.train()
-                    (model(noise(2, 6, seed=1)) + model(noise(2, 6, seed=2))).sum().backward()
-            sent.append((counted.calls, counted.nbytes))
-        assert sent[0] == sent[1]
-
-    ranks(3).run(case)
+@on_ranks(3)
+def test_buffers_that_never_change_are_never_sent(stage: str) -> None:
+    sent = []
+    for is_buffer in (False, True):
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Still(is_buffer=is_buffer), axis())
+        for number in range(3):
+            with zf.traffic() as counted:
+                model(noise(2, 6, seed=number)).sum().backward()
+                model.eval()
+                with torch.no_grad():
+                    model(noise(2, 6, seed=number))
+                model.train()
+                (model(noise(2, 6, seed=1)) + model(noise(2, 6, seed=2))).sum().backward()
+        sent.append((counted.calls, counted.nbytes))
+    assert sent[0] == sent[1]
 
 
-def test_rank_0_gives_the_values_at_the_first_forward(ranks: Ranks) -> None:
-    def case() -> None:
-        model = zf.shard_params(Normed(), axis())
-        for buffer in model.buffers():
-            buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
-        twin = copy.deepcopy(model)
-        local = zf.shard_params(Normed(), axis(), buffers="local")
-        for buffer in local.buffers():
-            buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
-        for each in (model, twin, local):
-            each.eval()(torch.ones(5, 6))
-            names = [name for name, _ in each.named_buffers() if not name.startswith("last")]
-            expected = dist.get_rank() + 1.0 if each is local else 1.0
-            assert all((each.get_buffer(name) == expected).all() for name in names if "flags" not in name)
-
-    ranks(3).run(case)
+@on_ranks(3)
+def test_rank_0_gives_the_values_at_the_first_forward() -> None:
+    model = zf.shard_params(Normed(), axis())
+    for buffer in model.buffers():
+        buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
+    twin = copy.deepcopy(model)
+    local = zf.shard_params(Normed(), axis(), buffers="local")
+    for buffer in local.buffers():
+        buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
+    for each in (model, twin, local):
+        each.eval()(torch.ones(5, 6))
+        names = [name for name, _ in each.named_buffers() if not name.startswith("last")]
+        expected = dist.get_rank() + 1.0 if each is local else 1.0
+        assert all((each.get_buffer(name) == expected).all() for name in names if "flags" not in name)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -364,28 +353,23 @@ def test_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, ranks(2).run(alone)[0], strict=True))
 
 
-def test_sync_batch_norm_is_that_of_torch(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_sync_batch_norm_is_that_of_torch() -> None:
     """It takes the statistics of all ranks by collectives of its own, on accelerators only: on the CPU torch refuses."""
-
-    def case() -> None:
-        plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
-        model = zf.shard_params(nn.SyncBatchNorm.convert_sync_batchnorm(plain), axis())
-        assert isinstance(model[0], nn.SyncBatchNorm)
-        with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
-            model(noise(5, 6, seed=0))
-        model.eval()
-        plain.eval()
-        assert torch.equal(model(noise(5, 6, seed=0)), plain(noise(5, 6, seed=0))), "evaluation needs no collective"
-
-    ranks(2).run(case)
+    plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
+    model = zf.shard_params(nn.SyncBatchNorm.convert_sync_batchnorm(plain), axis())
+    assert isinstance(model[0], nn.SyncBatchNorm)
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
+        model(noise(5, 6, seed=0))
+    model.eval()
+    plain.eval()
+    assert torch.equal(model(noise(5, 6, seed=0)), plain(noise(5, 6, seed=0))), "evaluation needs no collective"
 
 
-def test_buffers_that_differ_in_shape_are_refused(ranks: Ranks) -> None:
-    def case() -> None:
-        model = nn.Linear(3, 3)
-        model.register_buffer("table", torch.zeros(2 + dist.get_rank()))
-        with pytest.raises(zf.DisagreementError, match="different buffers"):
-            zf.shard_params(model, axis())(torch.ones(1, 3))
-        zf.shard_params(model, axis(), buffers="local")(torch.ones(1, 3)).sum().backward()
-
-    ranks(2).run(case)
+@on_ranks(2)
+def test_buffers_that_differ_in_shape_are_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("table", torch.zeros(2 + dist.get_rank()))
+    with pytest.raises(zf.DisagreementError, match="different buffers"):
+        zf.shard_params(model, axis())(torch.ones(1, 3))
+    zf.shard_params(model, axis(), buffers="local")(torch.ones(1, 3)).sum().backward()

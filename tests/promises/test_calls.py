@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.support.models import Layer, Stack
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import Program, Run, World, differences, noise, trained
 
@@ -353,7 +354,8 @@ class Summed(nn.Module):
         return x + seen
 
 
-def _inside_ddp() -> None:
+@on_ranks(2)
+def test_sharded_parts_train_inside_ddp_that_ignores_them() -> None:
     losses = []
     for transform in (lambda model: model, lambda model: zf.zero3(model, axis())):
         torch.manual_seed(0)
@@ -372,7 +374,3 @@ def _inside_ddp() -> None:
             optimizer.step()
         losses.append(loss.item())
     assert abs(losses[0] - losses[1]) < 1e-6
-
-
-def test_sharded_parts_train_inside_ddp_that_ignores_them(ranks: Ranks) -> None:
-    ranks(2).run(_inside_ddp)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.axes.grids import batch, grid, parallelized
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
@@ -94,7 +95,10 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _refused(name: str, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(2)
+def test_what_a_forward_changes_in_place_is_refused(name: str, stage: str) -> None:
     """In training, in evaluation and in inference; and the module trains on once it is put right."""
     build, parameter = CHANGES[name]
     torch.manual_seed(0)
@@ -113,12 +117,6 @@ def _refused(name: str, stage: str) -> None:
         alone(x)
     is_at_rest = [unit.in_flight.phase is Phase.AT_REST for unit in units_of(alone)]
     assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_a_forward_changes_in_place_is_refused(ranks: Ranks, name: str, stage: str) -> None:
-    ranks(2).run(_refused, name, stage)
 
 
 class Several(nn.Module):
@@ -394,7 +392,8 @@ class ThroughData(nn.Linear):
         return super().forward(x)
 
 
-def _single_rules() -> None:
+@on_ranks(2)
+def test_casts_parametrizations_data_and_stand_ins_keep_their_rules() -> None:
     torch.manual_seed(0)
     # Under `precision` a router sees its rounded weight in the dtype that it asks for, and the resting one is not cast.
     plain: Any = Wide()
@@ -424,10 +423,6 @@ def _single_rules() -> None:
         whole = {name: p.detach().clone() for name, p in model.named_parameters()}
         functional_call(model, {**whole, "last.weight": weight}, (torch.ones(2, WIDTH),))
         assert torch.equal(weight, torch.full((WIDTH, 7), 0.5).mul(0.98))
-
-
-def test_casts_parametrizations_data_and_stand_ins_keep_their_rules(ranks: Ranks) -> None:
-    ranks(2).run(_single_rules)
 
 
 class ChangedActivation(nn.Module):

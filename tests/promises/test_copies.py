@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import zero_fn as zf
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
@@ -66,7 +67,10 @@ def test_deep_copies_train_on_their_own(ranks: Ranks, trial: Callable[[World], N
     assert ranks(2).run(differences, trial) == [[]] * 2
 
 
-def _tensors_on_their_own(stage: str) -> None:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_single_parameters_and_gradients_are_copied_and_saved_without_their_unit(stage: str) -> None:
+    """They lie in the memory of a unit: torch raised, or took all of it along into each copy and file."""
     torch.manual_seed(0)
     model = STAGES[stage](Tower(), axis())
     model(noise(2, WIDTH, seed=0)).sum().backward()
@@ -84,13 +88,8 @@ def _tensors_on_their_own(stage: str) -> None:
     assert any(bool(parameter.grad.any()) for parameter in model.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_single_parameters_and_gradients_are_copied_and_saved_without_their_unit(ranks: Ranks, stage: str) -> None:
-    """They lie in the memory of a unit: torch raised, or took all of it along into each copy and file."""
-    ranks(2).run(_tensors_on_their_own, stage)
-
-
-def _pickles() -> None:
+@on_ranks(2)
+def test_pickle_and_torch_save_refuse_with_advice() -> None:
     for stage in ALL:
         torch.manual_seed(0)
         model: Any = STAGES[stage](Tower(), axis())
@@ -100,10 +99,6 @@ def _pickles() -> None:
             with pytest.raises(zf.StateError, match=r"cannot be pickled[\s\S]*state_dict"):
                 torch.save(refused, io.BytesIO())
         model(noise(2, WIDTH, seed=0)).sum().backward()  # none the worse
-
-
-def test_pickle_and_torch_save_refuse_with_advice(ranks: Ranks) -> None:
-    ranks(2).run(_pickles)
 
 
 class Grouped(nn.Module):
@@ -186,7 +181,10 @@ AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _averaged(stage: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_averages_of_parameters_and_buffers_are_those_of_a_plain_model(stage: str, kind: str) -> None:
     torch.manual_seed(0)
     found = []
     for model in (plain := Normed(), STAGES[stage](copy.deepcopy(plain), axis())):
@@ -204,9 +202,3 @@ def _averaged(stage: str, kind: str) -> None:
         output = average.module(torch.ones(3, WIDTH)).detach()
         found.append([output, *(full(value) for value in average.module.state_dict().values())])
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", AVERAGES)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_averages_of_parameters_and_buffers_are_those_of_a_plain_model(ranks: Ranks, stage: str, kind: str) -> None:
-    ranks(2).run(_averaged, stage, kind)

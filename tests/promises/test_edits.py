@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize, prune
 
 import zero_fn as zf
 from tests.support.models import Block
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
@@ -51,7 +52,8 @@ def _edits(world: World) -> None:
     world.note_model(model)
 
 
-def _slices() -> None:
+@on_ranks(2)
+def test_edits_of_slices_raise_and_write_nothing() -> None:
     """Rows, chunks and diagonals of resting parameters and gradients: torch alone loses what is written there."""
     seed_generator(0)
     model: Any = zf.zero3(Tower(), axis())
@@ -76,10 +78,6 @@ def _slices() -> None:
             write()
     after, now = parameters(model), named_fulls({name: p.grad for name, p in model.named_parameters()})
     assert all(torch.equal(after[name], before[name]) and torch.equal(now[name], grads[name]) for name in before)
-
-
-def test_edits_of_slices_raise_and_write_nothing(ranks: Ranks) -> None:
-    ranks(2).run(_slices)
 
 
 MOVES: dict[str, Callable[[nn.Module], object]] = {
@@ -125,17 +123,15 @@ def _assigned(stage: str, use: Callable[[nn.Module], object], is_plain: bool) ->
 
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("move", MOVES)
-def test_what_is_assigned_to_data_is_kept_through_the_next_use(ranks: Ranks, move: str, is_plain: bool) -> None:
+@on_ranks(2)
+def test_what_is_assigned_to_data_is_kept_through_the_next_use(move: str, is_plain: bool) -> None:
     """torch drops the values of parameters and gradients, silently."""
-
-    def case() -> None:
-        for stage in STAGES:
-            _assigned(stage, MOVES[move], is_plain)
-
-    ranks(2).run(case)
+    for stage in STAGES:
+        _assigned(stage, MOVES[move], is_plain)
 
 
-def _unfit(folder: str) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data(folder: str) -> None:
     model, tier = zf.zero3(nn.Linear(4, 6), axis()), zf.nvme(folder)
     whole = full(model.weight)
     for value in (torch.ones(6, 3), torch.ones(6, 4).double(), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
@@ -148,10 +144,6 @@ def _unfit(folder: str) -> None:
     with torch.no_grad():
         model.weight.copy_(model.weight.data * 2)
     assert torch.equal(full(model.weight), 2 * whole)
-
-
-def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data(ranks: Ranks, tmp_path: object) -> None:
-    ranks(2).run(_unfit, str(tmp_path))
 
 
 # -- casts ------------------------------------------------------------------------------------------------------------
@@ -173,7 +165,11 @@ def _cast(world: World) -> None:
         _train(world, model, optimizer, step)
 
 
-def _cast_with_states(stage: str, is_before_the_forward: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "is_before_the_forward"), [("replicate", False), ("zero1", True), ("zero3", True), ("zero3", False)]
+)
+@on_ranks(2)
+def test_a_cast_under_states_raises_before_any_update(stage: str, is_before_the_forward: bool) -> None:
     seed_generator(0)
     model: Any = STAGES[stage](Tower(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -203,13 +199,6 @@ def _cast_with_states(stage: str, is_before_the_forward: bool) -> None:
     optimizer.step()  # the way back is open
 
 
-@pytest.mark.parametrize(
-    ("stage", "is_before_the_forward"), [("replicate", False), ("zero1", True), ("zero3", True), ("zero3", False)]
-)
-def test_a_cast_under_states_raises_before_any_update(ranks: Ranks, stage: str, is_before_the_forward: bool) -> None:
-    ranks(2).run(_cast_with_states, stage, is_before_the_forward)
-
-
 def _cast_beside(stage: str, which: int) -> None:
     """A model whose module of before, or whose successor, is still there is cast; all run."""
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
@@ -231,7 +220,9 @@ def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(
     ranks(2).run(_cast_beside, stage, which)
 
 
-def _unchanged_unless_donated(stage: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_transform_leaves_its_argument_alone_unless_donated(stage: str) -> None:
     torch.manual_seed(0)
     plain, x = Tower(), noise(2, WIDTH, seed=0)
     before, expected = copy.deepcopy(plain.state_dict()), plain(x)
@@ -248,11 +239,6 @@ def _unchanged_unless_donated(stage: str) -> None:
     for use in (lambda: plain(x), lambda: zf.zero3(plain, axis())):
         with pytest.raises(zf.StateError, match="donated"):
             use()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_transform_leaves_its_argument_alone_unless_donated(ranks: Ranks, stage: str) -> None:
-    ranks(2).run(_unchanged_unless_donated, stage)
 
 
 # -- what comes late --------------------------------------------------------------------------------------------------
@@ -325,7 +311,8 @@ def test_what_comes_late_is_refused_by_the_next_forward_and_by_check(ranks: Rank
         ranks(2).run(_late, stage, case, is_twin)
 
 
-def _taken_back() -> None:
+@on_ranks(2)
+def test_a_model_runs_on_without_what_came_late() -> None:
     seed_generator(0)
     model: Any = zf.zero3(Tower(), axis())
     x = noise(2, WIDTH, seed=0)
@@ -347,10 +334,6 @@ def _taken_back() -> None:
         model(x)
 
 
-def test_a_model_runs_on_without_what_came_late(ranks: Ranks) -> None:
-    ranks(2).run(_taken_back)
-
-
 def _allowed_late(world: World) -> None:
     """Modules without parameters, transformed modules, also in place of others, None, other models."""
     model: Any = world.build(Tower)
@@ -365,7 +348,8 @@ def _allowed_late(world: World) -> None:
         _train(world, model, torch.optim.SGD(model.parameters(), lr=1e-2), step)
 
 
-def _replaced() -> None:
+@on_ranks(2)
+def test_a_replaced_parameter_raises_at_the_next_forward() -> None:
     """By another parameter, or by a parametrization, which moves it elsewhere."""
     for stage in ("zero1", "zero3"):
         for replace in (
@@ -377,10 +361,6 @@ def _replaced() -> None:
             replace(model)
             with pytest.raises(zf.PlacementError, match=r"'leave.weight' was replaced after the transform"):
                 model(noise(2, WIDTH, seed=0))
-
-
-def test_a_replaced_parameter_raises_at_the_next_forward(ranks: Ranks) -> None:
-    ranks(2).run(_replaced)
 
 
 # -- pruning ----------------------------------------------------------------------------------------------------------
@@ -424,7 +404,8 @@ def test_edits_that_are_allowed_are_those_of_replicas(ranks: Ranks, trial: str) 
     assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
 
 
-def _between_forward_and_backward() -> None:
+@on_ranks(2)
+def test_a_step_between_forward_and_backward_is_refused() -> None:
     seed_generator(0)
     model: Any = zf.zero3(Tower(), axis())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -435,7 +416,3 @@ def _between_forward_and_backward() -> None:
         loss.backward()
     optimizer.zero_grad()
     model(noise(2, WIDTH, seed=1)).sum().backward()
-
-
-def test_a_step_between_forward_and_backward_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(_between_forward_and_backward)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import functional_call, grad, grad_and_value, jvp, vmap
 
 import zero_fn as zf
 from tests.support.models import Stack
+from tests.support.on_ranks import on_ranks
 from tests.support.profiles import SIZES
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
@@ -176,78 +177,74 @@ def test_a_call_on_whole_tensors_is_that_of_a_plain_module(
     assert ranks(n).run(differences, trained(build, program)) == [[]] * n
 
 
-def test_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> None:
-    def case() -> None:
-        for stage in STAGES.values():
-            torch.manual_seed(0)
-            model: Any = stage(Tied(), axis())
-            before = [id(parameter) for parameter in model.parameters()]
-            x = noise(3, 6, seed=1)
-            expected = model(x)
-            values = _values(model, scale=2.0)
-            plain = Tied()
-            plain.load_state_dict(values, strict=False)
-            with zf.traffic() as sent:
-                functional_call(model, values, (x,))
-            assert sent.nbytes == 0, "nothing is gathered in place of what was given"
-            for block in (zf.unsharded(model), zf.accumulate(model, unshard=True)):
-                with block:
-                    assert torch.equal(functional_call(model, values, (x,)), plain(x))
-                    assert torch.equal(model(x), expected)
-                    with pytest.raises(zf.PlacementError, match="tied"):
-                        two = {**values, "leave.weight": torch.randn(6, 6)}
-                        functional_call(model, two, (x,), tie_weights=False)
-            assert torch.equal(model(x), expected)
-            assert [id(parameter) for parameter in model.parameters()] == before
-
-    ranks(2).run(case)
+@on_ranks(2)
+def test_a_swap_leaves_units_and_parameters_as_they_were() -> None:
+    for stage in STAGES.values():
+        torch.manual_seed(0)
+        model: Any = stage(Tied(), axis())
+        before = [id(parameter) for parameter in model.parameters()]
+        x = noise(3, 6, seed=1)
+        expected = model(x)
+        values = _values(model, scale=2.0)
+        plain = Tied()
+        plain.load_state_dict(values, strict=False)
+        with zf.traffic() as sent:
+            functional_call(model, values, (x,))
+        assert sent.nbytes == 0, "nothing is gathered in place of what was given"
+        for block in (zf.unsharded(model), zf.accumulate(model, unshard=True)):
+            with block:
+                assert torch.equal(functional_call(model, values, (x,)), plain(x))
+                assert torch.equal(model(x), expected)
+                with pytest.raises(zf.PlacementError, match="tied"):
+                    two = {**values, "leave.weight": torch.randn(6, 6)}
+                    functional_call(model, two, (x,), tie_weights=False)
+        assert torch.equal(model(x), expected)
+        assert [id(parameter) for parameter in model.parameters()] == before
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_resting_tensors_and_some_of_the_tensors_are_refused(ranks: Ranks, stage: str) -> None:
+@on_ranks(2)
+def test_resting_tensors_and_some_of_the_tensors_are_refused(stage: str) -> None:
     """Inside torch.func and outside. In the block of the error's fix, parameters are whole, and a call takes any of them."""
+    model = STAGES[stage](Stack(), axis())
+    x = noise(3, 6, seed=1)
 
-    def case() -> None:
-        model = STAGES[stage](Stack(), axis())
-        x = noise(3, 6, seed=1)
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, values, (x,)).sum()
 
-        def loss(values: dict[str, Tensor]) -> Tensor:
-            return functional_call(model, values, (x,)).sum()
-
-        some = {name: value for name, value in _values(model, scale=2.0).items() if "leave" in name}
-        for values in ({name: parameter.detach() * 2 for name, parameter in model.named_parameters()}, some):
-            for call in (loss, grad(loss)):
-                with pytest.raises(zf.StateError, match="resting tensors, or tensors for some"):
-                    call(values)
-        model(x).sum().backward()
-        expected = grad(loss)(_values(model, scale=2.0))
-        with zf.unsharded(model):
-            assert loss(some).isfinite()
-            found = grad(loss)({name: parameter.detach() * 2 for name, parameter in model.named_parameters()})
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-    ranks(2).run(case)
+    some = {name: value for name, value in _values(model, scale=2.0).items() if "leave" in name}
+    for values in ({name: parameter.detach() * 2 for name, parameter in model.named_parameters()}, some):
+        for call in (loss, grad(loss)):
+            with pytest.raises(zf.StateError, match="resting tensors, or tensors for some"):
+                call(values)
+    model(x).sum().backward()
+    expected = grad(loss)(_values(model, scale=2.0))
+    with zf.unsharded(model):
+        assert loss(some).isfinite()
+        whole = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+        found = grad(loss)(whole)
+        _, slope = jvp(loss, (whole,), (whole,))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert torch.allclose(slope, sum((whole[name] * value).sum() for name, value in expected.items()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_exact(ranks: Ranks, stage: str) -> None:
-    def case() -> None:
-        torch.manual_seed(0)
-        reference = Stack()
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Stack(), axis())
-        x = noise(3, 6, seed=1)
-        parameters = list(model.parameters())
-        with pytest.raises(zf.StateError, match="at once"):
-            torch.autograd.grad(model(x)[0, :2], parameters, torch.eye(2), is_grads_batched=True)
-        (first, *_) = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
-        with pytest.raises(zf.StateError, match="at once"):
-            torch.autograd.grad(first.sum().reshape(1), parameters, torch.ones(2, 1), is_grads_batched=True)
-        found, expected = (jacobian(lambda x, m=m: m(x)[0, :2], x, vectorize=True) for m in (model, reference))
-        assert torch.equal(found, expected)
-        model(x).sum().backward()
-
-    ranks(2).run(case)
+@on_ranks(2)
+def test_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_exact(stage: str) -> None:
+    torch.manual_seed(0)
+    reference = Stack()
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Stack(), axis())
+    x = noise(3, 6, seed=1)
+    parameters = list(model.parameters())
+    with pytest.raises(zf.StateError, match="at once"):
+        torch.autograd.grad(model(x)[0, :2], parameters, torch.eye(2), is_grads_batched=True)
+    (first, *_) = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
+    with pytest.raises(zf.StateError, match="at once"):
+        torch.autograd.grad(first.sum().reshape(1), parameters, torch.ones(2, 1), is_grads_batched=True)
+    found, expected = (jacobian(lambda x, m=m: m(x)[0, :2], x, vectorize=True) for m in (model, reference))
+    assert torch.equal(found, expected)
+    model(x).sum().backward()
 
 
 class _Fused(torch.autograd.Function):

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.support.models import Stack
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
@@ -150,83 +151,79 @@ def test_hooks_fire_as_in_replicas(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(ranks: Ranks, stage: str) -> None:
-    def case() -> None:
-        torch.manual_seed(0)
-        reference = Stack()
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Stack(), axis())
-        seen: list[tuple[str, Tensor]] = []
+@on_ranks(3)
+def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage: str) -> None:
+    torch.manual_seed(0)
+    reference = Stack()
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Stack(), axis())
+    seen: list[tuple[str, Tensor]] = []
 
-        def watch(name: str, parameter: nn.Parameter) -> None:
-            parameter.register_hook(lambda grad: seen.append((name, grad)))
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append((f"{name} after", p.grad)))
+    def watch(name: str, parameter: nn.Parameter) -> None:
+        parameter.register_hook(lambda grad: seen.append((name, grad)))
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append((f"{name} after", p.grad)))
 
-        for name, parameter in model.named_parameters():
-            watch(name, parameter)
-        names = sorted(name for key, _ in model.named_parameters() for name in (key, f"{key} after"))
+    for name, parameter in model.named_parameters():
+        watch(name, parameter)
+    names = sorted(name for key, _ in model.named_parameters() for name in (key, f"{key} after"))
 
-        def fired(run: Callable[[], object]) -> dict[str, Tensor]:
-            seen.clear()
-            run()
-            assert sorted(name for name, _ in seen) == names
-            return dict(seen)
-
-        loss_of(reference, 1).backward()
-        gradients = fired(lambda: loss_of(model, 1).backward())
-        for name, parameter in model.named_parameters():
-            grad = gradients[name]
-            assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
-            assert grad.placements == parameter.placements
-            assert gradients[f"{name} after"] is parameter.grad
-            local = reference.get_parameter(name).grad
-            assert local is not None
-            assert torch.equal(full(grad), mean_of_ranks(local))
-        model.zero_grad()
-
-        def two_microbatches() -> None:
-            with zf.accumulate(model):
-                loss_of(model, 1).backward()
-                loss_of(model, 2).backward()
-
-        fired(two_microbatches)
-        loss = loss_of(model, 3)
-        fired(lambda: loss.backward(retain_graph=True))
-        fired(loss.backward)
-        fired(lambda: loss_of(model, 4).backward(inputs=list(model.parameters())))
-        fired(lambda: loss_of(model, 4).backward(create_graph=True))
-        model.zero_grad()
+    def fired(run: Callable[[], object]) -> dict[str, Tensor]:
         seen.clear()
-        torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
-        assert sorted(name for name, _ in seen) == sorted(key for key, _ in model.named_parameters())
+        run()
+        assert sorted(name for name, _ in seen) == names
+        return dict(seen)
 
-    ranks(3).run(case)
+    loss_of(reference, 1).backward()
+    gradients = fired(lambda: loss_of(model, 1).backward())
+    for name, parameter in model.named_parameters():
+        grad = gradients[name]
+        assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
+        assert grad.placements == parameter.placements
+        assert gradients[f"{name} after"] is parameter.grad
+        local = reference.get_parameter(name).grad
+        assert local is not None
+        assert torch.equal(full(grad), mean_of_ranks(local))
+    model.zero_grad()
+
+    def two_microbatches() -> None:
+        with zf.accumulate(model):
+            loss_of(model, 1).backward()
+            loss_of(model, 2).backward()
+
+    fired(two_microbatches)
+    loss = loss_of(model, 3)
+    fired(lambda: loss.backward(retain_graph=True))
+    fired(loss.backward)
+    fired(lambda: loss_of(model, 4).backward(inputs=list(model.parameters())))
+    fired(lambda: loss_of(model, 4).backward(create_graph=True))
+    model.zero_grad()
+    seen.clear()
+    torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
+    assert sorted(name for name, _ in seen) == sorted(key for key, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_hooks_of_several_parameters_come_and_go(ranks: Ranks, stage: str) -> None:
-    def case() -> None:
-        model: Any = STAGES[stage](Stack(), axis())
-        some = [model.enter.weight, model.layers[1].first.bias, model.leave.bias]
-        seen: list[object] = []
+@on_ranks(2)
+def test_hooks_of_several_parameters_come_and_go(stage: str) -> None:
+    model: Any = STAGES[stage](Stack(), axis())
+    some = [model.enter.weight, model.layers[1].first.bias, model.leave.bias]
+    seen: list[object] = []
 
-        def fired() -> list[object]:
-            seen.clear()
-            loss_of(model, 1).backward()
-            return sorted(map(str, seen))
+    def fired() -> list[object]:
+        seen.clear()
+        loss_of(model, 1).backward()
+        return sorted(map(str, seen))
 
-        for parameter in some:
-            parameter.requires_grad_(False)
-        fired()
-        for parameter in some:
-            parameter.requires_grad_(True)
-        every = register_multi_grad_hook(some, lambda grads: seen.append(sum(grad is not None for grad in grads)))
-        register_multi_grad_hook(some, lambda grad: seen.append("any"), mode="any")
-        assert fired() == ["3", "any"]
-        every.remove()
-        assert fired() == ["any"]
-
-    ranks(2).run(case)
+    for parameter in some:
+        parameter.requires_grad_(False)
+    fired()
+    for parameter in some:
+        parameter.requires_grad_(True)
+    every = register_multi_grad_hook(some, lambda grads: seen.append(sum(grad is not None for grad in grads)))
+    register_multi_grad_hook(some, lambda grad: seen.append("any"), mode="any")
+    assert fired() == ["3", "any"]
+    every.remove()
+    assert fired() == ["any"]
 
 
 def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -282,16 +279,14 @@ def test_optimizers_may_step_in_hooks_while_backward_runs(ranks: Ranks, tmp_path
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_an_optimizer_that_steps_in_hooks_of_nodes_is_refused(ranks: Ranks, stage: str) -> None:
-    def case() -> None:
-        model: Any = STAGES[stage](Stack(), axis())
-        before = [full(parameter) for parameter in model.parameters()]
-        _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.01})
-        with pytest.raises(zf.StateError, match="node that accumulates"):
-            loss_of(model, axis().get_local_rank()).backward()
-        assert all(map(torch.equal, before, map(full, model.parameters())))
-
-    ranks(2).run(case)
+@on_ranks(2)
+def test_an_optimizer_that_steps_in_hooks_of_nodes_is_refused(stage: str) -> None:
+    model: Any = STAGES[stage](Stack(), axis())
+    before = [full(parameter) for parameter in model.parameters()]
+    _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.01})
+    with pytest.raises(zf.StateError, match="node that accumulates"):
+        loss_of(model, axis().get_local_rank()).backward()
+    assert all(map(torch.equal, before, map(full, model.parameters())))
 
 
 class Reparametrized(nn.Module):

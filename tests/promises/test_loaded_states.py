@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zero_fn as zf
 from tests.support.models import Language, Odd
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, loss_of, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
@@ -138,7 +139,9 @@ def test_states_that_were_loaded_move_to_a_tier(
     assert ranks(2).run(_moved_after_loading, stage, kind, whole) == [True] * 2
 
 
-def _from_rank_0(stage: str) -> None:
+@pytest.mark.parametrize("stage", ["replicate", "zero2"])
+@on_ranks(2)
+def test_states_of_rank_0_go_to_other_stages_whole(stage: str) -> None:
     """The state of rank 0, whole and on the host, given to another stage, and to plain modules."""
     first, optimizer = _built("zero3", Language)
     for number in range(2):
@@ -156,11 +159,6 @@ def _from_rank_0(stage: str) -> None:
     assert _same(first, second)
     if dist.get_rank() == 0:
         Language().load_state_dict(values)
-
-
-@pytest.mark.parametrize("stage", ["replicate", "zero2"])
-def test_states_of_rank_0_go_to_other_stages_whole(ranks: Ranks, stage: str) -> None:
-    ranks(2).run(_from_rank_0, stage)
 
 
 def _states(model: nn.Module, optimizer: Any) -> dict[str, Any]:

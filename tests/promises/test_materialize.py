@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Language
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, loss_of, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import named_fulls
@@ -70,7 +71,8 @@ def _on_meta(stage: str) -> nn.Module:
     return model
 
 
-def _materialized() -> None:
+@on_ranks(3)
+def test_materialize_gives_the_same_values_in_every_stage() -> None:
     """With the optimizer built before and after."""
     found = []
     for stage in STAGES:
@@ -84,11 +86,8 @@ def _materialized() -> None:
     assert all(_equal(found[0], other) for other in found[1:])
 
 
-def test_materialize_gives_the_same_values_in_every_stage(ranks: Ranks) -> None:
-    ranks(3).run(_materialized)
-
-
-def _kept_parameters() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_cannot_follow_is_refused() -> None:
     """Which somebody refers to, so that the optimizer of before does not train what they become."""
     for stage in ("zero1", "zero3"):
         model = _on_meta(stage)
@@ -98,10 +97,6 @@ def _kept_parameters() -> None:
         with pytest.raises(zf.StaleError, match="memory for what was on meta"):
             _step(model, optimizer)
         assert kept
-
-
-def test_an_optimizer_that_cannot_follow_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(_kept_parameters)
 
 
 class Table(nn.Module):
@@ -130,7 +125,8 @@ class Shared(nn.Module):
         self.blocks[1][0].weight = self.blocks[0][0].weight  # type: ignore[index]
 
 
-def _initialised_in_part() -> None:
+@on_ranks(2)
+def test_materialize_names_what_nobody_wrote() -> None:
     with torch.device("meta"):
         gated, table = zf.zero3(Language(), axis()), zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis())
         shared = zf.zero3(Shared(), axis())
@@ -146,10 +142,6 @@ def _initialised_in_part() -> None:
     for values in named_fulls(dict(shared.named_parameters())).values():
         assert values.abs().max() < 1
         assert values.unique().numel() == values.numel()
-
-
-def test_materialize_names_what_nobody_wrote(ranks: Ranks) -> None:
-    ranks(2).run(_initialised_in_part)
 
 
 class Rotary(nn.Module):

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.support.models import Language, Odd
+from tests.support.on_ranks import on_ranks
 from tests.support.profiles import PROFILE
 from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import Ranks, axis
@@ -107,7 +108,12 @@ AT_REST = (_train, _accumulate, _evaluate, _fail)
 """After these nothing is gathered. After the others it is when the model is gone."""
 
 
-def _freed(program: Callable[[Any, torch.optim.Optimizer], None], stage: str) -> None:
+@pytest.mark.parametrize("program", [*AT_REST, _drop_the_graph, _in_part, _unshard])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_memory_is_freed_after_a_step_and_with_the_model(
+    program: Callable[[Any, torch.optim.Optimizer], None], stage: str
+) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -139,15 +145,9 @@ def _freed(program: Callable[[Any, torch.optim.Optimizer], None], stage: str) ->
         gc.enable()
 
 
-@pytest.mark.parametrize("program", [*AT_REST, _drop_the_graph, _in_part, _unshard])
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_memory_is_freed_after_a_step_and_with_the_model(
-    ranks: Ranks, stage: str, program: Callable[..., None]
-) -> None:
-    ranks(2).run(_freed, program, stage)
-
-
-def _model_dies_first(stage: str) -> None:
+@on_ranks(2)
+def test_a_backward_may_outlive_the_model(stage: str) -> None:
     """Only the loss is kept; a backward of it touches names of modules that are gone."""
     torch.manual_seed(0)
     model: Any = STAGES[stage](Tower(), axis())
@@ -158,11 +158,6 @@ def _model_dies_first(stage: str) -> None:
     loss.backward()
     assert x.grad is not None
     assert all(parameter.grad is not None for parameter in parameters)
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_a_backward_may_outlive_the_model(ranks: Ranks, stage: str) -> None:
-    ranks(2).run(_model_dies_first, stage)
 
 
 def _failed_and_dropped() -> float:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Block
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
@@ -91,7 +92,8 @@ def test_declared_methods_gather_as_forward_does(ranks: Ranks, order: str) -> No
     assert ranks(2).run(differences, partial(_coding, order), stages=stages) == [[]] * 2
 
 
-def _undeclared() -> None:
+@on_ranks(2)
+def test_undeclared_methods_work_through_modules_and_raise_at_weights() -> None:
     seed_generator(0)
     model: Any = zf.zero3(Coder(), axis())
     x = noise(4, WIDTH, seed=0)
@@ -109,7 +111,3 @@ def _undeclared() -> None:
     for name, match in (("stream", "after it has returned"), ("later", "after it has returned"), ("none", "no method")):
         with pytest.raises(zf.LayoutError, match=match):
             zf.gather_in(model, name)
-
-
-def test_undeclared_methods_work_through_modules_and_raise_at_weights(ranks: Ranks) -> None:
-    ranks(2).run(_undeclared)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import zero_fn as zf
 from tests.support.models import Block, Odd, Recomputed
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, fulls
@@ -236,7 +237,8 @@ def _placed() -> nn.Module:
     return parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def _another_mesh() -> None:
+@on_ranks(4)
+def test_parameters_of_another_mesh_raise_and_norms_below_tensor_parallelism_are_those_of_one_process() -> None:
     """Parameters of another mesh are refused, and left as they are; of the same mesh each element counts once in a norm."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -263,13 +265,8 @@ def _another_mesh() -> None:
             assert torch.allclose(one.grad.full_tensor(), other.grad, rtol=0, atol=1e-12)
 
 
-def test_parameters_of_another_mesh_raise_and_norms_below_tensor_parallelism_are_those_of_one_process(
-    ranks: Ranks,
-) -> None:
-    ranks(4).run(_another_mesh)
-
-
-def _clip_over_a_mix() -> None:
+@on_ranks(2)
+def test_a_norm_over_transformed_and_plain_modules_is_whole_or_raises_before_clipping() -> None:
     """Transformed modules of two stages and a plain one, whose gradients the user averages."""
     totals = []
     for stage in (None, *ALL):
@@ -297,10 +294,6 @@ def _clip_over_a_mix() -> None:
         totals.append(full(total).item())
     unit = torch.finfo(torch.float32).eps / 2
     assert all(abs(total - totals[0]) <= 2000 * unit * totals[0] for total in totals)
-
-
-def test_a_norm_over_transformed_and_plain_modules_is_whole_or_raises_before_clipping(ranks: Ranks) -> None:
-    ranks(2).run(_clip_over_a_mix)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

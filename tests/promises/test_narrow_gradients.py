@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.eviction import evicted
 from tests.support.models import Language, Odd
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
 from zero_fn.runtime.norms import clip_grad_norm
 
@@ -70,7 +70,9 @@ def _require_same(found: list[Tensor], wanted: list[Tensor], what: object) -> No
     assert all(map(torch.equal, found, wanted)), what
 
 
-def _every_stage(name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_every_stage_steps_as_if_gradients_were_rounded_by_hand(name: str) -> None:
     make = OPTIMIZERS[name]
     for microbatches in (1, 2):
         plain: Any = zf.precision(zf.replicate(_built(), axis()), compute=torch.bfloat16)
@@ -80,12 +82,8 @@ def _every_stage(name: str) -> None:
             _require_same(_trained(model, make(model.parameters()), microbatches=microbatches), wanted, stage)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_stage_steps_as_if_gradients_were_rounded_by_hand(ranks: Ranks, name: str) -> None:
-    ranks(2).run(_every_stage, name)
-
-
-def _tiers(folder: str) -> None:
+@on_ranks(2)
+def test_tiers_keep_the_bits(folder: str) -> None:
     disk = zf.nvme(folder)
     away = (
         {"grads": disk, "optim": disk},
@@ -108,20 +106,13 @@ def _tiers(folder: str) -> None:
                 _require_same(_trained(model, optimizer), wanted, (name, tiers, finish))
 
 
-def test_tiers_keep_the_bits(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(_tiers, str(tmp_path))
-
-
-def _two_axes() -> None:
+@on_ranks(4)
+def test_two_axes_keep_the_bits() -> None:
     mesh = grid("outer", "inner")
     plain: Any = zf.precision(zf.hybrid(_built(), mesh), compute=torch.bfloat16)
     wanted = _trained(plain, AdamW(plain.parameters()), _by_hand)
     model: Any = _narrow(zf.hybrid(_built(), mesh))
     _require_same(_trained(model, AdamW(model.parameters())), wanted, "two axes")
-
-
-def test_two_axes_keep_the_bits(ranks: Ranks) -> None:
-    ranks(4).run(_two_axes)
 
 
 class Wide(nn.Module):
@@ -137,7 +128,8 @@ class Wide(nn.Module):
         return x
 
 
-def _bytes() -> None:
+@on_ranks(2)
+def test_bytes_are_those_of_the_paper() -> None:
     n, psi = dist.get_world_size(), 4 * 256 * 256
     papers = {
         "replicas": 16 * psi,
@@ -160,11 +152,8 @@ def _bytes() -> None:
         assert plan.in_flight_nbytes >= 4 * psi // (1 if stage == "replicas" else n), "a stock step widens them"
 
 
-def test_bytes_are_those_of_the_paper(ranks: Ranks) -> None:
-    ranks(2).run(_bytes)
-
-
-def _between_steps(folder: str) -> None:
+@on_ranks(2)
+def test_hooks_copies_and_checkpoints_see_them(folder: str) -> None:
     model: Any = zf.zero3(_narrow(_built()), axis())
     optimizer = AdamW(model.parameters(), lr=1e-2)
     seen: list[torch.dtype] = []
@@ -189,10 +178,6 @@ def _between_steps(folder: str) -> None:
     after = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
     assert {grad.dtype for grad in after} == {NARROW, torch.complex64}
     _require_same(after, before, "evicted")
-
-
-def test_hooks_copies_and_checkpoints_see_them(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(_between_steps, str(tmp_path))
 
 
 def _norms() -> list[float]:
@@ -222,17 +207,14 @@ def test_norms_are_taken_in_float32(ranks: Ranks) -> None:
         assert max(norms) / min(norms) - 1 < 1e-6, norms
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_cannot_work_is_refused() -> None:
     model: Any = zf.zero3(_narrow(_built()), axis())
     model(_batch(0)).float().sum().backward()
     with pytest.raises(zf.StateError, match="but for Rprop"):  # its states would rest in bfloat16
         Rprop(model.parameters()).step()
     with pytest.raises(zf.LayoutError, match="of 16 bits or more for gradients"):  # torch does not add in 8
         zf.precision(model, grads=torch.float8_e5m2)
-
-
-def test_what_cannot_work_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(_refused)
 
 
 def _differ() -> None:

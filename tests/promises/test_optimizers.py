@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Layer
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, fulls
@@ -189,7 +190,9 @@ def test_optimizers_step_as_for_replicas(ranks: Ranks, trial: str) -> None:
     assert ranks(n).run(differences, program) == [[]] * n
 
 
-def _built_too_early(stage: str) -> None:
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+@on_ranks(2)
+def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stage: str) -> None:
     torch.manual_seed(0)
     plain = Tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -212,11 +215,6 @@ def _built_too_early(stage: str) -> None:
         zf.check(again, late)
 
 
-@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(ranks: Ranks, stage: str) -> None:
-    ranks(2).run(_built_too_early, stage)
-
-
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +229,11 @@ def _clipped(stage: str | None, p: float, foreach: bool) -> tuple[Tensor, list[T
     return full(total), grads, float(sum(grad.numel() for grad in grads))
 
 
-def _norms(p: float, foreach: bool) -> None:
+@pytest.mark.parametrize(
+    ("p", "foreach"), [(0.5, True), (1.0, True), (2.0, True), (2.0, False), (3.0, True), (math.inf, True)]
+)
+@on_ranks(2)
+def test_the_clipped_norm_is_that_of_replicas(p: float, foreach: bool) -> None:
     expected, clipped, numel = _clipped(None, p, foreach)
     for stage in ALL:
         total, grads, _ = _clipped(stage, p, foreach)
@@ -250,14 +252,9 @@ def _norms(p: float, foreach: bool) -> None:
             assert torch.all((one - other).abs() <= (bound + 4 * unit) * one.abs()), stage
 
 
-@pytest.mark.parametrize(
-    ("p", "foreach"), [(0.5, True), (1.0, True), (2.0, True), (2.0, False), (3.0, True), (math.inf, True)]
-)
-def test_the_clipped_norm_is_that_of_replicas(ranks: Ranks, p: float, foreach: bool) -> None:
-    ranks(2).run(_norms, p, foreach)
-
-
-def _nonfinite(value: float) -> None:
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@on_ranks(2)
+def test_ranks_agree_that_a_norm_is_not_finite(value: float) -> None:
     """One rank alone has the bad element in its shard: all ranks decide alike."""
     for stage in ALL:
         torch.manual_seed(0)
@@ -278,12 +275,8 @@ def _nonfinite(value: float) -> None:
         assert not torch.isfinite(full(total))
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_ranks_agree_that_a_norm_is_not_finite(ranks: Ranks, value: float) -> None:
-    ranks(2).run(_nonfinite, value)
-
-
-def _overflow_in_one_shard() -> None:
+@on_ranks(3)
+def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all() -> None:
     """Only the shard of rank 0 holds the infinity; other ranks' gradients are finite, or empty. All skip the step."""
     for stage in ALL:
         torch.manual_seed(0)
@@ -299,10 +292,6 @@ def _overflow_in_one_shard() -> None:
         assert scaler.get_scale() == 2.0
         assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
         assert not optimizer.state
-
-
-def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
-    ranks(3).run(_overflow_in_one_shard)
 
 
 # -- optimizers that look at whole tensors ----------------------------------------------------------------------------
@@ -338,7 +327,9 @@ WHOLE_TENSOR: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer
 }
 
 
-def _over_shards(kind: str) -> None:
+@pytest.mark.parametrize("kind", WHOLE_TENSOR)
+@on_ranks(2)
+def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(kind: str) -> None:
     for stage in ("zero1", "zero3"):
         torch.manual_seed(0)
         model: Any = STAGES[stage](Tower(), axis())
@@ -351,11 +342,6 @@ def _over_shards(kind: str) -> None:
         assert not optimizer.state
         with pytest.raises(zf.PlacementError, match="looks at whole tensors"):
             zf.check(model, optimizer)
-
-
-@pytest.mark.parametrize("kind", WHOLE_TENSOR)
-def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(ranks: Ranks, kind: str) -> None:
-    ranks(2).run(_over_shards, kind)
 
 
 def _over_replicas(kind: str, world: World) -> None:
@@ -404,7 +390,19 @@ def _fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 0.1, fused=True)
 
 
-def _assigned_gradients(stage: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 0.1),
+        lambda p: Own(p, 0.1),
+        _fused,
+    ],
+    ids=["sgd", "adamw", "own", "streamed"],
+)
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+@on_ranks(2)
+def test_whole_gradients_that_are_assigned_are_cut(stage: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """A whole plain gradient is cut by the optimizer, and by the next backward, which adds to it."""
     torch.manual_seed(0)
     plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
@@ -424,18 +422,3 @@ def _assigned_gradients(stage: str, make: Callable[[Any], torch.optim.Optimizer]
             optimizer.zero_grad()
         for p, q in pairs:
             torch.testing.assert_close(full(p), q, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        lambda p: torch.optim.AdamW(p, 0.1),
-        lambda p: Own(p, 0.1),
-        _fused,
-    ],
-    ids=["sgd", "adamw", "own", "streamed"],
-)
-@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_whole_gradients_that_are_assigned_are_cut(ranks: Ranks, stage: str, make: Callable[[Any], Any]) -> None:
-    ranks(2).run(_assigned_gradients, stage, make)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Language
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, loss_of
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from zero_fn.resting import local_of
 
 
@@ -22,7 +23,10 @@ def _built(stage: str, is_mixed: bool = False, build: Callable[[], nn.Module] = 
     return zf.precision(model) if is_mixed else model
 
 
-def _as_planned(stage: str, is_mixed: bool, microbatches: int) -> None:
+@pytest.mark.parametrize(("is_mixed", "microbatches"), [(False, 3), (True, 1)])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3)
+def test_bytes_are_those_of_the_plan(stage: str, is_mixed: bool, microbatches: int) -> None:
     model = _built(stage, is_mixed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
@@ -38,12 +42,6 @@ def _as_planned(stage: str, is_mixed: bool, microbatches: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("is_mixed", "microbatches"), [(False, 3), (True, 1)])
-@pytest.mark.parametrize("stage", STAGES)
-def test_bytes_are_those_of_the_plan(ranks: Ranks, stage: str, is_mixed: bool, microbatches: int) -> None:
-    ranks(3).run(_as_planned, stage, is_mixed, microbatches)
-
-
 class Even(nn.Module):
     """Every parameter divides evenly, and into aligned shards: no padding."""
 
@@ -57,7 +55,9 @@ class Even(nn.Module):
         return x
 
 
-def _by_formulas(stage: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_bytes_follow_the_formulas_of_the_paper(stage: str) -> None:
     n = axis().size()
     model = _built(stage, build=Even)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -81,12 +81,8 @@ def _by_formulas(stage: str) -> None:
     assert zf.held(model, optimizer).total == held.total - held.gradients
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bytes_follow_the_formulas_of_the_paper(ranks: Ranks, stage: str) -> None:
-    ranks(4).run(_by_formulas, stage)
-
-
-def _resting() -> None:
+@on_ranks(3)
+def test_resting_bytes_are_those_of_the_shards() -> None:
     """A rank rests with its shards, each padded by less than a row and a cache line."""
     for stage in STAGES:
         model = _built(stage, build=lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
@@ -94,7 +90,3 @@ def _resting() -> None:
         sizes = [p.numel() if keeps_whole else local_of(p).numel() for p in model.parameters()]
         padding = sum(4 * p.numel() // len(p) + 64 for p in model.parameters()) * axis().size()
         assert 4 * sum(sizes) <= zf.held(model).parameters <= 4 * sum(sizes) + padding, stage
-
-
-def test_resting_bytes_are_those_of_the_shards(ranks: Ranks) -> None:
-    ranks(3).run(_resting)

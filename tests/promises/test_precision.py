@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.support.models import Layer
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.worlds import noise
 
 # -- what modules are given and give ----------------------------------------------------------------------------------
@@ -43,7 +43,9 @@ class Masked(nn.Module):
         return replace(batch, x=x) if isinstance(batch, Batch) else x
 
 
-def _records(stage: str, library: str) -> None:
+@pytest.mark.parametrize(("stage", "library"), [("zero1", "dataclasses"), ("zero3", "dataclasses"), ("zero3", "attrs")])
+@on_ranks(2)
+def test_tensors_in_records_are_cast(stage: str, library: str) -> None:
     kind: Any = Batch
     if library == "attrs":
         kind = pytest.importorskip("attrs").make_class("AttrsBatch", ["x", "mask", "inner"], frozen=True, slots=True)
@@ -60,11 +62,6 @@ def _records(stage: str, library: str) -> None:
     assert model.layer.weight.grad is not None
 
 
-@pytest.mark.parametrize(("stage", "library"), [("zero1", "dataclasses"), ("zero3", "dataclasses"), ("zero3", "attrs")])
-def test_tensors_in_records_are_cast(ranks: Ranks, stage: str, library: str) -> None:
-    ranks(2).run(_records, stage, library)
-
-
 class TwoParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +75,9 @@ class TwoParts(nn.Module):
         return output
 
 
-def _output_of_a_part(stage: str) -> None:
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_transformed(stage: str) -> None:
     model: Any = TwoParts()
     model.one = zf.precision(model.one, compute=torch.bfloat16, output=torch.float32)
     model = STAGES[stage](model, axis())
@@ -91,13 +90,6 @@ def _output_of_a_part(stage: str) -> None:
     with zf.accumulate(model, unshard=True):
         model(torch.ones(2, 6)).sum().backward()
     assert model.seen == [torch.float32] * 2
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_transformed(
-    ranks: Ranks, stage: str
-) -> None:
-    ranks(2).run(_output_of_a_part, stage)
 
 
 class Normed(nn.Module):
@@ -119,7 +111,9 @@ class Normed(nn.Module):
         return y
 
 
-def _dtypes(stage: str, compute: torch.dtype) -> None:
+@pytest.mark.parametrize(("stage", "compute"), [("zero1", torch.bfloat16), ("zero3", torch.float16)])
+@on_ranks(2)
+def test_dtypes_are_those_that_were_asked_for(stage: str, compute: torch.dtype) -> None:
     """Also of a model that was frozen at first, whose sums have the dtype asked for all the same."""
     found = []
     for is_frozen_first in (False, True):
@@ -137,11 +131,6 @@ def _dtypes(stage: str, compute: torch.dtype) -> None:
             assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
         found.append([p.grad.full_tensor() for p in model.parameters()])
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize(("stage", "compute"), [("zero1", torch.bfloat16), ("zero3", torch.float16)])
-def test_dtypes_are_those_that_were_asked_for(ranks: Ranks, stage: str, compute: torch.dtype) -> None:
-    ranks(2).run(_dtypes, stage, compute)
 
 
 # -- masters ----------------------------------------------------------------------------------------------------------
@@ -183,7 +172,11 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
         return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-def _masters(stage: str, order: str, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "order"), [("zero1", "before"), ("zero1", "away"), ("zero2", "after"), ("zero3", "away")]
+)
+@on_ranks(2)
+def test_masters_are_those_of_weights_widened_before(stage: str, order: str, folder: str) -> None:
     disk = zf.nvme(folder)
 
     def sharded(module: nn.Module) -> nn.Module:
@@ -212,18 +205,8 @@ def _masters(stage: str, order: str, folder: str) -> None:
     assert zf.held(model) == zf.held(expected)
 
 
-@pytest.mark.parametrize(
-    ("stage", "order"), [("zero1", "before"), ("zero1", "away"), ("zero2", "after"), ("zero3", "away")]
-)
-def test_masters_are_those_of_weights_widened_before(ranks: Ranks, tmp_path: Path, stage: str, order: str) -> None:
-    ranks(2).run(_masters, stage, order, str(tmp_path))
-
-
-def _some() -> None:
+@on_ranks(2)
+def test_masters_are_made_where_it_is_asked() -> None:
     model = zf.precision(zf.zero3(Tied(), axis()), rest=torch.float32, where=lambda name, _: "norm" not in name)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"norm.weight", "norm.bias"}
-
-
-def test_masters_are_made_where_it_is_asked(ranks: Ranks) -> None:
-    ranks(2).run(_some)

@@ -12,6 +12,7 @@ from torch import nn
 import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.models import Language
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, Tower, noise
@@ -129,7 +130,8 @@ def test_replicas_that_differ_at_the_first_forward_raise_on_every_rank(ranks: Ra
     assert "torch.manual_seed" in message
 
 
-def _later() -> None:
+@on_ranks(4)
+def test_replicas_that_differ_after_loading_raise() -> None:
     torch.manual_seed(0)
     model = zf.offload(zf.replicate(_stack("cpu"), axis()), params=zf.cpu())
     model(noise(2, WIDTH, seed=0)).sum().backward()
@@ -138,11 +140,8 @@ def _later() -> None:
         model(noise(2, WIDTH, seed=0))
 
 
-def test_replicas_that_differ_after_loading_raise(ranks: Ranks) -> None:
-    ranks(4).run(_later)
-
-
-def _allowed() -> None:
+@on_ranks(2)
+def test_values_that_are_equal_again_or_of_one_rank_alone_are_taken() -> None:
     """Shards that one rank holds may be edited there; raw collectives give the values of rank 0 to all replicas."""
     torch.manual_seed(0)
     model: Any = zf.zero3(_stack("cpu"), axis())
@@ -156,7 +155,3 @@ def _allowed() -> None:
             parameter.fill_(dist.get_rank())
             dist.broadcast(parameter.to_local(), src=0)
     model(noise(2, WIDTH, seed=0)).sum().backward()
-
-
-def test_values_that_are_equal_again_or_of_one_rank_alone_are_taken(ranks: Ranks) -> None:
-    ranks(2).run(_allowed)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Language, Stack
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, named_fulls
@@ -86,30 +87,30 @@ def test_the_last_rank_updates_its_rows_of_a_tied_embedding(ranks: Ranks, n: int
 
 
 @pytest.mark.parametrize("build", [TiedInside, TiedAcross])
-def test_ties_survive_transforms_steps_and_state_dicts(ranks: Ranks, build: type[Stack]) -> None:
-    def case() -> None:
-        for stage in STAGES.values():
-            plain = build()
-            model: Any = stage(plain, axis())
-            assert list(model.state_dict()) == list(plain.state_dict())
-            assert len(list(model.parameters())) == len(list(plain.parameters()))
-            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            assert names == {name for name, _ in plain.named_parameters(remove_duplicate=False)}
-            other = zf.zero3(build(), axis())
-            other.load_state_dict(model.state_dict())
-            optimizer = torch.optim.Adam(other.parameters(), lr=0.1)
-            other(noise(3, 6, seed=1)).sum().backward()
-            optimizer.step()
-            values = named_fulls(dict(other.named_parameters(remove_duplicate=False)))
-            with torch.no_grad():
-                plain.load_state_dict(values)  # one value for each tie, or the last one would win
-            for name, parameter in plain.named_parameters(remove_duplicate=False):
-                assert torch.equal(parameter, values[name])
-
-    ranks(3).run(case)
+@on_ranks(3)
+def test_ties_survive_transforms_steps_and_state_dicts(build: type[Stack]) -> None:
+    for stage in STAGES.values():
+        plain = build()
+        model: Any = stage(plain, axis())
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert len(list(model.parameters())) == len(list(plain.parameters()))
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        assert names == {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+        other = zf.zero3(build(), axis())
+        other.load_state_dict(model.state_dict())
+        optimizer = torch.optim.Adam(other.parameters(), lr=0.1)
+        other(noise(3, 6, seed=1)).sum().backward()
+        optimizer.step()
+        values = named_fulls(dict(other.named_parameters(remove_duplicate=False)))
+        with torch.no_grad():
+            plain.load_state_dict(values)  # one value for each tie, or the last one would win
+        for name, parameter in plain.named_parameters(remove_duplicate=False):
+            assert torch.equal(parameter, values[name])
 
 
-def _parts(stage: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(stage: str) -> None:
     """Transformed again, they rest as the whole was asked to: they were replicated, without a word."""
     torch.manual_seed(0)
     model: Any = zf.precision(STAGES[stage](Language(), axis()), output=torch.float64)
@@ -125,8 +126,3 @@ def _parts(stage: str) -> None:
     head: Any = zf.precision(whole[1], compute=torch.float32)
     alone: Any = STAGES[stage](nn.Linear(10, 10), axis())
     assert head.weight.placements == alone.weight.placements
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(ranks: Ranks, stage: str) -> None:
-    ranks(2).run(_parts, stage)

@@ -1,4 +1,4 @@
-"""G29 state dicts before the first forward and what they alias, G30 what `load_state_dict` takes and refuses."""
+"""State dicts: what they hold before the first forward and what they alias; what `load_state_dict` takes and refuses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
+from tests.axes.grids import grid
 from tests.support.groups import pretended
 from tests.support.models import Odd
+from tests.support.on_ranks import on_ranks
 from tests.support.profiles import SIZES
 from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
@@ -27,7 +29,7 @@ from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
 from zero_fn.checkpoint.live.fit import keeps_every_bit
 from zero_fn.resting import local_of
 
-# -- G29 --------------------------------------------------------------------------------------------------------------
+# -- saved ------------------------------------------------------------------------------------------------------------
 
 
 class Normalized(Tower):
@@ -57,12 +59,6 @@ def _before_the_first_forward(world: World) -> None:
             world.step(each, optimizer, each(noise(4, WIDTH, seed=step)).square().mean())
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g29_a_state_dict_before_the_first_forward_is_whole_and_loads(ranks: Ranks, n: int) -> None:
-    for found in ranks(n).run(differences, _before_the_first_forward):
-        assert found == []
-
-
 def _aliasing(world: World) -> None:
     """As torch documents: entries share memory with the model, so that they follow it; `clone` keeps a moment."""
     model = world.build(Tower)
@@ -79,16 +75,13 @@ def _aliasing(world: World) -> None:
             world.note(key, value)
 
 
-def test_g29_a_state_dict_aliases_the_model_as_that_of_a_replica_does(ranks: Ranks) -> None:
-    for found in ranks(2).run(differences, _aliasing):
-        assert found == []
-
-
 def _copied_and_pickled(stage: str) -> None:
     """The best epoch is kept in memory, and the last one in a file of each rank."""
     torch.manual_seed(0)
-    model = STAGES[stage](Odd(), axis())
-    for module in (model, STAGES[stage](model, axis())):  # hooks are there once
+    place: Any = STAGES.get(stage, zf.hybrid)
+    mesh = axis() if stage in STAGES else grid("outer", "inner")
+    model = place(Odd(), mesh)
+    for module in (model, model if stage == "hybrid" else place(model, mesh)):  # hooks are there once
         state = module.state_dict()
         file = io.BytesIO()
         torch.save(state, file)
@@ -101,21 +94,21 @@ def _copied_and_pickled(stage: str) -> None:
                 assert type(other[key]) is type(value), (how, key)
                 assert torch.equal(held, own), (how, key)
                 assert not own.numel() or held.data_ptr() != own.data_ptr(), (how, key)
-        before = parameters(module)
+        before = {name: local_of(parameter).clone() for name, parameter in module.named_parameters()}
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
         module.load_state_dict(kept["copied"])
-        assert all(torch.equal(value, before[name]) for name, value in parameters(module).items())
+        assert all(torch.equal(local_of(value), before[name]) for name, value in module.named_parameters())
 
 
-@pytest.mark.parametrize("stage", ALL)
-def test_g29_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(ranks: Ranks, stage: str) -> None:
+@pytest.mark.parametrize("stage", [*ALL, "hybrid"])
+def test_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(ranks: Ranks, stage: str) -> None:
     """torch 2.13 takes a DTensor whose local tensor begins inside its memory for a plain one, and raised."""
-    ranks(2).run(_copied_and_pickled, stage)
+    ranks(4 if stage == "hybrid" else 2).run(_copied_and_pickled, stage)
 
 
-# -- G30 --------------------------------------------------------------------------------------------------------------
+# -- loaded -----------------------------------------------------------------------------------------------------------
 
 
 def _whole(build: Callable[[], nn.Module] = Tower, seed: int = 5) -> dict[str, Tensor]:
@@ -131,13 +124,12 @@ def _loads_whole(world: World) -> None:
         world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_g30_whole_tensors_are_sharded_on_load(ranks: Ranks, n: int) -> None:
-    for found in ranks(n).run(differences, _loads_whole):
-        assert found == []
-
-
-def _loads_any_stage(saved: str, loaded: str) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("replicate", "zero3"), ("zero1", "replicate"), ("zero1", "zero3"), ("zero3", "zero1"), ("zero3", "zero3")],
+)
+@on_ranks(3)
+def test_shards_of_another_stage_are_redistributed_on_load(saved: str, loaded: str) -> None:
     torch.manual_seed(3)
     source = STAGES[saved](Odd(), axis())
     torch.manual_seed(0)
@@ -148,15 +140,8 @@ def _loads_any_stage(saved: str, loaded: str) -> None:
         assert torch.equal(value, expected[name])
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("replicate", "zero3"), ("zero1", "replicate"), ("zero1", "zero3"), ("zero3", "zero1"), ("zero3", "zero3")],
-)
-def test_g30_shards_of_another_stage_are_redistributed_on_load(ranks: Ranks, saved: str, loaded: str) -> None:
-    ranks(3).run(_loads_any_stage, saved, loaded)
-
-
-def _loads_other_layout() -> None:
+@on_ranks(3)
+def test_shards_of_another_layout_are_redistributed_on_load() -> None:
     torch.manual_seed(0)
     model = zf.zero3(Tower(), axis())
     whole = _whole()
@@ -171,49 +156,32 @@ def _loads_other_layout() -> None:
     assert all(torch.equal(value, whole[key] + 1) for key, value in named_fulls(model.state_dict()).items())
 
 
-def test_g30_shards_of_another_layout_are_redistributed_on_load(ranks: Ranks) -> None:
-    ranks(3).run(_loads_other_layout)
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "size mismatch for norm.bias": lambda t: t[:3],  # the last of the parameters
+    "size mismatch for blocks.2.gate": lambda t: t.expand(2),  # a scalar
+    "size mismatch for norm.running_mean": lambda t: t[:1],  # a buffer
+    "leave.bias lies on another mesh": lambda t: distribute_tensor(
+        t,
+        init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("other", "mesh")),
+        [Replicate(), Replicate()],
+    ),
+}
+"""What is said of an entry that was changed so."""
 
 
-def _refused(change: Callable[[dict[str, Any]], object], kind: type[Exception], match: str) -> None:
+@pytest.mark.parametrize("said", REFUSED)
+@on_ranks(2)
+def test_another_shape_or_mesh_raises_and_nothing_is_written(said: str) -> None:
+    (key,) = [word for word in said.split() if "." in word]
     for stage in ALL:
         torch.manual_seed(0)
         model: Any = STAGES[stage](Normalized(), axis())
         before = named_fulls(model.state_dict())
-        entries: dict[str, Any] = _whole(Normalized)
-        change(entries)
-        with pytest.raises(kind, match=match):
-            model.load_state_dict(entries)
-        for key, value in named_fulls(model.state_dict()).items():
-            assert torch.equal(value, before[key]), f"{stage}: {key} was written"
-
-
-def _refusals(case: str) -> None:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("other", "mesh"))
-
-    def put(key: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], object]:
-        return lambda entries: entries.update({key: value(entries[key])})
-
-    cases: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-        "shape of the last": (put("norm.bias", lambda t: t[:3]), r"size mismatch for norm.bias"),
-        "shape of a scalar": (put("blocks.2.gate", lambda t: t.expand(2)), r"size mismatch for blocks.2.gate"),
-        "shape of a buffer": (put("norm.running_mean", lambda t: t[:1]), r"size mismatch for norm.running_mean"),
-        "another mesh": (
-            put("leave.bias", lambda t: distribute_tensor(t, mesh, [Replicate(), Replicate()])),
-            "leave.bias lies on another mesh",
-        ),
-    }
-    change, match = cases[case]
-    _refused(change, zf.CheckpointError, match)
-
-
-@pytest.mark.parametrize("case", ["shape of the last", "shape of a scalar", "shape of a buffer"])
-def test_g30_another_shape_raises_and_nothing_is_written(ranks: Ranks, case: str) -> None:
-    ranks(2).run(_refusals, case)
-
-
-def test_g30_another_mesh_raises_and_nothing_is_written(ranks: Ranks) -> None:
-    ranks(2).run(_refusals, "another mesh")
+        entries = _whole(Normalized)
+        with pytest.raises(zf.CheckpointError, match=said):
+            model.load_state_dict({**entries, key: REFUSED[said](entries[key])})
+        for name, value in named_fulls(model.state_dict()).items():
+            assert torch.equal(value, before[name]), f"{stage}: {name} was written"
 
 
 def _casts(world: World) -> None:
@@ -225,11 +193,6 @@ def _casts(world: World) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     world.step(model, optimizer, model(noise(4, WIDTH, seed=1)).square().mean())
     world.note_model(model)
-
-
-def test_g30_another_dtype_is_cast_as_torch_does(ranks: Ranks) -> None:
-    for found in ranks(2).run(differences, _casts):
-        assert found == []
 
 
 DTYPES = (
@@ -257,27 +220,23 @@ def _numbers(values: Tensor) -> list[complex]:
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("source", DTYPES, ids=str)
-def test_g30_a_dtype_keeps_every_bit_if_it_keeps_the_extremes(source: torch.dtype) -> None:
+def test_a_dtype_keeps_every_bit_if_it_keeps_the_extremes(source: torch.dtype) -> None:
     values = _extremes(source)
     for target in DTYPES:
         survive = _numbers(values.to(target)) == _numbers(values)
         assert keeps_every_bit(source, target) == survive, target
 
 
-def test_g30_missing_and_unexpected_keys_are_named(ranks: Ranks) -> None:
-    def refused() -> None:
-        torch.manual_seed(0)
-        model = zf.zero3(Tower(), axis())
-        entries = _whole()
-        entries["extra"] = entries.pop("leave.bias")
-        with pytest.raises(
-            RuntimeError, match=r"Missing key\(s\)[\s\S]*leave.bias[\s\S]*Unexpected key\(s\)[\s\S]*extra"
-        ):
-            model.load_state_dict(entries)
-        found = model.load_state_dict(entries, strict=False)
-        assert (found.missing_keys, found.unexpected_keys) == (["leave.bias"], ["extra"])
-
-    ranks(2).run(refused)
+@on_ranks(2)
+def test_missing_and_unexpected_keys_are_named() -> None:
+    torch.manual_seed(0)
+    model = zf.zero3(Tower(), axis())
+    entries = _whole()
+    entries["extra"] = entries.pop("leave.bias")
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\)[\s\S]*leave.bias[\s\S]*Unexpected key\(s\)[\s\S]*extra"):
+        model.load_state_dict(entries)
+    found = model.load_state_dict(entries, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["leave.bias"], ["extra"])
 
 
 def _ranks_load_different_values() -> str:
@@ -294,7 +253,7 @@ def _ranks_load_different_values() -> str:
     return str(caught.value)
 
 
-def test_g30_ranks_that_load_different_tensors_get_the_same_error(ranks: Ranks) -> None:
+def test_ranks_that_load_different_tensors_get_the_same_error(ranks: Ranks) -> None:
     assert len(set(ranks(3).run(_ranks_load_different_values))) == 1
 
 
@@ -308,9 +267,15 @@ def _assigned(world: World) -> None:
     world.note_model(twin, copy.deepcopy(model))
 
 
-def test_g30_assign_takes_whole_tensors_too(ranks: Ranks) -> None:
-    for found in ranks(2).run(differences, _assigned):
-        assert found == []
+TRIALS = [_before_the_first_forward, _aliasing, _loads_whole, _casts, _assigned]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("trial", TRIALS)
+def test_state_dicts_are_whole_alias_and_load_as_those_of_replicas(
+    ranks: Ranks, trial: Callable[[World], None], n: int
+) -> None:
+    assert ranks(n).run(differences, trial) == [[]] * n
 
 
 class Tied(nn.Module):
@@ -324,7 +289,10 @@ class Tied(nn.Module):
         return found
 
 
-def _two_values_for_a_tie(stage: str) -> None:
+@pytest.mark.parametrize("stage", ALL)
+@on_ranks(2)
+def test_two_values_for_a_tied_parameter_are_not_assigned(stage: str) -> None:
+    """The second was dropped. Every rank raises, also those on which both shards are the same."""
     torch.manual_seed(0)
     model: Any = STAGES[stage](Tied(), axis())
     x = noise(2, WIDTH, seed=0)
@@ -353,23 +321,14 @@ def _two_values_for_a_tie(stage: str) -> None:
         assert torch.equal(full(model.leave.weight), full(entries["enter.weight"]))
 
 
-@pytest.mark.parametrize("stage", ALL)
-def test_g30_two_values_for_a_tied_parameter_are_not_assigned(ranks: Ranks, stage: str) -> None:
-    """The second was dropped. Every rank raises, also those on which both shards are the same."""
-    ranks(2).run(_two_values_for_a_tie, stage)
-
-
-def _assigned_subclass() -> None:
+@on_ranks(2)
+def test_a_tensor_of_a_subclass_is_not_assigned() -> None:
     torch.manual_seed(0)
     model = zf.zero3(Tied(), axis())
     entries = dict(Tied().state_dict())
     entries["enter.bias"] = TwoTensor(torch.zeros(WIDTH), torch.ones(WIDTH))
     with pytest.raises(zf.CheckpointError, match=r"enter.bias would be assigned a TwoTensor"):
         model.load_state_dict(entries, assign=True)
-
-
-def test_g30_a_tensor_of_a_subclass_is_not_assigned(ranks: Ranks) -> None:
-    ranks(2).run(_assigned_subclass)
 
 
 class Renaming(nn.Linear):
@@ -380,7 +339,7 @@ class Renaming(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
-def test_g30_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before_anything_is_written() -> None:
+def test_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before_anything_is_written() -> None:
     with pretended(2) as mesh:
         model: Any = zf.shard_params(nn.Sequential(nn.Linear(4, 4), Renaming(4, 4), nn.Linear(4, 4)), mesh)
     entries = {key: torch.ones(4, 4) if "weight" in key else torch.ones(4) for key in model.state_dict()}
@@ -393,7 +352,7 @@ def test_g30_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_be
     assert all(bool((local_of(parameter) == 1).all()) for parameter in model.parameters())
 
 
-def test_g30_two_values_for_a_tie_are_not_assigned_where_entries_before_it_are_missing() -> None:
+def test_two_values_for_a_tie_are_not_assigned_where_entries_before_it_are_missing() -> None:
     with pretended(2) as mesh:
         model = zf.shard_params(Tied(), mesh)
     entries = dict(Tied().state_dict())
@@ -403,7 +362,7 @@ def test_g30_two_values_for_a_tie_are_not_assigned_where_entries_before_it_are_m
         model.load_state_dict(entries, strict=False, assign=True)
 
 
-def test_g30_assigned_shards_of_another_layout_are_cut_as_the_parameter_is() -> None:
+def test_assigned_shards_of_another_layout_are_cut_as_the_parameter_is() -> None:
     with pretended(2) as mesh:
         model = zf.shard_params(nn.Linear(4, 4), mesh)
         whole = zf.replicate(nn.Linear(4, 4), mesh)

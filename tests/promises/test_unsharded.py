@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Odd
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, gradients, loss_of, parameters
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 
 
 def _built(stage: str) -> Any:
@@ -28,7 +29,9 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in gradients(model).items() if grad is not None}
 
 
-def _whole_and_written_back(stage: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3)
+def test_unsharded_gives_whole_parameters_and_writes_back_on_request(stage: str) -> None:
     model = _built(stage)
     torch.manual_seed(0)
     plain = {name: parameter.detach() for name, parameter in Odd().named_parameters()}
@@ -66,12 +69,9 @@ def _whole_and_written_back(stage: str) -> None:
     assert model.head.weight.requires_grad
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_unsharded_gives_whole_parameters_and_writes_back_on_request(ranks: Ranks, stage: str) -> None:
-    ranks(3).run(_whole_and_written_back, stage)
-
-
-def _backwards(stage: str) -> None:
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+@on_ranks(2)
+def test_a_backward_gives_the_gradients_of_the_forward_before_and_none_that_would_be_lost(stage: str) -> None:
     expected, model = _built(stage), _built(stage)
     loss_of(expected, 0).backward()
     loss = loss_of(model, 0)
@@ -92,14 +92,8 @@ def _backwards(stage: str) -> None:
     assert _equal(_gradients(model), _gradients(expected)), "nothing is left of the backward that failed"
 
 
-@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_a_backward_gives_the_gradients_of_the_forward_before_and_none_that_would_be_lost(
-    ranks: Ranks, stage: str
-) -> None:
-    ranks(2).run(_backwards, stage)
-
-
-def _parts_without_parameters() -> None:
+@on_ranks(2)
+def test_parts_without_parameters_are_passed_over() -> None:
     for stage in ("zero1", "zero3"):
         model: Any = STAGES[stage](nn.Sequential(nn.Linear(6, 6), nn.Dropout()), axis())
         for part in model:
@@ -108,7 +102,3 @@ def _parts_without_parameters() -> None:
             with zf.accumulate(part):
                 model(torch.ones(2, 6)).sum().backward()
         assert model[0].weight.grad is not None
-
-
-def test_parts_without_parameters_are_passed_over(ranks: Ranks) -> None:
-    ranks(2).run(_parts_without_parameters)

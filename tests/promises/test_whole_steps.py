@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.models import Odd
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, gradients, loss_of, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, held, means, wholes
@@ -102,7 +103,8 @@ def _raising(_grad: object) -> None:
     raise ZeroDivisionError
 
 
-def _backward_that_raises() -> None:
+@on_ranks(2)
+def test_casts_are_hidden_again_after_a_backward_that_raised() -> None:
     """Its engine forgets what was to be done at the end: casts are hidden again all the same."""
     model = _built("zero3", "other")
     with zf.accumulate(model, unshard=True):
@@ -117,10 +119,6 @@ def _backward_that_raises() -> None:
         assert isinstance(model[0].gate, nn.Parameter)
     assert isinstance(model[0].gate, nn.Parameter)
     assert model[0].gate.grad is not None
-
-
-def test_casts_are_hidden_again_after_a_backward_that_raised(ranks: Ranks) -> None:
-    ranks(2).run(_backward_that_raises)
 
 
 def _weight_gradients(stage: str) -> bool:
