@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import zero_fn as zf
-from tests.axes.grids import Block, Decoder, grid, loss_of, parallelized
+from tests.axes.grids import Block, Decoder, differing, grid, loss_of, parallelized
 from tests.simulation import Simulated
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, gradients
 from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
 from zero_fn.transforms.parked import Parking
 
 
@@ -84,28 +86,18 @@ def test_gradients_are_those_without_checkpoints(ranks: Ranks, stage: str, order
     assert ranks(2).run(_alike, stage, order) == [(True, [2, 2, 2])] * 2
 
 
-def _partitioned(stage: str) -> list[str]:
-    """Where a tensor parallel model with partitioned checkpoints differs from one without, to the bit."""
-    mesh = grid("dp", "tp")
-    seen = []
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(4)
+def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(stage: str) -> None:
+    mesh, seen = grid("dp", "tp"), []
     for partition in (None, mesh["tp"]):
         model = STAGES[stage](parallelized(mesh["tp"]), mesh["dp"])
         if partition is not None:
             model = zf.checkpoint_activations(model, units=Block, partition=partition)
         for number in range(2):
             loss_of(model, number, mesh["dp"].get_local_rank()).backward()
-        seen.append({name: p.grad for name, p in model.named_parameters()})
-    one, other = seen
-    return [
-        name
-        for name, grad in one.items()
-        if grad is None or other[name] is None or not torch.equal(grad.full_tensor(), other[name].full_tensor())  # type: ignore[attr-defined, union-attr]
-    ]
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(ranks: Ranks, stage: str) -> None:
-    assert ranks(4).run(_partitioned, stage) == [[]] * 4
+        seen.append({name: full(p.grad) for name, p in model.named_parameters()})
+    assert differing(*seen) == []
 
 
 def _offloaded(stage: str, path: str, partition: bool) -> tuple[bool, list[int]]:
@@ -246,10 +238,9 @@ def test_partition_lets_go_of_whole_inputs(ranks: Ranks) -> None:
         assert alive == 0
 
 
-def _of_few_elements() -> bool:
-    """Whether a gradient is that without checkpoints, where each rank keeps one element of an input."""
-    mesh = grid("dp", "tp")
-    given = []
+@on_ranks(4)
+def test_inputs_of_an_element_for_each_rank_come_back() -> None:
+    mesh, given = grid("dp", "tp"), []
     for partition in (None, mesh["tp"]):
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
@@ -257,30 +248,14 @@ def _of_few_elements() -> bool:
             model = zf.checkpoint_activations(model, units="?", partition=partition)
         model(torch.tensor([1.0, 2.0])).sum().backward()
         given.append(model[0][0].weight.grad)
-    return torch.equal(*given)
+    assert torch.equal(*given)
 
 
-def test_inputs_of_an_element_for_each_rank_come_back(ranks: Ranks) -> None:
-    assert all(ranks(4).run(_of_few_elements))
-
-
-def _refused() -> list[str]:
+@on_ranks(4)
+def test_an_axis_along_which_activations_differ_is_refused() -> None:
     mesh = grid("dp", "tp")
-    said = []
     model = zf.checkpoint_activations(Decoder(), units=Block, partition=mesh["dp"])
-    with pytest.raises(zf.DisagreementError) as caught:
+    with pytest.raises(zf.DisagreementError, match="Ranks 0 and 1 hold different activations"):
         loss_of(model, 0, mesh["dp"].get_local_rank())
-    said.append(str(caught.value).splitlines()[0])
-    with pytest.raises(zf.UnitError) as missing:
-        zf.checkpoint_activations(nn.Linear(2, 2))
-    said.append(str(missing.value).splitlines()[0])
     with pytest.raises(zf.MeshError):
         zf.checkpoint_activations(Decoder(), units=Block, partition=mesh)
-    return said
-
-
-def test_an_axis_along_which_activations_differ_is_refused(ranks: Ranks) -> None:
-    assert (
-        ranks(4).run(_refused)
-        == [["Ranks 0 and 1 hold different activations.", "checkpoint_activations found no module to recompute."]] * 4
-    )

@@ -13,12 +13,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zero_fn as zf
-from tests.axes.grids import grid
+from tests.axes.grids import differing, grid, snapshot
+from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks
+from tests.support.wholes import full
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
@@ -47,21 +50,16 @@ def test_experts_train_as_in_one_process(ranks: Ranks, stage: int, capacity: flo
             assert abs(one[1] - other[1]) < 1e-12
 
 
-def _sent(stage: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of a step by axis, planned and counted."""
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(4)
+def test_experts_send_nothing_along_their_axis(stage: int) -> None:
     example, mesh = _example(), grid("dp", "ep")
     options = example.Options(stage=stage, device="cpu")
     model = example.build(options, mesh)
     model(*example.batch(options, 0, dist.get_rank())).backward()
     with zf.traffic() as sent:
         model(*example.batch(options, 0, dist.get_rank())).backward()
-    return dict(zf.plan(model).sent_by_axis), dict(sent.by_axis)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_experts_send_nothing_along_their_axis(ranks: Ranks, stage: int) -> None:
-    for planned, sent in ranks(4).run(_sent, stage):
-        assert sent == planned
+    assert dict(sent.by_axis) == dict(zf.plan(model).sent_by_axis)
 
 
 class Router(nn.Module):
@@ -77,46 +75,33 @@ class Router(nn.Module):
         return y * self.expert.to_local() if is_chosen else y  # type: ignore[operator]
 
 
-def _idle_expert(stage: int) -> list[bool]:
-    """An expert without a token has a gradient of zeros, or none; nobody waits for it."""
-    mesh = grid("dp", "ep")
-    model: nn.Module = Router()
-    model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), mesh["ep"], [Shard(0)]))  # type: ignore[arg-type]
-    shard = {1: zf.shard_optimizer, 2: zf.shard_grads, 3: zf.shard_params}[stage]
-    model = shard(shard(model, mesh["dp"]), mesh["ep"], where="dense.*")
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    chosen = tuple(coordinate) == (0, 1)
+def _router(axis: DeviceMesh) -> nn.Module:
+    model = Router()
+    model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), axis, [Shard(0)]))
+    return model
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+@on_ranks(4)
+def test_experts_without_tokens_wait_for_nobody(stage: str) -> None:
+    """An expert without a token has a gradient of zeros, or none."""
+    mesh, shard = grid("dp", "ep"), STAGES[stage]
+    model = shard(shard(_router(mesh["ep"]), mesh["dp"]), mesh["ep"], where="dense.*")
+    chosen = dist.get_rank() == 1
     for _ in range(2):
         model(torch.ones(3, 4), is_chosen=chosen).sum().backward()
-    grad = model.get_parameter("expert").grad
-    assert grad is not None
-    whole = grad.full_tensor()  # type: ignore[attr-defined]
-    return [bool((whole[0] == 0).all()), bool((whole[1] != 0).all())]
+    whole = full(model.get_parameter("expert").grad)
+    assert whole is not None
+    assert (whole[0] == 0).all()
+    assert (whole[1] != 0).all()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_experts_without_tokens_wait_for_nobody(ranks: Ranks, stage: int) -> None:
-    assert ranks(4).run(_idle_expert, stage) == [[True, True]] * 4
-
-
-def _refused() -> list[str]:
+@on_ranks(4)
+def test_experts_on_no_data_axis_are_refused() -> None:
     mesh = grid("dp", "ep")
-    said = []
-    for shard in (
-        lambda model: zf.shard_params(model, mesh["ep"]),  # alone
-        lambda model: zf.shard_params(zf.shard_params(model, mesh["dp"]), mesh["ep"]),  # experts are not left out
-    ):
-        model = Router()
-        model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), mesh["ep"], [Shard(0)]))
-        with pytest.raises(zf.PlacementError) as caught:
-            shard(model)
-        said.append(str(caught.value).splitlines()[0])
-    return said
-
-
-def test_experts_on_no_data_axis_are_refused(ranks: Ranks) -> None:
-    assert ranks(4).run(_refused) == [["'expert' is sharded over the axis already."] * 2] * 4
+    for model in (_router(mesh["ep"]), zf.shard_params(_router(mesh["ep"]), mesh["dp"])):  # alone; not left out
+        with pytest.raises(zf.PlacementError, match="'expert' is sharded over the axis already"):
+            zf.shard_params(model, mesh["ep"])
 
 
 def _reloaded(folder: str) -> list[str]:
@@ -158,8 +143,9 @@ def test_experts_saved_on_one_mesh_go_on_on_another(ranks: Ranks, tmp_path: Path
     assert ranks(4).run(_reloaded, str(tmp_path)) == [[]] * 4
 
 
-def _in_bfloat16() -> list[str]:
-    """Where stages differ of a model that computes in bfloat16 below float32 at rest."""
+@on_ranks(4)
+def test_stages_agree_to_the_bit_in_bfloat16_with_accumulation() -> None:
+    """A model that computes in bfloat16 below float32 at rest."""
     example, mesh = _example(), grid("dp", "ep")
     given = []
     for stage in (1, 2, 3):
@@ -170,9 +156,5 @@ def _in_bfloat16() -> list[str]:
             for number in range(2):
                 (model(*example.batch(options, number, dist.get_rank())) / 2).backward()
         optimizer.step()
-        given.append({name: p.full_tensor() for name, p in model.named_parameters()})
-    return [name for name in given[0] for other in given[1:] if not torch.equal(given[0][name], other[name])]
-
-
-def test_stages_agree_to_the_bit_in_bfloat16_with_accumulation(ranks: Ranks) -> None:
-    assert ranks(4).run(_in_bfloat16) == [[]] * 4
+        given.append(snapshot(model))
+    assert differing(given[0], given[1]) == differing(given[0], given[2]) == []
