@@ -57,11 +57,6 @@ def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     zf.load(tmp_path / "tied", apart)
     assert torch.equal(apart["a"].weight, model.a.weight)
     assert torch.equal(apart["b"].weight, model.a.weight)
-    with torch.no_grad():
-        apart["b"].weight.zero_()
-    zf.save(tmp_path / "apart", apart)
-    with pytest.raises(zf.CheckpointError, match=r"a\.weight and b\.weight are one parameter here"):
-        zf.load(tmp_path / "apart", model)
 
 
 def _tiled(folder: Path) -> list[str]:

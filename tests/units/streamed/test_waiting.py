@@ -322,17 +322,6 @@ def test_one_rank_may_save_what_every_rank_has_whole(ranks: Ranks, tmp_path: Pat
     assert there == 0
 
 
-def test_what_cannot_wait_is_refused(tmp_path: Path) -> None:
-    class Mine(torch.optim.AdamW):
-        pass
-
-    model = zf.offload(Language(), params=zf.nvme(tmp_path))
-    with pytest.raises(zf.PlacementError, match="and Mine is another class"):
-        zf.streamed(Mine(model.parameters()), zf.nvme(tmp_path), finish="forward")
-    with pytest.raises(zf.LayoutError, match="finish is neither"):
-        zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path), finish="backward")  # type: ignore[arg-type]
-
-
 def test_what_is_in_memory_is_stepped_at_once(tmp_path: Path) -> None:
     """Anybody can read it."""
     for kinds in (("optim",), ("params", "optim"), ("grads", "optim")):

@@ -152,8 +152,6 @@ def test_where_torch_compares_collectives_its_error_names_ours() -> None:
 
 
 def test_comparing_is_refused_with_what_compares() -> None:
-    with pytest.raises(zf.LayoutError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"), zf.guard(compare=True):  # type: ignore[arg-type]
-        pass
     environment = {**os.environ, "ZERO_FN_COMPARE": "1"}
     done = subprocess.run([sys.executable, "-c", "import zero_fn"], env=environment, capture_output=True, text=True)
     assert "ZERO_FN_COMPARE is gone" in done.stderr

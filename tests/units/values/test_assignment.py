@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.support.groups import pretended_grid
-from zero_fn.errors import LayoutError, MeshError, UnitError
+from zero_fn.errors import LayoutError, UnitError
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home, Sharded
-from zero_fn.values.mesh import Axis, mesh_axis, root_of
+from zero_fn.values.mesh import Axis, mesh_axis
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +71,10 @@ def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
         outer.join(cast).join(inner).join(Assignment(homes={"a": Home(compute=torch.float16)}))
 
 
-def test_join_refuses_axes_that_share_ranks(axes: tuple[Axis, Axis]) -> None:
-    both = mesh_axis(root_of(axes[0].mesh)["dp", "tp"]._flatten("all"), verb="test")
-    with pytest.raises(MeshError, match="share ranks"):
-        Assignment(over=((axes[0], {}),)).join(Assignment(over=((both, {}),)))
-
-
-def test_join_refuses_two_choices_of_units() -> None:
-    with pytest.raises(UnitError, match="different units"):
-        Assignment(anchors=("a",)).join(Assignment(anchors=("b",)))
-
-
 def test_join_names_the_parameter_whose_dtypes_differ() -> None:
     with pytest.raises(LayoutError) as caught:
         Assignment(homes={"w": Home(compute=torch.bfloat16)}).join(Assignment(homes={"w": Home(compute=torch.float16)}))
     assert caught.value.facts["parameter"] == "w"
-
-
-def test_join_refuses_two_output_dtypes() -> None:
-    with pytest.raises(LayoutError, match="output dtypes"):
-        Assignment(outputs={"": torch.bfloat16}).join(Assignment(outputs={"": torch.float32}))
 
 
 def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:
