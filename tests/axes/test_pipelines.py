@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,11 +31,12 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import zero_fn as zf
-from tests.axes.grids import averaging, grid
+from tests.axes.grids import averaging, differing, grid, snapshot
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks
 from tests.support.seeds import seed_generator
 from tests.support.versions import not_in_2_11
+from tests.support.wholes import full
 from zero_fn.runtime.entry import units_of
 
 WIDTH = 6
@@ -102,39 +102,8 @@ def _step(
     return losses
 
 
-def _differences(schedule: str, stage: str) -> list[str]:
-    mesh = grid("pp", "dp")
-    plain = _chunks(schedule, mesh)
-    chunks = {index: STAGES[stage](copy.deepcopy(m), mesh["dp"]) for index, m in plain.items()}
-    found = []
-    optimizers = [
-        torch.optim.AdamW([p for m in modules.values() for p in m.parameters()], lr=0.01) for modules in (plain, chunks)
-    ]
-    for number in range(2):
-        expected = _step(schedule, mesh, plain, nullcontext, number)
-        for module in plain.values():
-            averaging(mesh["dp"])(module)
-        with zf.traffic() as sent:
-            losses = _step(schedule, mesh, chunks, lambda: zf.accumulate(*chunks.values(), unshard=True), number)
-        units = sum(bool(unit.slots) for module in chunks.values() for unit in units_of(module))
-        if number and (sent.calls["all-gather"], sent.calls["reduce-scatter"]) != (units, units):
-            found.append(f"{sent} for {units} units")
-        if not all(map(torch.equal, expected, losses)):
-            found.append(f"step {number}: losses differ")
-        for index, module in chunks.items():
-            for (name, one), other in zip(plain[index].named_parameters(), module.parameters(), strict=True):
-                assert one.grad is not None
-                grad = other.grad.full_tensor() if other.grad is not None else None  # type: ignore[attr-defined]
-                if grad is None or not torch.equal(one.grad, grad):
-                    found.append(f"step {number}: gradient of {index}.{name} differs")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for index, module in chunks.items():
-            for (name, one), other in zip(plain[index].named_parameters(), module.parameters(), strict=True):
-                if not torch.equal(one, other.full_tensor()):  # type: ignore[attr-defined]
-                    found.append(f"step {number}: {index}.{name} differs")
-    return found
+def _named(chunks: dict[int, nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{index}.{name}": p for index, module in chunks.items() for name, p in module.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -146,39 +115,51 @@ def _differences(schedule: str, stage: str) -> list[str]:
         pytest.param("ZBVZeroBubble", "zero1", marks=IN_V_SHAPE),
     ],
 )
-def test_schedules_train_as_with_plain_stages(ranks: Ranks, schedule: str, stage: str) -> None:
-    assert ranks(4).run(_differences, schedule, stage) == [[]] * 4
-
-
-def _in_bfloat16(schedule: str) -> list[str]:
-    """Where stages differ that compute in bfloat16 below float32 at rest, clipped, after two steps."""
+@on_ranks(4)
+def test_schedules_train_as_with_plain_stages(schedule: str, stage: str) -> None:
     mesh = grid("pp", "dp")
-    given = []
+    plain = _chunks(schedule, mesh)
+    chunks = {index: STAGES[stage](copy.deepcopy(m), mesh["dp"]) for index, m in plain.items()}
+    expected, found = _named(plain), _named(chunks)
+    optimizers = [torch.optim.AdamW([*named.values()], lr=0.01) for named in (expected, found)]
+    units = sum(bool(unit.slots) for module in chunks.values() for unit in units_of(module))
+    for number in range(2):
+        losses = _step(schedule, mesh, plain, nullcontext, number)
+        for module in plain.values():
+            averaging(mesh["dp"])(module)
+        with zf.traffic() as sent:
+            ours = _step(schedule, mesh, chunks, lambda: zf.accumulate(*chunks.values(), unshard=True), number)
+        assert len(losses) == len(ours)
+        assert all(map(torch.equal, losses, ours))
+        assert not number or (sent.calls["all-gather"], sent.calls["reduce-scatter"]) == (units, units)
+        assert all(p.grad is not None for p in expected.values())
+        assert differing(*({name: p.grad for name, p in named.items()} for named in (expected, found))) == []
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert differing(*({name: p.detach() for name, p in named.items()} for named in (expected, found))) == []
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=IN_V_SHAPE)])
+@on_ranks(4)
+def test_stages_agree_to_the_bit_in_bfloat16(schedule: str) -> None:
+    """Below float32 at rest, clipped, after two steps."""
+    mesh, given = grid("pp", "dp"), []
     for stage in ("zero1", "zero2", "zero3"):
         chunks = {
             index: zf.precision(STAGES[stage](module, mesh["dp"]), compute=torch.bfloat16, output=torch.float32)
             for index, module in _chunks(schedule, mesh).items()
         }
-        parameters = [p for module in chunks.values() for p in module.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        named = _named(chunks)
+        optimizer = torch.optim.AdamW([*named.values()], lr=0.01)
         for number in range(2):
             _step(schedule, mesh, chunks, partial(zf.accumulate, *chunks.values(), unshard=True), number)
-            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
-            nn.utils.clip_grad_norm_(parameters, 0.1)
+            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in named.values())
+            nn.utils.clip_grad_norm_(named.values(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        given.append([p.full_tensor() for p in parameters])  # type: ignore[attr-defined]
-    return [
-        str(i)
-        for other in given[1:]
-        for i, pair in enumerate(zip(given[0], other, strict=True))
-        if not torch.equal(*pair)
-    ]
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=IN_V_SHAPE)])
-def test_stages_agree_to_the_bit_in_bfloat16(ranks: Ranks, schedule: str) -> None:
-    assert ranks(4).run(_in_bfloat16, schedule) == [[]] * 4
+        given.append({name: full(p) for name, p in named.items()})
+    assert differing(given[0], given[1]) == differing(given[0], given[2]) == []
 
 
 def _whole_step(
@@ -189,33 +170,24 @@ def _whole_step(
     optimizer.zero_grad()
 
 
-def _reloaded(folder: str) -> list[str]:
-    """What differs a step after parts were saved in stage 3 under one schedule and loaded in stage 1 under another."""
+@on_ranks(4)
+def test_parts_saved_in_one_stage_go_on_in_another(folder: str) -> None:
+    """Saved in stage 3 under one schedule, loaded in stage 1 under another."""
     mesh = grid("pp", "dp")
-    given: list[dict[str, Tensor]] = []
+    given: list[dict[str, Tensor | None]] = []
     for schedule, stage in (("1F1B", "zero3"), ("GPipe", "zero1")):
         chunks = {index: STAGES[stage](module, mesh["dp"]) for index, module in _chunks(schedule, mesh).items()}
         (index,) = chunks
         whole = nn.ModuleDict({f"part{index}": chunks[index]})
         optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-
-        if given:
-            with torch.no_grad():
-                for parameter in whole.parameters():
-                    parameter.zero_()
-        else:
-            _whole_step(schedule, mesh, chunks, optimizer, 0)
+        _whole_step(schedule, mesh, chunks, optimizer, 10 * len(given))  # another, of what loads
         state = dict(zip(("model", "optimizer"), get_state_dict(whole, optimizer, options=FLAT), strict=True))
         if given:
             dcp.load(state, checkpoint_id=folder)
-            model_state, states = state["model"], state["optimizer"]
-            set_state_dict(whole, optimizer, model_state_dict=model_state, optim_state_dict=states, options=FLAT)
+            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(whole, optimizer, **states, options=FLAT)
         else:
             dcp.save(state, checkpoint_id=folder)
         _whole_step(schedule, mesh, chunks, optimizer, 1)
-        given.append({name: p.full_tensor() for name, p in whole.named_parameters()})  # type: ignore[attr-defined]
-    return [name for name, values in given[0].items() if not torch.equal(values, given[1][name])]
-
-
-def test_parts_saved_in_one_stage_go_on_in_another(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(4).run(_reloaded, str(tmp_path)) == [[]] * 4
+        given.append(snapshot(whole))
+    assert differing(*given) == []

@@ -8,31 +8,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.axes.grids import composed, loss_of
+from tests.axes.grids import composed, differing, loss_of, snapshot
 from tests.support.eviction import evicted
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks
 from tests.units.storage.disks import failing
 
 COMPOSITIONS = ("tp", "hybrid", "hpz")
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def _alike(composition: str, path: str, states: tuple[str, ...]) -> list[str]:
-    """Where training with states on a disk, and an absence in between, differs from training without."""
-    given = []
+@pytest.mark.parametrize(
+    ("composition", "states"), [*((each, ("params", "grads")) for each in COMPOSITIONS), (COMPOSITIONS[0], ())]
+)
+@on_ranks(4)
+def test_tiers_change_no_bit_on_two_axes(folder: str, composition: str, states: tuple[str, ...]) -> None:
+    """States on a disk, and an absence in between, or neither."""
+    given: list[dict[str, Tensor | None]] = []
     for is_away in (False, True):
         model, row = composed(composition)
         if is_away and states:
-            model = zf.offload(model, **{name: zf.nvme(path) for name in states})
+            model = zf.offload(model, **{name: zf.nvme(folder) for name in states})
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
         if is_away:
-            optimizer = zf.streamed(optimizer, zf.nvme(path), buffer="64KiB")
+            optimizer = zf.streamed(optimizer, zf.nvme(folder), buffer="64KiB")
         for step in range(3):
             loss_of(model, step, row).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -40,18 +40,8 @@ def _alike(composition: str, path: str, states: tuple[str, ...]) -> list[str]:
             optimizer.zero_grad()
             if is_away and step == 1:
                 evicted(model, optimizer).restore()
-        given.append({name: _local(parameter) for name, parameter in model.named_parameters()})
-    one, other = given
-    return [name for name, values in one.items() if not torch.equal(values, other[name])]
-
-
-@pytest.mark.parametrize(
-    ("composition", "states"), [*((each, ("params", "grads")) for each in COMPOSITIONS), (COMPOSITIONS[0], ())]
-)
-def test_tiers_change_no_bit_on_two_axes(
-    ranks: Ranks, composition: str, states: tuple[str, ...], tmp_path: Path
-) -> None:
-    assert ranks(4).run(_alike, composition, str(tmp_path), states) == [[]] * 4
+        given.append(snapshot(model))
+    assert differing(*given) == []
 
 
 def _failing(composition: str, path: str, moment: str) -> str:
