@@ -116,15 +116,12 @@ class Grouped(nn.Module):
         return self.inner(total)
 
 
-def _grouped() -> bool:
+@on_ranks(2)
+def test_process_groups_of_a_module_are_shared_by_its_copy() -> None:
+    """It could not be copied."""
     model = Grouped()
     twin = zf.zero3(model, axis())
-    return twin.group is model.group and torch.equal(twin(torch.ones(2, 3)), model(torch.ones(2, 3)))
-
-
-def test_process_groups_of_a_module_are_shared_by_its_copy(ranks: Ranks) -> None:
-    """It could not be copied."""
-    assert ranks(2).run(_grouped) == [True, True]
+    assert twin.group is model.group and torch.equal(twin(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
 # -- averages ---------------------------------------------------------------------------------------------------------

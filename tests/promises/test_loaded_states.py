@@ -89,7 +89,10 @@ def _whole_states(optimizer: Any) -> dict[str, Any]:
     return {**state_dict, "state": states}
 
 
-def _from_one_process(stage: str, streamed: bool) -> bool:
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_states_of_whole_parameters_are_sharded(stage: str, streamed: bool) -> None:
     """Whether states of the plain module, and those of the stage, give the same step."""
     model, optimizer = _built(stage, Odd, streamed)
     _step(model, optimizer, 0)
@@ -102,16 +105,15 @@ def _from_one_process(stage: str, streamed: bool) -> bool:
     other.load_state_dict(alone.state_dict())
     for stepped, its in ((model, optimizer), (twin, other)):
         _step(stepped, its, 1)
-    return _same(model, twin)
+    assert _same(model, twin)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_states_of_whole_parameters_are_sharded(ranks: Ranks, stage: str, streamed: bool) -> None:
-    assert ranks(2).run(_from_one_process, stage, streamed) == [True] * 2
-
-
-def _moved_after_loading(stage: str, kind: type[torch.optim.Optimizer], whole: bool) -> bool:
+@pytest.mark.parametrize(
+    ("stage", "kind", "whole"),  # NAdam has a second number for each parameter
+    [("zero1", torch.optim.NAdam, False), ("zero3", torch.optim.AdamW, False), ("zero3", torch.optim.NAdam, True)],
+)
+@on_ranks(2)
+def test_states_that_were_loaded_move_to_a_tier(stage: str, kind: type[torch.optim.Optimizer], whole: bool) -> None:
     """Whether states that were loaded are stepped alike by the optimizer and by the streamed one that takes them over."""
     models = []
     for streams in (False, True):
@@ -126,17 +128,7 @@ def _moved_after_loading(stage: str, kind: type[torch.optim.Optimizer], whole: b
             _step(model, optimizer, seed)
             saved = _whole_states(optimizer) if whole else optimizer.state_dict()
         models.append(model)
-    return _same(*models)
-
-
-@pytest.mark.parametrize(
-    ("stage", "kind", "whole"),  # NAdam has a second number for each parameter
-    [("zero1", torch.optim.NAdam, False), ("zero3", torch.optim.AdamW, False), ("zero3", torch.optim.NAdam, True)],
-)
-def test_states_that_were_loaded_move_to_a_tier(
-    ranks: Ranks, stage: str, kind: type[torch.optim.Optimizer], whole: bool
-) -> None:
-    assert ranks(2).run(_moved_after_loading, stage, kind, whole) == [True] * 2
+    assert _same(*models)
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero2"])

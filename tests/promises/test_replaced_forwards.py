@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.support.models import Block
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, World, differences, noise
@@ -321,11 +322,8 @@ def _in_another_dtype(way: str, *, replaced_first: bool, unshard: bool) -> list[
     return [output.detach(), *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)]
 
 
-def _is_the_same(way: str, unshard: bool) -> bool:
-    one, other = (_in_another_dtype(way, replaced_first=first, unshard=unshard) for first in (False, True))
-    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize(("way", "unshard"), [("doubled", False), ("hooked", True)])
-def test_a_replaced_forward_computes_in_the_same_dtype(ranks: Ranks, way: str, unshard: bool) -> None:
-    assert ranks(2).run(_is_the_same, way, unshard) == [True] * 2
+@on_ranks(2)
+def test_a_replaced_forward_computes_in_the_same_dtype(way: str, unshard: bool) -> None:
+    one, other = (_in_another_dtype(way, replaced_first=first, unshard=unshard) for first in (False, True))
+    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(one, other, strict=True))

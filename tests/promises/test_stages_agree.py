@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_fn as zf
 from tests.support.models import Language, Odd, Stack
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, gradients, gradients_of_ddp, loss_of, parameters, train, train_ddp
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import noise
@@ -123,7 +124,8 @@ def test_options_never_change_the_numbers(ranks: Ranks) -> None:
     assert ranks(3).run(_variants) == [[[]] * 9] * 3
 
 
-def _mixed_by_hand() -> list[str]:
+@on_ranks(3)
+def test_mixed_precision_equals_the_same_casts_by_hand() -> None:
     """bf16 compute with fp32 masters, written out: the same casts, the same order of summation."""
     torch.manual_seed(0)
     masters = {name: parameter.detach().clone() for name, parameter in Language().named_parameters()}
@@ -148,11 +150,7 @@ def _mixed_by_hand() -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
     (differing,) = _differing([masters, parameters(model)])
-    return differing
-
-
-def test_mixed_precision_equals_the_same_casts_by_hand(ranks: Ranks) -> None:
-    assert ranks(3).run(_mixed_by_hand) == [[]] * 3
+    assert differing == []
 
 
 def _gradients_over(mesh: DeviceMesh) -> list[Tensor]:
