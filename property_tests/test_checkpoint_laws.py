@@ -20,7 +20,7 @@ from property_tests.strategies import leaves
 from tests.support.groups import alone
 from tests.support.profiles import examples
 from tests.units.checkpoint.worlds import differing, everything
-from zero_fn.checkpoint.format.boxes import Box, Holding, ranges, spans, whole_box
+from zero_fn.checkpoint.format.box import Box, Holding, ranges, spans, whole_box
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, write_json
 from zero_fn.checkpoint.format.folders import part_name, tensors_name, write_manifest

@@ -47,8 +47,8 @@ from tests.units.storage.disks import answers
 from zero_fn.checkpoint.converting import convert
 from zero_fn.checkpoint.format import files
 from zero_fn.checkpoint.format.catalog import Catalog
-from zero_fn.checkpoint.others.opening import opened
-from zero_fn.checkpoint.together import Agreed, Together
+from zero_fn.checkpoint.others.find import opened
+from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting
 from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import settings_of
@@ -889,7 +889,7 @@ def pretrained_is_there_already(folder: Path) -> object:
 
 
 def pretrained_of_two_stages(folder: Path) -> object:
-    with mock.patch.object(Together, "agree", return_value=Agreed("", 0, 1, False)):
+    with mock.patch.object(RankMeeting, "agree", return_value=Agreement("", 0, 1, False)):
         return zf.save_pretrained(nn.Linear(2, 2), folder)
 
 
@@ -942,7 +942,7 @@ def checkpoint_of_torch_with_extensions(folder: Path) -> object:
 
 def conversion_of_what_ranks_have_saved_apart(saved: Path) -> object:
     source = opened(saved, lambda name: name)
-    with mock.patch.object(Catalog, "is_parted", return_value=True):
+    with mock.patch.object(Catalog, "differs_by_rank", return_value=True):
         return convert(source, saved.parent / "b", "dcp", dtype=None, only=("model", "extra"), tell=print)
 
 
@@ -999,7 +999,7 @@ def checkpoint_of_ranks_that_differ(two: DeviceMesh, folder: Path) -> object:
         rows[1, 1:17] ^= 1
         return rows
 
-    with mock.patch("zero_fn.checkpoint.together.gather", other):
+    with mock.patch("zero_fn.checkpoint.rank_meeting.gather", other):
         return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
@@ -1014,7 +1014,7 @@ def checkpoint_failed_on_another_rank() -> object:
                 rows[rank, 1 : 1 + len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
             return rows
 
-        with mock.patch("zero_fn.checkpoint.together.gather", other):
+        with mock.patch("zero_fn.checkpoint.rank_meeting.gather", other):
             return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 

@@ -26,7 +26,7 @@ from tests.support.programs import STAGES, parameters
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, named_fulls
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
-from zero_fn.checkpoint.live.fit import keeps_every_bit
+from zero_fn.checkpoint.live.load_plan import keeps_every_bit
 from zero_fn.resting import local_of
 
 # -- saved ------------------------------------------------------------------------------------------------------------

@@ -1,19 +1,19 @@
 """Checkpoints that cannot be torn: written by any ranks, read by any others. See docs/checkpoint-format.md.
 
-format       files, folders and their digests
-live         tensors of a running model and its optimizer
-others       checkpoints that other libraries have written
-huggingface  folders of Hugging Face
-together     what ranks agree on
-saving       `save` and `save_async`
-loading      `load`
-converting   writes a checkpoint anew in another format
-command      `python -m zero_fn checkpoint`
+format        files, folders and their digests
+live          tensors of a running model and its optimizer
+others        checkpoints that other libraries have written
+huggingface   folders of Hugging Face
+rank_meeting  what ranks agree on
+saving        `save` and `save_async`
+loading       `load`
+converting    writes a checkpoint anew in another format
+command       `python -m zero_fn checkpoint`
 """
 
 from zero_fn.checkpoint.format.folders import Checkpoint, checkpoints
-from zero_fn.checkpoint.huggingface.exporting import save_pretrained
-from zero_fn.checkpoint.huggingface.pretrained import load_pretrained
+from zero_fn.checkpoint.huggingface.read import load_pretrained
+from zero_fn.checkpoint.huggingface.write import save_pretrained
 from zero_fn.checkpoint.loading import load
 from zero_fn.checkpoint.saving import Saving, save, save_async
 

@@ -22,7 +22,7 @@ import torch
 from zero_fn.checkpoint.converting import Tell, convert, verify
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import KINDS, checkpoints
-from zero_fn.checkpoint.others.opening import chosen, opened
+from zero_fn.checkpoint.others.find import find_checkpoint, opened
 from zero_fn.errors import ZeroError
 from zero_fn.values.tiers import bytes_text
 
@@ -70,7 +70,7 @@ def _list(options: argparse.Namespace) -> None:
     for each in own:
         print(each)
     if not own:
-        print(chosen(folder))
+        print(find_checkpoint(folder))
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -90,7 +90,7 @@ def _convert(options: argparse.Namespace) -> None:
 @contextmanager
 def _source(folder: Path, doing: str, *, has_states: bool = True) -> Iterator[tuple[Contents, Tell]]:
     """Opens the checkpoint that a folder means. Yields it, and a bar that is told of bytes, where tqdm is installed."""
-    source = opened(chosen(Path(os.path.abspath(folder))), lambda name: name, has_states=has_states)
+    source = opened(find_checkpoint(Path(os.path.abspath(folder))), lambda name: name, has_states=has_states)
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zero_fn.checkpoint.format.boxes import whole_box
+from zero_fn.checkpoint.format.box import whole_box
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, disk, require_dtype, write_json
 from zero_fn.checkpoint.format.folders import KINDS, Draft, part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.format.values import encoded
-from zero_fn.checkpoint.huggingface.pretrained import packed, weights_name, write_index
+from zero_fn.checkpoint.huggingface.read import packed, weights_name, write_index
 from zero_fn.errors import CheckpointError
 
 __all__ = ["Format", "Tell", "convert", "verify"]
@@ -57,8 +57,10 @@ def convert(
     source: Contents, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
     """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none."""
-    parted = [name for name in source.said(0, "extra") if source.is_parted("extra", name)] if "extra" in only else []
-    parted += [name for name in source.said(0, "buffers") if source.is_parted("buffers", name)]
+    parted = (
+        [name for name in source.said(0, "extra") if source.differs_by_rank("extra", name)] if "extra" in only else []
+    )
+    parted += [name for name in source.said(0, "buffers") if source.differs_by_rank("buffers", name)]
     if parted:
         raise CheckpointError(
             "Ranks have saved different values under one name, and the result has room for those of one rank.",

@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import KINDS
-from zero_fn.checkpoint.live.fit import Fit
-from zero_fn.checkpoint.live.leaves import Named
-from zero_fn.checkpoint.others.opening import chosen, opened
+from zero_fn.checkpoint.live.held_tensors import ModelTensors
+from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.others.find import find_checkpoint, opened
+from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import LayoutError
 from zero_fn.transforms.selection import Where
 
-__all__ = ["Rename", "fill_together", "load", "renamed_by"]
+__all__ = ["Rename", "fill_on_all_ranks", "load", "renamed_by"]
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -94,44 +94,46 @@ def load(
             only=only,
             fix='verify="first", only=("model", "optimizer")',
         )
-    together = Together()
-    path, named = Path(os.path.abspath(folder)), Named()
+    meeting = RankMeeting()
+    path, named = Path(os.path.abspath(folder)), ModelTensors()
     failure = None if model is None else failure_of(lambda: named.add(model, where))
-    names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
+    names = [(held.name, held.place.shape) for held in named.held_tensors]
     same = (str(path), kinds, strict, verify)
-    agreed = together.agree(LOADING, failure, lambda: str(chosen(path).relative_to(path)), same=same, kind=names)
-    fit = Fit(named, model if "model" in kinds else None, optimizer if "optimizer" in kinds else None)
+    agreed = meeting.agree(
+        LOADING, failure, lambda: str(find_checkpoint(path).relative_to(path)), same=same, same_names=names
+    )
+    plan = LoadPlan(named, model if "model" in kinds else None, optimizer if "optimizer" in kinds else None)
 
     def match() -> Contents:
-        reader = (together.rank, together.size)
-        source = opened(path / agreed.text, renamed_by(rename), has_states=fit.optimizer is not None, reader=reader)
-        if fit.model is not None:
-            fit.match_model(source, is_strict=strict)
-            fit.match_local_buffers(source, together)
-        if fit.optimizer is not None:
-            fit.match_optimizer(source, fit.optimizer, is_strict=strict)
+        reader = (meeting.rank, meeting.size)
+        source = opened(path / agreed.text, renamed_by(rename), has_states=plan.optimizer is not None, reader=reader)
+        if plan.model is not None:
+            plan.match_model(source, is_strict=strict)
+            plan.match_local_buffers(source, meeting)
+        if plan.optimizer is not None:
+            plan.match_optimizer(source, plan.optimizer, is_strict=strict)
         if "extra" in kinds:
-            fit.match_extra(source, together, extra or {}, is_strict=strict)
+            plan.match_extra(source, meeting, extra or {}, is_strict=strict)
         return source
 
-    fill_together(
-        together,
-        fit,
+    fill_on_all_ranks(
+        meeting,
+        plan,
         match,
-        is_of_one_kind=agreed.is_of_one_kind,
+        have_same_names=agreed.have_same_names,
         is_strict=strict and where is None,
         verifies=verify == "first",
     )
-    return fit.values
+    return plan.values
 
 
-def fill_together(
-    together: Together,
-    fit: Fit,
+def fill_on_all_ranks(
+    meeting: RankMeeting,
+    plan: LoadPlan,
     match: Callable[[], Contents],
     allocate: Callable[[], None] = lambda: None,
     *,
-    is_of_one_kind: bool,
+    have_same_names: bool,
     is_strict: bool,
     verifies: bool,
 ) -> None:
@@ -140,31 +142,31 @@ def fill_together(
 
     def check() -> None:
         sources.append(match())
-        if is_of_one_kind and is_strict:
-            fit.note_unexpected(fit.missed(sources[0]))
-        fit.require(sources[0].path)
-        if is_of_one_kind:
-            fit.verify(sources[0], everything=verifies)
+        if have_same_names and is_strict:
+            plan.note_unexpected(plan.missed(sources[0]))
+        plan.require(sources[0].path)
+        if have_same_names:
+            plan.verify(sources[0], everything=verifies)
 
     def check_with_others() -> None:
-        fit.require_wanted(sources[0], together, is_strict=is_strict)
-        fit.verify(sources[0], everything=verifies)
+        plan.require_wanted(sources[0], meeting, is_strict=is_strict)
+        plan.verify(sources[0], everything=verifies)
 
     def put() -> None:
         allocate()
-        fit.put(sources[0])
+        plan.put(sources[0])
 
     try:
-        together.agree(LOADING, failure_of(check))
-        if not is_of_one_kind:
-            together.agree(LOADING, failure_of(check_with_others))
+        meeting.agree(LOADING, failure_of(check))
+        if not have_same_names:
+            meeting.agree(LOADING, failure_of(check_with_others))
         consequence = "the model is partly loaded: load a checkpoint before training goes on"
         failure = failure_of(put)
         if failure is not None:
             failure.add_note(
                 "The model and the optimizer are partly loaded: load a checkpoint before training goes on."
             )
-        together.agree(LOADING, failure, consequence=consequence)
+        meeting.agree(LOADING, failure, consequence=consequence)
     finally:
         for source in sources:
             source.close()

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.format.boxes import Box, Holding, ranges, whole_box
+from zero_fn.checkpoint.format.box import Box, Holding, ranges, whole_box
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
 from zero_fn.checkpoint.format.folders import KINDS, Draft, part_name, prune, tensors_name, write_manifest
 from zero_fn.checkpoint.format.values import encoded
-from zero_fn.checkpoint.live.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
-from zero_fn.checkpoint.live.passing import each_state, leaf_in_chunks, states_in_chunks
-from zero_fn.checkpoint.together import Agreed, Together, failure_of
+from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, ParcelWindow, held_state, tensors_of_groups
+from zero_fn.checkpoint.live.streamed_states import each_state, held_in_chunks, states_in_chunks
+from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of
@@ -195,20 +195,24 @@ class _SaveOptions:
 class _Inventory:
     """What this rank has to save."""
 
-    leaves: dict[str, list[Leaf]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    held_tensors: dict[str, list[HeldTensor]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     says: dict[str, Any] = field(default_factory=dict)  # its part of the manifest, but for the tensors
     streamed: Streamed | None = None
 
     def add(self, asked: _SaveOptions) -> None:
         """Adds everything that was given to `save`."""
-        named, tensors, model = Named(), dict[str, Tensor](), asked.model
+        named, tensors, model = ModelTensors(), dict[str, Tensor](), asked.model
         if model is not None:
             named.add(model, asked.where)
-            self.leaves["model"] = named.leaves
+            self.held_tensors["model"] = named.held_tensors
             self.says["aliases"] = named.aliases
             self.says["homes"] = _homes(model, named)
             if any(run_of(unit).module.assignment.buffers == "local" for unit in units_of(model)):
-                own = {leaf.name: leaf.local for leaf in named.leaves if leaf.is_buffer and leaf.place.alike is None}
+                own = {
+                    held.name: held.local
+                    for held in named.held_tensors
+                    if held.is_buffer and held.place.replica is None
+                }
                 self.says["buffers"] = encoded(own, "buffers", tensors)
         if asked.optimizer is not None:
             self._add_optimizer(asked.optimizer, named, tensors)
@@ -217,38 +221,38 @@ class _Inventory:
         for path, tensor in tensors.items():
             require_dtype(path, tensor.dtype)
             place = Holding(tuple(tensor.shape), whole_box(tensor.shape))
-            self.leaves["extra"].append(Leaf(path, tensor.dtype, place, tensor))
+            self.held_tensors["extra"].append(HeldTensor(path, tensor.dtype, place, tensor))
 
-    def _add_optimizer(self, optimizer: Optimizer, named: Named, tensors: dict[str, Tensor]) -> None:
+    def _add_optimizer(self, optimizer: Optimizer, named: ModelTensors, tensors: dict[str, Tensor]) -> None:
         self.streamed = optimizer if isinstance(optimizer, Streamed) else None
         in_chunks = {} if self.streamed is None else states_in_chunks(self.streamed)
         says, values = self.says, dict[str, dict[str, Any]]()
         says["groups"], says["values"] = [], values
-        groups = zip(optimizer.param_groups, leaves_of_groups(optimizer, named), strict=True)
-        for number, (group, leaves) in enumerate(groups):
+        groups = zip(optimizer.param_groups, tensors_of_groups(optimizer, named), strict=True)
+        for number, (group, held_tensors) in enumerate(groups):
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             options = encoded(options, f"optimizer.param_groups[{number}]", tensors)
-            says["groups"].append({"params": [leaf.name for leaf in leaves], "options": options})
-            for parameter, own in zip(group["params"], leaves, strict=True):
+            says["groups"].append({"params": [held.name for held in held_tensors], "options": options})
+            for parameter, own in zip(group["params"], held_tensors, strict=True):
                 states = {} if self.streamed is not None else optimizer.state.get(parameter, {})
                 dtypes, states = in_chunks.get(id(parameter), ({}, states))
-                self.leaves["optimizer"] += [leaf_in_chunks(own, parameter, *each) for each in dtypes.items()]
+                self.held_tensors["optimizer"] += [held_in_chunks(own, parameter, *each) for each in dtypes.items()]
                 for name, value in states.items():
                     if isinstance(value, Tensor):
-                        leaf = state_leaf(name, value, parameter, own)
-                        self.leaves["optimizer"] += [] if leaf is None else [leaf]
+                        held = held_state(name, value, parameter, own)
+                        self.held_tensors["optimizer"] += [] if held is None else [held]
                     else:
                         path = f"optimizer.state[{own.name!r}][{name!r}]"
                         values.setdefault(own.name, {})[name] = encoded(value, path, tensors)
 
 
-def _homes(model: nn.Module, named: Named) -> dict[str, str]:
+def _homes(model: nn.Module, named: ModelTensors) -> dict[str, str]:
     """How each parameter rests, in words: for people who read the manifest."""
     found = {}
     for parameter in model.parameters():
-        slot, leaf = slot_of(parameter), named.parameters.get(id(parameter))
-        if slot is not None and leaf is not None:
-            found[leaf.name] = f"{slot.levels_text} over {', '.join(map(str, slot.path.axes)) or 'no axis'}"
+        slot, held = slot_of(parameter), named.parameters.get(id(parameter))
+        if slot is not None and held is not None:
+            found[held.name] = f"{slot.levels_text} over {', '.join(map(str, slot.path.axes)) or 'no axis'}"
     return found
 
 
@@ -257,11 +261,11 @@ def _homes(model: nn.Module, named: Named) -> dict[str, str]:
 
 @dataclass
 class _Share:
-    """What this rank writes of a leaf."""
+    """What this rank writes of a tensor."""
 
     piece: StoredBox
-    leaf: Leaf
-    first: int  # of its elements, in what the leaf holds
+    held: HeldTensor
+    first: int  # of its elements, in what the rank holds
     file: TensorFile | None = None
     is_written: bool = False
 
@@ -273,13 +277,13 @@ class _Share:
     def write(self, window: ParcelWindow) -> None:
         """Writes all elements, a buffer at a time."""
         for first, last in ranges(self.piece.box.sizes, BUFFER_NBYTES // self.piece.dtype.itemsize):
-            self.append(self.leaf.read(self.first + first, self.first + last, window))
+            self.append(self.held.read(self.first + first, self.first + last, window))
         self.is_written = True
 
 
 def _begun(asked: _SaveOptions, *, copies: bool) -> _Writing:
     """Begins a save: ranks agree to it, and write what they have; with `copies`, values in memory are copied instead."""
-    together, draft, plan = Together(), Draft(Path(os.path.abspath(asked.folder))), _Inventory()
+    meeting, draft, plan = RankMeeting(), Draft(Path(os.path.abspath(asked.folder))), _Inventory()
     keep = asked.keep, asked.keep_every
 
     def prepare() -> None:
@@ -290,42 +294,42 @@ def _begun(asked: _SaveOptions, *, copies: bool) -> _Writing:
         plan.add(asked)
 
     failure = failure_of(prepare)
-    names = [(kind, leaf.name, leaf.dtype, leaf.place.shape) for kind in KINDS[:2] for leaf in plan.leaves[kind]]
+    names = [(kind, held.name, held.dtype, held.place.shape) for kind in KINDS[:2] for held in plan.held_tensors[kind]]
     same = (str(draft.target), asked.model is None, asked.optimizer is None, *keep, copies)
     try:
-        agreed = together.agree(SAVING, failure, draft.make, same=same, kind=names)
+        agreed = meeting.agree(SAVING, failure, draft.make, same=same, same_names=names)
     except BaseException:
         draft.drop()
         raise
-    shares = _shared_out(plan, (agreed.number, agreed.alike))
-    writing = _Writing(together, draft, plan, agreed, shares, keep)
+    shares = _shared_out(plan, (agreed.replica, agreed.replicas))
+    writing = _Writing(meeting, draft, plan, agreed, shares, keep)
     writing.failure = failure_of(lambda: writing.begin(copies=copies))
     return writing
 
 
-def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[_Share]]]:
+def _shared_out(plan: _Inventory, same_names: tuple[int, int]) -> dict[str, list[list[_Share]]]:
     """What this rank writes, by kind and file. A file has one box of each name: tiles go to several files."""
     found: dict[str, list[list[_Share]]] = {}
-    for folder, leaves in plan.leaves.items():
+    for folder, held_tensors in plan.held_tensors.items():
         files: list[list[_Share]] = found.setdefault(folder, [])
         taken: Counter[str] = Counter()
-        for ordinal, leaf in enumerate(leaves):
-            place = leaf.place
+        for ordinal, held in enumerate(held_tensors):
+            place = held.place
             if folder == "extra":
                 box: Box | None = place.box
-            elif leaf.is_buffer and place.alike is None:  # ranks may differ: rank 0 decides, as in training
-                box = place.box if kind[0] == 0 else None
+            elif held.is_buffer and place.replica is None:  # ranks may differ: rank 0 decides, as in training
+                box = place.box if same_names[0] == 0 else None
             else:
-                box = place.own(ordinal, leaf.dtype.itemsize, kind)
+                box = place.own(ordinal, held.dtype.itemsize, same_names)
             if box is None:
                 continue
-            number = taken[leaf.name]
-            taken[leaf.name] += 1
+            number = taken[held.name]
+            taken[held.name] += 1
             if number == len(files):
                 files.append([])
             row = place.box.numel // place.box.sizes[0] if place.box.numel and place.box.sizes else 0
             first = (box.starts[0] - place.box.starts[0]) * row if row else 0
-            files[number].append(_Share(StoredBox(leaf.name, leaf.dtype, place.shape, box), leaf, first))
+            files[number].append(_Share(StoredBox(held.name, held.dtype, place.shape, box), held, first))
     return found
 
 
@@ -333,10 +337,10 @@ def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[
 class _Writing:
     """A save under way."""
 
-    together: Together
+    meeting: RankMeeting
     draft: Draft
     plan: _Inventory
-    agreed: Agreed  # its text identifies the save
+    agreed: Agreement  # its text identifies the save
     files: dict[str, list[list[_Share]]]  # what this rank writes, by kind and file
     keep: tuple[int | None, int | None]  # and `keep_every`
     failure: Exception | None = None  # the other ranks hear of it when they agree to commit
@@ -345,16 +349,16 @@ class _Writing:
         """Makes the files, and writes everything; or, with `copies`, copies what is in memory to the host."""
         for kind, files in self.files.items():
             for number, shares in enumerate(files):
-                path = self.draft.path / tensors_name(kind, self.together.rank, number)
+                path = self.draft.path / tensors_name(kind, self.meeting.rank, number)
                 file = TensorFile(path, [share.piece for share in shares], self.agreed.text)
                 for share in shares:
                     share.file = file
         copied = []
         with ParcelWindow() as window:
             for share in self._each():
-                if share.leaf.in_chunks is not None:
+                if share.held.in_chunks is not None:
                     continue
-                if copies and not share.leaf.is_away:
+                if copies and not share.held.is_away:
                     copied.append(share)
                 else:
                     share.write(window)
@@ -363,7 +367,7 @@ class _Writing:
         _copy(copied)
 
     def _write_chunks(self, optimizer: Streamed) -> None:
-        in_chunks = {share.leaf.in_chunks: share for share in self._each() if share.leaf.in_chunks is not None}
+        in_chunks = {share.held.in_chunks: share for share in self._each() if share.held.in_chunks is not None}
 
         def take(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
             share = in_chunks.get((id(parameter), name))
@@ -384,11 +388,11 @@ class _Writing:
             if share.file is not None:
                 share.file.close()
         try:
-            self.together.agree(SAVING, self.failure, self._commit, waits_for_disks=True)
+            self.meeting.agree(SAVING, self.failure, self._commit, waits_for_disks=True)
         except BaseException:
             self.draft.drop()
             raise
-        if self.together.rank == 0:
+        if self.meeting.rank == 0:
             prune(self.draft.target, *self.keep)
 
     def _each(self) -> list[_Share]:
@@ -401,15 +405,16 @@ class _Writing:
                 if not share.is_written:
                     share.write(window)
         written = {kind: [_finished(shares) for shares in files] for kind, files in self.files.items()}
-        says = {"id": self.agreed.text, "rank": self.together.rank, "files": written, **self.plan.says}
-        write_json(self.draft.path / part_name(self.together.rank), says)
+        says = {"id": self.agreed.text, "rank": self.meeting.rank, "files": written, **self.plan.says}
+        write_json(self.draft.path / part_name(self.meeting.rank), says)
 
     def _commit(self) -> str:
         """Commits on rank 0, once every rank has written."""
-        names = {kind: len({leaf.name for leaf in self.plan.leaves[kind]}) for kind in KINDS[:2]}
-        is_of_one_kind = self.agreed.is_of_one_kind
-        write_manifest(self.draft.path, self.agreed.text, self.together.size, names if is_of_one_kind else None)
-        if not is_of_one_kind:  # stages of a pipeline: no two may give one name to different tensors
+        names = {kind: len({held.name for held in self.plan.held_tensors[kind]}) for kind in KINDS[:2]}
+        write_manifest(
+            self.draft.path, self.agreed.text, self.meeting.size, names if self.agreed.have_same_names else None
+        )
+        if not self.agreed.have_same_names:  # stages of a pipeline: no two may give one name to different tensors
             Catalog(self.draft.path, lambda name: name)
         return self.draft.commit()
 
@@ -430,12 +435,12 @@ def _copy(shares: list[_Share]) -> None:
     is_on_device = False
     for share, part in zip(shares, torch.split(memory[: sum(sizes)], sizes), strict=True):
         copy = part[: share.piece.nbytes].view(share.piece.dtype)
-        local, first, last = share.leaf.local, share.first, share.first + share.piece.box.numel
+        local, first, last = share.held.local, share.first, share.first + share.piece.box.numel
         if local is not None and local.is_contiguous() and local.device.type != "cpu":
             copy.copy_(local.view(-1)[first:last], non_blocking=True)
             is_on_device = True
         else:
-            copy.copy_(share.leaf.read(first, last, ParcelWindow()))
-        share.leaf, share.first = replace(share.leaf, local=copy), 0
+            copy.copy_(share.held.read(first, last, ParcelWindow()))
+        share.held, share.first = replace(share.held, local=copy), 0
     if is_on_device:
         torch.accelerator.synchronize()

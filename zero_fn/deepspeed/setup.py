@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_fn.checkpoint.huggingface.pretrained import load_pretrained
+from zero_fn.checkpoint.huggingface.read import load_pretrained
 from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of

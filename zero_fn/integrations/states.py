@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from zero_fn.checkpoint.format.folders import Draft
-from zero_fn.checkpoint.together import Together
+from zero_fn.checkpoint.rank_meeting import RankMeeting
 
 __all__ = [
     "load_extra",
@@ -63,18 +63,18 @@ def save_states(
     Each is a `zf.save` of its own into a hidden folder, and one rename commits them all: whenever this is killed, all that is
     loaded is of the save before, or all of this one. The save before is removed then. `extra` is saved with the first entry.
     """
-    together, doing = Together(), "Saving the states of a trainer"
-    number = together.agree(doing, None, lambda: str(1 + max(map(_number, folder.glob("save-*")), default=0))).text
+    meeting, doing = RankMeeting(), "Saving the states of a trainer"
+    number = meeting.agree(doing, None, lambda: str(1 + max(map(_number, folder.glob("save-*")), default=0))).text
     draft = Draft(folder / f"save-{number}", kinds=())
     try:
-        together.agree(doing, None, draft.make)
+        meeting.agree(doing, None, draft.make)
         for at, (name, model, optimizer, where) in enumerate(_entries(models, optimizers)):
             zf.save(draft.path / name, model, optimizer, extra=None if at else extra, where=where)
-        together.agree(doing, None, draft.commit)
+        meeting.agree(doing, None, draft.commit)
     except BaseException:
         draft.drop()
         raise
-    if together.rank == 0:
+    if meeting.rank == 0:
         # Before, each entry lay in the folder itself, with a number of its own: `optimizer-0/save-1`.
         for old in {*folder.glob("save-*"), *(path.parent for path in folder.glob("*-*/save-*"))} - {draft.target}:
             shutil.rmtree(old, ignore_errors=True)

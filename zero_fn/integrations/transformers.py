@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.core_model_loading import revert_weight_conversion
 
 import zero_fn as zf
-from zero_fn.checkpoint.huggingface.exporting import export
+from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples

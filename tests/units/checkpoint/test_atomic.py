@@ -22,7 +22,7 @@ from torch import nn
 import zero_fn as zf
 from tests.support.ranks import Ranks, axis, sent_by_value
 from tests.units.storage.disks import small_disk
-from zero_fn.checkpoint.huggingface.exporting import export
+from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.local import blame
 from zero_fn.local.blame import RankDied
 from zero_fn.local.ranks import LocalRanks

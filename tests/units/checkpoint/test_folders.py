@@ -183,7 +183,7 @@ def _pretend_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         found.zero_()[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         return found
 
-    monkeypatch.setattr("zero_fn.checkpoint.together.scatter", answered)
+    monkeypatch.setattr("zero_fn.checkpoint.rank_meeting.scatter", answered)
 
 
 def _over_many(folder: Path) -> tuple[int, list[str]]:

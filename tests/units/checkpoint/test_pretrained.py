@@ -25,7 +25,7 @@ from tests.support.wholes import full
 from tests.units.checkpoint.worlds import WORLDS, Tied
 from zero_fn.checkpoint.format.files import TensorFile, TensorReader
 from zero_fn.checkpoint.format.folders import Draft
-from zero_fn.checkpoint.huggingface.exporting import export
+from zero_fn.checkpoint.huggingface.write import export
 
 _EVERY_OTHER_WAY = (
     [world for world in WORLDS if world not in ("replicate", "zero1", "zero3 on 3", "hybrid", "streamed")],

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zero_fn.checkpoint.format.boxes import DEALT_RANKS
+from zero_fn.checkpoint.format.box import DEALT_RANKS
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, read_json, understood
 from zero_fn.checkpoint.format.folders import KINDS, part_name, read_manifest, tensors_name
@@ -112,7 +112,7 @@ class Catalog(Contents):
         with self._understood(rank):
             return decoded(encoded, lambda path: self.whole((f"extra of rank {rank}", path)))
 
-    def is_parted(self, what: str, name: str) -> bool:
+    def differs_by_rank(self, what: str, name: str) -> bool:
         """Whether ranks, of those that were read, have saved different values of `extra` or `buffers` under a name."""
         told = [self._told(rank, part.get(what, {}).get(name)) for rank, part in self._parts.items()]
         return any(each != told[0] for each in told)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.checkpoint.format.boxes import Box, ranges, spans, strides_of, whole_box
+from zero_fn.checkpoint.format.box import Box, ranges, spans, strides_of, whole_box
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
 
 __all__ = ["Contents", "Key", "require_whole"]
@@ -68,7 +68,7 @@ class Contents:
         """A value that a rank has saved."""
         return encoded
 
-    def is_parted(self, what: str, name: str) -> bool:
+    def differs_by_rank(self, what: str, name: str) -> bool:
         """Whether ranks, of those that were read, have saved different values of `extra` or `buffers` under a name."""
         return False
 

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from zero_fn.checkpoint.format.boxes import Box, whole_box
+from zero_fn.checkpoint.format.box import Box, whole_box
 from zero_fn.errors import CheckpointError, StorageError
 
 __all__ = [

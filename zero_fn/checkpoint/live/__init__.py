@@ -1,6 +1,6 @@
 """What a checkpoint is written from and read into: tensors of a running model and its optimizer.
 
-leaves   their names, and how they are read and written
-passing  states of streamed optimizers, a chunk at a time
-fit      how files fit a model, an optimizer and `extra`
+held_tensors     their names, and how they are read and written
+streamed_states  those of streamed optimizers, a chunk at a time
+load_plan        what of the files goes where, and what does not fit
 """

@@ -1,6 +1,6 @@
 """Checkpoints that other libraries have written.
 
-opening       finds the newest complete checkpoint in a folder, and what reads it
+find          finds the newest complete checkpoint in a folder, and what reads it
 torch_files   values and tensors in files of `torch.save`, and a checkpoint that is made up of them
 of_deepspeed  folders of DeepSpeed
 of_dcp        folders of torch.distributed.checkpoint

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_fn.checkpoint.format.boxes import Box
+from zero_fn.checkpoint.format.box import Box
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, understood
 from zero_fn.checkpoint.others.torch_files import (
     Foreign,

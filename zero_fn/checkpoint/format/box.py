@@ -130,16 +130,16 @@ class Holding:
 
     shape: Sizes  # of the whole tensor
     box: Box
-    alike: tuple[int, int] | None = None
+    replica: tuple[int, int] | None = None
     """(replica, number of replicas) of these elements. None for a plain tensor, which all ranks with these names hold."""
 
-    def own(self, ordinal: int, itemsize: int, kind: tuple[int, int]) -> Box | None:
+    def own(self, ordinal: int, itemsize: int, same_names: tuple[int, int]) -> Box | None:
         """The elements that this rank writes: each element is written by one rank, and all ranks write about as many.
 
-        `ordinal` is the number of the tensor, by which small ones are dealt in turn; `kind` is (index, number) of the ranks
-        with tensors of the same names.
+        `ordinal` is the number of the tensor, by which small ones are dealt in turn; `same_names` is (index, number) of
+        the ranks with tensors of the same names.
         """
-        rank, size = self.alike or kind
+        rank, size = self.replica or same_names
         sizes, numel = self.box.sizes, self.box.numel
         if numel == 0 and 0 not in self.shape:
             return None

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.checkpoint.format.boxes import whole_box
+from zero_fn.checkpoint.format.box import whole_box
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, sync_folder
 from zero_fn.checkpoint.format.folders import Draft
-from zero_fn.checkpoint.huggingface.pretrained import INDEX, WEIGHTS, packed, rewrite_index, weights_name, write_index
-from zero_fn.checkpoint.live.leaves import Named
+from zero_fn.checkpoint.huggingface.read import INDEX, WEIGHTS, packed, rewrite_index, weights_name, write_index
+from zero_fn.checkpoint.live.held_tensors import ModelTensors
+from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
-from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.values.tiers import nbytes_of_text
@@ -87,21 +87,21 @@ def export(
     """`save_pretrained`, for a Trainer: with `replaces`, the model takes the place of one in the folder at once, so a reader
     finds one of the two at any moment."""
     wait_for_saving()
-    together, target = Together(), Path(os.path.abspath(folder))
+    meeting, target = RankMeeting(), Path(os.path.abspath(folder))
     draft, plan = _WeightsDraft(target, replaces=replaces), _Export(dtype, convert)
     failure = failure_of(lambda: plan.add(model, nbytes_of_text(max_shard, "max_shard")))
     names = [[piece.name, piece.dtype, piece.shape] for pieces in plan.files for piece in pieces]
     same = (str(target), dtype, max_shard, replaces)
     try:
-        agreed = together.agree(SAVING, failure, draft.make, same=same, kind=names)
-        if not agreed.is_of_one_kind:
+        agreed = meeting.agree(SAVING, failure, draft.make, same=same, same_names=names)
+        if not agreed.have_same_names:
             raise CheckpointError(
                 "Ranks have tensors of different names, and no rank could write a file of all.",
                 why="stages of a pipeline, or experts under names of their own",
                 fix="zf.save(folder, model), which each rank writes for itself",
             )
-        failure = _write(model, plan, draft, together)
-        together.agree(SAVING, failure, draft.commit, waits_for_disks=True)
+        failure = _write(model, plan, draft, meeting)
+        meeting.agree(SAVING, failure, draft.commit, waits_for_disks=True)
     except BaseException:
         draft.drop()
         raise
@@ -186,16 +186,16 @@ class _Export:
                 why="in files of transformers, a quantised weight and what it was quantised with have names of their own",
                 fix="zf.save(folder, model); or, before the transform, model.save_pretrained(folder) on rank 0",
             )
-        named = Named()
+        named = ModelTensors()
         named.add(model, None)
         by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         pieces: list[StoredBox] = []
-        for key, leaf in named.parameters.items():
-            parts = self.names.setdefault(leaf.name, [])
+        for key, held in named.parameters.items():
+            parts = self.names.setdefault(held.name, [])
             parts.append(by_id[key])
             if len(parts) == 1:
-                whole = torch.empty(leaf.place.shape, dtype=leaf.dtype, device="meta")
-                for name, tensor in self.in_files(leaf.name, whole).items():
+                whole = torch.empty(held.place.shape, dtype=held.dtype, device="meta")
+                for name, tensor in self.in_files(held.name, whole).items():
                     require_dtype(name, tensor.dtype)
                     pieces.append(StoredBox(name, tensor.dtype, tuple(tensor.shape), whole_box(tensor.shape)))
         self.files = packed(pieces, most)
@@ -206,16 +206,16 @@ class _Export:
         return {name: whole} if self.convert is None else self.convert({name: whole})
 
 
-def _write(model: nn.Module, plan: _Export, draft: Draft, together: Together) -> Exception | None:
+def _write(model: nn.Module, plan: _Export, draft: Draft, meeting: RankMeeting) -> Exception | None:
     """Takes part in every gather, and writes the files of this rank. Returns what went wrong on this rank."""
     files: list[TensorFile] = []
     own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
 
     def begin() -> None:
-        for number in range(together.rank, len(plan.files), together.size):
+        for number in range(meeting.rank, len(plan.files), meeting.size):
             files.append(TensorFile(draft.path / weights_name(number, len(plan.files)), plan.files[number], ""))
             own.update({piece.name: (piece, files[-1]) for piece in plan.files[number]})
-        if together.rank == 0:
+        if meeting.rank == 0:
             _write_beside(model, plan, draft.path)
 
     def append(name: str, wholes: list[Tensor]) -> None:
@@ -229,7 +229,7 @@ def _write(model: nn.Module, plan: _Export, draft: Draft, together: Together) ->
     failure = failure_of(begin)
     for name, parts in plan.names.items():
         wholes: list[Tensor] = []
-        lost = failure_of(partial(_gather, parts, together, wholes))
+        lost = failure_of(partial(_gather, parts, meeting, wholes))
         if lost is not None:  # a tier failed, on every rank of the mesh, or a rank is lost
             failure = failure or lost
             break
@@ -240,13 +240,13 @@ def _write(model: nn.Module, plan: _Export, draft: Draft, together: Together) ->
     return failure
 
 
-def _gather(parts: list[Tensor], together: Together, wholes: list[Tensor]) -> None:
+def _gather(parts: list[Tensor], meeting: RankMeeting, wholes: list[Tensor]) -> None:
     """Adds the parts of a tensor, whole, to `wholes`. What is not sharded is that of rank 0."""
     for part in parts:
         if isinstance(part, DTensor):
             wholes.append(in_memory(part.full_tensor()))
         else:
-            wholes.append(together.from_first(in_memory(part)))
+            wholes.append(meeting.from_first(in_memory(part)))
 
 
 def _append(piece: StoredBox, file: TensorFile, values: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The tensors that are saved and loaded: their names, what this rank holds of each, and how it is read and written.
 
-Leaf            one tensor: in memory, in another tier, or in the chunks of a streamed optimizer (`passing.py`)
+HeldTensor      one tensor: in memory, in another tier, or in the chunks of a streamed optimizer (`streamed_states.py`)
+ModelTensors    those of a module, by name
 ParcelWindow    reads and writes tensors that rest in another tier, a parcel at a time
 
 [Note: names of tiles] A tensor that `zf.tile` has cut is saved under its own name: a tile is a box of the whole.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.format.boxes import Box, Holding, holding_of, holding_of_state, ranges, spans
+from zero_fn.checkpoint.format.box import Box, Holding, holding_of, holding_of_state, ranges, spans
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
@@ -29,11 +30,11 @@ from zero_fn.storage import StagingBuffers, wait_all
 from zero_fn.transforms.selection import Where
 from zero_fn.values.tiled import Tiled
 
-__all__ = ["Leaf", "Named", "ParcelWindow", "leaves_of_groups", "state_leaf"]
+__all__ = ["HeldTensor", "ModelTensors", "ParcelWindow", "held_state", "tensors_of_groups"]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class HeldTensor:
     """One tensor of a model or an optimizer."""
 
     name: str
@@ -154,11 +155,11 @@ class ParcelWindow:
 
 
 @dataclass(frozen=True)
-class Named:
+class ModelTensors:
     """The tensors of a module."""
 
-    leaves: list[Leaf] = field(default_factory=list)  # tiles of one tensor have one name
-    parameters: dict[int, Leaf] = field(default_factory=dict)  # by the identity of the tensor
+    held_tensors: list[HeldTensor] = field(default_factory=list)  # tiles of one tensor have one name
+    parameters: dict[int, HeldTensor] = field(default_factory=dict)  # by the identity of the tensor
     aliases: dict[str, str] = field(default_factory=dict)  # further names of tied parameters, and those in files
 
     def add(self, module: nn.Module, where: Where, *, on_meta: bool = False) -> None:
@@ -190,12 +191,12 @@ class Named:
                 if id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                leaf = _leaf_of(name, tensor, is_buffer=attribute in child._buffers, on_meta=on_meta)
-                if leaf is not None:
+                held = _held(name, tensor, is_buffer=attribute in child._buffers, on_meta=on_meta)
+                if held is not None:
                     if tile is not None:
-                        leaf = _in_whole(leaf, tile[1], tile[2].whole_shapes()[attribute])
-                    self.leaves.append(leaf)
-                    self.parameters[id(tensor)] = leaf
+                        held = _in_whole(held, tile[1], tile[2].whole_shapes()[attribute])
+                    self.held_tensors.append(held)
+                    self.parameters[id(tensor)] = held
         for key in sorted(keys):
             owner = module.get_submodule(key.rpartition(".")[0])
             raise CheckpointError(
@@ -205,7 +206,7 @@ class Named:
             )
 
 
-def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> Leaf | None:
+def _held(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> HeldTensor | None:
     require_dtype(name, tensor.dtype)
     if local_of(tensor).is_meta and not on_meta:
         raise CheckpointError(
@@ -213,13 +214,13 @@ def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> Le
             fix="zf.materialize(model, device) first; it may be saved and loaded then",
         )
     place = holding_of(tensor)
-    return None if place is None else Leaf(name, tensor.dtype, place, local_of(tensor), is_buffer)
+    return None if place is None else HeldTensor(name, tensor.dtype, place, local_of(tensor), is_buffer)
 
 
-def _in_whole(leaf: Leaf, start: int, shape: tuple[int, ...]) -> Leaf:
+def _in_whole(held: HeldTensor, start: int, shape: tuple[int, ...]) -> HeldTensor:
     """A tile, as a box of the tensor that it was cut from. [Note: names of tiles]"""
-    outer = Box((start, *(0,) * (len(shape) - 1)), leaf.place.shape)
-    return replace(leaf, place=replace(leaf.place, shape=shape, box=outer.around(leaf.place.box)))
+    outer = Box((start, *(0,) * (len(shape) - 1)), held.place.shape)
+    return replace(held, place=replace(held.place, shape=shape, box=outer.around(held.place.box)))
 
 
 def _is_selected(where: Where, name: str, tensor: Tensor) -> bool:
@@ -233,26 +234,26 @@ def _is_selected(where: Where, name: str, tensor: Tensor) -> bool:
 # -- an optimizer ----------------------------------------------------------------------------------------------------
 
 
-def state_leaf(name: str, state: Tensor, parameter: Tensor, own: Leaf) -> Leaf | None:
-    """The leaf of a state that is a tensor in memory; `own` is the leaf of its parameter. None if this rank holds nothing."""
+def held_state(name: str, state: Tensor, parameter: Tensor, own: HeldTensor) -> HeldTensor | None:
+    """A state that is a tensor in memory; `own` is its parameter. None if this rank holds nothing of it."""
     require_dtype(f"{own.name}/{name}", state.dtype)
     place = holding_of_state(name, state, parameter, own.place)
-    return None if place is None else Leaf(f"{own.name}/{name}", state.dtype, place, local_of(state))
+    return None if place is None else HeldTensor(f"{own.name}/{name}", state.dtype, place, local_of(state))
 
 
-def leaves_of_groups(optimizer: Optimizer, named: Named) -> list[list[Leaf]]:
-    """The leaves of the parameters of each group."""
-    groups: list[list[Leaf]] = []
+def tensors_of_groups(optimizer: Optimizer, named: ModelTensors) -> list[list[HeldTensor]]:
+    """The parameters of each group, as they are held."""
+    groups: list[list[HeldTensor]] = []
     for number, group in enumerate(optimizer.param_groups):
         groups.append([])
         for at, parameter in enumerate(group["params"]):
-            leaf = named.parameters.get(id(parameter))
-            if leaf is None:
+            held = named.parameters.get(id(parameter))
+            if held is None:
                 raise CheckpointError(
                     "The optimizer steps a parameter that the model does not have.",
                     parameter=f"number {at} of group {number}, {list(parameter.shape)}",
                     why="states are saved by the names of their parameters",
                     fix="give the model whose parameters it steps, as it is after the last transform, and all of them",
                 )
-            groups[-1].append(leaf)
+            groups[-1].append(held)
     return groups

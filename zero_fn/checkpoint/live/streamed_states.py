@@ -9,24 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.checkpoint.live.leaves import Leaf
+from zero_fn.checkpoint.live.held_tensors import HeldTensor
 from zero_fn.errors import CheckpointError, StateError, StorageError
 from zero_fn.resting import local_of
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Pass
 
-__all__ = ["Kept", "each_state", "end_step", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
+__all__ = [
+    "StateFields",
+    "each_state",
+    "end_step",
+    "fill_states",
+    "held_in_chunks",
+    "room_of_states",
+    "states_in_chunks",
+]
 
-Kept = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
+StateFields = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
 """By the identity of a parameter: dtypes of the states that rest in chunks, by name, and the values of other states."""
 
 
-def states_in_chunks(optimizer: Streamed) -> Kept:
+def states_in_chunks(optimizer: Streamed) -> StateFields:
     """The states that an optimizer has."""
     optimizer._steps.finish()
     optimizer._steps.require_whole("save")
-    found: Kept = {}
+    found: StateFields = {}
     for cut in _cuts(optimizer):
         dtypes, others = found.setdefault(id(cut.parameter), ({}, {}))
         dtypes |= {name: dtype for name, (dtype, _) in cut.fields.items() if name in cut.present}
@@ -75,7 +83,7 @@ def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], N
 
 def fill_states(
     optimizer: Streamed,
-    kept: Kept,
+    kept: StateFields,
     fill: Callable[[Tensor, str, int, Tensor], None],
 ) -> None:
     """Puts states into the chunks of an optimizer; `fill(parameter, name, first, values)` fills flat values."""
@@ -110,6 +118,6 @@ def _require_in_order(cut: SteppedPiece) -> None:
         )
 
 
-def leaf_in_chunks(own: Leaf, parameter: Tensor, name: str, dtype: torch.dtype) -> Leaf:
-    """The leaf of a state that rests in chunks; `own` is the leaf of its parameter."""
-    return Leaf(f"{own.name}/{name}", dtype, own.place, None, in_chunks=(id(parameter), name))
+def held_in_chunks(own: HeldTensor, parameter: Tensor, name: str, dtype: torch.dtype) -> HeldTensor:
+    """A state that rests in chunks; `own` is its parameter."""
+    return HeldTensor(f"{own.name}/{name}", dtype, own.place, None, in_chunks=(id(parameter), name))

@@ -16,7 +16,7 @@ from zero_fn.transport.agreement import digest
 from zero_fn.transport.meeting import LONGEST_S, broadcast, gather, meeting_group, scatter
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["Agreed", "Together", "failure_of"]
+__all__ = ["Agreement", "RankMeeting", "failure_of"]
 
 _MESSAGE_NBYTES = 640
 
@@ -25,16 +25,16 @@ _WELL, _FAILED, _DIFFERENT = b"\0\1\2"
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Agreement:
     """What ranks have agreed on."""
 
     text: str  # what `decide` has returned on rank 0
-    number: int  # index among the ranks with the same tensor names
-    alike: int  # how many these are
-    is_of_one_kind: bool  # whether these are all ranks
+    replica: int  # index among the ranks with the same tensor names
+    replicas: int  # how many these are
+    have_same_names: bool  # whether these are all ranks
 
 
-class Together:
+class RankMeeting:
     """All ranks of the program, or this process alone."""
 
     def __init__(self) -> None:
@@ -48,22 +48,22 @@ class Together:
         decide: Callable[[], str] = str,
         *,
         same: object = None,
-        kind: object = None,
+        same_names: object = None,
         consequence: str = "this rank has changed nothing",
         waits_for_disks: bool = False,
-    ) -> Agreed:
+    ) -> Agreement:
         """Returns once every rank has come without a failure, and rank 0 has acted for all. Each rank sends rank 0 a message
         of 640 bytes, and gets one back; waits.
 
-        `decide` acts for all on rank 0 and returns at most 500 bytes; `same` must be equal on all ranks, `kind` on ranks with
-        the same tensors; `consequence` is what a failure elsewhere means here.
+        `decide` acts for all on rank 0 and returns at most 500 bytes; `same` must be equal on all ranks, and
+        `same_names` on those that are replicas; `consequence` is what a failure elsewhere means here.
         """
         if self._group is None:
             if failure is not None:
                 raise failure
-            return Agreed(decide(), 0, 1, True)
+            return Agreement(decide(), 0, 1, True)
         seconds = LONGEST_S if waits_for_disks else deadline()
-        own = [digest([repr(same)]), digest([repr(kind)])] if failure is None else [_failed(self.rank, failure)]
+        own = [digest([repr(same)]), digest([repr(same_names)])] if failure is None else [_failed(self.rank, failure)]
         rows = torch.empty(0, _MESSAGE_NBYTES, dtype=torch.uint8)
         try:
             heard = gather(self._group, _message(_WELL if failure is None else _FAILED, *own), seconds)
@@ -88,8 +88,8 @@ class Together:
                 why="every rank writes or reads its part of one checkpoint",
                 fix="call it with the same folder and options on every rank",
             )
-        number, alike, text = said.split("\n", 2)
-        return Agreed(text, int(number), int(alike), int(alike) == self.size)
+        replica, replicas, text = said.split("\n", 2)
+        return Agreement(text, int(replica), int(replicas), int(replicas) == self.size)
 
     def from_first(self, values: Tensor) -> Tensor:
         """The values of rank 0, in memory of the host. A broadcast; waits."""
@@ -107,7 +107,7 @@ class Together:
 
 
 def failure_of(act: Callable[[], object]) -> Exception | None:
-    """Does something on this rank, and returns what went wrong: the other ranks hear of it in `Together.agree`."""
+    """Does something on this rank, and returns what went wrong: the other ranks hear of it in `RankMeeting.agree`."""
     try:
         with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
             act()
@@ -139,12 +139,12 @@ def _answers(
         text = decide()
     except Exception as error:
         return [_message(_FAILED, _failed(0, error))] * len(said), error
-    kinds = [row[17:33] for row in said]
-    alike, seen = Counter(kinds), Counter[bytes]()
+    names = [row[17:33] for row in said]
+    replicas, seen = Counter(names), Counter[bytes]()
     answers = []
-    for kind in kinds:
-        answers.append(_message(_WELL, f"{seen[kind]}\n{alike[kind]}\n{text}".encode()))
-        seen[kind] += 1
+    for each in names:
+        answers.append(_message(_WELL, f"{seen[each]}\n{replicas[each]}\n{text}".encode()))
+        seen[each] += 1
     return answers, None
 
 

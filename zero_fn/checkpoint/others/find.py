@@ -12,10 +12,10 @@ from zero_fn.checkpoint.others.of_dcp import METADATA, DcpFolder
 from zero_fn.checkpoint.others.of_deepspeed import DeepSpeedFolder, deepspeed_folder
 from zero_fn.errors import CheckpointError
 
-__all__ = ["chosen", "opened"]
+__all__ = ["find_checkpoint", "opened"]
 
 
-def chosen(folder: Path) -> Path:
+def find_checkpoint(folder: Path) -> Path:
     """The folder itself if it is a checkpoint, or the checkpoint in it that was committed last."""
     if (folder / MANIFEST).exists():
         return folder
@@ -36,7 +36,7 @@ def chosen(folder: Path) -> Path:
 def opened(
     folder: Path, rename: Callable[[str], str], *, has_states: bool = True, reader: tuple[int, int] = (0, 1)
 ) -> Contents:
-    """Reads what is in a checkpoint that `chosen` has found, but for the elements of tensors.
+    """Reads what is in a checkpoint that `find_checkpoint` has found, but for the elements of tensors.
 
     `reader` is (index, number) of the readers, each of which needs a part.
     """

@@ -1,4 +1,4 @@
-"""How files fit a model, an optimizer and `extra`: found by name, checked, verified, and put where they rest."""
+"""What of the files goes where in a model, an optimizer and `extra`: found by name, checked, verified, put there."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.format.boxes import Box
+from zero_fn.checkpoint.format.box import Box
 from zero_fn.checkpoint.format.contents import Contents, Key, require_whole
 from zero_fn.checkpoint.format.folders import KINDS
-from zero_fn.checkpoint.live.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
-from zero_fn.checkpoint.live.passing import Kept, end_step, fill_states, leaf_in_chunks, room_of_states
-from zero_fn.checkpoint.together import Together
+from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, ParcelWindow, held_state, tensors_of_groups
+from zero_fn.checkpoint.live.streamed_states import StateFields, end_step, fill_states, held_in_chunks, room_of_states
+from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed
 from zero_fn.transforms.unsharded import refresh
 
-__all__ = ["Fit"]
+__all__ = ["LoadPlan"]
 
 _SHOWN = 30
 """How many lines of what does not fit an error shows."""
 
 
 @dataclass
-class Fit:
-    """How files fit what this rank loads."""
+class LoadPlan:
+    """What this rank loads from files, and what of it does not fit."""
 
-    named: Named
+    named: ModelTensors
     model: nn.Module | None
     optimizer: Optimizer | None = None
     rounds: bool = False  # whether floating-point numbers may lose bits in the dtype that they rest in
-    todo: list[tuple[Key, Leaf]] = field(default_factory=list)  # tensors to be filled, and what of the files fills them
-    twins: list[tuple[Key, Key, Leaf]] = field(default_factory=list)  # tied here, saved separately: must be equal
+    todo: list[tuple[Key, HeldTensor]] = field(
+        default_factory=list
+    )  # tensors to be filled, and what of the files fills them
+    twins: list[tuple[Key, Key, HeldTensor]] = field(default_factory=list)  # tied here, saved separately: must be equal
     stepped: set[str] = field(default_factory=set)  # names in the files of the parameters that it steps
     then: list[Callable[[], object]] = field(default_factory=list)  # what is to be done once the tensors are filled
     values: dict[str, Any] = field(default_factory=dict)  # of `extra`
@@ -50,26 +52,26 @@ class Fit:
 
     def match_model(self, source: Contents, *, is_strict: bool) -> None:
         """Finds the tensors of the model in the files."""
-        for leaf in self.named.leaves:
-            key = ("model", self._name_of(source, leaf.name))
+        for held in self.named.held_tensors:
+            key = ("model", self._name_of(source, held.name))
             if key not in source.pieces:
-                self.wrong += [f"{leaf.name}: not in the checkpoint"] if is_strict else []
+                self.wrong += [f"{held.name}: not in the checkpoint"] if is_strict else []
                 continue
-            self._match(source, key, leaf)
-            others = (("model", alias) for alias, of in self.named.aliases.items() if of == leaf.name)
-            self.twins += [(key, other, leaf) for other in others if other != key and other in source.pieces]
+            self._match(source, key, held)
+            others = (("model", alias) for alias, of in self.named.aliases.items() if of == held.name)
+            self.twins += [(key, other, held) for other in others if other != key and other in source.pieces]
 
-    def _match(self, source: Contents, key: Key, leaf: Leaf) -> None:
+    def _match(self, source: Contents, key: Key, held: HeldTensor) -> None:
         piece = source.first(key)
-        if piece.shape != leaf.place.shape:
-            self.wrong.append(f"{leaf.name}: {list(piece.shape)} in the checkpoint, {list(leaf.place.shape)} here")
-        elif not (_is_near if self.rounds else keeps_every_bit)(piece.dtype, leaf.dtype):
-            self.wrong.append(f"{leaf.name}: {piece.dtype} in the checkpoint, and bits would be lost in {leaf.dtype}")
-        elif leaf.local is not None and _is_expanded(leaf.local):
-            self.wrong.append(f"{leaf.name}: expanded here: elements share memory (.contiguous() where it is made)")
+        if piece.shape != held.place.shape:
+            self.wrong.append(f"{held.name}: {list(piece.shape)} in the checkpoint, {list(held.place.shape)} here")
+        elif not (_is_near if self.rounds else keeps_every_bit)(piece.dtype, held.dtype):
+            self.wrong.append(f"{held.name}: {piece.dtype} in the checkpoint, and bits would be lost in {held.dtype}")
+        elif held.local is not None and _is_expanded(held.local):
+            self.wrong.append(f"{held.name}: expanded here: elements share memory (.contiguous() where it is made)")
         else:
-            source.require_all(key, leaf.place.box)
-            self.todo.append((key, leaf))
+            source.require_all(key, held.place.box)
+            self.todo.append((key, held))
 
     def _name_of(self, source: Contents, name: str) -> str:
         """The name under which the checkpoint has a tensor that may be tied there, or here."""
@@ -78,43 +80,43 @@ class Fit:
         others = (alias for alias, of in self.named.aliases.items() if of == name)
         return next((other for other in others if ("model", other) in source.pieces), source.aliases.get(name, name))
 
-    def match_local_buffers(self, source: Contents, together: Together) -> None:
+    def match_local_buffers(self, source: Contents, meeting: RankMeeting) -> None:
         """Finds the buffers of `buffers="local"`, which each rank has saved for itself."""
-        if source.ranks == together.size:
-            own = source.said(together.rank, "buffers")
-            values = {name: source.value(together.rank, value) for name, value in own.items()}
-            for leaf in self.named.leaves:
-                value = values.get(leaf.name)
-                if leaf.local is None or leaf.name not in values:
+        if source.ranks == meeting.size:
+            own = source.said(meeting.rank, "buffers")
+            values = {name: source.value(meeting.rank, value) for name, value in own.items()}
+            for held in self.named.held_tensors:
+                value = values.get(held.name)
+                if held.local is None or held.name not in values:
                     continue
-                if not isinstance(value, Tensor) or value.shape != leaf.local.shape:
+                if not isinstance(value, Tensor) or value.shape != held.local.shape:
                     self.wrong.append(
-                        f"{leaf.name}: another value of this rank in the checkpoint, and none of its shape"
+                        f"{held.name}: another value of this rank in the checkpoint, and none of its shape"
                     )
                 else:
-                    self.then.append(partial(leaf.local.copy_, value))
+                    self.then.append(partial(held.local.copy_, value))
             return
         units = [] if self.model is None else units_of(self.model)
         if not any(run_of(unit).module.assignment.buffers == "local" for unit in units):
             return  # all ranks take the buffers of rank 0, which are in the files of the model
-        names = {leaf.name for leaf in self.named.leaves}
+        names = {held.name for held in self.named.held_tensors}
         self.wrong += [
-            f"{name}: {source.ranks} ranks have saved different values of a buffer, and {together.size} are to load them; "
+            f"{name}: {source.ranks} ranks have saved different values of a buffer, and {meeting.size} are to load them; "
             'transform without buffers="local" to take those of rank 0 everywhere'
             for name in source.said(0, "buffers")
-            if name in names and source.is_parted("buffers", name)
+            if name in names and source.differs_by_rank("buffers", name)
         ]
 
     def match_optimizer(self, source: Contents, optimizer: Optimizer, *, is_strict: bool) -> None:
         """Finds the states of the optimizer and the options of its groups."""
         rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
-        kept: Kept = {}
-        for group, leaves in zip(optimizer.param_groups, leaves_of_groups(optimizer, self.named), strict=True):
+        kept: StateFields = {}
+        for group, held_tensors in zip(optimizer.param_groups, tensors_of_groups(optimizer, self.named), strict=True):
             options: dict[str, tuple[int, Any]] = {}
-            for parameter, leaf in zip(group["params"], leaves, strict=True):
-                own = replace(leaf, name=self._name_of(source, leaf.name))
+            for parameter, held in zip(group["params"], held_tensors, strict=True):
+                own = replace(held, name=self._name_of(source, held.name))
                 if own.name not in source.options:
-                    self.wrong += [f"{leaf.name}: no states of an optimizer in the checkpoint"] if is_strict else []
+                    self.wrong += [f"{held.name}: no states of an optimizer in the checkpoint"] if is_strict else []
                     continue
                 rank, said = source.options[own.name]
                 options.setdefault(repr(said), (rank, said))
@@ -125,12 +127,12 @@ class Fit:
                     kept[id(parameter)] = self._match_chunks(source, parameter, own, rooms.get(id(parameter), {}))
             if len(options) > 1:
                 self.wrong.append(
-                    f"a group of {len(leaves)} parameters: they had different options when they were saved"
+                    f"a group of {len(held_tensors)} parameters: they had different options when they were saved"
                 )
             elif options:
                 self.then.append(partial(group.update, source.value(*next(iter(options.values())))))
         if isinstance(optimizer, Streamed):
-            boxes = {leaf.in_chunks: (key, leaf.place.box) for key, leaf in self.todo}
+            boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo}
 
             def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
                 source.fill(*boxes[id(parameter), name], first, values)
@@ -138,7 +140,7 @@ class Fit:
             self.then.append(partial(fill_states, optimizer, kept, fill))
 
     def _match_states(
-        self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
+        self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: HeldTensor
     ) -> None:
         found = dict(source.values_of(own.name))
         for name, key in source.states.get(own.name, []):
@@ -154,14 +156,14 @@ class Fit:
                 is_there = group.get("fused") or group.get("capturable")
                 device = parameter.device if is_there or piece.box.numel > 1 else torch.device("cpu")
                 found[name] = torch.empty(piece.shape, dtype=piece.dtype, device=device)
-            leaf = state_leaf(name, found[name], parameter, own)
-            if leaf is not None:
-                self._match(source, key, leaf)
+            held = held_state(name, found[name], parameter, own)
+            if held is not None:
+                self._match(source, key, held)
         # A parameter that has never been stepped has no entry.
         self.then.append(partial(optimizer.state.__setitem__ if found else optimizer.state.pop, parameter, found))
 
     def _match_chunks(
-        self, source: Contents, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]
+        self, source: Contents, parameter: Tensor, own: HeldTensor, room: Mapping[str, torch.dtype]
     ) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
         """Finds the states of a parameter for which chunks have this room; returns their dtypes, and other values."""
         dtypes, others = {}, dict(source.values_of(own.name))
@@ -169,7 +171,7 @@ class Fit:
             piece = source.first(key)
             if name in room and piece.shape == own.place.shape:
                 dtypes[name] = room[name]
-                self._match(source, key, leaf_in_chunks(own, parameter, name, room[name]))
+                self._match(source, key, held_in_chunks(own, parameter, name, room[name]))
             elif prod(piece.shape) <= 1:
                 others[name] = source.whole(key)
             else:
@@ -178,16 +180,16 @@ class Fit:
             self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
         return dtypes, others
 
-    def match_extra(self, source: Contents, together: Together, extra: Mapping[str, Any], *, is_strict: bool) -> None:
+    def match_extra(self, source: Contents, meeting: RankMeeting, extra: Mapping[str, Any], *, is_strict: bool) -> None:
         """Finds the values of `extra`, and what they are to be loaded into."""
-        rank = together.rank if source.ranks == together.size else 0
+        rank = meeting.rank if source.ranks == meeting.size else 0
         said = source.said(rank, "extra")
-        if source.ranks != together.size:
+        if source.ranks != meeting.size:
             self.wrong += [
-                f"extra[{name!r}]: {source.ranks} ranks have saved different values, and {together.size} are to load them; "
+                f"extra[{name!r}]: {source.ranks} ranks have saved different values, and {meeting.size} are to load them; "
                 'leave it with only=("model", "optimizer")'
                 for name in said
-                if source.is_parted("extra", name)
+                if source.differs_by_rank("extra", name)
             ]
         if is_strict:
             self.wrong += [f"extra[{name!r}]: not in the checkpoint" for name in extra if name not in said]
@@ -202,7 +204,7 @@ class Fit:
     def missed(self, source: Contents) -> list[Key]:
         """What is in the files and has no place on this rank."""
         taken = {key for key, _ in self.todo} | {key for _, key, _ in self.twins}
-        taken |= {("model", leaf.name) for leaf in self.named.leaves}
+        taken |= {("model", held.name) for held in self.named.held_tensors}
         kinds = {"model"} if self.model is not None else set()
         kinds |= {"optimizer"} if self.optimizer is not None else set()
         return [
@@ -232,12 +234,12 @@ class Fit:
                 ),
             )
 
-    def require_wanted(self, source: Contents, together: Together, *, is_strict: bool) -> None:
+    def require_wanted(self, source: Contents, meeting: RankMeeting, *, is_strict: bool) -> None:
         """Where ranks have parameters of different names: refuses what no rank has a place for. Sends a byte a tensor."""
         source.read_all()
         keys = sorted(key for key in source.pieces if key[0] in KINDS[:2])
         missed = set(self.missed(source))
-        wanted = together.union([key not in missed for key in keys])
+        wanted = meeting.union([key not in missed for key in keys])
         if is_strict:
             self.note_unexpected(key for key, is_wanted in zip(keys, wanted, strict=True) if not is_wanted)
             self.require(source.path)
@@ -246,24 +248,24 @@ class Fit:
 
     def verify(self, source: Contents, *, everything: bool) -> None:
         """Compares values that must be equal, and, if `everything`, reads all that this rank will read."""
-        for key, other, leaf in self.twins:
-            _require_one_value(source, key, other, leaf.place.box)
-        for key, leaf in self.todo if everything else ():
-            source.verify(key, leaf.place.box)
+        for key, other, held in self.twins:
+            _require_one_value(source, key, other, held.place.box)
+        for key, held in self.todo if everything else ():
+            source.verify(key, held.place.box)
 
-    def follow(self, named: Named) -> None:
+    def follow(self, named: ModelTensors) -> None:
         """Takes note that the tensors of the model are elsewhere now: they were given memory."""
-        there = dict(zip(map(id, self.named.leaves), named.leaves, strict=True))
-        self.todo = [(key, there[id(leaf)]) for key, leaf in self.todo]
+        there = dict(zip(map(id, self.named.held_tensors), named.held_tensors, strict=True))
+        self.todo = [(key, there[id(held)]) for key, held in self.todo]
 
     def put(self, source: Contents) -> None:
         """Reads everything to where it rests."""
         if isinstance(self.optimizer, Streamed):
             end_step(self.optimizer)
         with ParcelWindow() as window:
-            for key, leaf in self.todo:
-                if leaf.in_chunks is None:
-                    leaf.fill(source.first(key).dtype, partial(source.fill, key, leaf.place.box), window)
+            for key, held in self.todo:
+                if held.in_chunks is None:
+                    held.fill(source.first(key).dtype, partial(source.fill, key, held.place.box), window)
         if self.model is not None:
             _note_loaded(self.model)
         for act in self.then:

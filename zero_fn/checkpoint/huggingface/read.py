@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_fn.checkpoint.format.boxes import whole_box
+from zero_fn.checkpoint.format.box import whole_box
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import (
     DTYPES,
@@ -30,11 +30,11 @@ from zero_fn.checkpoint.format.files import (
     understood,
 )
 from zero_fn.checkpoint.format.folders import MANIFEST
-from zero_fn.checkpoint.live.fit import Fit
-from zero_fn.checkpoint.live.leaves import Named
-from zero_fn.checkpoint.loading import LOADING, Rename, fill_together, renamed_by
+from zero_fn.checkpoint.live.held_tensors import ModelTensors
+from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.loading import LOADING, Rename, fill_on_all_ranks, renamed_by
+from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
@@ -91,46 +91,46 @@ def load_pretrained(
         LostRankError: A rank has ended, or did not call `load_pretrained`.
     """
     wait_for_saving()
-    together, path = Together(), Path(os.path.abspath(folder))
-    named = Named()
+    meeting, path = RankMeeting(), Path(os.path.abspath(folder))
+    named = ModelTensors()
 
     def prepare() -> None:
         named.add(model, None, on_meta=True)
         _require_transformed(model)
 
     failure = failure_of(prepare)
-    names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
-    agreed = together.agree(LOADING, failure, same=(str(path), strict, "pretrained"), kind=names)
-    fit = Fit(named, model, rounds=True)
+    names = [(held.name, held.place.shape) for held in named.held_tensors]
+    agreed = meeting.agree(LOADING, failure, same=(str(path), strict, "pretrained"), same_names=names)
+    plan = LoadPlan(named, model, rounds=True)
 
     def match() -> Contents:
         source = files_of(path, renamed_by(rename), _unsaved(model))
-        fit.match_model(source, is_strict=strict)
-        if not fit.wrong:
-            require_ways(model, _is_filled_by(fit))
+        plan.match_model(source, is_strict=strict)
+        if not plan.wrong:
+            require_ways(model, _is_filled_by(plan))
         return source
 
     def give_memory() -> None:
-        if any(leaf.local is not None and leaf.local.is_meta for leaf in named.leaves):
-            allocate(model, device, _is_filled_by(fit))
-            there = Named()
+        if any(held.local is not None and held.local.is_meta for held in named.held_tensors):
+            allocate(model, device, _is_filled_by(plan))
+            there = ModelTensors()
             there.add(model, None)
-            fit.follow(there)
+            plan.follow(there)
 
-    fill_together(
-        together,
-        fit,
+    fill_on_all_ranks(
+        meeting,
+        plan,
         match,
         give_memory,
-        is_of_one_kind=agreed.is_of_one_kind,
+        have_same_names=agreed.have_same_names,
         is_strict=strict,
         verifies=False,
     )
 
 
-def _is_filled_by(fit: Fit) -> Callable[[Tensor], bool]:
-    read = {leaf.name for _, leaf in fit.todo}
-    known = fit.named.parameters
+def _is_filled_by(plan: LoadPlan) -> Callable[[Tensor], bool]:
+    read = {held.name for _, held in plan.todo}
+    known = plan.named.parameters
     return lambda tensor: id(tensor) in known and known[id(tensor)].name in read
 
 
