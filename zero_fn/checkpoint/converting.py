@@ -161,7 +161,6 @@ class _Conversion:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def _pieces(self, kind: str) -> Iterator[StoredBox]:
-        """The tensors of a kind, as they will be in files."""
         for key in self._source.pieces if kind in self._only else ():
             if key[0] == kind:
                 first = self._source.first(key)
@@ -215,6 +214,5 @@ class _AsTheyAreRead(DefaultSavePlanner):
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor, or the value."""
         found = super().lookup_object(index)
         return self._read(tuple(self.mappings[index.fqn])) if isinstance(found, Tensor) and found.is_meta else found

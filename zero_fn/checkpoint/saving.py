@@ -177,8 +177,6 @@ def wait_for_saving() -> None:
 
 @dataclass(frozen=True)
 class _SaveOptions:
-    """What `save` was given."""
-
     folder: str | os.PathLike[str]
     model: nn.Module | None
     optimizer: Optimizer | None
@@ -270,7 +268,6 @@ class _Share:
     is_written: bool = False
 
     def append(self, values: Tensor) -> None:
-        """Writes the next elements."""
         assert self.file is not None, "no file was made"
         self.file.append(self.piece, values)
 

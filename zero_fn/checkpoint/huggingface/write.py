@@ -257,7 +257,6 @@ def _append(piece: StoredBox, file: TensorFile, values: Tensor) -> None:
 
 
 def _write_beside(model: nn.Module, plan: _Export, folder: Path) -> None:
-    """Writes the index, and the configs of a model of transformers."""
     write_index(folder, plan.files)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):

@@ -69,7 +69,6 @@ class MetadataUnpickler(pickle._Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name."""
         if (module, name) in _STUBS:
             return Stub
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):

@@ -82,7 +82,6 @@ class DeepSpeedFolder(Foreign):
                 self._add_optimizers(self._by_rank(_OPTIMIZER, names))
 
     def _by_rank(self, pattern: re.Pattern[str], names: list[str], *, is_universal: bool = False) -> list[Path]:
-        """The files of all ranks."""
         found = [match for match in map(pattern.fullmatch, names) if match]
         others = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
         others += [match.string for match in found if int(match["part"]) and not is_universal]
