@@ -229,7 +229,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "recomputation-passes-uses",
-        "BackwardPass._must_wait",
+        "BackwardPass._may_still_pass",
         "units below one checkpoint, in one forward of several",
         "else at) > self._reached_to",
         "else at) > self._entered_to",

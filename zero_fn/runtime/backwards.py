@@ -95,7 +95,7 @@ class Backwards:
         if grads is not None and accumulating:
             unit.gradients.add_pending(grads)
         elif grads is not None:
-            several = backward is None or not scheduled or backward.uses_of(unit.index) > 1
+            several = backward is None or not scheduled or unit.index in backward.repeated
             unit.gradients.add(grads, exact=several)
         if backward is None:
             return
@@ -197,17 +197,21 @@ class Backwards:
 
     def _pump(self, backward: BackwardPass) -> None:
         """Runs the events of the schedule up to the first that must wait for autograd."""
-        while (action := backward.next_action()) is not None:
-            self._do(action, backward)
+        while True:
+            for action in backward.actions:  # also what an exception has left of them
+                self._do(action, backward)
+            if not backward.goes_on():
+                return
 
     def _do(self, action: Action, backward: BackwardPass) -> None:
         kind = type(action)
         if kind is Settle:
-            if backward.reductions:  # else a reduction that came out of order has settled this one
+            # Not after an error: it calls hooks of the user. And a reduction that came out of order may have settled it.
+            if backward.reductions and not backward.failed:
                 self.settling.settle(*backward.reductions.pop(0))
         elif kind is Reduce:
             unit = self._module.unit(action.unit)
-            exact = backward.uses_of(unit.index) > 1
+            exact = unit.index in backward.repeated
             backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
         elif kind is Reshard and self._forwards.current is None:  # not in a backward that runs inside a forward
             unit = self._module.unit(action.unit)
@@ -280,9 +284,7 @@ class Backwards:
         try:
             if backward is not None:
                 backward.failed = True
-                while (action := backward.next_action()) is not None:
-                    if type(action) is not Settle:  # which calls hooks of the user
-                        self._do(action, backward)
+                self._pump(backward)
         finally:
             with self._recovering:
                 self.current = None

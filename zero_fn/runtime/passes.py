@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from zero_fn.runtime.ending import Ending
 from zero_fn.runtime.gradients import Reduction
@@ -110,15 +111,22 @@ class ForwardPass:
         return Use(use.unit, use.number - self._offsets.get(use.unit, 0))
 
 
+class _Stretch(NamedTuple):
+    """Actions of a backward that follow one another without a wait for autograd."""
+
+    use: Use | None  # autograd must have come to its Enter or its Exit before; None at the beginning
+    is_enter: bool
+    at: int  # the number of that event
+    actions: list[Action]
+
+
 class Script:
     """The schedule of a backward, and the uses it was made from: the next backward through the same uses follows it, too.
 
     Attributes:
-        events: The schedule.
-        enters: Its uses, each with the number of the event that enters it.
-        uses_of: How many of them each unit has, the same number on every rank.
-        steps: For each event, the action to run (None at a bracket), and the Enter or Exit that autograd must have come to
-            before, if there is one.
+        enters: The uses of the schedule, each with the number of the event that enters it.
+        repeated: The units that have several of them, the same on every rank.
+        stretches: The schedule, cut where it must wait for autograd.
     """
 
     def __init__(
@@ -136,20 +144,24 @@ class Script:
             ahead: Moves gathers ahead of their uses.
         """
         self._made_from = (trace, reduced)
-        events = backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__)
-        self.events = limit_reductions(ahead(events), limit=REDUCTIONS_UNDER_WAY)
-        self.enters = {event.use: at for at, event in enumerate(self.events) if isinstance(event, Enter)}
-        self.uses_of = Counter(use.unit for use in self.enters)
-        self.steps: list[tuple[Action | None, Enter | Exit | None]] = []
-        following: Enter | None = None
-        for event in reversed(self.events):
-            following = event if isinstance(event, Enter) else following
-            if isinstance(event, Enter | Exit):
-                self.steps.append((None, event))
-            else:
+        events = ahead(backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__))
+        events = limit_reductions(events, limit=REDUCTIONS_UNDER_WAY)
+        self.enters = {event.use: at for at, event in enumerate(events) if isinstance(event, Enter)}
+        units = [use.unit for use in self.enters]
+        self.repeated = {unit for unit in units if units.count(unit) > 1} if len(set(units)) < len(units) else set()
+        self.stretches = [_Stretch(None, False, -1, [])]
+        entered = iter(self.enters)
+        following = next(entered, None)
+        for at, event in enumerate(events):
+            if isinstance(event, Exit):
+                self.stretches.append(_Stretch(event.use, False, at, []))
+            elif isinstance(event, Enter | Await) and following is not None:
                 # Waiting for bytes before autograd needs them would only keep the host from issuing work.
-                self.steps.append((event, following if isinstance(event, Await) else None))
-        self.steps.reverse()
+                if self.stretches[-1].use != following or not self.stretches[-1].is_enter:
+                    self.stretches.append(_Stretch(following, True, self.enters[following], []))
+                following = next(entered, None) if isinstance(event, Enter) else following
+            if not isinstance(event, Enter | Exit):
+                self.stretches[-1].actions.append(event)
 
     def serves(self, trace: Sequence[Enter | Exit], reduced: frozenset[int]) -> bool:
         """Whether a backward through these brackets has the same schedule."""
@@ -165,6 +177,8 @@ class BackwardPass:
         recomputed: The uses that checkpoints ran again inside this backward.
         waiting: The uses that a later backward may pass through, the same on every rank.
         keeps_graph: Whether the graph may have another backward (`retain_graph=True`).
+        actions: What is left to do before it must look whether it may go on.
+        repeated: The units that have several uses in the schedule, the same on every rank.
         closing: Whether autograd has run all nodes, so that nothing more will arrive.
         failed: Whether the backward raised.
     """
@@ -192,9 +206,10 @@ class BackwardPass:
         self.reductions: list[tuple[Unit, Reduction]] = []
         self.recomputed: list[UnitUse] = []
         self.closing = self.failed = False
-        self.waiting, self.keeps_graph = waiting, keeps_graph
-        self._script = script
-        self._cursor = 0
+        self.waiting, self.keeps_graph, self.repeated = waiting, keeps_graph, script.repeated
+        self.actions: Iterator[Action] = iter(())
+        self._enters = script.enters
+        self._left = deque(script.stretches)
         self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
@@ -203,15 +218,11 @@ class BackwardPass:
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
-        return use in self._script.enters and use not in self._arrived
+        return use in self._enters and use not in self._arrived
 
     def has_met(self, use: Use) -> bool:
         """Whether the use is in the schedule."""
-        return use in self._script.enters
-
-    def uses_of(self, unit: int) -> int:
-        """Uses of a unit in the schedule, the same number on every rank."""
-        return self._script.uses_of[unit]
+        return use in self._enters
 
     def enter(self, unit: int, use: Use | None, *, recomputes: bool) -> Use | None:
         """Backward, or a recomputation, has reached a use of a unit; if `use` is None the next one, which is returned.
@@ -221,47 +232,44 @@ class BackwardPass:
         """
         use = use or self._next_use(unit)
         if use is not None:
-            self._note(use, recomputes=recomputes)
+            self._entered.add(use)
+            at = self._enters.get(use, -1)
+            self._entered_to = max(self._entered_to, at)
+            if not recomputes:
+                self._reached_to = max(self._reached_to, at)
         return use
 
-    def _note(self, use: Use, *, recomputes: bool) -> None:
-        at = self._script.enters.get(use, -1)
-        self._entered.add(use)
-        if at > self._entered_to:
-            self._entered_to = at
-        if at > self._reached_to and not recomputes:
-            self._reached_to = at
-
     def _next_use(self, unit: int) -> Use | None:
-        for event in self._script.events[self._cursor :]:
-            if isinstance(event, Exit) and event.use.unit == unit and event.use not in self._entered:
-                return event.use
+        for use, is_enter, _, _ in self._left:
+            if use is not None and use.unit == unit and not is_enter and use not in self._entered:
+                return use
         return None
 
     def gradients_arrived(self, use: Use) -> None:
         """The gradients of a use are there."""
-        self._note(use, recomputes=False)
+        self.enter(use.unit, use, recomputes=False)
         self._arrived.add(use)
 
-    def next_action(self) -> Action | None:
-        """The next action, or None if it must wait for autograd."""
-        steps = self._script.steps
-        while (at := self._cursor) < len(steps):
-            action, gate = steps[at]
-            if gate is not None and not self.closing and self._must_wait(at, gate):
-                return None
-            self._cursor = at + 1
-            if action is not None:
-                return action
-        return None
+    def goes_on(self) -> bool:
+        """Whether `actions` has more; False if autograd must come further first, or at the end."""
+        if not self._left:
+            return False
+        use, is_enter, at, actions = self._left[0]
+        if use is not None and not self.closing:
+            if use in self._passed_only:
+                if self._may_still_pass(use, at, is_enter=is_enter):
+                    return False
+            elif use in self._awaited and use not in (self._entered if is_enter else self._arrived):
+                return False
+        self._left.popleft()
+        self.actions = iter(actions)
+        return True
 
-    def _must_wait(self, at: int, gate: Enter | Exit) -> bool:
-        use, is_enter = gate.use, type(gate) is Enter
-        if use in self._passed_only:
-            # A use before one that was reached was passed itself, or never will be. [Note: recomputation is ahead]
-            if is_enter:
-                return use not in self._entered and at > self._entered_to
-            # Ranks with gradients know when a use was passed. After an error, count the last use reached as passed, as they
-            # do: they have issued its reduction, and wait for this rank.
-            return (self._script.enters[use] if self.failed else at) > self._reached_to
-        return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
+    def _may_still_pass(self, use: Use, at: int, *, is_enter: bool) -> bool:
+        """Whether backward may still come to an event of a use without gradients of its own. The event has number `at`."""
+        # A use before one that was reached was passed itself, or never will be. [Note: recomputation is ahead]
+        if is_enter:
+            return use not in self._entered and at > self._entered_to
+        # Ranks with gradients know when a use was passed. After an error, count the last use reached as passed, as they
+        # do: they have issued its reduction, and wait for this rank.
+        return (self._enters[use] if self.failed else at) > self._reached_to

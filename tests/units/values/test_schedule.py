@@ -332,7 +332,7 @@ def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_la
     backward = BackwardPass(script, ending, awaited={first}, passed_only={second}, waiting=set(), keeps_graph=False)
 
     def done() -> list[Event]:
-        return list(iter(backward.next_action, None))
+        return [*backward.actions, *(action for _ in iter(backward.goes_on, False) for action in backward.actions)]
 
     backward.enter(1, second, recomputes=False)
     assert done() == [Unshard(1), Await(1)]
