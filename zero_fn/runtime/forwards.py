@@ -21,7 +21,7 @@ from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.in_flight import Phase
-from zero_fn.runtime.members import forget_if_changed, refuse_new
+from zero_fn.runtime.members import is_as_before, note_members
 from zero_fn.runtime.passes import ForwardPass
 from zero_fn.runtime.saved import drop_packing
 from zero_fn.runtime.statistics import Statistics
@@ -181,20 +181,18 @@ class Forwards:
 
     def prepare(self) -> None:
         """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers."""
-        present = 0
-        must_expire = not self._module.accumulating or self.is_fresh
-        forget_if_changed(self._module)
-        for unit in self._module.live_units():
-            if unit.at_rest.is_gone:
-                continue
-            present += 1
-            if must_expire:
+        module, units = self._module, self._module.live_units()
+        if not module.accumulating or self.is_fresh:
+            for unit in units:
                 unit.mark_stale()
-            unit.follow_moved()
-        refuse_new(self._module)
-        if present != self._present:  # layers may be taken out of a model
-            self._present = present
-            self.recorded.clear()
+        if not is_as_before(module):
+            units = [unit for unit in units if not unit.at_rest.is_gone]
+            for unit in units:
+                unit.follow_moved()
+            if len(units) != self._present:  # layers may be taken out of a model
+                self._present = len(units)
+                self.recorded.clear()
+            note_members(module)
         self.agree()
         if self.statistics.is_active:
             self._broadcast_statistics()

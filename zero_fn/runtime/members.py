@@ -1,70 +1,89 @@
-"""Parameters and modules that are added to a model after a transform.
+"""A census of a model: which parameters its modules held, and on which memory, when a forward last looked at each of them.
 
-They belong to no unit, so each rank would train them with its own gradients. The next forward refuses them, and so does
-`zf.check`. A forward first compares the children and the numbers of parameters of all modules with those of the forward
-before; only if they differ does it look at each parameter.
+What was added after the transform belongs to no unit, so each rank would train it with its own gradients: the next forward
+refuses it, and so does `zf.check`. What was moved or replaced is followed by its unit. A forward first compares the model
+with the census, which takes 0.1 us for a module or a parameter, and looks at each parameter only if they differ.
 """
 
 from __future__ import annotations
 
 from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, call, is_
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.transformed import Transformed
 
-__all__ = ["forget_if_changed", "forget_members", "refuse_late", "refuse_new"]
+__all__ = ["forget_members", "is_as_before", "note_members", "refuse_late"]
 
 _MEMBERS = "_zero_fn_members"  # in the `__dict__` of the transformed module: only that may keep its modules alive
+
+_parameter, _known_local, _local = attrgetter("parameter"), attrgetter("local"), attrgetter("_local_tensor")
 
 
 class _Members:
     """The children and parameters of all modules of a model, as they were at some time."""
 
-    __slots__ = ("_found", "_modules", "_parameters")
-
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, transformed: Transformed) -> None:
+        self._slots = [slot for unit in transformed.live_units() for slot in unit.slots]
+        places = [place for slot in self._slots for place in slot.places]
         modules = [module.__dict__ for module in root.modules() if not isinstance(module, ScriptModule)]
-        self._modules = [module["_modules"] for module in modules]
-        self._parameters = [module["_parameters"] for module in modules]
+        self._children = [module["_modules"] for module in modules]
+        # Modules that were taken out of the model may be held by the user, and are not to be held here.
+        self._holders = [place._module for place in places]
+        held = [module["_parameters"] for module in modules]
+        held += [place.module._parameters for place in places if not place.is_gone]
+        self._parameters = [*{id(each): each for each in held}.values()]
+        self._placed = [slot.parameter for slot in self._slots]
         self._found = self._now()
+        self._is_comparable = all(isinstance(parameter, DTensor) for parameter in self._placed)
+
+    def _now(self) -> tuple[list[nn.Module], list[bool], list[nn.Parameter | None]]:
+        """All children; which modules of units are gone; all parameters."""
+        return (
+            [*chain.from_iterable(map(dict.values, self._children))],
+            [*map(is_, map(call, self._holders), repeat(None))],
+            [*chain.from_iterable(map(dict.values, self._parameters))],
+        )
 
     def are_as_before(self) -> bool:
-        """Whether modules hold the same children, and parameters in the same places. Takes 0.1 us for each module."""
-        return self._now() == self._found
-
-    def _now(self) -> tuple[list[nn.Module], list[int], list[bool]]:
-        """All children; the number of parameters of each module; which parameters are None."""
-        parameters = chain.from_iterable(map(dict.values, self._parameters))
+        """Whether modules hold the same children, and in the same places the same parameters, on the same memory."""
+        if not self._is_comparable:
+            return False
+        *modules, parameters = self._now()
         return (
-            [*chain.from_iterable(map(dict.values, self._modules))],
-            [*map(len, self._parameters)],
-            [*map(is_, parameters, repeat(None))],
+            modules == [*self._found[:2]]
+            and len(parameters) == len(self._found[2])
+            and all(map(is_, parameters, self._found[2]))
+            and all(map(is_, map(_parameter, self._slots), self._placed))
+            and all(map(is_, map(_local, self._placed), map(_known_local, self._slots)))
         )
 
 
-def forget_members(module: nn.Module) -> None:
-    """Forgets what the modules below this one held: the next forward looks at each parameter."""
-    module.__dict__.pop(_MEMBERS, None)
-
-
-def forget_if_changed(transformed: Transformed) -> None:
-    """Forgets what the modules of a model held if they hold something else now, so that removed modules are freed."""
+def is_as_before(transformed: Transformed) -> bool:
+    """Whether a model is as its last census found it. Else that is forgotten, so that removed modules are freed."""
     root = transformed.root()
     members = root.__dict__.get(_MEMBERS) if root is not None else None
-    if root is not None and members is not None and not members.are_as_before():
-        forget_members(root)
+    if root is None or members is None or members.are_as_before():
+        return members is not None
+    forget_members(root)
+    return False
 
 
-def refuse_new(transformed: Transformed) -> None:
-    """Refuses what was added to a model since the last call; see `refuse_late`."""
+def note_members(transformed: Transformed) -> None:
+    """Takes the census of a model whose units have followed moved parameters, and refuses what is new; see `refuse_late`."""
     root = transformed.root()
-    if root is not None and _MEMBERS not in root.__dict__ and refuse_late(transformed):
-        root.__dict__[_MEMBERS] = _Members(root)
+    if root is not None and refuse_late(transformed):
+        root.__dict__[_MEMBERS] = _Members(root, transformed)
+
+
+def forget_members(module: nn.Module) -> None:
+    """Forgets the census of a model: the next forward looks at each parameter."""
+    module.__dict__.pop(_MEMBERS, None)
 
 
 def refuse_late(transformed: Transformed) -> bool:

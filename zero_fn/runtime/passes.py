@@ -124,7 +124,8 @@ class Script:
     """The schedule of a backward, and the uses it was made from: the next backward through the same uses follows it, too.
 
     Attributes:
-        enters: The uses of the schedule, each with the number of the event that enters it.
+        events: The schedule.
+        enters: Its uses, each with the number of the event that enters it.
         repeated: The units that have several of them, the same on every rank.
         stretches: The schedule, cut where it must wait for autograd.
     """
@@ -146,6 +147,7 @@ class Script:
         self._made_from = (trace, reduced)
         events = ahead(backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__))
         events = limit_reductions(events, limit=REDUCTIONS_UNDER_WAY)
+        self.events = events
         self.enters = {event.use: at for at, event in enumerate(events) if isinstance(event, Enter)}
         units = [use.unit for use in self.enters]
         self.repeated = {unit for unit in units if units.count(unit) > 1} if len(set(units)) < len(units) else set()
