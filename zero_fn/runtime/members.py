@@ -42,6 +42,9 @@ class _Members:
         self._found = self._now()
         self._is_comparable = all(isinstance(parameter, DTensor) for parameter in self._placed)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the model takes a census of its own
+
     def _now(self) -> tuple[list[nn.Module], list[bool], list[nn.Parameter | None]]:
         """All children; which modules of units are gone; all parameters."""
         return (
