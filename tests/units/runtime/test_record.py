@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,6 +48,7 @@ def values(forms: Forms, seed: int) -> list[Tensor]:
     return [torch.randint(-99, 99, (numel,), generator=generator).to(dtype) for numel, dtype, *_ in forms]
 
 
+@example(forms=[Form(n, torch.float32, None, PARCEL_NBYTES) for n in (3, 5)], chosen={0}, way="behind")  # one parcel
 @given(forms=forms_of, chosen=st.sets(st.integers(0, 5)), way=st.sampled_from(["copy", "behind"]))
 def test_what_is_written_is_read_and_what_is_beside_it_stays(
     tmp_path_factory: pytest.TempPathFactory, forms: Forms, chosen: set[int], way: str
