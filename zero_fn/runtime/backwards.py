@@ -95,7 +95,7 @@ class Backwards:
         if grads is not None and accumulating:
             unit.gradients.add_pending(grads)
         elif grads is not None:
-            several = backward is None or not scheduled or unit.index in backward.repeated
+            several = backward is None or not scheduled or unit.index in backward.script.repeated
             unit.gradients.add(grads, exact=several)
         if backward is None:
             return
@@ -211,7 +211,7 @@ class Backwards:
                 self.settling.settle(*backward.reductions.pop(0))
         elif kind is Reduce:
             unit = self._module.unit(action.unit)
-            exact = unit.index in backward.repeated
+            exact = unit.index in backward.script.repeated
             backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
         elif kind is Reshard and self._forwards.current is None:  # not in a backward that runs inside a forward
             unit = self._module.unit(action.unit)

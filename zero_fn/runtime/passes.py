@@ -111,7 +111,7 @@ class ForwardPass:
         return Use(use.unit, use.number - self._offsets.get(use.unit, 0))
 
 
-class _Stretch(NamedTuple):
+class _BackwardLeg(NamedTuple):
     """Actions of a backward that follow one another without a wait for autograd."""
 
     use: Use | None  # autograd must have come to its Enter or its Exit before; None at the beginning
@@ -127,7 +127,7 @@ class Script:
         events: The schedule.
         enters: Its uses, each with the number of the event that enters it.
         repeated: The units that have several of them, the same on every rank.
-        stretches: The schedule, cut where it must wait for autograd.
+        legs: The schedule, cut where it must wait for autograd.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class Script:
         self.enters = {event.use: at for at, event in enumerate(events) if isinstance(event, Enter)}
         units = [use.unit for use in self.enters]
         self.repeated = {unit for unit in units if units.count(unit) > 1} if len(set(units)) < len(units) else set()
-        self.stretches = [_Stretch(None, False, -1, [])]
+        self.legs = [_BackwardLeg(None, False, -1, [])]
         entered = iter(self.enters)
         following = next(entered, None)
         for at, event in enumerate(events):
             if isinstance(event, Exit):
-                self.stretches.append(_Stretch(event.use, False, at, []))
+                self.legs.append(_BackwardLeg(event.use, False, at, []))
             elif isinstance(event, Enter | Await) and following is not None:
                 # Waiting for bytes before autograd needs them would only keep the host from issuing work.
-                if self.stretches[-1].use != following or not self.stretches[-1].is_enter:
-                    self.stretches.append(_Stretch(following, True, self.enters[following], []))
+                if self.legs[-1].use != following or not self.legs[-1].is_enter:
+                    self.legs.append(_BackwardLeg(following, True, self.enters[following], []))
                 following = next(entered, None) if isinstance(event, Enter) else following
             if not isinstance(event, Enter | Exit):
-                self.stretches[-1].actions.append(event)
+                self.legs[-1].actions.append(event)
 
     def serves(self, trace: Sequence[Enter | Exit], reduced: frozenset[int]) -> bool:
         """Whether a backward through these brackets has the same schedule."""
@@ -180,7 +180,7 @@ class BackwardPass:
         waiting: The uses that a later backward may pass through, the same on every rank.
         keeps_graph: Whether the graph may have another backward (`retain_graph=True`).
         actions: What is left to do before it must look whether it may go on.
-        repeated: The units that have several uses in the schedule, the same on every rank.
+        script: Its schedule.
         closing: Whether autograd has run all nodes, so that nothing more will arrive.
         failed: Whether the backward raised.
     """
@@ -208,10 +208,9 @@ class BackwardPass:
         self.reductions: list[tuple[Unit, Reduction]] = []
         self.recomputed: list[UnitUse] = []
         self.closing = self.failed = False
-        self.waiting, self.keeps_graph, self.repeated = waiting, keeps_graph, script.repeated
+        self.waiting, self.keeps_graph, self.script = waiting, keeps_graph, script
         self.actions: Iterator[Action] = iter(())
-        self._enters = script.enters
-        self._left = deque(script.stretches)
+        self._left = deque(script.legs)
         self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
@@ -220,11 +219,11 @@ class BackwardPass:
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
-        return use in self._enters and use not in self._arrived
+        return use in self.script.enters and use not in self._arrived
 
     def has_met(self, use: Use) -> bool:
         """Whether the use is in the schedule."""
-        return use in self._enters
+        return use in self.script.enters
 
     def enter(self, unit: int, use: Use | None, *, recomputes: bool) -> Use | None:
         """Backward, or a recomputation, has reached a use of a unit; if `use` is None the next one, which is returned.
@@ -235,7 +234,7 @@ class BackwardPass:
         use = use or self._next_use(unit)
         if use is not None:
             self._entered.add(use)
-            at = self._enters.get(use, -1)
+            at = self.script.enters.get(use, -1)
             self._entered_to = max(self._entered_to, at)
             if not recomputes:
                 self._reached_to = max(self._reached_to, at)
@@ -274,4 +273,4 @@ class BackwardPass:
             return use not in self._entered and at > self._entered_to
         # Ranks with gradients know when a use was passed. After an error, count the last use reached as passed, as they
         # do: they have issued its reduction, and wait for this rank.
-        return (self._enters[use] if self.failed else at) > self._reached_to
+        return (self.script.enters[use] if self.failed else at) > self._reached_to
