@@ -61,6 +61,7 @@ MOST = 15
 """Attributes, and methods, of one class."""
 
 WIDE = {
+    "BackwardPass": "how far autograd, the schedule and recomputation have come in one backward",
     "Path": "the arithmetic of one parameter, each line a number that follows from its shape and axes",
     "Slot": "what is known of one parameter",
 }
