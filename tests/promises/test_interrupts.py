@@ -6,6 +6,8 @@ and what the model computes is compared with a plain model. One model is interru
 
 from __future__ import annotations
 
+import functools
+import linecache
 import os
 import random
 import shutil
@@ -38,6 +40,13 @@ Line = tuple[str, int]  # file and number
 Moment = tuple[Line, int]  # a line, and how often it had been run before
 
 
+@functools.cache
+def _is_of_a_mode(file: str, line: int) -> bool:
+    """Whether a line enters and leaves a mode of torch: one that is interrupted as it leaves stays on, here as anywhere."""
+    text = linecache.getline(file, line)
+    return "with " in text and ("no_grad()" in text or "inference_mode(" in text)
+
+
 class _Tracer:
     """Counts the lines of zero_fn that an action runs, and interrupts it at one of them."""
 
@@ -51,7 +60,7 @@ class _Tracer:
         return self._line if code.co_filename.startswith(_ROOT) and code.co_name != "__del__" else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not self.is_hit:
+        if event == "line" and not self.is_hit and not _is_of_a_mode(frame.f_code.co_filename, frame.f_lineno):
             line = frame.f_code.co_filename[len(_ROOT) :], frame.f_lineno
             if (line, self.counts[line]) == self._moment:
                 self.is_hit = True
