@@ -120,10 +120,10 @@ def test_only_the_model_is_read() -> None:
     assert _values(model) == GOLDEN["zero3"]["saved"]
 
 
-def test_the_model_of_states_that_are_not_read_is_read(tmp_path: Path) -> None:
+def test_the_model_of_states_that_are_not_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
-        found = _loaded_with_stand_ins(path)
+        found = _loaded_with_stand_ins(path, monkeypatch)
         found["optimizer_state_dict"]["base_optimizer_state"] = []
         torch.save(found, path)
     model, optimizer = _fresh("zero1")
@@ -172,12 +172,12 @@ def test_checkpoints_of_two_kinds_in_one_folder_are_told_apart(tmp_path: Path) -
     assert _wrong("zero2", model, optimizer) == []
 
 
-def test_numbers_of_steps_may_be_plain(tmp_path: Path) -> None:
+def test_numbers_of_steps_may_be_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the optimizers that DeepSpeed brings have them."""
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
         raw = path.read_bytes()
-        found = _loaded_with_stand_ins(path)
+        found = _loaded_with_stand_ins(path, monkeypatch)
         for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] = int(state["step"])
         torch.save(found, path)
@@ -187,7 +187,7 @@ def test_numbers_of_steps_may_be_plain(tmp_path: Path) -> None:
     assert _wrong("zero1", model, optimizer) == []
 
 
-def _loaded_with_stand_ins(path: Path) -> dict[str, Any]:
+def _loaded_with_stand_ins(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is in a file, for which DeepSpeed need not be installed: fragments are of a class of that name."""
 
     class fragment_address:
@@ -203,7 +203,7 @@ def _loaded_with_stand_ins(path: Path) -> dict[str, Any]:
     config.ZeroStageEnum = lambda stage: stage  # type: ignore[attr-defined]
     parents = ["deepspeed", "deepspeed.utils", "deepspeed.runtime", "deepspeed.runtime.fp16", "deepspeed.runtime.zero"]
     for name, each in [(n, types.ModuleType(n)) for n in parents] + [(m.__name__, m) for m in (module, scaler, config)]:
-        sys.modules[name] = each
+        monkeypatch.setitem(sys.modules, name, each)
     found: dict[str, Any] = torch.load(path, weights_only=False)
     return found
 
