@@ -21,11 +21,10 @@ from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Slab
 from zero_fn.transforms.parked import bytes_of
+from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.tiers import Cpu, Tier, bytes_text
 
 __all__ = ["Evicted", "evict"]
-
-_ALIGNMENT_NBYTES = 64
 
 _absent: WeakSet[nn.Module] = WeakSet()  # modules that are evicted now
 
@@ -150,9 +149,9 @@ class Evicted:
                 fix="clone one of them; or tie parameters as one: decoder.weight = encoder.weight",
             )
         flats = [bytes_of(held.local) for held in self._held]
-        sizes = [_aligned(flat.numel()) for flat in flats]
-        room = Slab(sum(sizes), self._tier, "evicted tensors").memory[: sum(sizes)]
-        return [copy[: flat.numel()].copy_(flat) for copy, flat in zip(torch.split(room, sizes), flats, strict=True)]
+        *begins, total = aligned_offsets([flat.numel() for flat in flats], 1)
+        room = Slab(total, self._tier, "evicted tensors").memory
+        return [room[begin : begin + flat.numel()].copy_(flat) for begin, flat in zip(begins, flats, strict=True)]
 
     def _release(self) -> None:
         for held in reversed(self._held):  # gradients before their parameters
@@ -216,10 +215,6 @@ def _leaves(tensor: Tensor) -> bool:
     """Whether a tensor has memory of a device that is not the host's."""
     local = local_of(tensor)
     return local.device.type not in ("cpu", "meta") and not isinstance(local, TierTensor)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def _on_meta(local: Tensor) -> Tensor:
