@@ -29,8 +29,8 @@ class _Members:
     """The children and parameters of all modules of a model, as they were at some time."""
 
     def __init__(self, root: nn.Module, transformed: Transformed) -> None:
-        self._slots = [slot for unit in transformed.live_units() for slot in unit.slots]
-        places = [place for slot in self._slots for place in slot.places]
+        slots = [slot for unit in transformed.live_units() for slot in unit.slots]
+        places = [place for slot in slots for place in slot.places]
         modules = [module.__dict__ for module in root.modules() if not isinstance(module, ScriptModule)]
         self._children = [module["_modules"] for module in modules]
         # Modules that were taken out of the model may be held by the user, and are not to be held here.
@@ -38,9 +38,10 @@ class _Members:
         held = [module["_parameters"] for module in modules]
         held += [place.module._parameters for place in places if not place.is_gone]
         self._parameters = [*{id(each): each for each in held}.values()]
+        self._slots = [slot for slot in slots if isinstance(slot.parameter, DTensor)]
+        self._others = [slot for slot in slots if not isinstance(slot.parameter, DTensor)]
         self._placed = [slot.parameter for slot in self._slots]
         self._found = self._now()
-        self._is_comparable = all(isinstance(parameter, DTensor) for parameter in self._placed)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the model takes a census of its own
@@ -55,15 +56,14 @@ class _Members:
 
     def are_as_before(self) -> bool:
         """Whether modules hold the same children, and in the same places the same parameters, on the same memory."""
-        if not self._is_comparable:
-            return False
-        *modules, parameters = self._now()
+        now, found = self._now(), self._found
         return (
-            modules == [*self._found[:2]]
-            and len(parameters) == len(self._found[2])
-            and all(map(is_, parameters, self._found[2]))
+            now[:2] == found[:2]
+            and len(now[2]) == len(found[2])
+            and all(map(is_, now[2], found[2]))
             and all(map(is_, map(_parameter, self._slots), self._placed))
             and all(map(is_, map(_local, self._placed), map(_known_local, self._slots)))
+            and all(slot.is_current() for slot in self._others)
         )
 
 
