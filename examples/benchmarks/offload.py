@@ -13,7 +13,7 @@ computation does. float32, AdamW, clipped by the norm.
     nvme        zero_fn, stage 3, `zf.streamed(optimizer, zf.nvme(path))`
     ds-cpu      DeepSpeed, stage 2, offload_optimizer to cpu (its CPUAdam, compiled at first use)
     ds-nvme     DeepSpeed, stage 3, offload_optimizer to nvme, read and written in a pipeline, for which its default of 4
-                buffers is too few; its aio with the settings that were fastest of six in `storage.py`
+                buffers is too few; its aio with the settings that were fastest of six
 
 `--peer` is the interpreter of an environment with deepspeed (`pip install deepspeed ninja`, and libaio's headers for nvme).
 """
