@@ -134,10 +134,7 @@ def test_load_after_save_is_the_identity(shapes: list[tuple[int, ...]], steps: i
         step(model, optimizer)
     other, its_optimizer = run(1)
     with tempfile.TemporaryDirectory() as folder:
-        if is_async:
-            zf.save_async(f"{folder}/a", model, optimizer).wait()
-        else:
-            zf.save(f"{folder}/a", model, optimizer)
+        zf.save(f"{folder}/a", model, optimizer, background=is_async).wait()
         zf.load(folder, other, its_optimizer)
     for _ in range(2):
         step(model, optimizer)

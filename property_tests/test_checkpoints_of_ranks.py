@@ -217,8 +217,7 @@ def test_a_save_that_is_killed_anywhere_has_not_begun(tree: Tree, point: int, is
         zf.save(f"{folder}/step-1", model)
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         changed = build(tree, seed=1)
-        act = (lambda: zf.save_async(f"{folder}/step-2", changed).wait()) if is_async else None
-        was_killed = killed_at(point, act or (lambda: zf.save(f"{folder}/step-2", changed)))
+        was_killed = killed_at(point, lambda: zf.save(f"{folder}/step-2", changed, background=is_async).wait())
         read = build(tree, seed=2)
         zf.load(folder, read)
         is_new = (Path(folder) / "step-2").exists()

@@ -4,7 +4,7 @@ model = zf.shard_params(model, mesh["dp"])                      # ZeRO-3; transf
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)      # built after the last one: its states are shards, too
 """
 
-from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_async, save_pretrained
+from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_pretrained
 from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
 from zero_fn.errors import (
     CheckpointError,
@@ -104,7 +104,6 @@ __all__ = [
     "refresh",
     "replicate",
     "save",
-    "save_async",
     "save_pretrained",
     "shard_grads",
     "shard_optimizer",

@@ -3,7 +3,7 @@
     python examples/benchmarks/checkpoints.py [RANKS] [MILLIONS OF PARAMETERS] [FOLDER]
 
 ZeRO-3 with AdamW. Peak memory is that of the slowest rank beside what rests, and includes the page cache of no one. The
-last rows are a forward and backward alone, and while `save_async` writes in the background, without the time that the rank
+last rows are a forward and backward alone, and while `save(background=True)` writes, without the time that the rank
 was ready and had no core: as on an otherwise idle one.
 """
 
@@ -118,7 +118,10 @@ def run(folder: str, millions: int) -> None:
         note('zf.load, "once"', lambda: zf.load(f"{folder}/zf", model, optimizer, verify="once"))
         note("dcp.async_save", lambda: begun.append(dcp_async_save()))
         begun.pop().result()
-        note("zf.save_async", lambda: begun.append(zf.save_async(f"{folder}/zf-async", model, optimizer)))
+        note(
+            "zf.save, background",
+            lambda: begun.append(zf.save(f"{folder}/zf-async", model, optimizer, background=True)),
+        )
         beside += steps(0, begun[0].is_done)
         begun.pop().wait()
         alone += steps(max(len(beside), 3), lambda: True)

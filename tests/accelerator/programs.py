@@ -612,13 +612,13 @@ def copied(tier: Tier) -> None:
 
 @program
 def checkpoints(tier: Tier) -> None:
-    """What is on the device while it is copied may change as soon as `save_async` has returned."""
+    """What is on the device while it is copied may change as soon as `save(background=True)` has returned."""
     for is_away in (False, True):
         plain, model = net(), all_away(net(), tier) if is_away else net()
         plain_optimizer, optimizer = adamw(plain), zf.streamed(adamw(model)) if is_away else adamw(model)
         require_same(model, optimizer, plain, plain_optimizer)
         with tempfile.TemporaryDirectory() as folder:
-            zf.save_async(f"{folder}/step-1", model, optimizer)
+            zf.save(f"{folder}/step-1", model, optimizer, background=True)
             zf.save(f"{folder}/step-2", plain, plain_optimizer)
             trained(model, optimizer, batches(2))
             trained(plain, plain_optimizer, batches(1))

@@ -75,10 +75,9 @@ class Run:
             self.train()  # changes everything that is being saved
             written.result()  # type: ignore[union-attr]
             return
-        elif how == "sync":
-            zf.save(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=own)
         else:
-            saving = zf.save_async(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=own)
+            is_async = how == "async"
+            saving = zf.save(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=own, background=is_async)
             self.train()  # changes everything that is being saved
             saving.wait()
             return

@@ -1,4 +1,4 @@
-"""`save` and `save_async`: each rank writes its share of the tensors, and one rename makes the folder a checkpoint.
+"""`save`: each rank writes its share of the tensors, and one rename makes the folder a checkpoint.
 
 plan     each rank lists what it has to save
 begin    ranks agree: all were given the same arguments, none has failed, who has tensors of the same names; rank 0 makes
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from zero_fn.streamed import Streamed
 from zero_fn.transforms.selection import Where
 from zero_fn.values.tiers import Cpu
 
-__all__ = ["Saving", "save", "save_async", "wait_for_saving"]
+__all__ = ["Saving", "save", "wait_for_saving"]
 
 SAVING = "Saving a checkpoint"
 
@@ -52,7 +52,8 @@ def save(
     where: Where = None,
     keep: int | None = None,
     keep_every: int | None = None,
-) -> None:
+    background: bool = False,
+) -> Saving:
     """Saves a model, its optimizer and anything else as one checkpoint. All ranks call it.
 
         zf.save("runs/a/step-000120", model, optimizer, extra={"scheduler": scheduler, "step": 120}, keep=3)
@@ -62,7 +63,7 @@ def save(
     on the disk: a save that fails, or is killed, leaves no checkpoint of this name. `zf.load` reads it on any number of
     ranks, mesh, stage and tier.
 
-    Communicates two messages of 640 bytes from each rank to rank 0, and two back.
+    Communicates two messages of 640 bytes from each rank to rank 0, and two back, on a group of its own.
 
     Args:
         folder: The folder to make, on a disk that all ranks share. A number at the end of its name is its step.
@@ -74,6 +75,13 @@ def save(
         keep: How many checkpoints to keep in the folder above: the newest ones whose names differ only in the step. None:
             all.
         keep_every: Checkpoints whose step is a multiple of this are kept, too.
+        background: Returns when the values are copied, and a thread writes the files while training goes on. Values in
+            memory are copied to the host, which takes as many bytes as this rank writes of them; values in tiers
+            (parameters, states of streamed optimizers) are written to their files before `save` returns.
+
+    Returns:
+        The save. One in the background is under way: `wait()`, the next save and the next load wait for it, and raise on
+        every rank if it failed.
 
     Raises:
         CheckpointError: Something cannot be saved, or there is a checkpoint of this name. Raised on every rank.
@@ -82,74 +90,51 @@ def save(
         LostRankError: A rank has ended, or did not call `save`.
     """
     wait_for_saving()
-    _begun(_SaveOptions(folder, model, optimizer, extra or {}, where, keep, keep_every), copies=False).finish()
+    meeting, draft, plan = RankMeeting(), Draft(Path(os.path.abspath(folder))), _Inventory()
 
+    def prepare() -> None:
+        if any(each is not None and each < 1 for each in (keep, keep_every)):
+            raise CheckpointError(
+                "keep and keep_every are numbers from 1 on.", keep=keep, keep_every=keep_every, fix="keep=3"
+            )
+        plan.add(model, optimizer, extra or {}, where)
 
-def save_async(
-    folder: str | os.PathLike[str],
-    model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Mapping[str, Any] | None = None,
-    where: Where = None,
-    keep: int | None = None,
-    keep_every: int | None = None,
-) -> Saving:
-    """Saves as `save` does, and writes the files in a thread while training goes on.
-
-        saving = zf.save_async("runs/a/step-000120", model, optimizer)
-        ...
-        saving.wait()
-
-    Returns when the values are copied. Values in memory are copied to the host, which takes as many bytes as this rank
-    writes of them; values in tiers (parameters, states of streamed optimizers) are written to their files.
-
-    Communicates two messages of 640 bytes from each rank to rank 0, and two back, on a group of its own.
-
-    Args:
-        folder: The folder to make, on a disk that all ranks share. A number at the end of its name is its step.
-        model: A module, transformed or not.
-        optimizer: The optimizer of its parameters, any of torch or a streamed one.
-        extra: Values, or objects with a `state_dict()`, by name; copied before this function returns.
-        where: Which parameters and buffers: patterns of names, or a predicate of name and tensor; None: all.
-        keep: How many checkpoints stay in the folder above, of those whose names differ only in the step; None: all.
-        keep_every: Checkpoints whose step is a multiple of this are kept, too.
-
-    Returns:
-        The save under way. `wait()`, the next save and the next load wait for it, and raise on every rank if it failed.
-
-    Raises:
-        CheckpointError: Something cannot be saved, or there is a checkpoint of this name. Raised on every rank.
-        StorageError: A disk refused before this function returned. Raised on every rank; training may go on.
-        DisagreementError: Ranks were given different folders or options.
-        LostRankError: A rank has ended, or did not call `save_async`.
-    """
-    wait_for_saving()
-    saving = Saving(_begun(_SaveOptions(folder, model, optimizer, extra or {}, where, keep, keep_every), copies=True))
-    _under_way.append(saving)
-    return saving
+    failure = failure_of(prepare)
+    names = [(kind, held.name, held.dtype, held.place.shape) for kind in KINDS[:2] for held in plan.held_tensors[kind]]
+    same = (str(draft.target), model is None, optimizer is None, keep, keep_every, background)
+    try:
+        agreed = meeting.agree(SAVING, failure, draft.make, same=same, same_names=names)
+    except BaseException:
+        draft.drop()
+        raise
+    writing = _Writing(meeting, draft, plan, agreed, _shared_out(plan, agreed), (keep, keep_every))
+    writing.failure = failure_of(lambda: writing.begin(copies=background))
+    if not background:
+        writing.finish()
+        return Saving()
+    return Saving(writing.finish)
 
 
 class Saving:
-    """A checkpoint that a thread is writing; made by `save_async`."""
+    """A checkpoint that is complete, or that a thread is writing. `save` returns it."""
 
-    def __init__(self, writing: _Writing) -> None:
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._failure: Exception | None = None
-        self._writing: _Writing | None = writing
-        self._thread = threading.Thread(target=self._run, name="zero_fn.save_async")
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if finish is not None:
+            self._thread = threading.Thread(target=self._run, args=[finish], name="zero_fn.save")
+            self._thread.start()
+            _under_way.append(self)
 
-    def _run(self) -> None:
-        assert self._writing is not None
+    def _run(self, finish: Callable[[], None]) -> None:
         try:
-            self._writing.finish()
+            finish()
         except Exception as error:
             self._failure = error
-        self._writing = None
 
     def is_done(self) -> bool:
         """Whether the save has ended, with or without success."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Waits until the checkpoint is complete.
@@ -159,7 +144,8 @@ class Saving:
             TierError: The host has no memory for the copies, on this rank or another.
             LostRankError: A rank has ended.
         """
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self in _under_way:
             _under_way.remove(self)
         if self._failure is not None:
@@ -175,17 +161,6 @@ def wait_for_saving() -> None:
         _under_way[0].wait()
 
 
-@dataclass(frozen=True)
-class _SaveOptions:
-    folder: str | os.PathLike[str]
-    model: nn.Module | None
-    optimizer: Optimizer | None
-    extra: Mapping[str, Any]
-    where: Where
-    keep: int | None
-    keep_every: int | None
-
-
 # -- what there is ---------------------------------------------------------------------------------------------------
 
 
@@ -197,11 +172,11 @@ class _Inventory:
     says: dict[str, Any] = field(default_factory=dict)  # its part of the manifest, but for the tensors
     streamed: Streamed | None = None
 
-    def add(self, asked: _SaveOptions) -> None:
+    def add(self, model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where) -> None:
         """Adds everything that was given to `save`."""
-        named, tensors, model = ModelTensors(), dict[str, Tensor](), asked.model
+        named, tensors = ModelTensors(), dict[str, Tensor]()
         if model is not None:
-            named.add(model, asked.where)
+            named.add(model, where)
             self.held_tensors["model"] = named.held_tensors
             self.says["aliases"] = named.aliases
             self.says["homes"] = _homes(model, named)
@@ -212,9 +187,9 @@ class _Inventory:
                     if held.is_buffer and held.place.replica is None
                 }
                 self.says["buffers"] = encoded(own, "buffers", tensors)
-        if asked.optimizer is not None:
-            self._add_optimizer(asked.optimizer, named, tensors)
-        states = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in asked.extra.items()}
+        if optimizer is not None:
+            self._add_optimizer(optimizer, named, tensors)
+        states = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in extra.items()}
         self.says["extra"] = encoded(states, "extra", tensors)
         for path, tensor in tensors.items():
             require_dtype(path, tensor.dtype)
@@ -265,7 +240,6 @@ class _Share:
     held: HeldTensor
     first: int  # of its elements, in what the rank holds
     file: TensorFile | None = None
-    is_written: bool = False
 
     def append(self, values: Tensor) -> None:
         assert self.file is not None, "no file was made"
@@ -275,36 +249,9 @@ class _Share:
         """Writes all elements, a buffer at a time."""
         for first, last in ranges(self.piece.box.sizes, BUFFER_NBYTES // self.piece.dtype.itemsize):
             self.append(self.held.read(self.first + first, self.first + last, window))
-        self.is_written = True
 
 
-def _begun(asked: _SaveOptions, *, copies: bool) -> _Writing:
-    """Begins a save: ranks agree to it, and write what they have; with `copies`, values in memory are copied instead."""
-    meeting, draft, plan = RankMeeting(), Draft(Path(os.path.abspath(asked.folder))), _Inventory()
-    keep = asked.keep, asked.keep_every
-
-    def prepare() -> None:
-        if any(each is not None and each < 1 for each in keep):
-            raise CheckpointError(
-                "keep and keep_every are numbers from 1 on.", keep=keep[0], keep_every=keep[1], fix="keep=3"
-            )
-        plan.add(asked)
-
-    failure = failure_of(prepare)
-    names = [(kind, held.name, held.dtype, held.place.shape) for kind in KINDS[:2] for held in plan.held_tensors[kind]]
-    same = (str(draft.target), asked.model is None, asked.optimizer is None, *keep, copies)
-    try:
-        agreed = meeting.agree(SAVING, failure, draft.make, same=same, same_names=names)
-    except BaseException:
-        draft.drop()
-        raise
-    shares = _shared_out(plan, (agreed.replica, agreed.replicas))
-    writing = _Writing(meeting, draft, plan, agreed, shares, keep)
-    writing.failure = failure_of(lambda: writing.begin(copies=copies))
-    return writing
-
-
-def _shared_out(plan: _Inventory, same_names: tuple[int, int]) -> dict[str, list[list[_Share]]]:
+def _shared_out(plan: _Inventory, agreed: Agreement) -> dict[str, list[list[_Share]]]:
     """What this rank writes, by kind and file. A file has one box of each name: tiles go to several files."""
     found: dict[str, list[list[_Share]]] = {}
     for folder, held_tensors in plan.held_tensors.items():
@@ -315,9 +262,9 @@ def _shared_out(plan: _Inventory, same_names: tuple[int, int]) -> dict[str, list
             if folder == "extra":
                 box: Box | None = place.box
             elif held.is_buffer and place.replica is None:  # ranks may differ: rank 0 decides, as in training
-                box = place.box if same_names[0] == 0 else None
+                box = place.box if agreed.replica == 0 else None
             else:
-                box = place.own(ordinal, held.dtype.itemsize, same_names)
+                box = place.own(ordinal, held.dtype.itemsize, (agreed.replica, agreed.replicas))
             if box is None:
                 continue
             number = taken[held.name]
@@ -343,25 +290,21 @@ class _Writing:
     failure: Exception | None = None  # the other ranks hear of it when they agree to commit
 
     def begin(self, *, copies: bool) -> None:
-        """Makes the files, and writes everything; or, with `copies`, copies what is in memory to the host."""
+        """Makes the files, and writes what rests in tiers; with `copies`, what is in memory is copied to the host."""
         for kind, files in self.files.items():
             for number, shares in enumerate(files):
                 path = self.draft.path / tensors_name(kind, self.meeting.rank, number)
                 file = TensorFile(path, [share.piece for share in shares], self.agreed.text)
                 for share in shares:
                     share.file = file
-        copied = []
+        if copies:
+            _copy([share for share in self._each() if share.held.is_in_memory])
         with ParcelWindow() as window:
             for share in self._each():
-                if share.held.in_chunks is not None:
-                    continue
-                if copies and not share.held.is_away:
-                    copied.append(share)
-                else:
+                if share.held.is_away:
                     share.write(window)
         if self.plan.streamed is not None:
             self._write_chunks(self.plan.streamed)
-        _copy(copied)
 
     def _write_chunks(self, optimizer: Streamed) -> None:
         in_chunks = {share.held.in_chunks: share for share in self._each() if share.held.in_chunks is not None}
@@ -375,8 +318,6 @@ class _Writing:
                 share.append(values[low - first : high - first])
 
         each_state(optimizer, take)
-        for share in in_chunks.values():
-            share.is_written = True
 
     def finish(self) -> None:
         """Writes the rest, and commits."""
@@ -399,7 +340,7 @@ class _Writing:
     def _write_rest(self) -> None:
         with ParcelWindow() as window:
             for share in self._each():
-                if not share.is_written:
+                if share.held.is_in_memory:
                     share.write(window)
         written = {kind: [_finished(shares) for shares in files] for kind, files in self.files.items()}
         says = {"id": self.agreed.text, "rank": self.meeting.rank, "files": written, **self.plan.says}

@@ -183,7 +183,7 @@ def test_pages_that_the_package_names_are_there() -> None:
 
 
 def test_names_that_the_package_tells_to_write_are_there() -> None:
-    """`zf.save_async`, `torch.profiler`: in docstrings, fixes and the table, where no linter looks."""
+    """`zf.save_pretrained`, `torch.profiler`: in docstrings, fixes and the table, where no linter looks."""
     for path in _TEXTS:
         for name in set(re.findall(r"\b(?:zf|torch)(?:\.[A-Za-z_]\w*)+", path.read_text(encoding="utf-8"))):
             assert _named(name.replace("zf.", "zero_fn.", 1)), f"{path.name} names {name}"

@@ -79,10 +79,8 @@ def loaded_step(folder: Path) -> int:
 
 def saved(folder: Path, step: int, how: str = "sync", **options: Any) -> None:
     model, optimizer = run_of(step)
-    if how == "sync":
-        zf.save(folder / f"step-{step}", model, optimizer, extra={"step": step}, **options)
-    else:
-        zf.save_async(folder / f"step-{step}", model, optimizer, extra={"step": step}, **options).wait()
+    background = how == "async"
+    zf.save(folder / f"step-{step}", model, optimizer, extra={"step": step}, background=background, **options).wait()
 
 
 def left_by_a_kill(folder: Path, kept: Path, act: Callable[[], object]) -> list[Path]:
@@ -249,10 +247,7 @@ def _failing(folder: Path, name: str, code: int, at: int, rank: int, how: str) -
     zf.save(folder / "step-1", model, optimizer)
     try:
         with before_each_call(refuse):
-            if how == "sync":
-                zf.save(folder / "step-2", model, optimizer)
-            else:
-                zf.save_async(folder / "step-2", model, optimizer).wait()
+            zf.save(folder / "step-2", model, optimizer, background=how == "async").wait()
         told = "nothing"
     except zf.StorageError as error:
         told = str(error)
@@ -380,10 +375,7 @@ def _killed(folder: Path, at: int, how: str) -> None:
     said = "nothing"
     try:
         with before_each_call(kill):
-            if how == "sync":
-                zf.save(folder / "step-2", model)
-            else:
-                zf.save_async(folder / "step-2", model).wait()
+            zf.save(folder / "step-2", model, background=how == "async").wait()
     except zf.LostRankError:
         said = "LostRankError"
     (folder / f"rank{dist.get_rank()}").write_text(said)

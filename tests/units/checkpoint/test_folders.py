@@ -55,7 +55,7 @@ def test_keep_leaves_the_newest_and_some_others(tmp_path: Path) -> None:
         zf.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep=2, keep_every=30)
     assert _steps(tmp_path) == [1, 30, 50, 60]
     assert (tmp_path / "step-5").exists()
-    zf.save_async(tmp_path / "step-70", nn.Linear(2, 2), keep=1).wait()
+    zf.save(tmp_path / "step-70", nn.Linear(2, 2), keep=1, background=True).wait()
     assert _steps(tmp_path) == [1, 70]
 
 
@@ -96,7 +96,7 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkey
         real(writing)
 
     monkeypatch.setattr("zero_fn.checkpoint.saving._Writing._write_rest", late)
-    saving = zf.save_async(tmp_path / "step-1", model)
+    saving = zf.save(tmp_path / "step-1", model, background=True)
     assert entered.wait(10)
     assert not saving.is_done()
     go.set()
@@ -118,7 +118,7 @@ def test_load_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("zero_fn.checkpoint.saving._Writing._write_rest", late)
     model = nn.Linear(3, 3)
     expected = model.weight.detach().clone()
-    zf.save_async(tmp_path / "step-1", model)
+    zf.save(tmp_path / "step-1", model, background=True)
     with torch.no_grad():
         model.weight.zero_()
     zf.load(tmp_path, model)
@@ -134,7 +134,7 @@ def test_values_are_copied_into_as_many_bytes(tmp_path: Path, monkeypatch: pytes
             super().__init__(nbytes, *args, **kwargs)
 
     monkeypatch.setattr(saving, "Slab", Counted)
-    zf.save_async(tmp_path / "step-1", nn.Linear(20, 10)).wait()
+    zf.save(tmp_path / "step-1", nn.Linear(20, 10), background=True).wait()
     assert copied == [13 * 64 + 64]  # of 800 bytes and of 40, to whole 64
 
 

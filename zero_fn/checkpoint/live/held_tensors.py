@@ -50,6 +50,10 @@ class HeldTensor:
         local = self.local
         return isinstance(local, TierTensor) and local.moved is None and local.is_contiguous()
 
+    @property
+    def is_in_memory(self) -> bool:
+        return self.local is not None and not self.is_away
+
     def read(self, first: int, last: int, window: ParcelWindow) -> Tensor:
         """Elements that this rank holds, in order, in memory of the host."""
         local = self.local
