@@ -10,17 +10,17 @@ One axis is a route of one hop. Of two axes the second moves only 1/n of the ten
 be the slow one. A mean is the mean over the second axis of the means over the first, each summed in the order of its ranks. A
 tensor that lies on one of the axes (experts) travels along the other axis only; its gradients hold the sum over the first.
 
-[Note: hops] When an all-gather returns, its last hop is under way, and those before it were waited for. A reduction issues
-its later hops when it is waited for. Schedules wait in the same order on every rank, so ranks stay in step.
+[Note: hops] The plan of a gather or of a reduction is made once: it has the plan of each hop. When an all-gather returns, its
+last hop is under way, and those before it were waited for. A reduction issues its later hops when it is waited for. Schedules
+wait in the same order on every rank, so ranks stay in step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from math import prod
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,8 @@ from zero_fn.values.mesh import Axis
 
 __all__ = ["BY_BACKEND", "Lines", "line_over", "open_transport"]
 
-_Item = TypeVar("_Item", Segment, Contribution)
+_Hops = tuple[list[tuple[Line, Any]], ...]
+"""The hops of an all-gather, the last axis first: which lines take part in each, and the plan of each."""
 
 BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
 """The class of the transport for a backend, called with group, rank and size; `Native` for a backend that is not here."""
@@ -67,8 +68,45 @@ def line_over(axes: Sequence[Axis]) -> Line:
     return lines[0] if len(lines) == 1 else Lines(lines)
 
 
-_Again = list[tuple[int, BufferPlace, torch.dtype, Route]]
-"""Of contributions what is the same in every step."""
+class _Reduction:
+    """How contributions are summed over two axes: what each hop adds up, and in which buffers."""
+
+    def __init__(self, lines: Sequence[Line], contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> None:
+        size = prod(line.size for line in lines)
+        rooms, heads, later = list(buffers), list[Contribution](), list[Contribution]()
+        self.means: list[tuple[BufferPlace, int]] = []  # of one hop, and how many ranks have added up on the way here
+        self.shared: list[tuple[BufferPlace, Route]] = []  # what the second axis does not cut: all its ranks need it
+        for each in contributions:
+            line, route, total = lines[each.route[0][0]], each.route[1:], each.out
+            own = each.numel_of(line.rank)
+            if not route:
+                self.means.append((BufferPlace(each.out, buffers), size // line.size))
+            elif route[0][1] is not None or total.dtype != each.sum_dtype:
+                total = torch.empty(own, dtype=each.sum_dtype, device=total.device)
+                rooms.append(total)
+            heads.append(Contribution(each.rows, each.piece_rows, total, each.sum_dtype, each.route))
+            if not route or not own:  # of nothing all ranks of the second axis have nothing
+                continue
+            second, cut_numel = route[0]
+            piece_numel, out = cut_numel or -(-own // lines[second].size), each.out
+            if cut_numel is None:
+                self.shared.append((BufferPlace(out, buffers), [(second, piece_numel)]))
+                out = Segment(out, own, piece_numel).piece(lines[second].rank)
+            later.append(Contribution(total, piece_numel, out, each.sum_dtype, route))
+        # Between the hops sums are in memory of their own: as many elements of a dtype.
+        self.between = [(room.numel(), room.dtype, room.device) for room in rooms[len(buffers) :]]
+        self.heads = [
+            (lines[number], lines[number].reduce_plan([heads[at] for at in chosen], rooms), chosen)
+            for number, chosen in _by_axis(heads)
+        ]
+        self.later = [
+            (
+                lines[number],
+                lines[number].reduce_plan([later[at] for at in chosen], rooms),
+                [BufferPlace(later[at].rows, rooms) for at in chosen],
+            )
+            for number, chosen in _by_axis(later)
+        ]
 
 
 class Lines(Line):
@@ -83,25 +121,49 @@ class Lines(Line):
         for line in reversed(lines):
             self.rank = self.rank * line.size + line.rank
 
-    def gather_plan(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        return segments  # each all-gather decides anew which segments an axis takes
+    def gather_plan(self, segments: Sequence[Segment]) -> _Hops:
+        hops: list[list[tuple[Line, Any]]] = []
+        while segments:
+            hop = [(self._lines[number], [segments[at] for at in chosen]) for number, chosen in _by_axis(segments)]
+            hops.insert(0, [(line, line.gather_plan(several)) for line, several in hop])
+            pieces = [segment.piece_to_complete(self._lines[segment.route[0][0]].rank) for segment in segments]
+            segments = [piece for piece in pieces if piece is not None]
+        return tuple(hops)
 
-    def all_gather(self, plan: Sequence[Segment], what: str) -> Work:
+    def all_gather(self, plan: _Hops | list[Segment], what: str) -> Work:
+        *before, last = self.gather_plan(plan) if isinstance(plan, list) else plan
         with self._telling_others():
-            return self._rest_of(self._last_hops(plan, what))
+            for hop in before:
+                for work in [line.all_gather(each, what) for line, each in hop]:
+                    work.wait()
+            works = [line.all_gather(each, what) for line, each in last]
+        return Work(finish=self._wait_for_all, kept=(works,))
 
-    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> _Again:
-        return [(each.piece_rows, BufferPlace(each.out, buffers), each.sum_dtype, each.route) for each in contributions]
+    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> _Reduction:
+        return _Reduction(self._lines, contributions, buffers)
 
-    def reduce_scatter(self, plan: _Again, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
-        contributions = [
-            Contribution(own, piece_rows, place.of(buffers), sum_dtype, route)
-            for own, (piece_rows, place, sum_dtype, route) in zip(rows, plan, strict=True)
-        ]
+    def reduce_scatter(self, plan: _Reduction, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
+        rooms = [*buffers, *(torch.empty(numel, dtype=dtype, device=device) for numel, dtype, device in plan.between)]
         with self._telling_others():
-            reductions = [self._reductions(number, chosen, what) for number, chosen in _by_axis(contributions)]
-            heads = [next(reduction) for reduction in reductions]
-        return self._rest_of(hop for head, later in zip(heads, reductions, strict=True) for hop in chain([head], later))
+            heads = [
+                line.reduce_scatter(each, [rows[at] for at in chosen], rooms, what) for line, each, chosen in plan.heads
+            ]
+        return Work(finish=self._reduce_later, kept=(plan, heads, rooms, what))
+
+    def _reduce_later(self, plan: _Reduction, heads: Sequence[Work], rooms: Sequence[Tensor], what: str) -> None:
+        self._wait_for_all(heads)
+        for place, ranks in plan.means:
+            place.of(rooms).div_(ranks)
+        with self._telling_others():
+            works = [
+                line.reduce_scatter(each, [place.of(rooms) for place in places], rooms, what)
+                for line, each, places in plan.later
+            ]
+        self._wait_for_all(works)
+        outs = [(place.of(rooms), route) for place, route in plan.shared]
+        segments = [Segment(out, out.numel(), route[0][1] or 0, route, is_tight=True) for out, route in outs]
+        if segments:
+            self.all_gather(segments, what).wait()
 
     def any(self, bits: Tensor, what: str, *, check: str = "") -> Work:
         with self._telling_others():
@@ -109,7 +171,7 @@ class Lines(Line):
             for line in others:
                 # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
                 line.any(bits, what, check=check).wait()
-            return self._rest_of([last.any(bits, what, check=check)])
+            return Work(finish=self._wait_for_all, kept=([last.any(bits, what, check=check)],))
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
         with self._telling_others():
@@ -131,100 +193,15 @@ class Lines(Line):
             self.give_up()
             raise
 
-    def _rest_of(self, hops: Iterable[Work]) -> Work:
-        """The hops that are left, as one collective: waiting for it issues and waits for each of them."""
-        return Work(finish=self._wait_for_all, kept=(hops,))
-
-    def _wait_for_all(self, hops: Iterable[Work]) -> None:
+    def _wait_for_all(self, works: Sequence[Work]) -> None:
         with self._telling_others():
-            for hop in hops:
-                hop.wait()
-
-    def _last_hops(self, segments: Sequence[Segment], what: str) -> list[Work]:
-        """Issues the last hop of an all-gather, over the axis that cuts first, once all hops before it were waited for."""
-        last: list[Work] = []
-        for number, chosen in _by_axis(segments):
-            line = self._lines[number]
-            inner: list[_Room] = []
-            for segment in chosen:
-                route = [hop for hop in segment.route[1:] if hop[1] is not None]
-                if route:
-                    inner.append(_Room(segment.piece(line.rank), route, self._lines))
-            if inner:
-                for hop in self._last_hops([room.segment for room in inner], what):
-                    hop.wait()
-                for room in inner:
-                    room.copy_back()
-            last.append(_gathered(line, chosen, what))
-        return last
-
-    def _reductions(self, number: int, contributions: Sequence[Contribution], what: str) -> Iterator[Work]:
-        """The hops of reductions that begin on the same axis, each issued when it is asked for."""
-        line = self._lines[number]
-        pieces: list[Contribution] = []
-        later: list[Contribution] = []
-        shared: list[tuple[Tensor, Route]] = []  # pieces that the second axis does not cut: all its ranks need them
-        alone: list[Tensor] = []
-        for contribution in contributions:
-            out, dtype, route = contribution.out, contribution.sum_dtype, contribution.route[1:]
-            own = contribution.numel_of(line.rank)
-            if not route:
-                pieces.append(contribution)
-                alone.append(out)
-                continue
-            second, cut_numel = route[0]
-            is_shared = cut_numel is None
-            total = out if out.dtype == dtype and is_shared else torch.empty(own, dtype=dtype, device=out.device)
-            pieces.append(Contribution(contribution.rows, contribution.piece_rows, total, dtype))
-            if not own:
-                continue  # on every rank of the second axis
-            piece_numel = cut_numel or -(-own // self._lines[second].size)
-            if is_shared:
-                shared.append((out, [(second, piece_numel)]))
-                out = Segment(out, own, piece_numel).piece(self._lines[second].rank)
-            later.append(Contribution(total, piece_numel, out, dtype, route))
-        yield _reduced(line, pieces, what)
-        for out in alone:
-            out.div_(self.size // line.size)  # the mean over axes whose ranks have added up on the way here
-        for second, chosen in _by_axis(later):
-            yield _reduced(self._lines[second], chosen, what)
-        rooms = [_Room(out, route, self._lines) for out, route in shared]
-        if rooms:
-            yield from self._last_hops([room.segment for room in rooms], what)
-            for room in rooms:
-                room.copy_back()
+            for work in works:
+                work.wait()
 
 
-def _gathered(line: Line, segments: Sequence[Segment], what: str) -> Work:
-    return line.all_gather(list(segments), what)
-
-
-def _reduced(line: Line, contributions: Sequence[Contribution], what: str) -> Work:
-    outs = [each.out for each in contributions]
-    return line.reduce_scatter(line.reduce_plan(contributions, outs), [each.rows for each in contributions], outs, what)
-
-
-class _Room:
-    """Memory in which an all-gather completes a tensor: that of the tensor, or a copy with room for padding."""
-
-    def __init__(self, own: Tensor, route: Route, lines: Sequence[Line]) -> None:
-        (number, piece_numel), *_ = route
-        assert piece_numel is not None, "an axis that cuts nothing has nothing to complete"
-        self._own = self._place = own
-        padded_numel = piece_numel * lines[number].size
-        if lines[number].pads and padded_numel > own.numel():
-            self._place = own.new_empty(padded_numel)
-            self._place[: own.numel()] = own
-        self.segment = Segment(self._place, own.numel(), piece_numel, route)
-
-    def copy_back(self) -> None:
-        if self._place is not self._own:
-            self._own.copy_(self._place[: self._own.numel()])
-
-
-def _by_axis(items: Sequence[_Item]) -> list[tuple[int, list[_Item]]]:
-    """The items whose route begins on each axis, by the number of the axis."""
-    found: dict[int, list[_Item]] = {}
-    for item in items:
-        found.setdefault(item.route[0][0], []).append(item)
+def _by_axis(items: Sequence[Segment | Contribution]) -> list[tuple[int, list[int]]]:
+    """The numbers of the items whose route begins on each axis, by the number of the axis."""
+    found: dict[int, list[int]] = {}
+    for at, item in enumerate(items):
+        found.setdefault(item.route[0][0], []).append(at)
     return sorted(found.items())

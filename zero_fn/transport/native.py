@@ -49,8 +49,8 @@ class Native:
             return self._broadcast(plan.of_first)
         wholes, pieces = plan.wholes, plan.pieces
         if plan.packs:
-            wholes = [*[pack.begin() for pack in plan.packs], *wholes]
-            pieces = [*[pack.own if pack.own is not None else torch.cat(pack.pieces) for pack in plan.packs], *pieces]
+            begun = [pack.begin() for pack in plan.packs]
+            wholes, pieces = [*[whole for whole, _ in begun], *wholes], [*[own for _, own in begun], *pieces]
         for place, source in plan.uneven:
             place.copy_(source)
         if not plan.travels_as_it_is:
@@ -142,7 +142,7 @@ class NativeGatherPlan:
         dtypes = {segment.kind for segment in segments}
         # Else bytes: gloo mixes up several dtypes in one group, and not every backend knows every dtype.
         self.travels_as_it_is = len(dtypes) == 1 and dtypes <= _TRAVELING
-        self.packs: list[_Pack] = []
+        self.packs: list[_Pack | _Room] = []
         self.wholes: list[Tensor] = []
         self.pieces: list[Tensor] = []  # of this rank
         self.uneven: list[tuple[Tensor, Tensor]] = []  # copied before: the backend reads even pieces where they rest
@@ -157,6 +157,9 @@ class NativeGatherPlan:
             if source is not None and is_even and segment.is_small:
                 together.setdefault(segment.kind, []).append(segment)
                 continue
+            if segment.is_tight and not is_even:
+                self.packs.append(_Room(segment, rank, size))
+                continue
             whole = segment.by_rank(size).view(-1)
             self.wholes.append(whole)
             if source is not None and is_even:
@@ -166,7 +169,7 @@ class NativeGatherPlan:
                 self.uneven.append((segment.piece(rank), source))
             # A slice: where ranks are simulated, `rank` is symbolic.
             self.pieces.append(whole[rank * numel : (rank + 1) * numel])
-        self.packs = [_Pack(run, rank, size) for run in together.values()]
+        self.packs += [_Pack(run, rank, size) for run in together.values()]
 
     def unpack(self, *_: object) -> None:
         """Copies packed pieces to their places."""
@@ -177,14 +180,14 @@ class NativeGatherPlan:
 class _Pack:
     """Segments that are gathered in one message, which has memory until its pieces are in their places."""
 
-    __slots__ = ("_is_on_host", "_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own", "pieces")
+    __slots__ = ("_is_on_host", "_nbytes", "_outs", "_own", "_parts", "_pieces", "_sizes", "_storage", "_whole")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
-        self.pieces = [segment.own(rank) for segment in segments]
-        self.own = _back_to_back(self.pieces)  # the same in one range of memory, or None
+        self._pieces = [segment.own(rank) for segment in segments]
+        self._own = _back_to_back(self._pieces)  # the same in one range of memory, or None
         self._sizes = [segment.piece_numel for segment in segments]
         self._outs = [segment.by_rank(size) for segment in segments]
-        self._whole = self.pieces[0].new_empty(size * sum(self._sizes))
+        self._whole = self._pieces[0].new_empty(size * sum(self._sizes))
         self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
         # A simulated tensor has no storage of its own, so it keeps its memory.
         self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
@@ -192,11 +195,11 @@ class _Pack:
         if self._storage is not None:
             self._storage.resize_(0)
 
-    def begin(self) -> Tensor:
-        """Takes memory for the message, which holds the pieces of all ranks, those of one rank back to back."""
+    def begin(self) -> tuple[Tensor, Tensor]:
+        """Memory for the message, which holds the pieces of all ranks, those of one rank back to back; and this rank's."""
         if self._storage is not None:
             self._storage.resize_(self._nbytes)
-        return self._whole
+        return self._whole, self._own if self._own is not None else torch.cat(self._pieces)
 
     def finish(self) -> None:
         """Copies the pieces to their places, and frees the message."""
@@ -206,6 +209,30 @@ class _Pack:
             torch.split_with_sizes_copy(self._whole.view(len(self._outs[0]), -1), self._sizes, 1, out=self._outs)
         if self._storage is not None:
             self._storage.resize_(0)
+
+
+class _Room:
+    """A segment in memory without room for padding: a copy with room is gathered."""
+
+    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+        self._place = segment.memory.as_strided((segment.numel,), (1,), segment.start)
+        self._own, self._numel = (
+            slice(rank * segment.piece_numel, (rank + 1) * segment.piece_numel),
+            size * segment.piece_numel,
+        )
+        self._whole: Tensor | None = None
+
+    def begin(self) -> tuple[Tensor, Tensor]:
+        """The copy, and this rank's piece in it."""
+        self._whole = self._place.new_empty(self._numel)
+        self._whole[: self._place.numel()] = self._place
+        return self._whole, self._whole[self._own]
+
+    def finish(self) -> None:
+        """Copies the segment back, and drops the copy."""
+        assert self._whole is not None
+        self._place.copy_(self._whole[: self._place.numel()])
+        self._whole = None
 
 
 def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:

@@ -35,9 +35,10 @@ class Segment:
         piece_numel: Elements of the largest piece. Rank `r` owns those from `r * piece_numel` on, cut at `numel`.
         route: The hops by which the tensor travels; the segment describes the first. Left out for one axis.
         source: This rank's piece, if it lies elsewhere: an all-gather reads it there, for the peers and for `memory`.
+        is_tight: Whether `memory` has room for `numel` elements only, whatever the transport.
     """
 
-    __slots__ = ("memory", "numel", "piece_numel", "route", "source", "start")
+    __slots__ = ("is_tight", "memory", "numel", "piece_numel", "route", "source", "start")
 
     def __init__(
         self,
@@ -46,18 +47,20 @@ class Segment:
         piece_numel: int,
         route: Route = _ONE_HOP,
         *,
-        start: int | None = None,
+        start: int | torch.SymInt | None = None,
         source: Tensor | None = None,
+        is_tight: bool = False,
     ) -> None:
         """Describes a range of memory.
 
         Args:
             memory: A flat tensor with `numel` elements from `start` on, or `n * piece_numel` for a transport that pads.
-            numel, piece_numel, route, source: See the attributes.
+            numel, piece_numel, route, source, is_tight: See the attributes.
             start: The first element, in the storage of `memory`; left out, the first of `memory`.
         """
         self.memory, self.start = memory, memory.storage_offset() if start is None else start
         self.numel, self.piece_numel, self.route, self.source = numel, piece_numel, route, source
+        self.is_tight = is_tight
 
     def piece_bounds(self, rank: int) -> tuple[int, int]:
         """First element and number of elements that `rank` owns; the number may be 0."""
@@ -68,6 +71,14 @@ class Segment:
         """The elements that `rank` owns; may be empty."""
         start, numel = self.piece_bounds(rank)
         return self.memory.as_strided((numel,), (1,), self.start + start)
+
+    def piece_to_complete(self, rank: int) -> Segment | None:
+        """The piece that `rank` owns, which the hops after the first complete before; None if no other axis cuts it."""
+        route = [hop for hop in self.route[1:] if hop[1] is not None]
+        start, numel = self.piece_bounds(rank)
+        if not route:
+            return None
+        return Segment(self.memory, numel, route[0][1] or 0, route, start=self.start + start, is_tight=True)
 
     def by_rank(self, size: int) -> Tensor:
         """A row for each rank, padding included."""
