@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -45,32 +45,22 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 @dataclass(frozen=True)
 class Placed:
-    """What is trained by what, and where it rests.
+    """What is trained by what, and where it rests."""
 
-    Attributes:
-        stage: Over "dp"; "plain" is no transform.
-        outer: The stage over a second axis, "outer"; None: there is none.
-        compute: The dtype that it is computed in; None is that of the parameters.
-        recomputes: Whether activations of blocks are kept, computed again, or wait in a tier, too.
-        options: Of the stages.
-        finish: When a streamed step is finished.
-        grads: The dtype in which gradients rest; None is that of the parameters.
-    """
-
-    stage: str
-    outer: str | None
-    compute: torch.dtype | None
+    stage: str  # over "dp"; "plain" is no transform
     optimizer: str
-    groups: str
     states: frozenset[str]
-    fraction: float
-    where: str | None
-    is_offloaded_first: bool
-    is_tiled: bool
-    recomputes: str
-    tier: str
-    buffer: str
-    options: dict[str, Any]
+    outer: str | None = None  # the stage over a second axis, "outer", if there is one
+    compute: torch.dtype | None = None
+    groups: str = "one"
+    fraction: float = 1.0
+    where: str | None = None
+    is_offloaded_first: bool = False
+    is_tiled: bool = False
+    recomputes: str = "no"  # whether activations of blocks are kept, computed again, or wait in a tier, too
+    tier: str = "nvme"
+    buffer: str = "1MiB"
+    options: dict[str, Any] = field(default_factory=dict)  # of the stages
     finish: str = "step"
     grads: torch.dtype | None = None
 

@@ -13,47 +13,18 @@ from property_tests.streamed_programs import Placed, places, programs, trained
 from tests.simulation import Simulated
 from tests.support.profiles import examples
 
+ALL = frozenset(["params", "grads", "optim"])
+
 
 # The count that NAdam keeps beside each parameter was taken for a state of a scalar one.
 @example(
-    Placed(
-        "zero1",
-        None,
-        None,
-        "nadam",
-        "one",
-        frozenset(["optim"]),
-        1.0,
-        "blocks.*",
-        False,
-        False,
-        "no",
-        "nvme",
-        "1MiB",
-        {},
-    ),
+    Placed("zero1", "nadam", frozenset(["optim"]), where="blocks.*"),
     [("backward", 0), ("step", 0), ("stream_what_has_stepped", 0), ("backward", 1), ("step", 0)],
     1,
 )
 # A copy in bfloat16 that was waited for twice, before and after an edit, counted as one of what was edited.
 @example(
-    Placed(
-        "plain",
-        None,
-        torch.bfloat16,
-        "adamw",
-        "one",
-        frozenset(["params", "grads", "optim"]),
-        1.0,
-        None,
-        False,
-        False,
-        "no",
-        "nvme",
-        "1MiB",
-        {},
-        "forward",
-    ),
+    Placed("plain", "adamw", ALL, compute=torch.bfloat16, finish="forward"),
     [
         ("backward_of_a_penalty", 3),
         ("step", 0),
@@ -64,7 +35,13 @@ from tests.support.profiles import examples
     ],
     1,
 )
-@examples(dev=4, ci=500, deep=20_000)
+# A chunk that was stepped in one buffer was taken from another one, with its states of before, after a step without some.
+@example(
+    Placed("plain", "sgd", frozenset(["params"]), buffer="64KiB"),
+    [("backward", 0), ("step", 0), ("backward", 1), ("drop_gradients", 1), ("step", 0), ("backward", 2), ("step", 0)],
+    1,
+)
+@examples(dev=10, ci=1_000, deep=40_000)
 @given(places, programs, st.integers(1, 2))
 def test_any_program_gives_the_bits_of_the_same_in_memory(
     simulated: Simulated, tmp_path_factory: Any, placed: Placed, program: list[tuple[str, int]], n: int

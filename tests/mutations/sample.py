@@ -33,7 +33,6 @@ from tests.mutations.warm import Notes, Row, add, changes, load, noting, rows, r
 
 _SIMULATED = ["property_tests/test_training_laws.py", "property_tests/test_axes_laws.py"]
 _TIERS = [
-    "property_tests/test_offload_laws.py",
     "property_tests/test_streamed_laws.py",
     "tests/accelerator",
     "tests/units/looking",

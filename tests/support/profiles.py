@@ -19,7 +19,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["PROFILE", "examples", "load_profile", "machine_settings"]
+__all__ = ["PROFILE", "examples", "load_profile"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -50,12 +50,6 @@ def examples(*, dev: int, ci: int, deep: int) -> Callable[[F], F]:
     """How many examples a test has in each profile. Programs are slow to draw and large: that is known."""
     number = {"dev": dev, "ci": ci, "deep": _part(deep)}[PROFILE]
     return settings(max_examples=number, suppress_health_check=_SLOW_TO_DRAW, phases=_PHASES)
-
-
-def machine_settings(*, dev: int, ci: int, deep: int, rules: int = 15) -> settings:
-    """The same for a state machine of at most `rules` rules."""
-    number = {"dev": dev, "ci": ci, "deep": _part(deep)}[PROFILE]
-    return settings(max_examples=number, stateful_step_count=rules, suppress_health_check=_SLOW_TO_DRAW, phases=_PHASES)
 
 
 def _part(deep: int) -> int:

@@ -20,10 +20,6 @@ def axes() -> Iterator[tuple[Axis, Axis]]:
         yield mesh_axis(mesh["dp"], verb="test"), mesh_axis(mesh["tp"], verb="test")
 
 
-def test_a_parameter_nobody_asked_about_rests_whole() -> None:
-    assert Assignment().home("layers.0.weight") == Home()
-
-
 def test_join_joins_homes_by_name() -> None:
     one = Assignment(homes={"a": Home(Sharded.GRADS), "b": Home(Sharded.OPTIMIZER)})
     other = Assignment(homes={"b": Home(Sharded.PARAMS), "c": Home(compute=torch.bfloat16)})

@@ -6,24 +6,8 @@ import pytest
 import torch
 
 from zero_fn.errors import LayoutError
-from zero_fn.values.home import Home, ReshardAfter, Sharded
+from zero_fn.values.home import Home
 from zero_fn.values.tiers import Tiers, cpu
-
-
-def test_a_home_asks_for_nothing_by_default() -> None:
-    assert Home() == Home(Sharded.NOTHING, None, None, None, ReshardAfter.FORWARD)
-
-
-def test_each_stage_includes_those_before_it() -> None:
-    assert sorted(Sharded) == [Sharded.NOTHING, Sharded.OPTIMIZER, Sharded.GRADS, Sharded.PARAMS]
-    assert Home(Sharded.PARAMS).join(Home(Sharded.OPTIMIZER)) == Home(Sharded.PARAMS)
-
-
-def test_join_collects_what_only_one_side_asks_for() -> None:
-    cast = Home(compute=torch.bfloat16, reduce=torch.float32, grads=torch.bfloat16)
-    cut = Home(Sharded.PARAMS, reshard_after=ReshardAfter.BACKWARD)
-    all_of_it = Home(Sharded.PARAMS, torch.bfloat16, torch.float32, torch.bfloat16, ReshardAfter.BACKWARD)
-    assert cast.join(cut) == cut.join(cast) == all_of_it
 
 
 @pytest.mark.parametrize("name", ["compute", "reduce", "grads"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_fn.values.layout import ALIGNMENT_NBYTES, aligned_offsets, is_shardable, shard_layout
+from zero_fn.values.layout import ALIGNMENT_NBYTES, aligned_offsets, shard_layout
 
 
 def strides_of(*shape: int) -> tuple[int, ...]:
@@ -20,12 +20,6 @@ def test_rows_are_cut_over_dim_0_when_there_is_one_for_every_rank() -> None:
     assert [layout.owned_rows(rank) for rank in range(3)] == [(0, 2), (2, 2), (4, 1)]
     assert [layout.local_shape(rank) for rank in range(3)] == [(2, 3), (2, 3), (1, 3)]
     assert [layout.owned_numel(rank) for rank in range(3)] == [6, 6, 3]
-
-
-def test_last_ranks_own_nothing_when_rows_run_out() -> None:
-    layout = shard_layout((5,), (1,), 4)  # ceil(5 / 4) = 2 rows each: 2, 2, 1, 0
-    assert [layout.owned_rows(rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
-    assert layout.local_shape(3) == (0,)
 
 
 def in_memory(*shape: int) -> torch.Tensor:
@@ -55,18 +49,6 @@ def test_the_outermost_dim_in_memory_is_cut_unless_it_has_too_few_rows(
     assert (layout.order, layout.dim) == (order, order[0])
     sizes = [layout.shape[dim] for dim in order]
     assert [layout.stride[dim] for dim in order] == list(torch.empty(sizes, device="meta").stride())
-
-
-def test_one_rank_owns_everything() -> None:
-    layout = shard_layout((5, 3), strides_of(5, 3), 1)
-    assert layout.padded_numel == layout.numel == layout.owned_numel(0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((), False), ((0,), False), ((3, 0), False), ((1,), True), ((2, 3), True)]
-)
-def test_scalars_and_empty_tensors_are_not_shardable(shape: tuple[int, ...], expected: bool) -> None:
-    assert is_shardable(shape) is expected
 
 
 def test_offsets_are_aligned_and_end_where_the_buffer_ends() -> None:

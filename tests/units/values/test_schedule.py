@@ -237,53 +237,11 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 # -- by example ------------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_runs_backwards() -> None:
-    assert backward_trace(trace_of("0(1()2())")) == (
-        Enter(Use(0)), Enter(Use(2)), Exit(Use(2)), Enter(Use(1)), Exit(Use(1)), Exit(Use(0)),
-    )  # fmt: skip
-    assert backward_trace(backward_trace(trace_of(CHAIN))) == trace_of(CHAIN)
-
-
-def test_the_last_block_and_what_is_around_it_stay_when_a_backward_follows() -> None:
-    kept = forward_schedule(trace_of(CHAIN), keeps_last=True)
-    freed = forward_schedule(trace_of(CHAIN), keeps_last=False)
-    assert [event.unit for event in kept if isinstance(event, Reshard)] == [1, 2]
-    assert [event.unit for event in freed if isinstance(event, Reshard)] == [1, 2, 3, 0]
-
-
 def test_a_unit_inside_itself_is_gathered_once() -> None:
     trace = (Enter(Use(0)), Enter(Use(0, 1)), Exit(Use(0, 1)), Exit(Use(0)))
     assert text(forward_schedule(trace, keeps_last=False)) == (
         "unshard 0\nawait 0\nenter 0\n  enter 0#1\n  exit 0#1\nexit 0\nreshard 0"
     )
-
-
-def test_a_shared_unit_is_reduced_after_its_last_use() -> None:
-    events = backward_schedule(backward_trace(trace_of(TRACES["shared"])), reduces=lambda _: True)
-    assert [event.unit for event in events if isinstance(event, Reduce)] == [3, 2, 1, 0]
-    assert events.index(Reduce(1)) > events.index(Exit(Use(1, 0))) > events.index(Exit(Use(1, 1)))
-
-
-def test_frozen_units_are_not_reduced() -> None:
-    events = backward_schedule(backward_trace(trace_of(CHAIN)), reduces=lambda unit: unit != 2)
-    assert [event.unit for event in events if isinstance(event, Reduce)] == [3, 1, 0]
-    assert Reshard(2) in events
-
-
-def test_prefetch_of_depth_0_changes_nothing() -> None:
-    events = forward_schedule(trace_of(CHAIN), keeps_last=True)
-    assert prefetch(events, depth=0) == events
-
-
-def test_prefetch_gathers_a_block_beside_the_one_before_it() -> None:
-    events = prefetch(forward_schedule(trace_of(CHAIN), keeps_last=True), depth=1)
-    for unit in (1, 2, 3):
-        assert events.index(Unshard(unit)) == events.index(Enter(Use(unit - 1))) - 1
-
-
-def test_prefetch_does_not_pass_a_reshard_of_the_same_unit() -> None:
-    events = forward_schedule(trace_of("1()1()"), keeps_last=False)
-    assert prefetch(events, depth=5) == events
 
 
 def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it() -> None:
@@ -293,27 +251,6 @@ def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it
     assert [line.strip() for line in fetched[:9]] == [
         *("fetch 1", "unshard 0", "await 0", "unshard 1", "fetch 2", "enter 0", "await 1", "unshard 2", "enter 1"),
     ]  # fmt: skip
-
-
-def test_prefetch_without_an_enter_before_moves_nothing() -> None:
-    events = (Unshard(0), Await(0), Enter(Use(0)), Exit(Use(0)))
-    assert prefetch(events, depth=3) == events
-
-
-def test_limit_reductions_settles_the_oldest_first() -> None:
-    events = limit_reductions([Reduce(0), Reduce(1), Reduce(2)], limit=2)
-    assert events == (Reduce(0), Reduce(1), Settle(0), Reduce(2), Settle(1), Settle(2))
-
-
-def test_limit_reductions_of_nothing_is_nothing() -> None:
-    assert limit_reductions([], limit=2) == ()
-
-
-def test_text_shows_nesting_names_and_the_number_of_a_use() -> None:
-    events = (Unshard(0), Enter(Use(0)), Enter(Use(1, 2)), Exit(Use(1, 2)), Exit(Use(0)), Settle(1))
-    assert text(events) == "unshard 0\nenter 0\n  enter 1#2\n  exit 1#2\nexit 0\nsettle 1"
-    assert text(events, ["root", "block"]).splitlines()[2] == "  enter block#2"
-    assert text([]) == ""
 
 
 @pytest.mark.parametrize("name", list(TRACES))

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero_fn.values.units
 from tests.support.groups import pretended
-from tests.support.models import Language
-from tests.support.ranks import Ranks
-from tests.support.worlds import WIDTH, Tower, World, differences, noise
+from tests.support.worlds import WIDTH, Tower
 from zero_fn.errors import UnitError
 from zero_fn.looking import plan
-from zero_fn.runtime.entry import units_of
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.shard import shard_params
 from zero_fn.transforms.tile import tile
@@ -238,34 +234,6 @@ def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_
     assert default.sent_nbytes < 1.025 * blocks.sent_nbytes
 
 
-def _trained_with_large_ones() -> list[str]:
-    """On ranks: modules of a hundred bytes count as large."""
-
-    def tower(world: World) -> None:
-        model = world.build(Tower)
-        if not world.is_replica:
-            assert {"enter", "leave"} <= {unit.name for unit in units_of(model)}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for seed in range(3):
-            world.step(model, optimizer, model(noise(2, WIDTH, seed=seed)).square().mean())
-
-    def tied(world: World) -> None:
-        model = world.build(Language)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for seed in range(3):
-            tokens = torch.arange(5 * seed, 5 * seed + 5) + dist.get_rank()
-            world.step(model, optimizer, model(tokens).square().mean())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_fn.values.units, "LARGE_NBYTES", 100)
-        return differences(tower) + differences(tied)
-
-
-def test_every_stage_trains_to_the_bits_of_replicas_with_large_modules_apart(ranks: Ranks) -> None:
-    for found in ranks(2).run(_trained_with_large_ones):
-        assert found == []
-
-
 def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero_fn.values.units, "LARGE_NBYTES", 100)
     model, calls = Tower(), Counter[str]()
@@ -277,40 +245,6 @@ def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(mon
 
 
 # -- ties ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_tied_parameter_is_one_with_all_its_places() -> None:
-    model = GPT()
-    embedding = distinct_parameters(model)[0]
-    assert embedding.parameter is model.embedding.weight
-    assert embedding.places == (("embedding", "weight"), ("head", "weight"))
-    assert embedding.fqn == "embedding.weight"
-
-
-def test_a_parameter_tied_across_blocks_belongs_to_the_unit_around_both() -> None:
-    model = GPT()
-    model.blocks[2].attention.qkv.weight = model.blocks[0].attention.qkv.weight
-    groups = group_parameters(model, anchors_of(model, None))
-    assert "blocks.0.attention.qkv.weight" in groups[""]
-    assert "blocks.0.attention.qkv.weight" not in groups["blocks.0"]
-
-
-def test_a_parameter_tied_inside_a_block_stays_in_its_unit() -> None:
-    model = GPT()
-    model.blocks[0].norm.weight = model.blocks[0].attention.out.bias
-    assert "blocks.0.norm.weight" in group_parameters(model, anchors_of(model, None))["blocks.0"]
-
-
-def test_a_tie_belongs_to_the_innermost_unit_when_units_nest() -> None:
-    model = nn.Module()
-    model.outer = nn.Module()
-    model.outer.a, model.outer.b = nn.Linear(2, 2), nn.Linear(2, 2)
-    model.outer.b.weight = model.outer.a.weight
-    anchors = anchors_of(model, ("outer", "outer.*"))
-    assert anchors == ["", "outer", "outer.a", "outer.b"]
-    assert group_parameters(model, anchors) == {
-        "": [], "outer": ["outer.a.weight"], "outer.a": ["outer.a.bias"], "outer.b": ["outer.b.bias"],
-    }  # fmt: skip
 
 
 def test_names_that_begin_alike_are_not_nested() -> None:
@@ -329,8 +263,3 @@ def test_units_of_another_type_are_refused(units: object) -> None:
 
 def test_attributes_that_are_none_are_no_parameters() -> None:
     assert [named.fqn for named in distinct_parameters(nn.Linear(2, 2, bias=False))] == ["weight"]
-
-
-def test_anchors_are_found_on_meta() -> None:
-    with torch.device("meta"):
-        assert anchors_of(GPT(2), by_size(nbytes=256))[0] == ""
