@@ -7,10 +7,9 @@ runs an operation of torch would also leave a pool of native threads behind, and
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 import torch
@@ -28,9 +27,9 @@ let_kernels_take_small_tensors()
 
 
 class Tier(Protocol):
-    """A way to have ranks. A suite whose tests on it pass without executing a case has tested nothing: it fails."""
+    """A way to have ranks."""
 
-    executed: int
+    executed: int  # cases so far
 
     def close(self) -> None: ...
 
@@ -43,17 +42,14 @@ TIERS: dict[str, Callable[[], Tier]] = {
 }
 """By the name of their fixture. A new tier is a line here and a fixture below."""
 
-_TIERS = pytest.StashKey[dict[str, Tier]]()
-_PASSED = pytest.StashKey[Counter[str]]()
-_EXECUTED = pytest.StashKey[Counter[str]]()
+TIERS_OPEN = pytest.StashKey[dict[str, Tier]]()
 _WORKERS = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", r"error:::zero_fn(\.|$)")
-    config.stash[_TIERS] = {name: make() for name, make in TIERS.items()}
-    config.stash[_PASSED], config.stash[_EXECUTED] = Counter(), Counter()
-    config.pluginmanager.register(_Counting(), "zero_fn_tiers")
+    config.stash[TIERS_OPEN] = {name: make() for name, make in TIERS.items()}
+    config.pluginmanager.register(RanksAreUsed(), "zero_fn_tiers")
 
 
 def pytest_collection_finish() -> None:
@@ -72,7 +68,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def _tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
-    tier = request.config.stash[_TIERS][request.fixturename or ""]
+    tier = request.config.stash[TIERS_OPEN][request.fixturename or ""]
     yield tier
     tier.close()
 
@@ -106,41 +102,17 @@ def _seed() -> None:
     seed_generator(0)
 
 
-class _Counting:
-    """Counts tests that passed on each tier. A plugin: hooks of a conftest hear of the tests beside it only."""
+class RanksAreUsed:
+    """A test that has ranks and passes without running anything on them has tested nothing: it fails.
 
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
-        outcome = yield
-        report = outcome.get_result()  # type: ignore[attr-defined]
-        if report.when == "call" and report.passed:
-            item.config.stash[_PASSED].update(TIERS.keys() & set(getattr(item, "fixturenames", ())))
+    A plugin: hooks of a conftest hear of the tests beside it only.
+    """
 
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A suite whose distributed tests pass without running anything on ranks has tested nothing: it fails."""
-    config = session.config
-    config.stash[_EXECUTED].update({name: tier.executed for name, tier in config.stash[_TIERS].items()})
-    passed, executed = config.stash[_PASSED], config.stash[_EXECUTED]
-    if hasattr(config, "workeroutput"):  # one of several processes: the one that started them adds up and judges
-        config.workeroutput["tiers"] = dict(passed), dict(executed)
-    elif any(passed[name] and not executed[name] for name in TIERS):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """A process that ran tests has ended: adds what it counted, unless it died."""
-    passed, executed = getattr(node, "workeroutput", {}).get("tiers", ({}, {}))
-    node.config.stash[_PASSED].update(passed)
-    node.config.stash[_EXECUTED].update(executed)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    passed, executed = config.stash[_PASSED], config.stash[_EXECUTED]
-    for name in TIERS:
-        if passed[name] or executed[name]:
-            verdict = "" if executed[name] else ": they tested nothing"
-            terminalreporter.write_line(
-                f"{passed[name]} tests on {name} passed, {executed[name]} cases were executed{verdict}"
-            )
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        names = TIERS.keys() & set(getattr(item, "fixturenames", ()))
+        tiers = {name: item.config.stash[TIERS_OPEN][name] for name in names}
+        before = {name: tier.executed for name, tier in tiers.items()}
+        yield
+        unused = [name for name, tier in tiers.items() if tier.executed == before[name]]
+        assert not unused, f"nothing ran on {', '.join(unused)}"
