@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
@@ -18,22 +17,11 @@ from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, fulls
-from tests.support.worlds import Program, Run, World, differences, noise, trained
+from tests.support.worlds import Program, Run, World, as_replicas, differences, noise, trained
 
 
-def backward(model: Any, run: Run, seed: int, width: int = 6) -> None:
-    run.backward(model(noise(3, width, seed=seed)).square().mean())
-
-
-def _reduced_once(model: Any, run: Run, number: int) -> None:
-    with run.accumulate():
-        for i in range(3):
-            backward(model, run, 10 * number + i)
-
-
-def _reduced_each_time(model: Any, run: Run, number: int) -> None:
-    for i in range(3):
-        backward(model, run, 10 * number + i)
+def backward(model: Any, run: Run, seed: int) -> None:
+    run.backward(model(noise(3, 6, seed=seed)).square().mean())
 
 
 def _blocks_and_plain_backwards(model: Any, run: Run, number: int) -> None:
@@ -93,10 +81,6 @@ def _drops_what_waits(set_to_none: bool, by_model: bool) -> Program:
 
 
 PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
-    "reduced once": (_reduced_once, {"optimizer": "adamw"}),
-    "reduced once, other units": (_reduced_once, {"options": {"units": "*.first"}}),
-    "reduced each time": (_reduced_each_time, {"optimizer": "adamw"}),
-    "reduced each time, other units": (_reduced_each_time, {"options": {"units": "*.first"}}),
     "blocks and plain backwards, no zero_grad": (_blocks_and_plain_backwards, {"zeroes": False}),
     "an exception in a block": (_exception_in_a_block, {}),
     "frozen in a block": (_frozen_in_a_block, {}),
@@ -108,6 +92,7 @@ PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_microbatches_add_up_as_in_replicas(ranks: Ranks, name: str) -> None:
+    """Other units, and more microbatches, are drawn by the laws."""
     program, how = PROGRAMS[name]
     assert ranks(2).run(differences, trained(Stack, program, **how)) == [[]] * 2
 
@@ -121,18 +106,19 @@ class Fork(Stack):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks, set_to_none: bool) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        with run.accumulate():
-            backward(model, run, 10 * number + 2)
-            run.zero_grad(set_to_none=set_to_none)
-            if number:
-                backward(model, run, 10 * number + 3)
+@as_replicas(Fork)
+def test_zero_grad_drops_gradients_that_wait_on_some_ranks_only(
+    model: Any, run: Run, number: int, set_to_none: bool
+) -> None:
+    with run.accumulate():
+        backward(model, run, 10 * number + 2)
+        run.zero_grad(set_to_none=set_to_none)
+        if number:
+            backward(model, run, 10 * number + 3)
 
-    assert ranks(2).run(differences, trained(Fork, program)) == [[]] * 2
 
-
-def _some_parts_accumulate(world: World) -> None:
+@as_replicas()
+def test_some_parts_may_accumulate(world: World) -> None:
     """The others are reduced in each backward."""
     model: Any = world.build(Stack)
     parts = model.layers[0], model.layers[2]
@@ -140,43 +126,31 @@ def _some_parts_accumulate(world: World) -> None:
         for microbatch in range(2):
             model(noise(4, 6, seed=microbatch)).mean().backward()
     world.reduce(*parts)
-    for part in parts:
-        world.note_model(part)
+    world.note_model(*parts)
 
 
-def test_some_parts_may_accumulate(ranks: Ranks) -> None:
-    assert ranks(2).run(differences, _some_parts_accumulate) == [[]] * 2
+def _break(_: object) -> None:
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("breaks", [0, 1, 2])
-@pytest.mark.parametrize(("stage", "unshard"), [("replicate", True), ("zero3", False), ("zero3", True)])
-@on_ranks(2)
-def test_a_block_of_two_models_ends_for_both(stage: str, unshard: bool, breaks: int) -> None:
-    """A block of two models ends for both, also if a hook of one raises when it ends."""
-    torch.manual_seed(0)
-    plain = [nn.Linear(6, 6), nn.Linear(6, 6)]
-    models: list[Any] = [STAGES[stage](model, axis()) for model in plain]
-
-    def broken(_: object) -> None:
-        raise ZeroDivisionError
-
-    hook = models[breaks - 1].weight.register_post_accumulate_grad_hook(broken) if breaks else None
-    with pytest.raises(ZeroDivisionError) if breaks else nullcontext(), zf.accumulate(*models, unshard=unshard):
-        for seed in range(2):
-            models[1](models[0](noise(3, 6, seed=seed))).sum().backward()
-    if hook is not None:
+@pytest.mark.parametrize("unshard", [False, True])
+@as_replicas(stages=["replicate", "zero3"])
+def test_a_block_of_two_models_ends_for_both(world: World, unshard: bool, breaks: int) -> None:
+    """Also if a hook of one raises when it ends: then neither is in a block any more."""
+    models: list[Any] = [world.build(lambda: nn.Linear(6, 6), seed=seed) for seed in range(2)]
+    if breaks and not world.is_replica:
+        hook = models[breaks - 1].weight.register_post_accumulate_grad_hook(_break)
+        with pytest.raises(ZeroDivisionError), zf.accumulate(*models, unshard=unshard):
+            models[1](models[0](noise(3, 6, seed=2))).sum().backward()
         hook.remove()
         for model in models:
             model.zero_grad()
-        for seed in range(2):  # neither is in a block any more: a backward reduces again
+    with nullcontext() if breaks else world.accumulate(*models, unshard=unshard):
+        for seed in range(1 if breaks else 2):
             models[1](models[0](noise(3, 6, seed=seed))).sum().backward()
-    for seed in range(2):
-        plain[1](plain[0](noise(3, 6, seed=seed))).sum().backward()
-    for model, expected in zip(models, plain, strict=True):
-        for parameter, own in zip(model.parameters(), expected.parameters(), strict=True):
-            assert own.grad is not None
-            dist.all_reduce(own.grad)
-            torch.testing.assert_close(full(parameter.grad), own.grad / dist.get_world_size())
+    world.reduce(*models)
+    world.note_model(*models)
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
@@ -214,25 +188,6 @@ def test_pending_gradients_cannot_be_stepped_or_read(stage: str) -> None:
     assert weight.grad is None
     assert all(map(torch.equal, fulls(model.parameters()), before))
     assert earlier.any()
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@on_ranks(2)
-def test_a_penalty_on_resting_parameters_is_added_to_pending_gradients(inside: bool) -> None:
-    """It reaches the leaf beside the unit, as a resting gradient."""
-    found = []
-    for stage in STAGES.values():
-        seed_generator(0)
-        model: Any = stage(Stack(), axis())
-        weight = model.layers[0].first.weight
-        with zf.accumulate(model):
-            model(noise(3, 6, seed=2)).square().mean().backward()
-            if inside:
-                weight.square().sum().backward()
-        if not inside:
-            weight.square().sum().backward()
-        found.append(full(weight.grad))
-    assert all(torch.equal(found[0], grad) for grad in found)
 
 
 def _control_calls(stage: str) -> list[tuple[int, int]]:

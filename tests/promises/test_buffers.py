@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, parameters
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.worlds import noise
 from zero_fn import errors
 
@@ -57,23 +56,16 @@ class Normed(nn.Module):
         return self.last(x)
 
 
-class Still(nn.Module):
+class Still(nn.Sequential):
     """Its buffer never changes."""
 
     def __init__(self, *, is_buffer: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        table = torch.randn(300, 6)
-        if is_buffer:
-            self.register_buffer("table", table)
-        else:
-            self.tables = [table]
+        super().__init__(*(nn.Linear(6, 6) for _ in range(2)))
+        self.tables = [torch.randn(300, 6)]
+        self.register_buffer("table", self.tables[0] if is_buffer else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        table = self.table if hasattr(self, "table") else self.tables[0]
-        return x * table.mean(0)  # type: ignore[operator]
+        return super().forward(x) * self.tables[0].mean(0)  # type: ignore[no-any-return]
 
 
 class Unseen(nn.Module):
@@ -96,108 +88,48 @@ def buffers_of(model: Any) -> dict[str, Tensor]:
     return {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def stepped(
-    model: Any, steps: int, microbatches: int, block: Callable[[nn.Module, int], object], evaluates: bool
-) -> list[dict[str, Tensor]]:
+def stepped(model: Any, microbatches: int, then: str) -> list[dict[str, Tensor]]:
     """Buffers and parameters of this rank after each step, and what an evaluation after it gave."""
+    is_ddp = isinstance(model, DistributedDataParallel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = []
-    for step in range(steps):
-        with zf.accumulate(model) if not isinstance(model, DistributedDataParallel) else nullcontext():
+    for step in range(4):
+        with nullcontext() if is_ddp else zf.accumulate(model):
             for i in range(microbatches):
-                with block(model, i):  # type: ignore[attr-defined]
+                with model.no_sync() if is_ddp and i < microbatches - 1 else nullcontext():
                     model(noise(5, 6, seed=10 * step + i)).square().mean().backward()
         state = buffers_of(model)
         optimizer.step()
         optimizer.zero_grad()
-        if evaluates:
-            model.eval()
-            with torch.no_grad():
-                state["evaluated"] = model(torch.ones(5, 6))
-            model.train()
+        with torch.no_grad():
+            if then:
+                state["evaluated"] = model.eval()(torch.ones(5, 6))
+                model.train()
+        if then == "loads" and step == 0:
+            model.load_state_dict(model.state_dict())
         history.append({**state, **parameters(model)})
     return history
 
 
-def compared_with_ddp(microbatches: int, evaluates: bool, module: Callable[[], nn.Module] = Normed) -> list[str]:
-    def no_sync(model: Any, i: int) -> object:
-        return model.no_sync() if i < microbatches - 1 else nullcontext()
-
-    def nothing(model: Any, i: int) -> object:
-        return nullcontext()
-
-    torch.manual_seed(0)
-    reference = DistributedDataParallel(module(), broadcast_buffers=True)
-    expected = stepped(reference, 4, microbatches, no_sync, evaluates)
-    found = []
-    for stage in STAGES:
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](module(), axis())
-        for step, (one, other) in enumerate(
-            zip(expected, stepped(model, 4, microbatches, nothing, evaluates), strict=True)
-        ):
-            assert one.keys() == other.keys()
-            found += [f"{stage}, step {step}: {name}" for name in one if not torch.equal(one[name], other[name])]
-    return found
-
-
-@pytest.mark.parametrize("module", [Normed, Unseen])
-@pytest.mark.parametrize(("microbatches", "evaluates"), [(1, True), (3, False)])
-def test_buffers_are_those_of_ddp_on_every_rank(
-    ranks: Ranks, microbatches: int, evaluates: bool, module: type[nn.Module]
-) -> None:
-    assert ranks(2).run(compared_with_ddp, microbatches, evaluates, module) == [[]] * 2
-
-
-def test_changes_are_looked_for_again_in_other_modes(ranks: Ranks) -> None:
-    """In evaluation nothing changed; in training something does, in a way that counts no version."""
-
-    def case() -> tuple[bool, bool]:
-        model: Any = zf.shard_params(Unseen(), axis())
-        model.eval()(noise(5, 6, seed=0)).square().mean().backward()
-        model.train()(noise(5, 6, seed=1)).square().mean().backward()
-        has_changed = not same_on_all_ranks([model.mean])
-        with torch.no_grad():
-            model.eval()(torch.ones(5, 6))
-        return has_changed, same_on_all_ranks([model.mean])
-
-    assert ranks(2).run(case) == [(True, True)] * 2
-
-
-def test_a_change_that_begins_late_is_warned_of(ranks: Ranks) -> None:
-    """No message is due in which ranks could tell one another."""
-
-    def case() -> list[bool]:
-        model: Any = zf.shard_params(Normed(), axis()).eval()
-        warned = []
-        for is_late in (False, False, True):
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                errors._said.clear()
-                model(noise(5, 6, seed=0)).square().mean().backward()
-                if is_late:
-                    handle = model.last.register_forward_pre_hook(lambda *_: model.seen.add_(1) and None)
-                    model(noise(5, 6, seed=0)).square().mean().backward()
-                    handle.remove()
-            warned.append(any("A forward changed a buffer" in str(one.message) for one in said))
-        return warned
-
-    assert ranks(2).run(case) == [[False, False, True]] * 2
-
-
+@pytest.mark.parametrize(
+    ("module", "microbatches", "then"),
+    [
+        *((module, 1, "evaluates") for module in (Normed, Unseen)),
+        *((module, 3, "") for module in (Normed, Unseen)),
+        (Normed, 1, "loads"),  # then they were broadcast no longer
+    ],
+)
 @on_ranks(2)
-def test_buffers_are_those_of_ddp_after_loading_into_a_model_that_has_run() -> None:
-    """They were broadcast no longer, and drifted apart."""
-    found = []
-    histories = []
+def test_buffers_are_those_of_ddp_on_every_rank(module: type[nn.Module], microbatches: int, then: str) -> None:
+    """In evaluation, too, and where a model that has run is loaded."""
+    histories, found = [], []
     for stage in (None, *STAGES):
         torch.manual_seed(0)
-        model: Any = DistributedDataParallel(Normed()) if stage is None else STAGES[stage](Normed(), axis())
-        history = stepped(model, 1, 1, lambda *_: nullcontext(), True)
-        model.load_state_dict(model.state_dict())
-        histories.append(history + stepped(model, 2, 1, lambda *_: nullcontext(), True))
+        model: Any = DistributedDataParallel(module()) if stage is None else STAGES[stage](module(), axis())
+        histories.append(stepped(model, microbatches, then))
     for stage, history in zip(STAGES, histories[1:], strict=True):
         for step, (one, other) in enumerate(zip(histories[0], history, strict=True)):
+            assert one.keys() == other.keys()
             found += [f"{stage}, step {step}: {name}" for name in one if not torch.equal(one[name], other[name])]
     assert found == []
 
@@ -209,36 +141,50 @@ def same_on_all_ranks(tensors: list[Tensor]) -> bool:
     return all(torch.equal(row, rows[0]) for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("stage", "trained"),
-    [
-        *((stage, "forward and backward") for stage in STAGES),
-        ("zero1", "forward without gradients"),
-        ("zero3", "forward without gradients"),
-    ],
-)
+@on_ranks(2)
+def test_changes_are_looked_for_again_in_other_modes() -> None:
+    """In evaluation nothing changed; in training something does, in a way that counts no version."""
+    model: Any = zf.shard_params(Unseen(), axis())
+    model.eval()(noise(5, 6, seed=0)).square().mean().backward()
+    model.train()(noise(5, 6, seed=1)).square().mean().backward()
+    assert not same_on_all_ranks([model.mean])
+    with torch.no_grad():
+        model.eval()(torch.ones(5, 6))
+    assert same_on_all_ranks([model.mean])
+
+
+@on_ranks(2)
+def test_a_change_that_begins_late_is_warned_of() -> None:
+    """No message is due in which ranks could tell one another."""
+    model: Any = zf.shard_params(Normed(), axis()).eval()
+    for is_late in (False, False, True):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            errors._said.clear()
+            model(noise(5, 6, seed=0)).square().mean().backward()
+            if is_late:
+                handle = model.last.register_forward_pre_hook(lambda *_: model.seen.add_(1) and None)
+                model(noise(5, 6, seed=0)).square().mean().backward()
+                handle.remove()
+        assert any("A forward changed a buffer" in str(one.message) for one in said) is is_late
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(3)
-def test_evaluation_gives_the_same_on_all_ranks(stage: str, trained: str) -> None:
-    """Rank 0's statistics are what rank 0 would have alone; a forward that no backward follows counts too."""
+def test_forwards_in_training_mode_that_no_backward_follows_count_too(stage: str) -> None:
+    """They calibrate: evaluation gives what rank 0 would have alone, on all ranks."""
     torch.manual_seed(0)
     alone = Normed()
-    torch.manual_seed(0)
-    model: Any = STAGES[stage](Normed(), axis())
-    for number in range(3):
-        x = noise(5, 6, seed=number)
-        alone(x)
-        with torch.no_grad() if trained == "forward without gradients" else nullcontext():
-            output = model(x)
-        if trained == "forward and backward":
-            output.square().mean().backward()
-    model.eval()
+    model: Any = STAGES[stage](copy.deepcopy(alone), axis())
     with torch.no_grad():
-        output = model(torch.ones(5, 6))
-    assert same_on_all_ranks([output, *buffers_of(model).values()])
+        for number in range(3):
+            x = noise(5, 6, seed=number)
+            alone(x)
+            model(x)
+        output = model.eval()(torch.ones(5, 6))
+    assert same_on_all_ranks([output, *model.buffers()])
     if dist.get_rank() == 0:
-        values = buffers_of(model)
-        for name, buffer in buffers_of(alone).items():
-            assert torch.equal(values[name], buffer), name
+        assert all(map(torch.equal, model.buffers(), alone.buffers()))
 
 
 @pytest.mark.parametrize("began", ["trained", "new", "frozen"])
@@ -272,9 +218,12 @@ def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(began: str) -> 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_local_buffers_stay_those_of_each_rank(stage: str) -> None:
+    """Their shapes may differ."""
     torch.manual_seed(0)
     alone = nn.BatchNorm1d(6)
-    model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis(), buffers="local")
+    plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
+    plain.register_buffer("table", torch.zeros(2 + dist.get_rank()))
+    model: Any = STAGES[stage](plain, axis(), buffers="local")
     model = zf.precision(zf.shard_optimizer(model, axis()), compute=torch.float32)
     for number in range(3):
         alone(noise(5, 6, seed=number))
@@ -283,7 +232,7 @@ def test_local_buffers_stay_those_of_each_rank(stage: str) -> None:
     model(torch.ones(1, 6))
     for name, buffer in model[0].named_buffers():
         assert torch.equal(buffer, alone.get_buffer(name))
-    assert not same_on_all_ranks(list(model.buffers()))
+    assert not same_on_all_ranks([model[0].running_mean])
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -307,14 +256,11 @@ def test_buffers_that_never_change_are_never_sent(stage: str) -> None:
 
 @on_ranks(3)
 def test_rank_0_gives_the_values_at_the_first_forward() -> None:
-    model = zf.shard_params(Normed(), axis())
-    for buffer in model.buffers():
-        buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
-    twin = copy.deepcopy(model)
-    local = zf.shard_params(Normed(), axis(), buffers="local")
-    for buffer in local.buffers():
-        buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
-    for each in (model, twin, local):
+    model, local = zf.shard_params(Normed(), axis()), zf.shard_params(Normed(), axis(), buffers="local")
+    for each in (model, local):
+        for buffer in each.buffers():
+            buffer.copy_(torch.full(buffer.shape, dist.get_rank() + 1.0))
+    for each in (model, copy.deepcopy(model), local):
         each.eval()(torch.ones(5, 6))
         names = [name for name, _ in each.named_buffers() if not name.startswith("last")]
         expected = dist.get_rank() + 1.0 if each is local else 1.0
@@ -322,32 +268,21 @@ def test_rank_0_gives_the_values_at_the_first_forward() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
+@on_ranks(2)
+def test_statistics_wait_while_graphs_do(stage: str) -> None:
     """DDP writes buffers that a waiting backward has saved, and autograd refuses them."""
-
-    def case() -> list[Tensor]:
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
-        for number in range(2):
-            model(noise(5, 6, seed=number)).sum().backward()
-            model.eval()
-            loss = model(noise(5, 6, seed=5)).square().sum()
-            model.train()
-            loss = loss + model(noise(5, 6, seed=6)).square().sum() + model(noise(5, 6, seed=7)).square().sum()
-            loss.backward()
-        return list(buffers_of(model).values())
-
-    torch.manual_seed(0)
-    first, _ = ranks(2).run(case)
-
-    def alone() -> list[Tensor]:
-        norm = nn.BatchNorm1d(6)
-        for number in range(2):
-            for seed in (number, 6, 7):
-                norm(noise(5, 6, seed=seed))
-        return list(buffers_of(norm).values())
-
-    assert all(torch.equal(one, other) for one, other in zip(first, ranks(2).run(alone)[0], strict=True))
+    alone = nn.BatchNorm1d(6)
+    model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
+    for number in range(2):
+        model(noise(5, 6, seed=number)).sum().backward()
+        loss = model.eval()(noise(5, 6, seed=5)).square().sum()
+        for seed in (6, 7):
+            loss = loss + model.train()(noise(5, 6, seed=seed)).square().sum()
+        loss.backward()
+        for seed in (number, 6, 7):
+            alone(noise(5, 6, seed=seed))
+    if dist.get_rank() == 0:
+        assert all(map(torch.equal, model[0].buffers(), alone.buffers()))
 
 
 @on_ranks(2)
@@ -355,18 +290,7 @@ def test_sync_batch_norm_is_that_of_torch() -> None:
     """It takes the statistics of all ranks by collectives of its own, on accelerators only: on the CPU torch refuses."""
     plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
     model = zf.shard_params(nn.SyncBatchNorm.convert_sync_batchnorm(plain), axis())
-    assert isinstance(model[0], nn.SyncBatchNorm)
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
         model(noise(5, 6, seed=0))
-    model.eval()
-    plain.eval()
-    assert torch.equal(model(noise(5, 6, seed=0)), plain(noise(5, 6, seed=0))), "evaluation needs no collective"
-
-
-@on_ranks(2)
-def test_buffers_that_differ_in_shape_are_refused() -> None:
-    model = nn.Linear(3, 3)
-    model.register_buffer("table", torch.zeros(2 + dist.get_rank()))
-    with pytest.raises(zf.DisagreementError, match="different buffers"):
-        zf.shard_params(model, axis())(torch.ones(1, 3))
-    zf.shard_params(model, axis(), buffers="local")(torch.ones(1, 3)).sum().backward()
+    x = noise(5, 6, seed=0)
+    assert torch.equal(model.eval()(x), plain.eval()(x)), "evaluation needs no collective"

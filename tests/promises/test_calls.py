@@ -17,7 +17,7 @@ import zero_fn as zf
 from tests.support.models import Layer, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
-from tests.support.worlds import Program, Run, World, differences, noise, trained
+from tests.support.worlds import Program, Run, World, as_replicas, differences, noise, trained
 
 
 def forward(model: Any, number: int) -> Tensor:
@@ -50,9 +50,9 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("units", [None, "*", "stacks.*"])
+@pytest.mark.parametrize("units", ["*", "stacks.*"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_any_module_is_an_entry_in_any_order(ranks: Ranks, order: list[tuple[str, bool]], units: str | None) -> None:
+def test_any_module_is_an_entry_in_any_order(ranks: Ranks, order: list[tuple[str, bool]], units: str) -> None:
     """Children before the root, alone, with gradients or without; what they give is used in one backward each."""
 
     def program(model: Any, run: Run, number: int) -> object:
@@ -66,8 +66,7 @@ def test_any_module_is_an_entry_in_any_order(ranks: Ranks, order: list[tuple[str
         run.backward(model(noise(3, 4, seed=number)).square().mean())
         return outputs
 
-    options = {} if units is None else {"units": units}
-    assert ranks(2).run(differences, trained(Nested, program, options=options)) == [[]] * 2
+    assert ranks(2).run(differences, trained(Nested, program, options={"units": units})) == [[]] * 2
 
 
 def _child_first(model: Any, run: Run, number: int) -> None:
@@ -97,17 +96,10 @@ def _another_order(model: Any, run: Run, number: int) -> None:
 # -- several forwards -------------------------------------------------------------------------------------------------
 
 
-def _two_forwards_one_backward(model: Any, run: Run, number: int) -> None:
-    run.backward(forward(model, number) + forward(model, number + 50))
-
-
-def _a_backward_each(*order: int) -> Program:
-    def program(model: Any, run: Run, number: int) -> None:
-        losses = [forward(model, 10 * number + i) for i in range(3)]
-        for i in order:
-            run.backward(losses[i])
-
-    return program
+def _a_backward_each(model: Any, run: Run, number: int) -> None:
+    losses = [forward(model, 10 * number + i) for i in range(3)]
+    for i in (1, 2, 0):
+        run.backward(losses[i])
 
 
 def _interleaved(model: Any, run: Run, number: int) -> None:
@@ -143,21 +135,15 @@ class Heads(Stack):
         return self.layers[1](hidden), self.leave(self.layers[2](hidden)), hidden
 
 
-def _part_of_the_outputs(*chosen: int) -> Program:
-    def program(model: Any, run: Run, number: int) -> None:
-        outputs = model(noise(3, 6, seed=number))
-        run.backward(sum(outputs[(i + number) % 3].square().mean() for i in chosen))  # type: ignore[arg-type]
-
-    return program
+def _two_of_the_outputs(model: Any, run: Run, number: int) -> None:
+    outputs = model(noise(3, 6, seed=number))
+    run.backward(sum(outputs[(i + number) % 3].square().mean() for i in (1, 2)))  # type: ignore[arg-type]
 
 
-def _retained(*order: int) -> Program:
-    def program(model: Any, run: Run, number: int) -> None:
-        losses = [output.square().mean() for output in model(noise(3, 6, seed=number))]
-        for i in order:
-            run.backward(losses[i], retain_graph=True)
-
-    return program
+def _retained(model: Any, run: Run, number: int) -> None:
+    losses = [output.square().mean() for output in model(noise(3, 6, seed=number))]
+    for i in (1, 1, 0):
+        run.backward(losses[i], retain_graph=True)
 
 
 class NoInputs(Stack):
@@ -179,53 +165,41 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Program, int]] = {
     "the first call is of a child": (Stack, _child_first, 3),
     "layers are taken out": (Stack, _layers_taken_out, 5),
     "another order in each step": (Stack, _another_order, 5),
-    "two forwards, one backward": (Stack, _two_forwards_one_backward, 2),
-    "three forwards, a backward each": (Stack, _a_backward_each(0, 1, 2), 2),
-    "three forwards, a backward each, in another order": (Stack, _a_backward_each(1, 2, 0), 2),
+    "three forwards, a backward each, in another order": (Stack, _a_backward_each, 2),
     "forwards and backwards interleave": (Stack, _interleaved, 2),
     "a forward and a checkpointed one": (Stack, _a_checkpointed_one_too, 2),
     "saved on the host": (Stack, _saved_on_the_host, 2),
-    "one of three outputs": (Heads, _part_of_the_outputs(0), 3),
-    "two of three outputs": (Heads, _part_of_the_outputs(1, 2), 3),
-    "retained, one after the other": (Heads, _retained(0, 1, 2), 2),
-    "retained, one of them twice": (Heads, _retained(1, 1, 0), 2),
+    "two of three outputs": (Heads, _two_of_the_outputs, 3),
+    "retained, one of two losses twice": (Heads, _retained, 2),
     "no inputs": (NoInputs, _without_inputs, 2),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_calls_and_backwards_of_any_order_are_those_of_replicas(ranks: Ranks, name: str) -> None:
+    """In the order of the forwards, and by one output, they are drawn by the laws."""
     build, program, steps = PROGRAMS[name]
     assert ranks(2).run(differences, trained(build, program, steps=steps)) == [[]] * 2
 
 
-class Exact(nn.Module):
+def exact() -> nn.Module:
     """Whole numbers: no order of summation rounds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        for number, parameter in enumerate(self.parameters()):
-            generator = torch.Generator().manual_seed(number)
-            parameter.data = torch.randint(-1, 2, parameter.shape, generator=generator).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).double()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(torch.randint(-1, 2, parameter.shape, generator=torch.Generator().manual_seed(number)))
+    return model
 
 
 @pytest.mark.parametrize(("parts", "accumulates"), [((5,), False), ((3, 1, 4), True)])
-def test_any_number_of_forwards_share_a_backward(ranks: Ranks, parts: tuple[int, ...], accumulates: bool) -> None:
+@as_replicas(exact, n=3, steps=1)
+def test_any_number_of_forwards_share_a_backward(
+    model: Any, run: Run, number: int, parts: tuple[int, ...], accumulates: bool
+) -> None:
     """Sums of more than two uses may be made in another order than autograd's: in whole numbers they are the same."""
-
-    def program(model: Any, run: Run, number: int) -> None:
-        with run.accumulate() if accumulates else nullcontext():
-            for i, forwards in enumerate(parts):
-                xs = [noise(2, 5, seed=10 * i + j, dtype=torch.float64).sign() for j in range(forwards)]
-                run.backward(sum(model(x).sum() for x in xs))  # type: ignore[arg-type]
-
-    assert ranks(3).run(differences, trained(Exact, program, steps=1)) == [[]] * 3
+    with run.accumulate() if accumulates else nullcontext():
+        for i, forwards in enumerate(parts):
+            xs = [noise(2, 5, seed=10 * i + j, dtype=torch.float64).sign() for j in range(forwards)]
+            run.backward(sum(model(x).sum() for x in xs))  # type: ignore[arg-type]
 
 
 # -- backwards inside a forward ---------------------------------------------------------------------------------------
@@ -297,30 +271,28 @@ def _fail_once() -> Callable[[Tensor], None]:
 @pytest.mark.parametrize(
     "kind", ["a head", "a unit", "all so far", "frozen", "checkpointed", "forces", "forces, checkpointed", "raises"]
 )
-def test_a_forward_may_back_through_what_it_has_computed(ranks: Ranks, kind: str, accumulates: bool) -> None:
+@as_replicas(tolerance=1e-13)
+def test_a_forward_may_back_through_what_it_has_computed(world: World, kind: str, accumulates: bool) -> None:
     """To the bit where each parameter has one sum. Where backwards are reduced one by one, their sum over ranks has another
     order than that of replicas."""
-
-    def trial(world: World) -> None:
-        model = world.build(lambda: BacksInside(kind))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for number in range(3):
-            with world.accumulate(model) if accumulates else nullcontext():
-                loss = model(noise(6, 6, seed=number, dtype=torch.float64))
-                loss.backward()
-            world.reduce(model)
-            world.note("loss", loss)
-            world.note_model(model)
-            optimizer.step()
-            model.zero_grad()
-
-    assert ranks(2).run(differences, trial, tolerance=1e-13) == [[]] * 2
+    model = world.build(lambda: BacksInside(kind))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(3):
+        with world.accumulate(model) if accumulates else nullcontext():
+            loss = model(noise(6, 6, seed=number, dtype=torch.float64))
+            loss.backward()
+        world.reduce(model)
+        world.note("loss", loss)
+        world.note_model(model)
+        optimizer.step()
+        model.zero_grad()
 
 
 # -- roots, and what is around them -----------------------------------------------------------------------------------
 
 
-def _containers(world: World) -> None:
+@as_replicas()
+def test_containers_may_be_roots(world: World) -> None:
     """FSDP2 refuses lists and dicts: nobody calls them. A slice of a Sequential is one, of units."""
     torch.manual_seed(0)
     listed: Any = world.place(nn.ModuleList(Layer() for _ in range(2)))
@@ -334,10 +306,6 @@ def _containers(world: World) -> None:
     world.note_model(listed, named, chain)
 
 
-def test_containers_may_be_roots(ranks: Ranks) -> None:
-    assert ranks(2).run(differences, _containers) == [[]] * 2
-
-
 class Summed(nn.Module):
     """Communicates in its forward, beside the gathers."""
 
@@ -347,9 +315,8 @@ class Summed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         seen = x.detach().clone()
-        work = dist.all_reduce(seen, async_op=True)
+        work: Any = dist.all_reduce(seen, async_op=True)
         x = self.layers(x * self.weight)
-        assert work is not None
         work.wait()
         return x + seen
 
@@ -357,14 +324,13 @@ class Summed(nn.Module):
 @on_ranks(2)
 def test_sharded_parts_train_inside_ddp_that_ignores_them() -> None:
     losses = []
-    for transform in (lambda model: model, lambda model: zf.zero3(model, axis())):
+    for is_sharded in (False, True):
         torch.manual_seed(0)
         model = Summed()
-        model.layers = transform(model.layers)
-        if losses:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-                model, [name for name, _ in model.named_parameters() if name.startswith("layers")]
-            )
+        if is_sharded:
+            model.layers = zf.zero3(model.layers, axis())
+            ignored = [name for name, _ in model.named_parameters() if name.startswith("layers")]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):

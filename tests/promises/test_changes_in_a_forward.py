@@ -23,7 +23,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
-from tests.support.worlds import WIDTH, World, differences, noise
+from tests.support.worlds import WIDTH, World, as_replicas, noise
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.in_flight import Phase
 
@@ -161,48 +161,34 @@ def test_changes_are_refused_on_all_axes_and_tiers(ranks: Ranks, tmp_path: objec
     ranks(4, deadline_s=120).run(_elsewhere, str(tmp_path))
 
 
-def _in_a_cast(block: str, infers: bool) -> None:
+@pytest.mark.parametrize(
+    ("block", "infers"),
+    [("none", False), ("none", True), ("accumulate", False), ("accumulate", True), ("unsharded", False)],
+)
+@on_ranks(2)
+def test_a_change_of_a_copy_in_another_dtype_is_refused(block: str, infers: bool) -> None:
+    """Also where whole parameters are registered: it is not they that change."""
     model = zf.precision(zf.zero1(Clamped(), axis()), compute=torch.bfloat16)
-    before = {name: full(parameter) for name, parameter in model.named_parameters()}
+    before = [full(parameter) for parameter in model.parameters()]
     blocks: dict[str, Callable[..., Any]] = {
         "none": nullcontext,
         "accumulate": partial(zf.accumulate, model, unshard=True),
         "unsharded": partial(zf.unsharded, model, writeback=True),
     }
-    try:
-        with blocks[block](), torch.inference_mode(infers):
-            model(torch.ones(2, WIDTH))
-    finally:
-        assert all(torch.equal(before[name], full(p)) for name, p in model.named_parameters())
+    with (
+        pytest.raises(zf.PlacementError, match=r"changed 'first.weight' in place"),
+        blocks[block](),
+        torch.inference_mode(infers),
+    ):
+        model(torch.ones(2, WIDTH))
+    assert all(torch.equal(one, full(p)) for one, p in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("block", "infers"),
-    [("none", False), ("none", True), ("accumulate", False), ("accumulate", True), ("unsharded", False)],
-)
-def test_a_change_of_a_copy_in_another_dtype_is_refused(ranks: Ranks, block: str, infers: bool) -> None:
-    """Also where whole parameters are registered: it is not they that change."""
-    with pytest.raises(zf.PlacementError, match=r"changed 'first.weight' in place"):
-        ranks(2).run(_in_a_cast, block, infers)
+# -- what to write instead: between steps, `test_edits.py` ------------------------------------------------------------
 
 
-# -- what to write instead --------------------------------------------------------------------------------------------
-
-
-def _between_steps(world: World) -> None:
-    model: Any = world.build(lambda: nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for seed in range(3):
-        world.step(model, optimizer, model(_tokens(seed)).square().mean())
-        with torch.no_grad():
-            model[1].weight.clamp_(-0.2, 0.2)
-        with world.unsharded(model), torch.no_grad():
-            model[0].weight.renorm_(2, 0, 1.0)
-        world.note_model(model)
-
-
-def _in_a_block(world: World) -> None:
-    """Its whole parameters may be changed."""
+@as_replicas()
+def test_whole_parameters_in_a_block_may_be_changed(world: World) -> None:
     model = world.build(Several)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for seed in range(2):
@@ -249,13 +235,16 @@ class MomentumEncoder(nn.Module):
         return output - x
 
 
-def _averages(how: str, units: list[str] | None, world: World) -> None:
+@pytest.mark.parametrize("how", AVERAGES)
+@pytest.mark.parametrize("units", [None, ["encoder", "average"]])
+@as_replicas()
+def test_averages_that_move_in_a_forward_are_those_of_replicas(world: World, how: str, units: list[str] | None) -> None:
     """It went on with what was gathered before the change, in silence."""
-    model: Any = world.build(lambda: MomentumEncoder(how), **({} if units is None else {"units": units}))
+    model: Any = world.build(lambda: MomentumEncoder(how), units=units)
     optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=1e-1)
     for step in range(4):
         model.moves = model.moves[1:] + model.moves[:1]  # the order of a recorded schedule changes
-        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        world.train(model, optimizer, step)
     with world.accumulate(model):
         for step in range(2):
             model(noise(4, WIDTH, seed=step)).square().mean().backward()
@@ -322,13 +311,18 @@ class Around(nn.Module):
         return output
 
 
-def _cast_or_parametrized(make: Callable[[], nn.Module], world: World) -> None:
+@pytest.mark.parametrize("is_around", [False, True])
+@pytest.mark.parametrize("kind", [Router, Adapted])
+@as_replicas()
+def test_casts_and_parametrizations_in_a_forward_are_those_of_replicas(
+    world: World, kind: type[nn.Module], is_around: bool
+) -> None:
     """torch swapped resting parameters under the forward, or found the gathered one in the way."""
-    model = world.build(make)
+    model = world.build(lambda: Around(kind()) if is_around else kind())
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for step in range(3):
-        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        world.train(model, optimizer, step)
         with torch.no_grad():
             world.note("output", model(noise(4, WIDTH, seed=9)))
     with world.accumulate(model):
@@ -336,23 +330,6 @@ def _cast_or_parametrized(make: Callable[[], nn.Module], world: World) -> None:
     world.reduce(model)
     assert [name for name, _ in model.named_parameters()] == names
     world.note_model(model)
-
-
-TRIALS: dict[str, Callable[[World], None]] = {
-    "between steps": _between_steps,
-    "whole parameters in a block": _in_a_block,
-    **{f"averages, {how}": partial(_averages, how, None) for how in AVERAGES},
-    **{f"averages, {how}, two units": partial(_averages, how, ["encoder", "average"]) for how in AVERAGES},
-    "casts": partial(_cast_or_parametrized, Router),
-    "casts, computed again": partial(_cast_or_parametrized, lambda: Around(Router())),
-    "parametrizations": partial(_cast_or_parametrized, Adapted),
-    "parametrizations, computed again": partial(_cast_or_parametrized, lambda: Around(Adapted())),
-}
-
-
-@pytest.mark.parametrize("trial", TRIALS)
-def test_changes_that_are_allowed_are_those_of_replicas(ranks: Ranks, trial: str) -> None:
-    assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
 
 
 class Wide(nn.Module):
@@ -366,19 +343,13 @@ class Wide(nn.Module):
         return output
 
 
-class Inverse(Plus):
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight - self.delta
-
-
 class Parametrized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.leaves = nn.Linear(WIDTH, WIDTH), False
-        self.kind: type[Plus] = Inverse
+        self.base, self.leaves = nn.Linear(WIDTH, WIDTH), True
 
     def forward(self, x: Tensor) -> Tensor:
-        parametrize.register_parametrization(self.base, "weight", self.kind(torch.ones(1)))
+        parametrize.register_parametrization(self.base, "weight", Plus(torch.ones(1)))
         try:
             output: Tensor = self.base(x)
             return output
@@ -402,14 +373,11 @@ def test_casts_parametrizations_data_and_stand_ins_keep_their_rules() -> None:
     assert torch.equal(model(x), F.linear(x.float(), weight.bfloat16().float(), bias.bfloat16().float()))
     model(x).sum().backward()
     assert all(p.dtype == torch.float32 and p.grad is not None for p in model.parameters())
-    # Parametrizations that would change a weight are refused.
+    # A parametrization that would change a weight is refused.
     model, x = zf.zero3(plain := Parametrized(), axis()), noise(3, WIDTH, seed=1)
-    with pytest.raises(zf.StateError, match="has a right_inverse"):
-        model(x)
-    model.kind, model.leaves = Plus, True
     with pytest.raises(zf.PlacementError, match=r"changed 'base\.weight' in place"):
         model(x)
-    model.leaves, plain.kind = False, Plus
+    model.leaves = plain.leaves = False
     assert torch.equal(model(x), plain(x))
     # A limit: what is changed through data leaves no trace, and is dropped.
     model = zf.zero3(nn.Sequential(ThroughData(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), axis())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -186,23 +187,25 @@ def test_composable_checkpoints_train(ranks: Ranks, places: str, is_first: bool)
     ],
 )
 def test_an_exception_in_a_recomputation_leaves_nothing_behind(ranks: Ranks, case: str, where: int) -> None:
+    """Nor an interrupt, after which torch calls no hook: the unit seemed to run on, and was not entered again."""
+
     def program(model: Any, run: Run, number: int) -> object:
         calls = []
 
         def fail(module: nn.Module, args: object) -> None:
             calls.append(module)
             if len(calls) == 2:
-                raise ZeroDivisionError
+                raise (ZeroDivisionError, KeyboardInterrupt)[number // 2]
 
         hook = model.layers[where].second.register_forward_pre_hook(fail)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)), run.accumulate() if number % 2 else nullcontext():
             backward(model, run, number)
         hook.remove()
         run.zero_grad(set_to_none=True)
         backward(model, run, number)
         return len(calls)
 
-    assert ranks(2).run(differences, trained(MODELS[case][0], program)) == [[]] * 2
+    assert ranks(2).run(differences, trained(MODELS[case][0], program, steps=4)) == [[]] * 2
 
 
 @pytest.mark.parametrize("case", ["around", "around, reentrant"])

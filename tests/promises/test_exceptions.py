@@ -5,10 +5,8 @@ torch calls our hook after an exception, and not after an interrupt, of which th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,12 +17,12 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.simulation import Simulated
 from tests.simulation import axis as simulated_axis
-from tests.support.groups import alone
-from tests.support.models import Block, Recomputed
-from tests.support.ranks import Ranks, axis
+from tests.support.models import Block
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
-from tests.support.worlds import WIDTH, Tower, World, differences, noise
+from tests.support.worlds import WIDTH, Run, Tower, World, as_replicas, noise
 
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -50,97 +48,30 @@ def _loss(model: nn.Module, seed: int) -> Tensor:
     return loss
 
 
-# -- in backward, in blocks, in recomputations ------------------------------------------------------------------------
-
-
-class Reentrant(Recomputed):
-    reentrant = True
-
+# -- in backward, and in blocks ---------------------------------------------------------------------------------------
 
 Trap = Callable[[Tower], Any]
 
 
 def _in_backward_of(name: str) -> Trap:
-    def register(module: nn.Module, args: object, output: Tensor) -> None:
-        if output.requires_grad:  # it does not in the first forward of a reentrant checkpoint
-            output.register_hook(_raise)
-
-    return lambda model: model.get_submodule(name).register_forward_hook(register)
+    return lambda model: model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: output.register_hook(_raise) and None
+    )
 
 
-def _in_recomputation(model: Tower) -> Any:
-    calls: list[int] = []
-
-    def second_time(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise Breakdown
-
-    return model.get_submodule("blocks.1.up").register_forward_hook(second_time)
-
-
-TRAPS: dict[str, tuple[type[Tower], Trap]] = {
-    "forward of a unit": (Tower, lambda model: model.get_submodule("blocks.1.up").register_forward_hook(_raise)),
-    "backward, before any unit": (Tower, _in_backward_of("")),
-    "backward of a unit": (Tower, _in_backward_of("blocks.1.up")),
-    "backward between units": (Tower, _in_backward_of("blocks.0")),
-    "a full backward hook": (
-        Tower,
-        lambda model: model.get_submodule("blocks.1.down").register_full_backward_hook(_raise),
-    ),
-    "a hook of a parameter": (Tower, lambda model: model.get_parameter("blocks.1.up.weight").register_hook(_raise)),
-    "a hook of a scalar": (Tower, lambda model: model.get_parameter("blocks.0.gate").register_hook(_raise)),
-    "a post-accumulate hook": (
-        Tower,
-        lambda model: model.get_parameter("blocks.2.down.bias").register_post_accumulate_grad_hook(_raise),
-    ),
-    "recomputation": (Recomputed, _in_recomputation),
-    "reentrant recomputation": (Reentrant, _in_recomputation),
-    "backward between reentrant checkpoints": (Reentrant, _in_backward_of("blocks.0")),
+TRAPS: dict[str, Trap] = {
+    "forward of a unit": lambda model: model.get_submodule("blocks.1.up").register_forward_hook(_raise),
+    "backward of a unit": _in_backward_of("blocks.1.up"),
+    "backward between units": _in_backward_of("blocks.0"),
+    "a hook of a parameter": lambda model: model.get_parameter("blocks.1.up.weight").register_hook(_raise),
+    "a post-accumulate hook": lambda model: model.get_parameter(
+        "blocks.2.down.bias"
+    ).register_post_accumulate_grad_hook(_raise),
+    "backward, before any unit": _in_backward_of(""),
+    "a full backward hook": lambda model: model.get_submodule("blocks.1.down").register_full_backward_hook(_raise),
+    "a hook of a scalar": lambda model: model.get_parameter("blocks.0.gate").register_hook(_raise),
 }
-
-TRAPS_IN_BLOCKS = (
-    "forward of a unit",
-    "backward of a unit",
-    "backward between units",
-    "a hook of a parameter",
-    "a post-accumulate hook",
-    "reentrant recomputation",
-)
-"""Traps that are also tried inside a block of `accumulate`."""
-
-
-@contextmanager
-def _trapped(trap: Trap, model: Tower) -> Iterator[None]:
-    handle = trap(model)
-    try:
-        with pytest.raises(Breakdown):
-            yield
-    finally:
-        handle.remove()
-
-
-def _train_with(case: str, in_accumulate: bool, world: World) -> None:
-    build, trap = TRAPS[case]
-    model = world.build(build)
-    optimizer = _adam(model)
-    for step in range(3):
-        if step == 1:
-            with _trapped(trap, model), world.accumulate(model) if in_accumulate else nullcontext():
-                _loss(model, 10 + step).backward()
-            if not in_accumulate:
-                _require_names_of_resting_parameters(model)
-            optimizer.zero_grad()
-        if in_accumulate:
-            with world.accumulate(model):
-                _loss(model, 20 + step).backward()
-                _loss(model, 30 + step).backward()
-            world.reduce(model)
-            world.note_model(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            world.step(model, optimizer, _loss(model, step))
+"""The first five are also tried inside a block of `accumulate`. In recomputations: `test_checkpointing.py`."""
 
 
 def _require_names_of_resting_parameters(model: nn.Module) -> None:
@@ -151,39 +82,25 @@ def _require_names_of_resting_parameters(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "in_accumulate"), [*((case, False) for case in TRAPS), *((case, True) for case in TRAPS_IN_BLOCKS)]
+    ("case", "in_block"), [*((case, False) for case in TRAPS), *((case, True) for case in list(TRAPS)[:5])]
 )
-def test_the_step_after_an_exception_is_exact(ranks: Ranks, case: str, in_accumulate: bool) -> None:
-    assert ranks(2).run(differences, partial(_train_with, case, in_accumulate)) == [[]] * 2
+@as_replicas(Tower, steps=3, optimizer="adamw")
+def test_the_step_after_an_exception_is_exact(model: Any, run: Run, number: int, case: str, in_block: bool) -> None:
+    if number == 1:
+        handle = TRAPS[case](model)
+        with pytest.raises(Breakdown), run.accumulate() if in_block else nullcontext():
+            run.backward(_loss(model, 10))
+        handle.remove()
+        if not in_block:
+            _require_names_of_resting_parameters(model)
+        run.zero_grad(set_to_none=True)
+    with run.accumulate() if in_block else nullcontext():
+        run.backward(_loss(model, number))
+        if in_block:
+            run.backward(_loss(model, number + 20))
 
 
 # -- in hooks of modules, by an exception or an interrupt -------------------------------------------------------------
-
-
-def _fails_in_a_hook(where: str, inside: str, error: Callable[..., None], world: World) -> None:
-    """A hook raises in the second forward; then two steps as if nothing was."""
-    model = world.build(Tower)
-    optimizer = _adam(model)
-    world.step(model, optimizer, _loss(model, 0))
-    resting = 0 if world.is_replica else zf.held(model).parameters
-    module = model.get_submodule(inside)
-    handle = {
-        "first of all": lambda: module.register_forward_pre_hook(error, prepend=True),
-        "before": lambda: module.register_forward_pre_hook(error),
-        "after": lambda: module.register_forward_hook(error, prepend=True),
-        "last of all": lambda: module.register_forward_hook(error),
-    }[where]()
-    with pytest.raises((Breakdown, KeyboardInterrupt)):
-        _loss(model, 1)
-    handle.remove()
-    if error is _raise:
-        assert _packing(False) is None, "tensors are packed outside a forward"
-        is_over = (where, inside) == ("last of all", "")  # then what the backward needs first is kept
-        assert world.is_replica or is_over or zf.held(model).parameters == resting, "a unit stayed gathered"
-        _require_names_of_resting_parameters(model)
-    world.step(model, optimizer, _loss(model, 2))
-    assert _packing(False) is None
-    world.step(model, optimizer, _loss(model, 3))
 
 
 @pytest.mark.parametrize(
@@ -194,14 +111,36 @@ def _fails_in_a_hook(where: str, inside: str, error: Callable[..., None], world:
         for other, inside in enumerate(("", "blocks.1", "enter", "blocks.2.up"))
     ],
 )
-def test_a_hook_that_raises_leaves_nothing(ranks: Ranks, where: str, inside: str, error: Callable[..., None]) -> None:
-    assert ranks(2).run(differences, partial(_fails_in_a_hook, where, inside, error)) == [[]] * 2
-
-
-def _interrupted(then: str, world: World) -> None:
+@as_replicas()
+def test_a_hook_that_raises_leaves_nothing(world: World, where: str, inside: str, error: Callable[..., None]) -> None:
+    """A hook raises in the second forward; then two steps as if nothing was."""
     model = world.build(Tower)
     optimizer = _adam(model)
-    world.step(model, optimizer, _loss(model, 0))
+    world.train(model, optimizer, 0)
+    resting = 0 if world.is_replica else zf.held(model).parameters
+    module = model.get_submodule(inside)
+    is_before, prepend = where in ("first of all", "before"), where in ("first of all", "after")
+    register = module.register_forward_pre_hook if is_before else module.register_forward_hook
+    handle = register(error, prepend=prepend)
+    with pytest.raises((Breakdown, KeyboardInterrupt)):
+        _loss(model, 1)
+    handle.remove()
+    if error is _raise:
+        assert _packing(False) is None, "tensors are packed outside a forward"
+        is_over = (where, inside) == ("last of all", "")  # then what the backward needs first is kept
+        assert world.is_replica or is_over or zf.held(model).parameters == resting, "a unit stayed gathered"
+        _require_names_of_resting_parameters(model)
+    world.train(model, optimizer, 2)
+    assert _packing(False) is None
+    world.train(model, optimizer, 3)
+
+
+@pytest.mark.parametrize("then", ["a backward of before", "a step", "a verb", "a child"])
+@as_replicas()
+def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(world: World, then: str) -> None:
+    model = world.build(Tower)
+    optimizer = _adam(model)
+    world.train(model, optimizer, 0)
     loss = _loss(model, 1)
     handle = model.blocks[1].register_forward_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -214,34 +153,12 @@ def _interrupted(then: str, world: World) -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-    elif then == "a verb" and not world.is_replica:
-        with zf.unsharded(model):
+    elif then == "a verb":
+        with world.unsharded(model):
             pass
-    elif then == "a child":
+    else:
         model.blocks[2](noise(4, 7, seed=3)).sum()
-    world.step(model, optimizer, _loss(model, 4))
-
-
-@pytest.mark.parametrize("then", ["a backward of before", "a step", "a verb", "a child"])
-def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(ranks: Ranks, then: str) -> None:
-    assert ranks(2).run(differences, partial(_interrupted, then)) == [[]] * 2
-
-
-def test_an_interrupt_of_what_is_computed_again_leaves_nothing() -> None:
-    """torch calls no hook after it: the unit seemed to run on, and was not entered again."""
-    with alone() as mesh:
-        plain = Recomputed()
-        model: Any = zf.zero3(copy.deepcopy(plain), mesh)
-        interrupted = _loss(model, 0)
-        handle = model.blocks[1].up.register_forward_hook(_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            interrupted.backward()
-        handle.remove()
-        model.zero_grad()
-        for module in (plain, model):
-            _loss(module, 0).backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(full(one.grad), other.grad)
+    world.train(model, optimizer, 4)
 
 
 # -- around a step ----------------------------------------------------------------------------------------------------
@@ -262,7 +179,8 @@ class Failing(torch.optim.SGD):
         raise Breakdown
 
 
-def _optimizer_raises(world: World) -> None:
+@as_replicas()
+def test_an_optimizer_that_raises_half_way_leaves_what_it_did(world: World) -> None:
     model = world.build(Tower)
     optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
     for step in range(4):
@@ -275,7 +193,8 @@ def _optimizer_raises(world: World) -> None:
         world.note_model(model)
 
 
-def _closure_raises(world: World) -> None:
+@as_replicas()
+def test_a_closure_that_raises_leaves_nothing(world: World) -> None:
     model = world.build(Tower)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(3):
@@ -317,33 +236,23 @@ class Recursive(nn.Module):
         return y + self.gate
 
 
-def _recurses(world: World) -> None:
-    """It is left when the outermost call ends."""
-    model = world.build(Recursive)
+@pytest.mark.parametrize("build", [Recursive, Tower])
+@as_replicas()
+def test_exceptions_that_are_handled_in_and_around_a_forward_are_none_of_it(
+    world: World, build: Callable[[], nn.Module]
+) -> None:
+    """A module that calls itself is left when the outermost call ends."""
+    model = world.build(build)
     optimizer = _adam(model)
     for seed in range(3):
-        world.step(model, optimizer, _loss(model, seed))
-
-
-def _handles_another(world: World) -> None:
-    """An exception that is being handled is none of the forward."""
-    model = world.build(Tower)
-    optimizer = _adam(model)
-    for seed in range(2):
         try:
             raise Breakdown
         except Breakdown:
-            world.step(model, optimizer, _loss(model, seed))
+            world.train(model, optimizer, seed)
 
 
-@pytest.mark.parametrize("trial", [_optimizer_raises, _closure_raises, _recurses, _handles_another])
-def test_an_exception_around_a_step_leaves_nothing(ranks: Ranks, trial: Callable[[World], None]) -> None:
-    assert ranks(2).run(differences, trial) == [[]] * 2
-
-
-def _whole_for_hooks() -> list[list[bool]]:
-    """Whether hooks of users see whole parameters: those of before the transform, and those of after it."""
-    seen: list[list[bool]] = []
+@on_ranks(2)
+def test_hooks_of_before_the_transform_see_whole_parameters_and_those_of_after_it_until_the_forward() -> None:
     for registers_first in (True, False):
         plain: Any = nn.Sequential(Block(7), Block(7))
         found: list[bool] = []
@@ -356,14 +265,7 @@ def _whole_for_hooks() -> list[list[bool]]:
         model[1].register_forward_hook(look)
         model = zf.zero3(model, axis(), units=Block) if registers_first else model
         model(noise(2, 7, seed=0))
-        seen.append(found)
-    return seen
-
-
-def test_hooks_of_before_the_transform_see_whole_parameters_and_those_of_after_it_until_the_forward(
-    ranks: Ranks,
-) -> None:
-    assert ranks(2).run(_whole_for_hooks) == [[[True, True], [True, False]]] * 2
+        assert found == [True, registers_first]
 
 
 class Detached(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from tests.support.models import Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.profiles import SIZES
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import named_fulls
-from tests.support.worlds import Run, differences, noise, trained
+from tests.support.worlds import Run, as_replicas, noise, one_backward
 
 
 class Tied(Stack):
@@ -38,20 +37,15 @@ class Shared(Stack):
         return self.leave(x)
 
 
-MODELS = [Stack, Tied, Shared]
-
-
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
-def test_a_gradient_penalty_on_the_input_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        x = noise(4, 6, seed=number).requires_grad_()
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        run.backward(output.square().mean() + (slope.norm(dim=1) - 1).square().mean())
-        return slope, x.grad
-
-    assert ranks(n).run(differences, trained(build, program)) == [[]] * n
+@as_replicas(n=None)
+def test_a_gradient_penalty_on_the_input_trains(model: Any, run: Run, number: int) -> object:
+    x = noise(4, 6, seed=number).requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    run.backward(output.square().mean() + (slope.norm(dim=1) - 1).square().mean())
+    return slope, x.grad
 
 
 class Whole(nn.Module):
@@ -73,68 +67,46 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_modules_that_run_several_times_are_differentiated_twice(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        x = noise(2, 3, seed=number, dtype=torch.float64).sign().requires_grad_()
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        run.backward(output.sum() + slope.sum())
-        return slope, x.grad
-
-    assert ranks(n).run(differences, trained(Whole, program, steps=1)) == [[]] * n
+@as_replicas(Whole, n=None, steps=1)
+def test_modules_that_run_several_times_are_differentiated_twice_and_added_up(
+    model: Any, run: Run, number: int
+) -> object:
+    x = noise(2, 3, seed=number, dtype=torch.float64).sign().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    run.backward(output.sum() + slope.sum())
+    return slope, x.grad, [run.mean(value) for value in torch.autograd.grad(model(x).sum(), list(model.parameters()))]
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_penalty_on_the_gradient_of_parameters_trains(ranks: Ranks, n: int) -> None:
+@as_replicas(Stack, n=None)
+def test_a_penalty_on_the_gradient_of_parameters_trains(model: Any, run: Run, number: int) -> object:
     """The gradient in the graph is the mean over ranks; with one batch on all ranks, that of each."""
-
-    def program(model: Any, run: Run, number: int) -> object:
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
-        loss = model(x).square().mean()
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-        run.backward(loss + sum(g.square().sum() for g in whole))
-        return whole
-
-    assert ranks(n).run(differences, trained(Stack, program)) == [[]] * n
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_autograd_grad_adds_up_modules_that_run_several_times(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        x = noise(2, 3, seed=number, dtype=torch.float64).sign()
-        grads = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-        for parameter, value in zip(model.parameters(), grads, strict=True):
-            parameter.grad = run.mean(value)
-
-    assert ranks(n).run(differences, trained(Whole, program, steps=1)) == [[]] * n
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+    loss = model(x).square().mean()
+    whole = [
+        g.full_tensor() if isinstance(g, DTensor) else g
+        for g in torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    ]
+    run.backward(loss + sum(g.square().sum() for g in whole))
+    return whole
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
-def test_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        loss = model(noise(4, 6, seed=number)).square().mean()
-        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-        for parameter, value in zip(model.parameters(), grads, strict=True):
-            if isinstance(parameter, DTensor) and value is not None:
-                assert isinstance(value, DTensor)
-                assert value.placements == parameter.placements
-            parameter.grad = run.mean(value)
-        some = torch.autograd.grad(model(noise(4, 6, seed=number)).sum(), list(model.layers[0].parameters()))
-        return [run.mean(value) for value in some]
-
-    assert ranks(n).run(differences, trained(build, program)) == [[]] * n
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_backward_into_some_parameters(ranks: Ranks, n: int) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        x = noise(4, 6, seed=number)
-        run.backward(model(x).square().mean(), inputs=list(model.layers.parameters()))
-        run.backward(model(x).square().mean(), inputs=[model.enter.weight])
-
-    assert ranks(n).run(differences, trained(Stack, program)) == [[]] * n
+@as_replicas(n=None)
+def test_autograd_grad_gives_resting_gradients(model: Any, run: Run, number: int) -> object:
+    """Of all parameters, and of some, which a backward may be for, too."""
+    x = noise(4, 6, seed=number)
+    grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), allow_unused=True)
+    for parameter, value in zip(model.parameters(), grads, strict=True):
+        if isinstance(parameter, DTensor) and value is not None:
+            assert isinstance(value, DTensor)
+            assert value.placements == parameter.placements
+    some = torch.autograd.grad(model(x).sum(), list(model.layers[0].parameters()))
+    run.backward(model(x).square().mean(), inputs=list(model.layers.parameters()))
+    run.backward(model(x).square().mean(), inputs=[model.enter.weight])
+    return [run.mean(value) for value in (*grads, *some)]
 
 
 def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
@@ -142,39 +114,34 @@ def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("build", MODELS)
-def test_a_call_on_whole_tensors_is_that_of_a_plain_module(
-    ranks: Ranks, n: int, build: Callable[[], nn.Module]
-) -> None:
+@pytest.mark.parametrize("build", [Tied, Shared])
+@as_replicas(n=None)
+def test_a_call_on_whole_tensors_is_that_of_a_plain_module(model: Any, run: Run, number: int) -> object:
     """Of the model and of a unit alone: functional_call, its transforms and ensembles. Gradients are those of the rank."""
+    x, layer = noise(4, 6, seed=number), model.layers[1]
+    values = _values(model, scale=0.5)
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
 
-    def program(model: Any, run: Run, number: int) -> object:
-        x, layer = noise(4, 6, seed=number), model.layers[1]
-        values = _values(model, scale=0.5)
-        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, values, (x,)).square().mean()
 
-        def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
-            return functional_call(model, values, (x,)).square().mean()
-
-        inner = loss(leaves, x)
-        steps = torch.autograd.grad(inner, list(leaves.values()), create_graph=True, allow_unused=True)
-        fast = {name: p if g is None else p - 0.25 * g for (name, p), g in zip(leaves.items(), steps, strict=True)}
-        with run.accumulate():
-            alone = functional_call(layer, _values(layer, scale=2.0), (x,))
-            run.backward(model(x).square().mean())
-        return (
-            torch.autograd.grad(loss(fast, x + 1), list(leaves.values()), allow_unused=True),
-            grad_and_value(loss)(values, x),
-            vmap(grad(loss), in_dims=(None, 0))(values, x),  # of each sample
-            grad(lambda values, x: sum(g.square().sum() for g in grad(loss)(values, x).values()))(values, x),
-            vmap(lambda values: functional_call(model, values, (x,)))(
-                {k: torch.stack([v, 2 * v]) for k, v in values.items()}
-            ),
-            alone,
-            model(x),
-        )
-
-    assert ranks(n).run(differences, trained(build, program)) == [[]] * n
+    inner = loss(leaves, x)
+    steps = torch.autograd.grad(inner, list(leaves.values()), create_graph=True, allow_unused=True)
+    fast = {name: p if g is None else p - 0.25 * g for (name, p), g in zip(leaves.items(), steps, strict=True)}
+    with run.accumulate():
+        alone = functional_call(layer, _values(layer, scale=2.0), (x,))
+        run.backward(model(x).square().mean())
+    return (
+        torch.autograd.grad(loss(fast, x + 1), list(leaves.values()), allow_unused=True),
+        grad_and_value(loss)(values, x),
+        vmap(grad(loss), in_dims=(None, 0))(values, x),  # of each sample
+        grad(lambda values, x: sum(g.square().sum() for g in grad(loss)(values, x).values()))(values, x),
+        vmap(lambda values: functional_call(model, values, (x,)))(
+            {k: torch.stack([v, 2 * v]) for k, v in values.items()}
+        ),
+        alone,
+        model(x),
+    )
 
 
 @on_ranks(2)
@@ -269,12 +236,11 @@ class _FusedLinear(nn.Linear):
         return y + self.bias
 
 
+def _fused() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Sequential(_FusedLinear(5, 6), nn.Tanh()), _FusedLinear(6, 2))
+
+
 @pytest.mark.parametrize("n", SIZES)
-def test_a_gradient_that_a_function_assigns_in_backward_is_reduced(ranks: Ranks, n: int) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 5), nn.Sequential(_FusedLinear(5, 6), nn.Tanh()), _FusedLinear(6, 2))
-
-    def program(model: nn.Module, run: Run, number: int) -> None:
-        run.backward(model(noise(3, 6, seed=number)).square().mean())
-
-    assert ranks(n).run(differences, trained(build, program)) == [[]] * n
+@as_replicas(_fused, n=None)
+def test_a_gradient_that_a_function_assigns_in_backward_is_reduced(model: Any, run: Run, number: int) -> None:
+    one_backward(model, run, number)

@@ -7,9 +7,9 @@ for a hook that is linear the two orders are one, and exactly one if it scales b
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +27,8 @@ from tests.support.models import Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
-from tests.support.wholes import full
-from tests.support.worlds import Program, Run, differences, mean_of_ranks, noise, trained
+from tests.support.wholes import full, fulls
+from tests.support.worlds import Program, Run, as_replicas, differences, mean_of_ranks, noise, one_backward, trained
 
 
 def scaled(grad: Tensor) -> Tensor:
@@ -59,10 +59,6 @@ class Hooked(Stack):
 
 def loss_of(model: Any, seed: int) -> Tensor:
     return model(noise(3, 6, seed=seed)).square().mean()
-
-
-def plain(model: Any, run: Run, number: int) -> None:
-    run.backward(loss_of(model, number))
 
 
 def _come_and_go(model: Stack, run: Run, number: int) -> None:
@@ -135,7 +131,7 @@ def _keeps_a_weight(model: Any, run: Run, number: int) -> None:
 
 
 PROGRAMS: dict[str, tuple[type[Stack], Program]] = {
-    "before the transform": (Hooked, plain),
+    "before the transform": (Hooked, one_backward),
     "come and go": (Stack, _come_and_go),
     "autograd.grad and inputs": (Stack, _into_inputs),
     "sums of microbatches": (Stack, _on_sums),
@@ -255,27 +251,23 @@ def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], O
     ("stage", "where"),
     [("replicate", "memory"), ("zero1", "disk"), ("zero2", "memory"), ("zero3", "memory"), ("zero3", "disk")],
 )
-def test_optimizers_may_step_in_hooks_while_backward_runs(ranks: Ranks, tmp_path: Path, stage: str, where: str) -> None:
-    def case() -> None:
-        torch.manual_seed(0)
-        expected: Any = STAGES[stage](Stack(), axis())
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Stack(), axis())
-        stock = AdamW(expected.parameters(), lr=0.01)
-        for number in range(3):
-            loss_of(expected, number + axis().get_local_rank()).backward()
-            stock.step()
-            stock.zero_grad()
-        tier = zf.nvme(tmp_path)
-        if where == "disk":
-            model = zf.offload(model, params=tier, grads=tier)
-            _train_from_hooks(model, lambda parameters: zf.streamed(AdamW(parameters, lr=0.01), tier))
-        else:
-            _train_from_hooks(model, lambda parameters: AdamW(parameters, lr=0.01))
-        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(full(one), full(other))
-
-    ranks(2).run(case)
+@on_ranks(2)
+def test_optimizers_may_step_in_hooks_while_backward_runs(stage: str, where: str, folder: str) -> None:
+    torch.manual_seed(0)
+    plain: Any = Stack()
+    expected, model = (STAGES[stage](copy.deepcopy(plain), axis()) for _ in range(2))
+    stock = AdamW(expected.parameters(), lr=0.01)
+    for number in range(3):
+        loss_of(expected, number + axis().get_local_rank()).backward()
+        stock.step()
+        stock.zero_grad()
+    tier = zf.nvme(folder)
+    if where == "disk":
+        model = zf.offload(model, params=tier, grads=tier)
+        _train_from_hooks(model, lambda parameters: zf.streamed(AdamW(parameters, lr=0.01), tier))
+    else:
+        _train_from_hooks(model, lambda parameters: AdamW(parameters, lr=0.01))
+    assert all(map(torch.equal, fulls(model.parameters()), fulls(expected.parameters())))
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -328,34 +320,32 @@ def test_hooks_before_a_forward_may_compute_weights(ranks: Ranks, wrap: str) -> 
     assert ranks(2).run(differences, trained(lambda: Reparametrized(wrap), program)) == [[]] * 2
 
 
-def test_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(ranks: Ranks) -> None:
-    def refuse(_module: nn.Module, _args: object) -> None:
-        raise InterruptedError
+def _refuse(_module: nn.Module, _args: object) -> None:
+    raise InterruptedError
 
-    def fail(model: Any, number: int) -> None:
+
+@as_replicas(Reparametrized, steps=3)
+def test_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(model: Any, run: Run, number: int) -> None:
+    def fail(number: int) -> None:
         layer = model.layers[number]
-        handle = layer.register_forward_pre_hook(refuse)
+        handle = layer.register_forward_pre_hook(_refuse)
         with pytest.raises(InterruptedError):
             model(noise(4, 6, seed=number))
         handle.remove()
         for name, parameter in layer._parameters.items():
             assert getattr(layer, name) is parameter, f"another tensor stands under {name}"
 
-    def program(model: Any, run: Run, number: int) -> object:
-        fail(model, number % 3)
-        run.backward(model(noise(4, 6, seed=number)).square().mean())
-        fail(model, 2)  # the next forward comes after a step
-
-    assert ranks(2).run(differences, trained(Reparametrized, program, steps=3)) == [[]] * 2
+    fail(number % 3)
+    one_backward(model, run, number)
+    fail(2)  # the next forward comes after a step
 
 
-def test_a_transformed_model_can_be_transformed_with_its_hooks(ranks: Ranks) -> None:
-    def case() -> list[str]:
-        def again(model: Any) -> nn.Module:
-            loss_of(model, 5).backward()
-            model.zero_grad()
-            return zf.shard_params(model, axis())
+def _again(model: Any) -> nn.Module:
+    loss_of(model, 5).backward()
+    model.zero_grad()
+    return zf.shard_params(model, axis())
 
-        return differences(trained(Hooked, plain, transform=again))
 
-    assert ranks(2).run(case) == [[]] * 2
+@as_replicas(Hooked, transform=_again)
+def test_a_transformed_model_can_be_transformed_with_its_hooks(model: Any, run: Run, number: int) -> None:
+    one_backward(model, run, number)

@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._pytree import tree_map_only
 
 import zero_fn as zf
-from tests.support.models import Block, Odd, Recomputed
+from tests.axes.grids import parallelized
+from tests.support.groups import pretended, pretended_grid
+from tests.support.models import Odd, Recomputed
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
-from tests.support.wholes import full, fulls
-from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.support.wholes import full
+from tests.support.worlds import ALL, WIDTH, Tower, World, as_replicas, differences, noise
 
 
 def _adversaries(world: World) -> None:
@@ -83,7 +83,7 @@ def _dropout(build: type[Tower], world: World) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + dist.get_rank())
     for step in range(3):
-        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        world.train(model, optimizer, step)
         world.note("the stream", torch.rand(3))
 
 
@@ -96,20 +96,6 @@ def _uneven_batches(world: World) -> None:
     for step in range(3):
         loss = model(noise(rows, WIDTH, seed=step)).square().mean(1).sum() * (n / all_rows)
         world.step(model, optimizer, loss)
-
-
-class Containers(nn.Module):
-    """Parameters at every depth, none of them in the root, and modules without parameters between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, WIDTH)))
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = nn.ModuleDict({"a": nn.ModuleList([self.first])})
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.first(self.outer(x))
-        return output
 
 
 class Zeros(nn.Module):
@@ -194,7 +180,6 @@ TRIALS: dict[str, Callable[[World], None]] = {
     "dropout": partial(_dropout, Tower),
     "dropout, computed again": partial(_dropout, Recomputed),
     "uneven batches": _uneven_batches,
-    "containers": partial(_trains_with_buffers, Containers),
     "recurrent, attention, parametrized": partial(_trains_with_buffers, Awkward),
     "scripted functions between layers": partial(_trains_with_buffers, Scripted),
 }
@@ -205,7 +190,8 @@ def test_models_and_programs_of_any_kind_are_exact(ranks: Ranks, trial: str) -> 
     assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
 
 
-def _alone(world: World) -> None:
+@as_replicas(n=1, stages=ALL)
+def test_one_rank_communicates_nothing_and_is_exact(world: World) -> None:
     model = world.build(Odd)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with zf.traffic() as sent:
@@ -219,156 +205,59 @@ def _alone(world: World) -> None:
             total = nn.utils.clip_grad_norm_([p for p in model.parameters() if not p.is_complex()], 1.0)
             world.note("norm", total)
             optimizer.zero_grad()
-    assert sent.nbytes == 0
     assert not sum(sent.calls.values()), sent.calls
-
-
-def test_one_rank_communicates_nothing_and_is_exact(ranks: Ranks) -> None:
-    assert ranks(1).run(differences, _alone, stages=ALL) == [[]]
-
-
-# -- on several meshes ------------------------------------------------------------------------------------------------
-
-
-def _placed() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 4)).double()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-@on_ranks(4)
-def test_parameters_of_another_mesh_raise_and_norms_below_tensor_parallelism_are_those_of_one_process() -> None:
-    """Parameters of another mesh are refused, and left as they are; of the same mesh each element counts once in a norm."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 4)).double()
-    rows = noise(2, 4, seed=0).double()
-    dist.broadcast(rows, 0)
-    (alone(rows[:1]).square().sum() / 2 + alone(rows[1:]).square().sum() / 2).backward()
-    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-    for stage in ALL:
-        model = _placed()
-        before = list(model.parameters())
-        with pytest.raises(zf.MeshError, match="lies on another mesh"):
-            STAGES[stage](model, axis())
-        assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-        model = STAGES[stage](model, mesh["dp"])
-        own = mesh["dp"].get_local_rank()
-        model(rows[own : own + 1]).square().sum().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        assert abs(norm - expected) <= 1e-12
-        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-            assert isinstance(one.grad, DTensor)
-            assert other.grad is not None
-            assert torch.allclose(one.grad.full_tensor(), other.grad, rtol=0, atol=1e-12)
-
-
-@on_ranks(2)
-def test_a_norm_over_transformed_and_plain_modules_is_whole_or_raises_before_clipping() -> None:
-    """Transformed modules of two stages and a plain one, whose gradients the user averages."""
-    totals = []
-    for stage in (None, *ALL):
-        world = World(stage)
-        body, head = world.build(Tower), world.build(Tower, seed=1)
-        torch.manual_seed(2)
-        plain = Block(WIDTH)
-        loss = plain(head(body(noise(4, WIDTH, seed=0)))).square().mean()
-        loss.backward()
-        world.reduce(body, head)
-        World(None).reduce(plain)
-        everything = [*body.parameters(), *head.parameters(), *plain.parameters()]
-        grads = fulls(p.grad for p in everything if p.grad is not None)
-        parts = [model.parameters() for model in (body, head, plain)]
-        norms = [nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
-        if stage is None:
-            total = nn.utils.clip_grad_norm_(everything, 0.01)
-        else:
-            for foreach in (None, False):  # torch alone clips the DTensors, then raises, if not foreach
-                with pytest.raises(zf.PlacementError, match="cannot share a norm"):
-                    nn.utils.clip_grad_norm_(everything, 0.01, foreach=foreach)
-            after = fulls(p.grad for p in everything if p.grad is not None)
-            assert all(torch.equal(one, other) for one, other in zip(grads, after, strict=True)), "clipped half-way"
-            total = torch.stack([full(norm) for norm in norms]).norm()  # what a user writes then
-        totals.append(full(total).item())
-    unit = torch.finfo(torch.float32).eps / 2
-    assert all(abs(total - totals[0]) <= 2000 * unit * totals[0] for total in totals)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
-class Quantized(Tensor):
-    """An int8 weight that is float32 to whoever computes with it."""
-
-    scaled: Tensor
-
-    @staticmethod
-    def __new__(cls, scaled: Tensor) -> Quantized:
-        tensor: Quantized = torch.Tensor._make_wrapper_subclass(cls, scaled.shape, dtype=torch.float32)
-        tensor.scaled = scaled
-        return tensor
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            return cls(args[0].scaled)
-        plain = tree_map_only(Quantized, lambda tensor: tensor.scaled.float() / 64, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
+def test_parameters_of_another_mesh_are_refused_and_left_as_they_are() -> None:
+    """On one mesh each element counts once in a norm: `tests/axes/test_tensor_parallel.py`."""
+    with pretended_grid(2, 2) as mesh:
+        model = parallelized(mesh["tp"])
+        before = list(model.parameters())
+        for stage in ALL:
+            with pytest.raises(zf.MeshError, match="lies on another mesh"):
+                STAGES[stage](model, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+        assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
 
 
 class Marked(nn.Parameter):
     """A parameter that only its class tells from others."""
 
 
-SUBCLASSES: dict[str, Callable[[], nn.Parameter]] = {
-    "two parts": lambda: nn.Parameter(TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH))),
-    "quantized": lambda: nn.Parameter(Quantized(torch.ones(4, WIDTH, dtype=torch.int8)), requires_grad=False),
-    "marked": lambda: Marked(torch.randn(4, WIDTH)),
-    "placed": lambda: nn.Parameter(
-        DTensor.from_local(TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH)), axis(), [Replicate()])
-    ),
-}
+def _two() -> Tensor:
+    return TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
 
 
 class WithWeights(nn.Module):
-    def __init__(self, *weights: Tensor) -> None:
+    def __init__(self, *weights: nn.Parameter) -> None:
         super().__init__()
         self.leave = nn.Linear(WIDTH, 4)
         for number, weight in enumerate(weights):
-            if isinstance(weight, nn.Parameter):
-                self.register_parameter(f"weight{number}", weight)
-            else:
-                self.register_buffer(f"weight{number}", weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(x) + F.linear(x, self.weight0)
+            self.register_parameter(f"weight{number}", weight)
 
 
-def _subclasses() -> None:
-    """They were taken for plain memory: one of two parts, or quantized weights as float32. What the error says works."""
-    for make in SUBCLASSES.values():
-        for count in (1, 2):  # several of them were said to share memory
-            model = WithWeights(*(make() for _ in range(count)))
-            before = list(model.parameters())
-            verbs = [partial(STAGES[stage], mesh=axis()) for stage in ALL]
-            for verb in (*verbs, zf.precision, partial(zf.offload, optim=zf.cpu())):
-                with pytest.raises(zf.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"):
-                    verb(model)
-            assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
-    quantized, x = Quantized(torch.ones(4, WIDTH, dtype=torch.int8)), noise(2, WIDTH, seed=0)
-    torch.manual_seed(0)
-    plain = WithWeights(quantized)
-    model = zf.zero3(plain, axis())
-    assert type(model.weight0) is Quantized
-    assert torch.equal(model(x), plain(x))
-    beside = WithWeights(nn.Parameter(quantized, requires_grad=False))
-    beside.leave = zf.zero3(plain.leave, axis())
-    assert torch.equal(beside(x), plain(x))
+def test_parameters_of_subclasses_are_refused_by_name() -> None:
+    """They were taken for plain memory: one of two parts. As buffers they may stand beside what is transformed."""
+    with pretended(2) as mesh:
+        for make in (
+            lambda: nn.Parameter(_two()),
+            lambda: nn.Parameter(_two(), requires_grad=False),
+            lambda: Marked(torch.randn(4, WIDTH)),
+            lambda: nn.Parameter(DTensor.from_local(_two(), mesh, [Replicate()], run_check=False)),
+        ):
+            for count in (1, 2):  # several of them were said to share memory
+                model = WithWeights(*(make() for _ in range(count)))
+                before = list(model.parameters())
+                verbs = [partial(STAGES[stage], mesh=mesh) for stage in ALL]
+                for verb in (*verbs, zf.precision, partial(zf.offload, optim=zf.cpu())):
+                    with pytest.raises(zf.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"):
+                        verb(model)
+                assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
+        plain = WithWeights()
+        plain.register_buffer("weight0", _two())
+        assert type(zf.zero3(plain, mesh).weight0) is TwoTensor
 
 
 class Functional(nn.Module):
@@ -383,21 +272,16 @@ class Functional(nn.Module):
         return F.embedding(tokens, self.table, sparse=True) + self.bias
 
 
-def _sparse() -> None:
-    for stage in ("zero1", "zero3"):
-        for module in (nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True, mode="sum")):
-            with pytest.raises(zf.PlacementError, match=r"module +: 0: Embedding[\s\S]*sparse=False"):
-                STAGES[stage](nn.Sequential(module, nn.Linear(4, 4)), axis())
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Functional(), axis())
-        with pytest.raises(zf.PlacementError, match=r"table[\s\S]*sparse=False"):
-            model(torch.tensor([[1, 2]])).sum().backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        model.table.requires_grad_(False)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_sparse_gradients_are_refused_by_name(stage: str) -> None:
+    for module in (nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True, mode="sum")):
+        with pytest.raises(zf.PlacementError, match=r"module +: 0: Embedding[\s\S]*sparse=False"):
+            STAGES[stage](nn.Sequential(module, nn.Linear(4, 4)), axis())
+    model: Any = STAGES[stage](Functional(), axis())
+    with pytest.raises(zf.PlacementError, match=r"table[\s\S]*sparse=False"):
         model(torch.tensor([[1, 2]])).sum().backward()
-        assert torch.equal(full(model.bias.grad), torch.full((4,), 2.0))
-
-
-@pytest.mark.parametrize("case", [_subclasses, _sparse])
-def test_subclasses_and_sparse_gradients_are_refused_by_name(ranks: Ranks, case: Callable[[], None]) -> None:
-    ranks(2).run(case)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.table.requires_grad_(False)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    assert torch.equal(full(model.bias.grad), torch.full((4,), 2.0))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.support.models import Layer
 from tests.support.on_ranks import on_ranks
-from tests.support.programs import STAGES, parameters
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full, fulls
-from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.support.worlds import ALL, WIDTH, Tower, World, as_replicas, differences, noise
 
 
 def _loss(model: nn.Module, seed: int) -> Tensor:
@@ -111,10 +111,9 @@ def _looked_ahead(world: World) -> None:
     """A hook of ours looked for what `Optimizer.__init__` makes, also in optimizers over plain models."""
     model = world.build(Tower)
     optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for step in range(5):
-        if step == 3:
-            optimizer.inner.load_state_dict(optimizer.inner.state_dict())
-        world.step(model, optimizer, _loss(model, step))
+    world.train(model, optimizer, 0, 1, 2)
+    optimizer.inner.load_state_dict(optimizer.inner.state_dict())
+    world.train(model, optimizer, 3, 4)
     world.note_model(model)
 
 
@@ -134,12 +133,7 @@ ELEMENTWISE: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 def _elementwise(world: World) -> None:
     for name, make in ELEMENTWISE.items():
         model = world.build(Tower)
-        optimizer = make(list(model.parameters()))
-        for step in range(2):
-            _loss(model, step).backward()
-            world.reduce(model)
-            optimizer.step()
-            optimizer.zero_grad()
+        world.train(model, make(list(model.parameters())), 0, 1)
         for fqn, parameter in model.named_parameters():
             world.note(f"{name}: {fqn}", parameter)
 
@@ -193,26 +187,22 @@ def test_optimizers_step_as_for_replicas(ranks: Ranks, trial: str) -> None:
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
 def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stage: str) -> None:
-    torch.manual_seed(0)
     plain = Tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     model: Any = STAGES[stage](plain, axis())
     with pytest.raises(zf.StaleError, match=r"replaced by \w+ at .*test_optimizers.py"):
         zf.check(model, optimizer)
     _loss(model, 0).backward()
-    before = parameters(model)
+    before = fulls([*model.parameters(), *plain.parameters()])
     with pytest.raises(zf.StaleError, match="build the optimizer after the last transform"):
         optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+    assert all(map(torch.equal, fulls([*model.parameters(), *plain.parameters()]), before))
     assert not optimizer.state, "the step was refused after it had begun"
-    torch.manual_seed(0)
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), Tower().parameters(), strict=True))
     late = torch.optim.AdamW(model.parameters(), lr=1e-2)
     zf.check(model, late)
     late.step()
-    again = zf.precision(model, compute=torch.float64)  # a second transform replaces parameters too
-    with pytest.raises(zf.StaleError):
-        zf.check(again, late)
+    with pytest.raises(zf.StaleError):  # a second transform replaces parameters too
+        zf.check(zf.precision(model, compute=torch.float64), late)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -252,45 +242,43 @@ def test_the_clipped_norm_is_that_of_replicas(p: float, foreach: bool) -> None:
             assert torch.all((one - other).abs() <= (bound + 4 * unit) * one.abs()), stage
 
 
+def _with_one_bad_element(stage: str, value: float, rank: int, scale: float = 1.0) -> Any:
+    """A model that has been backed through; the shard of one rank alone has the bad element."""
+    model: Any = STAGES[stage](Tower(), axis())
+    (scale * _loss(model, 0)).backward()
+    if dist.get_rank() == rank or stage == "replicate":
+        model.enter.weight.grad.to_local()[0, 0] = value
+    return model
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @on_ranks(2)
 def test_ranks_agree_that_a_norm_is_not_finite(value: float) -> None:
-    """One rank alone has the bad element in its shard: all ranks decide alike."""
     for stage in ALL:
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Tower(), axis())
-        _loss(model, 0).backward()
-        grad = model.enter.weight.grad
-        if dist.get_rank() == 1 or stage == "replicate":
-            grad.to_local()[0, 0] = value
+        model = _with_one_bad_element(stage, value, rank=1)
         before = fulls(parameter.grad for parameter in model.parameters())
         # Not math.inf for NaN: the maximum of gloo drops it, and torch's norm of a sharded gradient with it.
         for p in (1.0, 2.0, math.inf if math.isinf(value) else 3.0):
             with pytest.raises(RuntimeError, match="non-finite"):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=p, error_if_nonfinite=True)
-        after = fulls(parameter.grad for parameter in model.parameters())
-        for value_after, value_before in zip(after, before, strict=True):
-            assert torch.equal(value_after.nan_to_num(1, 2, 3), value_before.nan_to_num(1, 2, 3))
-        total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert not torch.isfinite(full(total))
+        for one, other in zip(fulls(parameter.grad for parameter in model.parameters()), before, strict=True):
+            assert torch.equal(one.nan_to_num(1, 2, 3), other.nan_to_num(1, 2, 3))
+        assert not torch.isfinite(full(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
 
 
 @on_ranks(3)
 def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all() -> None:
-    """Only the shard of rank 0 holds the infinity; other ranks' gradients are finite, or empty. All skip the step."""
+    """Other ranks' gradients are finite, or empty."""
     for stage in ALL:
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Tower(), axis())
+        model = _with_one_bad_element(stage, math.inf, rank=0, scale=4.0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(_loss(model, 0)).backward()
-        if dist.get_rank() == 0 or stage == "replicate":
-            model.leave.bias.grad.to_local()[0] = math.inf
-        before = parameters(model)
+        scaler.scale(torch.zeros(()))  # begins
+        before = fulls(model.parameters())
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0
-        assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+        assert all(map(torch.equal, fulls(model.parameters()), before))
         assert not optimizer.state
 
 
@@ -328,30 +316,29 @@ WHOLE_TENSOR: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer
 
 
 @pytest.mark.parametrize("kind", WHOLE_TENSOR)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(kind: str) -> None:
-    for stage in ("zero1", "zero3"):
-        torch.manual_seed(0)
-        model: Any = STAGES[stage](Tower(), axis())
-        optimizer = WHOLE_TENSOR[kind](list(model.parameters()))
-        _loss(model, 0).backward()
-        before = parameters(model)
-        with pytest.raises(zf.PlacementError, match=rf"{kind} looks at whole tensors, and 'enter.weight' is sharded"):
-            optimizer.step()
-        assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
-        assert not optimizer.state
-        with pytest.raises(zf.PlacementError, match="looks at whole tensors"):
-            zf.check(model, optimizer)
-
-
-def _over_replicas(kind: str, world: World) -> None:
-    model = world.build(Tower)
+def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(stage: str, kind: str) -> None:
+    model: Any = STAGES[stage](Tower(), axis())
     optimizer = WHOLE_TENSOR[kind](list(model.parameters()))
-    for step in range(3):
-        world.step(model, optimizer, _loss(model, step))
+    _loss(model, 0).backward()
+    before = fulls(model.parameters())
+    for refused in (optimizer.step, lambda: zf.check(model, optimizer)):
+        with pytest.raises(zf.PlacementError, match=rf"{kind} looks at whole tensors, and 'enter.weight' is sharded"):
+            refused()  # type: ignore[operator]
+    assert all(map(torch.equal, fulls(model.parameters()), before))
+    assert not optimizer.state
 
 
-def _as_the_error_advises(world: World) -> None:
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+@as_replicas(n=3, stages=["replicate"])
+def test_an_optimizer_over_whole_tensors_is_exact_over_replicated_parameters(world: World, kind: str) -> None:
+    model = world.build(Tower)
+    world.train(model, WHOLE_TENSOR[kind](list(model.parameters())), 0, 1, 2)
+
+
+@as_replicas(n=3, stages=["replicate"])
+def test_what_the_error_advises_is_exact(world: World) -> None:
     """Matrices replicated for Muon, all else sharded under AdamW."""
     torch.manual_seed(0)
     model: nn.Module = Tower()
@@ -368,17 +355,6 @@ def _as_the_error_advises(world: World) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "trial",
-    [partial(_over_replicas, "Muon"), partial(_over_replicas, "Adafactor"), _as_the_error_advises],
-    ids=["Muon", "Adafactor", "as advised"],
-)
-def test_an_optimizer_over_whole_tensors_is_exact_over_replicated_parameters(
-    ranks: Ranks, trial: Callable[[World], None]
-) -> None:
-    assert ranks(3).run(differences, trial, stages=["replicate"]) == [[]] * 3
-
-
 # -- gradients that users assign --------------------------------------------------------------------------------------
 
 
@@ -386,30 +362,25 @@ class Own(torch.optim.AdamW):
     """An optimizer that is none of torch's."""
 
 
-def _fused(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 0.1, fused=True)
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.1),
+    "own": partial(Own, lr=0.1),
+    "streamed": partial(torch.optim.AdamW, lr=0.1, fused=True),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        lambda p: torch.optim.AdamW(p, 0.1),
-        lambda p: Own(p, 0.1),
-        _fused,
-    ],
-    ids=["sgd", "adamw", "own", "streamed"],
-)
+@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_whole_gradients_that_are_assigned_are_cut(stage: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_whole_gradients_that_are_assigned_are_cut(stage: str, kind: str) -> None:
     """A whole plain gradient is cut by the optimizer, and by the next backward, which adds to it."""
     torch.manual_seed(0)
     plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
     model = STAGES[stage](plain, axis())
     pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
-    own = make(model.parameters())
-    optimizers = [zf.streamed(own, zf.cpu()) if make is _fused else own, make(plain.parameters())]
+    own, other = MAKERS[kind](model.parameters()), MAKERS[kind](plain.parameters())
+    optimizers: list[Any] = [zf.streamed(own, zf.cpu()) if kind == "streamed" else own, other]
     for step in range(3):
         for p, q in pairs:
             q.grad = torch.randn(q.shape)

@@ -4,13 +4,15 @@ A *trial* is a function of a `World`. It builds its modules with `world.place`, 
 parameters. In the world of replicas `place` returns the plain module and `reduce` averages gradients in the order of the
 ranks, as zero_fn does on the CPU; in the world of a stage `place` transforms and `reduce` has nothing to do.
 
-A *program* is what a user does in one step; `trained` makes a trial of it.
+A *program* is what a user does in one step; `trained` makes a trial of it. `as_replicas` makes a test of either.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 import zero_fn as zf
 from tests.support.models import WIDTH, Tower
 from tests.support.programs import OPTIMIZERS, STAGES
-from tests.support.ranks import axis
+from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import Held, held, means, wholes
 
@@ -34,9 +36,11 @@ __all__ = [
     "Tower",
     "Trial",
     "World",
+    "as_replicas",
     "differences",
     "mean_of_ranks",
     "noise",
+    "one_backward",
     "trained",
 ]
 
@@ -117,6 +121,11 @@ class World:
         optimizer.step()
         model.zero_grad()  # also of what the optimizer does not hold: `reduce` averages what it finds
 
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
+        """A step on the batch of each seed."""
+        for seed in seeds:
+            self.step(model, optimizer, model(noise(4, WIDTH, seed=seed)).square().mean())
+
 
 Trial = Callable[[World], object]
 
@@ -173,6 +182,11 @@ class Run:
 
 
 Program = Callable[[Any, Run, int], object]
+
+
+def one_backward(model: Any, run: Run, number: int) -> None:
+    """A program: one backward, of a batch of the step."""
+    run.backward(model(noise(3, WIDTH, seed=number)).square().mean())
 
 
 def mean_of_ranks(tensor: Tensor) -> Tensor:
@@ -261,3 +275,37 @@ def _difference(one: tuple[str, Tensor | None], other: tuple[str, Tensor | None]
     if torch.equal(expected, value) or (tolerance and torch.allclose(expected, value, rtol=0, atol=tolerance)):
         return None
     return f"{name} is off by {(expected - value).abs().max().item():.2e}"
+
+
+def as_replicas(
+    build: Callable[[], nn.Module] | None = None,
+    *,
+    n: int | None = 2,
+    stages: Sequence[str] = DAILY,
+    tolerance: float = 0.0,
+    **how: Any,
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Makes a test of a trial or, for the model of `build`, of a program: on `n` ranks stages give what replicas give.
+
+    It is given the parameters of the test. Without `build`, or with `n=None`, these are parameters of the test, too.
+    """
+
+    def test_of(act: Callable[..., object]) -> Callable[..., None]:
+        first, *own = inspect.signature(act).parameters
+        is_program = first == "model"
+        names = ["ranks", *(own[2:] if is_program else own)]
+        names += ["build"] * (is_program and build is None) + ["n"] * (n is None)
+
+        def test(ranks: Ranks, **given: Any) -> None:
+            size = n or given.pop("n")
+            make = build or (given.pop("build") if is_program else None)
+            trial: Any = partial(act, **given)
+            trial = trial if make is None else trained(make, trial, **how)
+            assert ranks(size).run(differences, trial, stages=stages, tolerance=tolerance) == [[]] * size
+
+        test.__doc__ = act.__doc__
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+        return test
+
+    return test_of
