@@ -17,7 +17,6 @@ from torch.optim import SGD, AdamW
 
 import zero_fn as zf
 from tests.support.profiles import examples
-from tests.support.ranks import Ranks, axis
 from tests.units.storage.disks import answers, failing
 from zero_fn.kernels import library
 from zero_fn.runtime.compute_copies import ParameterRecord
@@ -110,32 +109,6 @@ def test_what_is_gathered_is_what_was_written_last(
         assert pair.record.source is pair.copies
 
 
-@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fused", [True, False])
-def test_training_and_edits_between_steps_change_no_bit(tmp_path: Path, compute: torch.dtype, fused: bool) -> None:
-    tier = zf.nvme(tmp_path)
-
-    def trained(is_away: bool) -> tuple[list[Tensor], ...]:
-        model: Any = zf.precision(net(), compute=compute)
-        if is_away:
-            model = zf.offload(model, params=tier, grads=tier, optim=tier)
-        adamw = AdamW(model.parameters(), lr=0.01, fused=fused)
-        optimizer: Any = zf.streamed(adamw) if is_away else adamw
-        found = []
-        for number, between in enumerate(_EDITS):
-            between(model)
-            with torch.no_grad():
-                found.append(model(inputs(number)).float())
-            for part in range(2):
-                model(inputs(2 * number + part)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=number % 2 == 0)
-        return found, [p.detach().clone() for p in model.parameters()]
-
-    for one, other in zip(trained(True), trained(False), strict=True):
-        assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize(("compute", "fused"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
 def test_the_kernel_writes_bfloat16_copies_of_what_it_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, fused: bool
@@ -158,44 +131,6 @@ def test_the_kernel_writes_bfloat16_copies_of_what_it_steps(
     optimizer.step()
     is_sent = fused and compute == torch.bfloat16 and library().functions is not None
     assert cast == (model[2].bias.numel() if is_sent else sum(p.numel() for p in model.parameters()))
-
-
-def _nothing(_model: Any) -> None:
-    pass
-
-
-def _freezes(model: Any) -> None:
-    model[0].weight.requires_grad_(False)
-    model[2].bias.grad = None
-    model[4].scale.requires_grad_(False)  # what has no elements is stepped, and what begins at the same byte is not
-
-
-def _thaws_and_edits(model: Any) -> None:
-    model[0].weight.requires_grad_(True)
-    model[4].scale.requires_grad_(True)
-    with torch.no_grad():
-        model[0].weight.mul_(0.5)
-        model[2].weight[1].zero_()
-
-
-def _unshards(model: Any) -> None:
-    with zf.unsharded(model, writeback=True), torch.no_grad():
-        model[2].weight.add_(0.25)
-
-
-def _loads(model: Any) -> None:
-    model.load_state_dict({name: value.clone() * 1.5 for name, value in model.state_dict().items()})
-
-
-_EDITS: tuple[Callable[[Any], None], ...] = (
-    _nothing,
-    _freezes,
-    _nothing,
-    _thaws_and_edits,
-    _unshards,
-    _loads,
-    _nothing,
-)
 
 
 class Scaled(nn.Module):
@@ -318,26 +253,3 @@ def test_a_step_that_cannot_write_a_copy_says_so_until_states_are_loaded(
     plain(inputs(0)).square().mean().backward()
     stock.step()
     assert torch.equal(model(inputs(1)), plain(inputs(1)))
-
-
-def _sharded(path: str) -> bool:
-    results = []
-    for is_away in (True, False):
-        model: Any = zf.zero3(zf.precision(net()), axis())
-        model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path)) if is_away else model
-        adamw = AdamW(model.parameters(), lr=0.01)
-        optimizer: Any = zf.streamed(adamw, zf.nvme(path)) if is_away else adamw
-        for number in range(4):
-            model(inputs(2 * number + axis().get_local_rank())).float().square().mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 1:
-                with torch.no_grad():
-                    model[2].weight.mul_(1.5)
-        results.append([parameter.full_tensor() for parameter in model.parameters()])
-    return all(map(torch.equal, *results))
-
-
-def test_ranks_gather_copies_of_their_shards(ranks: Ranks, tmp_path: Path) -> None:
-    assert all(ranks(2).run(_sharded, str(tmp_path)))

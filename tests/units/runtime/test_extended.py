@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.subclasses import WIDTH, Opened, Rounded, Short, products_alive
@@ -68,7 +69,9 @@ def _flat(kind: Any) -> nn.Sequential:
     return zf.flatten_subclasses(_model(kind))
 
 
-def _worlds(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [Rounded, Opened])
+@on_ranks(2)
+def test_they_train_alike_at_every_stage(kind: Any) -> None:
     def checkpointed(model: nn.Module) -> nn.Module:
         return zf.checkpoint_activations(zf.zero3(model, axis()), where="*")
 
@@ -96,12 +99,8 @@ def _worlds(kind: Any) -> None:
     assert torch.equal(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), expected_y)
 
 
-@pytest.mark.parametrize("kind", [Rounded, Opened])
-def test_they_train_alike_at_every_stage(ranks: Ranks, kind: Any) -> None:
-    ranks(2).run(_worlds, kind)
-
-
-def _bytes() -> None:
+@on_ranks(2)
+def test_they_travel_in_their_own_bytes_as_planned() -> None:
     model = zf.zero3(_flat(Rounded), axis())
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -127,11 +126,9 @@ def _bytes() -> None:
         loss.backward()
 
 
-def test_they_travel_in_their_own_bytes_as_planned(ranks: Ranks) -> None:
-    ranks(2).run(_bytes)
-
-
-def _as_fsdp2(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_they_train_as_under_fsdp2(dtype: torch.dtype | None) -> None:
     theirs, ours = _model(Rounded), zf.zero3(_flat(Rounded), axis())
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*theirs, theirs):
@@ -139,11 +136,6 @@ def _as_fsdp2(dtype: torch.dtype | None) -> None:
     if dtype is not None:
         ours = zf.precision(ours, compute=dtype)
     assert _equal(_trained(ours), _trained(theirs))
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_they_train_as_under_fsdp2(ranks: Ranks, dtype: torch.dtype | None) -> None:
-    ranks(2).run(_as_fsdp2, dtype)
 
 
 def _float8() -> None:
@@ -183,12 +175,9 @@ def test_float8_training_of_torchao_is_that_under_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_float8)
 
 
-def _short() -> None:
+@on_ranks(2)
+def test_a_product_of_another_shape_is_refused() -> None:
     model = zf.zero3(_flat(Short), axis())
     for _ in range(2):
         with pytest.raises(zf.PlacementError, match=r"Short.fsdp_post_all_gather has made .* of another shape"):
             model(torch.ones(2, WIDTH))
-
-
-def test_a_product_of_another_shape_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(_short)

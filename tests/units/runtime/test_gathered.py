@@ -223,7 +223,7 @@ def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
     model, unit = build()
     train(model, 1)
     (pack,) = memory_of(unit).plan.packs
-    assert [piece is slot.flat for piece, slot in zip(pack.pieces, unit.slots, strict=True)] == [True, True]
+    assert [piece is slot.flat for piece, slot in zip(pack._pieces, unit.slots, strict=True)] == [True, True]
 
 
 def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

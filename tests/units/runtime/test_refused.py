@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 import zero_fn as zf
 from tests.axes.grids import composed
 from tests.support.groups import alone
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
 from tests.support.versions import IS_2_11
 from tests.support.wholes import full
@@ -130,8 +131,9 @@ ELSEWHERE = {
 """What other tests here, `test_empty_shards.py` and `transforms/test_offload.py` look at."""
 
 
-def test_every_operation_in_the_table_has_an_example() -> None:
+def test_every_operation_in_the_table_has_an_example_and_a_way_out() -> None:
     assert {name for row in ROWS for name in row.names.split()} == WRONG.keys() | ELSEWHERE
+    assert all(row.why and bool(row.fix or row.mend) for row in ROWS)
 
 
 def _outcome(act: Act, tensor: Any, anchor: Any) -> list[Tensor]:
@@ -302,7 +304,8 @@ def test_clipping_gradients_beside_plain_ones_is_refused_before_damage(ranks: Ra
     assert ranks(2).run(_clipped, "torch") == [(True, "RuntimeError")] * 2
 
 
-def _read() -> None:
+@on_ranks(2)
+def test_views_are_read_as_plain_ones() -> None:
     """Views are read, copied and saved as those of the plain tensor."""
     weight, _ = _resting(7, "zero3")
     whole = full(weight.detach())
@@ -322,11 +325,8 @@ def _read() -> None:
     assert torch.equal(full(weight.grad), torch.zeros(7, 6).index_copy(0, torch.tensor([1, 2]), 2 * whole[1:3]))
 
 
-def test_views_are_read_as_plain_ones(ranks: Ranks) -> None:
-    ranks(2).run(_read)
-
-
-def _fixes() -> None:
+@on_ranks(2)
+def test_noise_and_masks_of_whole_tensors_are_placed_by_hand() -> None:
     """What the errors say to write instead works."""
     weight, _ = _resting(7, "zero3")
     noise = distribute_tensor(torch.randn(weight.shape), weight.device_mesh, weight.placements)
@@ -338,10 +338,6 @@ def _fixes() -> None:
     mask = (torch.arange(7) > 2).float()[:, None]
     weight.grad.mul_(distribute_tensor(mask.expand(7, 6), weight.device_mesh, weight.placements))
     assert torch.equal(full(weight.grad), mask.expand(7, 6))
-
-
-def test_noise_and_masks_of_whole_tensors_are_placed_by_hand(ranks: Ranks) -> None:
-    ranks(2).run(_fixes)
 
 
 def _one_rank_reads() -> None:
@@ -368,7 +364,9 @@ def _clip_adaptively(p: Any) -> None:
     p.grad.detach().copy_(torch.where(norm < largest, p.grad.detach(), clipped))
 
 
-def _clipped_adaptively(composition: str) -> None:
+@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
+@on_ranks(2)
+def test_adaptive_clipping_is_that_of_a_plain_model(composition: str) -> None:
     plain, found = copy.deepcopy(model := nn.Linear(6, 7)), getattr(zf, composition)(model, axis())
     for model in (plain, found):
         model(torch.ones(3, 6)).square().sum().backward()
@@ -379,7 +377,8 @@ def _clipped_adaptively(composition: str) -> None:
         torch.testing.assert_close(full(other.grad), one.grad, rtol=1e-5, atol=0)
 
 
-def _written_sums() -> None:
+@on_ranks(2)
+def test_norms_and_sums_are_written_in_place_where_nothing_else_has_their_memory() -> None:
     """In place, as out of place: norms of a parameter, and sums of its columns. Torch refuses what has an alias."""
     weight: Any = _resting(7, "zero3")[0].detach()
     for value in (lambda: weight.norm(), lambda: weight.square().sum(0)):
@@ -408,7 +407,8 @@ def _written_sums() -> None:
             alias(norm).clamp_(min=100.0)
 
 
-def _mixed_lists() -> None:
+@on_ranks(2)
+def test_lists_of_dtensors_and_plain_tensors_are_done_apart() -> None:
     """Rows of DTensors and of plain tensors in one call; a row of both kinds is an error of torch."""
     weight: Any = _resting(7, "zero3")[0].detach()
     ones = torch.ones(3)
@@ -431,11 +431,6 @@ def _mixed_lists() -> None:
         assert all(torch.equal(full(one), other) for one, other in zip(found, expected, strict=True))
     with pytest.raises(RuntimeError, match="got mixed"):
         torch._foreach_add_([ones.clone(), weight.clone()], [ones, full(weight)])
-
-
-def test_lists_of_dtensors_and_plain_tensors_are_done_apart(ranks: Ranks) -> None:
-    """torch refuses them, and has no `_foreach_copy_` of DTensors."""
-    ranks(2).run(_mixed_lists)
 
 
 FLAT: tuple[Callable[[Any], Any], ...] = (
@@ -490,7 +485,9 @@ def _surgery(composition: str) -> list[Tensor]:
     return [full(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
 
 
-def _surgeries(composition: str) -> None:
+@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
+@on_ranks(2)
+def test_gradients_that_a_loop_flattens_and_projects_are_those_of_a_plain_model(composition: str) -> None:
     for found, expected in zip(_surgery(composition), _surgery(""), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -501,12 +498,8 @@ def test_what_is_flattened_is_whole_where_the_ranks_do_not_divide_its_rows(ranks
         ranks(n).run(_flattened)
 
 
-@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
-def test_gradients_that_a_loop_flattens_and_projects_are_those_of_a_plain_model(ranks: Ranks, composition: str) -> None:
-    ranks(2).run(_surgeries, composition)
-
-
-def _given_away() -> None:
+@on_ranks(2)
+def test_parameters_are_not_made_of_resting_ones() -> None:
     """What libraries write that make new parameters of those at rest, as PEFT does; torch dies of SIGSEGV at the first."""
     weight = zf.shard_params(nn.Linear(4, 4), axis()).weight
     plain = nn.Parameter(torch.zeros(4, 4))
@@ -520,11 +513,8 @@ def _given_away() -> None:
     assert torch.equal(weight.full_tensor()[[1, 3]], plain[[1, 3]])
 
 
-def test_parameters_are_not_made_of_resting_ones(ranks: Ranks) -> None:
-    ranks(2).run(_given_away)
-
-
-def _in_text() -> None:
+@on_ranks(2)
+def test_a_norm_is_formatted_as_a_number() -> None:
     weight: Any = _resting(7, "zero3")[0]
     weight.grad = torch.ones_like(weight)
     norm = nn.utils.clip_grad_norm_([weight], 1.0)
@@ -532,23 +522,6 @@ def _in_text() -> None:
     assert f"{norm}" == str(norm)
     with pytest.raises(TypeError, match="unsupported format string"):
         f"{weight:.3f}"
-
-
-@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
-def test_adaptive_clipping_is_that_of_a_plain_model(ranks: Ranks, composition: str) -> None:
-    ranks(2).run(_clipped_adaptively, composition)
-
-
-def test_norms_and_sums_are_written_in_place_where_nothing_else_has_their_memory(ranks: Ranks) -> None:
-    ranks(2).run(_written_sums)
-
-
-def test_a_norm_is_formatted_as_a_number(ranks: Ranks) -> None:
-    ranks(2).run(_in_text)
-
-
-def test_rows_say_what_to_write_or_mend() -> None:
-    assert all(row.why and bool(row.fix or row.mend) for row in ROWS)
 
 
 def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path: Path) -> None:
