@@ -7,7 +7,7 @@ every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import einops
 import pytest
@@ -62,11 +62,11 @@ class Case:
         return slice(min(rank * self.piece_numel, self.numel), min((rank + 1) * self.piece_numel, self.numel))
 
 
-def cases_of(n: int, dtypes: tuple[torch.dtype, ...], *, scale: int = 1) -> list[Case]:
+def cases_of(n: int, dtypes: tuple[torch.dtype, ...]) -> list[Case]:
     """Even, uneven and partly empty cuts, in every dtype. With rows of 3 elements a piece is a multiple of 3."""
     cuts = [(n * 4, 4), (n * 4 - 1, 4), (n + 1, 2), (1, 1), (3 * (n + 1), 6), (0, 0)]
     return [
-        Case(scale * numel, scale * piece, dtype, seed)
+        Case(numel, piece, dtype, seed)
         for seed, (dtype, (numel, piece)) in enumerate((d, c) for d in dtypes for c in cuts)
     ]
 
@@ -79,12 +79,16 @@ def open_transport(kind: str) -> Transport:
     return chosen
 
 
-def segment_for(case: Case, n: int, filled: Tensor, *, pads: bool) -> Segment:
-    """`filled` inside memory as large as the transport needs, with another tensor's elements after it."""
+def segment_for(case: Case, n: int, piece: Tensor, *, pads: bool) -> Segment:
+    """Memory as large as the transport needs, with another tensor's elements after it. Every other piece rests elsewhere."""
     room = n * case.piece_numel if pads else case.numel
-    whole = filled.new_ones(room + 5)
-    whole[: case.numel] = filled
-    return Segment(whole if not pads else whole[:room], case.numel, case.piece_numel)
+    whole = piece.new_ones(room + 5)
+    whole[: case.numel] = 0
+    source = piece.clone() if case.seed // 2 % 2 else None
+    segment = Segment(whole if not pads else whole[:room], case.numel, case.piece_numel, source=source)
+    if source is None:
+        whole[case.owned(dist.get_rank())] = piece
+    return segment
 
 
 # -- all-gather ------------------------------------------------------------------------------------------------------
@@ -96,9 +100,8 @@ def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
     at_rest = open_transport(kind)
     segments = []
     for case in cases:
-        filled = torch.zeros(case.numel, dtype=case.dtype)
-        filled[case.owned(own)] = values(case.seed, case.numel, case.dtype)[case.owned(own)]
-        segments.append(segment_for(case, dist.get_world_size(), filled, pads=at_rest.pads))
+        piece = values(case.seed, case.numel, case.dtype)[case.owned(own)]
+        segments.append(segment_for(case, dist.get_world_size(), piece, pads=at_rest.pads))
     before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
     try:
         pending = gather(at_rest, segments)
@@ -115,7 +118,7 @@ def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_all_gather_brings_every_piece_to_every_rank(ranks: Ranks, n: int, kind: str, packed_nbytes: int) -> None:
-    """And touches nothing behind a tensor."""
+    """From where it rests, and touches nothing behind a tensor."""
     cases = [case for case in cases_of(n, DTYPES) if case.numel or kind != "native"]
     for got in ranks(n).run(gathered, cases, packed_nbytes, kind):
         for case, whole in zip(cases, got, strict=True):
@@ -281,33 +284,23 @@ def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks)
 # -- agreement -------------------------------------------------------------------------------------------------------
 
 
-def bits_of(rank: int) -> Tensor:
-    return values(rank, 9, torch.int64).abs().clamp(max=1).to(torch.uint8)
-
-
 @pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_any_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
-    def ored(kind: str) -> Tensor:
-        bits = bits_of(dist.get_rank())
-        open_transport(kind).any(bits).wait()
-        return bits
+def test_any_and_exchange_are_their_patterns(ranks: Ranks, n: int, kind: str) -> None:
+    def bits_of(rank: int) -> Tensor:
+        return values(rank, 9, torch.int64).abs().clamp(max=1).to(torch.uint8)
 
-    expected = reference.any_of([bits_of(rank) for rank in range(n)])
-    assert all(is_same(got, expected) for got in ranks(n).run(ored, kind))
+    def both() -> tuple[Tensor, Tensor]:
+        own, transport = dist.get_rank(), open_transport(kind)
+        bits, rows = bits_of(own), torch.zeros(n, 16, dtype=torch.uint8)
+        rows[own] = values(own, 16, torch.uint8)
+        transport.any(bits).wait()
+        transport.exchange(rows).wait()
+        return bits, rows
 
-
-@pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_exchange_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
-    def exchanged(kind: str) -> Tensor:
-        rows = torch.zeros(dist.get_world_size(), 16, dtype=torch.uint8)
-        rows[dist.get_rank()] = values(dist.get_rank(), 16, torch.uint8)
-        open_transport(kind).exchange(rows).wait()
-        return rows
-
-    expected = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
-    assert all(is_same(got, expected) for got in ranks(n).run(exchanged, kind))
+    ored = reference.any_of([bits_of(rank) for rank in range(n)])
+    exchanged = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
+    assert all(is_same(bits, ored) and is_same(rows, exchanged) for bits, rows in ranks(n).run(both))
 
 
 def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
@@ -337,38 +330,28 @@ def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
-    """(n - 1)/n of the whole in each direction, when rows divide."""
-
-    def sent(numel: int) -> dict[str, int]:
-        own = line_over([mesh_axis(axis(), verb="test")])
-        segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
-        with traffic() as counted:
-            gather(own, [segment], "a test").wait()
-            contribution = Contribution(
-                segment.memory[: segment.numel], segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
-            )
-            reduce(own, [contribution], "a test").wait()
-            own.exchange(torch.zeros(16, dtype=torch.uint8))
-            assert counted.by_axis == {"dp": counted.nbytes}
-        return dict(counted.by_collective)
-
+    """(n - 1)/n of the whole in each direction, when rows divide; by every transport."""
     numel = 12 * n
-    share = (n - 1) * numel * 4 // n
-    for counted in ranks(n).run(sent, numel):
-        assert counted == {"all-gather": share, "reduce-scatter": share, "control": 16 * (n - 1)}
 
-
-def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
-    def sent(kind: str) -> list[int]:
-        at_rest = open_transport(kind)
-        segment = Segment(torch.zeros(12), 12, 4)
-        arrival = gather(at_rest, [segment])
+    def both(through: Any, *what: str) -> list[int]:
+        segment, out = Segment(torch.zeros(numel), numel, 12), torch.empty(12)
+        arrival = gather(through, [segment], *what)
         arrival.wait()
-        reduction = reduce(at_rest, [Contribution(segment.memory[: segment.numel], 4, torch.empty(4), torch.float32)])
+        reduction = reduce(through, [Contribution(segment.memory[:numel], 12, out, torch.float32)], *what)
         reduction.wait()
         return [arrival.nbytes, reduction.nbytes]
 
-    assert ranks(3).run(sent, "shared") == ranks(3).run(sent, "sockets") == ranks(3).run(sent, "native")
+    def sent() -> tuple[dict[str, int], list[list[int]]]:
+        own = line_over([mesh_axis(axis(), verb="test")])
+        with traffic() as counted:
+            both(own, "a test")
+            own.exchange(torch.zeros(16, dtype=torch.uint8))
+            assert counted.by_axis == {"dp": counted.nbytes}
+        return dict(counted.by_collective), [both(open_transport(kind)) for kind in ("shared", "sockets", "native")]
+
+    share = (n - 1) * numel * 4 // n
+    expected = {"all-gather": share, "reduce-scatter": share, "control": 16 * (n - 1)}
+    assert ranks(n).run(sent) == [(expected, [[share, share]] * 3)] * n
 
 
 # -- without ranks ---------------------------------------------------------------------------------------------------
@@ -411,24 +394,3 @@ def test_a_work_finishes_once_and_lets_go_of_what_it_kept() -> None:
     pending.wait()
     assert calls == ["finished"]
     assert pending.kept == ()
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("kind", ["native", "shared", "sockets"])
-def test_a_gather_reads_shards_where_they_rest(ranks: Ranks, kind: str, n: int) -> None:
-    """Small and large ones, even and uneven, two dtypes: each arrives whole, this rank's piece included."""
-    numels = {torch.float32: [4 * n, 6 * n, 6 * n - 1, 40_000 * n], torch.float64: [2 * n, 2 * n]}
-
-    def gathered() -> bool:
-        rank, segments, wholes = dist.get_rank(), [], []
-        for dtype, several in numels.items():
-            for numel in several:
-                piece = -(-numel // n)
-                whole = torch.arange(float(numel), dtype=dtype)
-                source = whole[rank * piece : (rank + 1) * piece].clone()
-                segments.append(Segment(torch.zeros(n * piece, dtype=dtype), numel, piece, source=source))
-                wholes.append(whole)
-        gather(open_transport(kind), segments).wait()
-        return all(map(torch.equal, [segment.memory[: segment.numel] for segment in segments], wholes))
-
-    assert all(ranks(n).run(gathered))
