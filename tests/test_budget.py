@@ -9,8 +9,6 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
@@ -124,19 +122,6 @@ def test_the_name_of_a_class_means_one_thing() -> None:
     assert shared_names(*SOURCES) == set()
 
 
-@pytest.mark.parametrize("line", ["def f{}(self): pass", "x{}: int", "def f(self): self.x{} = 0"])
-def test_the_check_sees_wide_classes(line: str) -> None:
-    body = "".join(f"    {line.format(number)}\n" for number in range(MOST + 1))
-    assert wide_names(f"class A:\n{body}\nclass B:\n    {line.format(0)}") == {"A"}
-
-
 def test_the_check_sees_names_of_two_classes() -> None:
     sources = "class One: pass", "class _One: pass\nclass Two:\n    class Two: pass\nclass Six: pass"
     assert shared_names(*sources) == {"One", "Two"}
-
-
-def test_the_count_sees_every_line(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b.py").write_text("x = 1\ny = 2\n")
-    (tmp_path / "c.c").write_text("int z;\n")
-    assert lines_of(tmp_path, "*.py", "*.c") == {"a": 2, "": 1}

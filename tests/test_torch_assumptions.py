@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support.groups import pretended
-from tests.support.ranks import Ranks, sent_by_value
+from tests.support.ranks import sent_by_value
 from tests.support.versions import IS_BEFORE_2_14
 from zero_fn.local.ranks import LocalRanks
 
@@ -435,16 +435,6 @@ def test_gloo_waits_no_longer_than_it_is_told_and_says_so() -> None:
         (text, seconds), _ = fresh.run(words, timeout_s=30)
     assert "Timed out" in text
     assert 0.25 < seconds < 3
-
-
-def test_a_process_group_has_a_store_and_can_be_remembered_weakly(ranks: Ranks) -> None:
-    def seen() -> tuple[bytes, bool]:
-        group = c10d._get_default_group()
-        store = c10d._get_process_group_store(group)
-        store.set(f"from {dist.get_rank()}", "here")
-        return store.get(f"from {1 - dist.get_rank()}"), weakref.ref(group)() is group
-
-    assert ranks(2).run(seen) == [(b"here", True)] * 2
 
 
 # -- torch.compile (uncompiled.py) -----------------------------------------------------------------------------------

@@ -168,14 +168,6 @@ def test_only_a_failed_generation_is_replaced(ranks: Ranks) -> None:
     assert ranks.generations[3] == before[3]
 
 
-def test_executed_counts_cases_whatever_came_of_them(ranks: Ranks) -> None:
-    before = ranks.executed
-    assert_usable(ranks)
-    with pytest.raises(Broken):
-        ranks(2).run(fail, "raise")
-    assert ranks.executed == before + 2
-
-
 def test_warnings_of_zero_fn_are_errors_here_and_on_ranks(ranks: Ranks) -> None:
     def warn() -> None:
         warnings.warn_explicit("slow path", UserWarning, "layout.py", 1, module="zero_fn.values.layout")
