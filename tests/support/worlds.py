@@ -204,6 +204,7 @@ def trained(
     optimizer: str = "sgd",
     options: Mapping[str, object] | None = None,
     transform: Callable[[nn.Module], nn.Module] = lambda model: model,
+    stream: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda optimizer: optimizer,
     zeroes: bool = True,
 ) -> Trial:
     """A trial: the same program in each step. What it returns is compared, too.
@@ -215,13 +216,15 @@ def trained(
         optimizer: A name in `OPTIMIZERS`.
         options: Of each stage.
         transform: Applied to each transformed model.
+        stream: Applied to the optimizer of each of them.
         zeroes: Whether gradients are dropped after each step.
     """
 
     def trial(world: World) -> None:
         model: nn.Module = world.build(build, **(options or {}))
         model = model if world.is_replica else transform(model)
-        run = Run(world, model, OPTIMIZERS[optimizer](list(model.parameters())))
+        made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.dtype.is_floating_point or p.is_complex()])
+        run = Run(world, model, made if world.is_replica else stream(made))
         for step in range(steps):
             seed_generator(step)
             for number, leaf in enumerate(tree_leaves(program(model, run, step))):

@@ -6,20 +6,24 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 import zero_fn as zf
 from tests.support.models import Language
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
+from tests.support.wholes import fulls
 from tests.units.storage.disks import answers, failing
 from zero_fn.storage import tier_storage
 from zero_fn.storage.io import Request
@@ -141,17 +145,161 @@ def test_a_flipped_bit_is_not_computed_with(tmp_path: Path, kind: str) -> None:
         assert all(map(torch.equal, training.values(), before))
 
 
-def _without_a_path(kind: str, path: str) -> str:
+def _without_a_path(kind: str, path: str) -> tuple[str, bool]:
+    training = Training(None, None, lambda model: zf.zero3(model, axis()))
+    before = [value for state in training.optimizer.state.values() for value in state.values()]
     tier = zf.nvme(path if axis().get_local_rank() else f"{path}/missing")
     try:
-        Training(kind, tier, lambda model: zf.zero3(model, axis()))
+        if kind == "states":
+            zf.streamed(training.optimizer, tier)
+        else:
+            zf.offload(training.model, **{"params" if kind == "parameters" else "grads": tier})
+    except zf.StorageError as error:
+        after = [value for state in training.optimizer.state.values() for value in state.values()]
+        training.step(1)
+        return error.summary, all(one is other for one, other in zip(before, after, strict=True))
+    return "nothing", False
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_path_that_one_rank_lacks_is_an_error_on_all_that_changes_nothing(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    (here, kept), (there, kept_there) = ranks(2).run(_without_a_path, kind, str(tmp_path))
+    assert here.startswith("No file can be made in")
+    what = "Moving the states of an optimizer" if kind == "states" else "offload"
+    assert there == f"{what} failed on rank 0 of axis 'dp' (2)."
+    assert kept and kept_there
+
+
+# -- ranks whose disk is well ------------------------------------------------------------------------------------------
+
+
+def _norm(foreach: bool) -> Callable[[Any, Any], object]:
+    return lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
+
+
+def _in_unsharded(model: Any, _: object) -> None:
+    with zf.unsharded(model.blocks[1]):
+        pass
+
+
+ACTS: dict[str, Callable[[Any, Any], object]] = {
+    "unsharded": _in_unsharded,
+    "norm": _norm(False),
+    "norms": _norm(True),
+    # 37 rows on 2 ranks: one of them pads first
+    "full_tensor": lambda model, _: model.embedding.weight.detach().full_tensor(),
+    "redistribute": lambda model, _: model.embedding.weight.detach().redistribute(placements=[Shard(1)]),
+    "operand": lambda model, _: model.embedding.weight.detach().softmax(0).full_tensor(),
+    "gradient": lambda model, _: model.embedding.weight.grad.full_tensor(),
+    "state_dict": lambda _, optimizer: optimizer.state_dict(),
+}
+"""What is done between backward and step."""
+
+HALF_WAY = "step of an optimizer whose step failed half-way."
+REDISTRIBUTED = "Reading a tensor to redistribute it"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A disk that fails on rank 1, in the second step: when, and what the other rank and this one are told."""
+
+    away: str  # what rests on it
+    moments: str  # "forward", "backward", "step", or one of `ACTS`
+    other: str
+    own: str
+    refuses: dict[str, Any] = field(default_factory=dict)
+    stage: str = "zero3"
+    after: tuple[str, ...] = ()  # what later steps say
+
+
+READ = "Reading from {} in"
+FAILURES = {
+    "forward": Failure("params optim", "forward", r"Fetching unit [\w.]+", READ.format("parameters")),
+    "backward": Failure("params optim", "backward", r"Fetching unit [\w.]+", READ.format("parameters")),
+    "unsharded": Failure("params optim", "unsharded", r"Fetching unit [\w.]+", READ.format("parameters")),
+    "gradients that cannot be written": Failure(
+        "params grads", "backward step", "Writing gradients", "Writing to gradients in",
+        {"code": errno.ENOSPC, "reads": False},
+    ),
+    # Once waited in torch's reduction of the norm, or stepped with other gradients.
+    "norm": Failure("grads", "norm", "The norm of a gradient", READ.format("gradients"), {"writes": False}),
+    "norms": Failure("grads", "norms", "The norm of gradients", READ.format("gradients"), {"writes": False}),
+    "scaling": Failure("grads", "norms", "Scaling gradients", "Writing to gradients in", {"reads": False}),
+    # Once waited in the collective of torch.
+    "full_tensor": Failure("params grads", "full_tensor", REDISTRIBUTED, READ.format("parameters")),
+    "redistribute": Failure("params grads", "redistribute", REDISTRIBUTED, READ.format("parameters")),
+    "operand": Failure("params grads", "operand", REDISTRIBUTED, READ.format("parameters")),
+    "gradient": Failure("params grads", "gradient", REDISTRIBUTED, READ.format("gradients")),
+    "states": Failure("optim", "state_dict", "Reading the states of an optimizer", "Reading from states of", stage="zero1"),
+    "step": Failure(
+        "optim", "step", "A step of a streamed optimizer", "Reading from states of", {"writes": False}, after=(HALF_WAY,) * 2
+    ),
+}  # fmt: skip
+
+
+def _told(path: str, failure: Failure) -> tuple[list[str], bool]:
+    """What this rank was told, and whether it trains to the bit as if nothing had been: a step that failed is taken again."""
+    said: list[str] = []
+    values = []
+    for steps in ((0, 1, 2), (0, 1, 1, 2)):
+        seed_generator(0)
+        model: Any = STAGES[failure.stage](Language(dim=30, blocks=7), axis())
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        breaks = len(steps) > 3 and axis().get_local_rank() == 1
+        if len(steps) > 3:
+            disk = zf.nvme(path)
+            model = zf.offload(model, **dict.fromkeys(failure.away.split(), disk))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            where = None if "optim" in failure.away else zf.cpu()
+            optimizer = zf.streamed(optimizer, where, buffer="12KiB" if failure.away == "optim" else "64KiB")
+        for number, step in enumerate(steps):
+
+            def act(moment: str, do: Callable[[], Any], now: bool = breaks and number == 1) -> Any:
+                with failing(**failure.refuses, where=now and moment in failure.moments.split()):
+                    return do()
+
+            optimizer.zero_grad()
+            try:
+                tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(step))
+                loss = act("forward", lambda: model(tokens).logsumexp(-1).mean())  # noqa: B023
+                act("backward", loss.backward)
+                for moment in filter(ACTS.__contains__, failure.moments.split()):
+                    act(moment, lambda: ACTS[moment](model, optimizer))  # noqa: B023
+                act("step", optimizer.step)
+            except zf.ZeroError as error:
+                said.append(error.summary)
+        values.append(fulls(model.parameters()))
+    return said, all(map(torch.equal, *values))
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_and_the_step_may_be_taken_again(
+    ranks: Ranks, tmp_path: Path, case: str
+) -> None:
+    failure = FAILURES[case]
+    (here, good), (there, good_there) = ranks(2).run(_told, str(tmp_path), failure)
+    assert there[0].startswith(failure.own)
+    assert re.fullmatch(rf"{failure.other} failed on rank 1 of axis 'dp' \(2\)\.", here.pop(0))
+    assert here == there[1:] == list(failure.after)
+    assert good == good_there == (not failure.after)
+
+
+def _read_alone(path: str) -> str:
+    model: Any = zf.replicate(Language(dim=30), axis())
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(path), buffer="12KiB")
+    model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    try:
+        with failing(where=axis().get_local_rank() == 1):
+            optimizer.state_dict()
     except zf.StorageError as error:
         return error.summary
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", ["parameters", "gradients"])
-def test_a_path_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    here, there = ranks(2).run(_without_a_path, kind, str(tmp_path))
-    assert here.startswith("No file can be made in")
-    assert there == "offload failed on rank 0 of axis 'dp' (2)."
+def test_states_that_every_rank_has_are_read_without_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    here, there = ranks(2).run(_read_alone, str(tmp_path))
+    assert here == "nothing"
+    assert there.startswith("Reading from states of")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import errno
 import io
 import re
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +14,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from tests.support.eviction import evicted
 from tests.support.groups import alone
 from tests.support.models import Language, Odd
-from tests.support.ranks import Ranks, axis
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
-from tests.units.storage.disks import answers, failing
+from tests.support.worlds import DAILY, Run, differences, trained
+from tests.units.storage.disks import answers
 from zero_fn.runtime.tier_tensor import TierTensor
 
 MIB = 1 << 20
@@ -50,101 +48,29 @@ def is_in_tier(tensor: Tensor | None) -> bool:
     return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, TierTensor)
 
 
-def trained(stage: str, path: str | None, states: str = "", *, last: bool = True) -> tuple[Any, ...]:
-    """Losses, parameters and states after four steps with accumulation and clipping; offloaded if `path` is given.
+@pytest.mark.parametrize("away", ["params", "params grads optim", "grads optim"])
+@on_ranks(3)
+def test_offload_changes_no_bit_of_parameters_of_any_kind(folder: str, away: str) -> None:
+    """At every stage, with recomputation; one step is several backwards, of which one gathers once, and an edit of wholes."""
 
-    `states`: which of params, grads and optim. `last`: whether they are offloaded after they are sharded, or before.
-    """
-    torch.manual_seed(0)
-    model: Any = Language()
-    tiers: dict[str, Any] = {} if path is None else {name: zf.nvme(path) for name in states.split()}
-    if tiers and not last:
-        model = zf.offload(model, **tiers)
-    model = getattr(zf, stage)(model, axis())
-    if stage == "zero2":
-        model = zf.precision(model, compute=torch.bfloat16)
-    if tiers and last:
-        model = zf.offload(model, **tiers)
-    optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if path is not None:
-        optimizer = zf.streamed(optimizer, None if "optim" in tiers else zf.nvme(path), buffer="16KiB")
-        zf.check(model, optimizer)
-        assert is_away(model) == ("params" in tiers)
-    losses = []
-    for step in range(4):
-        optimizer.zero_grad()
-        for micro in range(2):
-            loss = model(tokens(100 * step + 10 * axis().get_local_rank() + micro)).float().logsumexp(-1).mean()
-            loss.backward()
-        assert all(is_in_tier(p.grad) for p in model.parameters()) == ("grads" in tiers)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if step % 2 else 0.05)  # not reached; exceeded
-        optimizer.step()
-        losses.append(loss.detach())
-    values = [whole(v) for state in optimizer.state_dict()["state"].values() for v in state.values() if v.dim()]
-    return losses, [whole(p) for p in model.parameters()], values
+    def program(model: Any, run: Run, step: int) -> None:
+        with run.accumulate(unshard=step == 1):
+            for micro in range(2):
+                run.backward(model(tokens(100 * step + 10 * axis().get_local_rank() + micro)).real.square().mean())
+        run.backward(model(tokens(step)).sum())
+        with run.world.unsharded(model.head), torch.no_grad():
+            model.head.weight.mul_(1.5)
 
+    def leaves(model: Any) -> Any:
+        model = zf.offload(model, **dict.fromkeys(away.split(), zf.nvme(folder)))
+        assert is_away(model) == ("params" in away)
+        return zf.checkpoint_activations(model, units=type(model.blocks[0]))
 
-def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(
-        len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(one, other, strict=True)
-    )  # fmt: skip
+    def streams(optimizer: Optimizer) -> Optimizer:
+        return zf.streamed(optimizer, None if "optim" in away else zf.nvme(folder))
 
-
-AWAY = {
-    "replicate": [("grads", True), ("optim", True)],
-    "zero1": [("params grads optim", False)],
-    "zero2": [("params grads optim", True)],
-    "zero3": [("params", True), ("params grads optim", False), ("grads", True), ("", True)],
-}
-"""What is offloaded, of a streamed optimizer, and whether after the model is sharded. Combinations are drawn by the laws."""
-
-
-@pytest.mark.parametrize("stage", AWAY)
-def test_offload_changes_no_bit_at_any_stage(ranks: Ranks, tmp_path: Path, stage: str) -> None:
-    expected = ranks(2).run(trained, stage, None)
-    for states, last in AWAY[stage]:
-        assert all(map(same, ranks(2).run(trained, stage, str(tmp_path), states, last=last), expected))
-
-
-def test_parameters_of_every_awkward_kind_are_offloaded(ranks: Ranks, tmp_path: Path) -> None:
-    def gradients(path: str | None) -> list[Any]:
-        torch.manual_seed(0)
-        model: Any = zf.zero3(Odd(), axis())
-        if path is not None:
-            model = zf.checkpoint_activations(zf.offload(model, params=zf.nvme(path)), units=type(Odd().blocks[0]))
-        for step in range(2):
-            model(tokens(10 * step + axis().get_local_rank())).sum().backward()
-        return [None if p.grad is None else whole(p.grad) for p in model.parameters()]
-
-    for offloaded, expected in zip(ranks(3).run(gradients, str(tmp_path)), ranks(3).run(gradients, None), strict=True):
-        for one, other in zip(offloaded, expected, strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(one, other)
-
-
-def test_accumulation_whole_steps_and_unsharded_blocks_see_the_same(ranks: Ranks, tmp_path: Path) -> None:
-    def program(path: str | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        model: Any = zf.zero3(Language(), axis())
-        if path is not None:
-            model = zf.offload(model, params=zf.nvme(path))
-        optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        if path is not None:
-            optimizer = zf.streamed(optimizer, zf.cpu())
-        for step in range(3):
-            optimizer.zero_grad()
-            with zf.accumulate(model, unshard=step == 1):
-                for micro in range(2):
-                    model(tokens(100 * step + 10 * axis().get_local_rank() + micro)).square().mean().backward()
-            optimizer.step()
-            with zf.unsharded(model.head, writeback=True), torch.no_grad():
-                model.head.weight.mul_(1.5)
-            if path is not None and step == 1:
-                evicted(model, optimizer).restore()
-        return [whole(p) for p in model.parameters()]
-
-    for offloaded, expected in zip(ranks(2).run(program, str(tmp_path)), ranks(2).run(program, None), strict=True):
-        assert all(map(torch.equal, offloaded, expected))
+    trial = trained(Odd, program, optimizer="adamw", transform=leaves, stream=streams)
+    assert differences(trial, stages=("replicate", "zero2") if away == "grads optim" else DAILY) == []
 
 
 # -- what else reads and writes parameters ---------------------------------------------------------------------------
@@ -378,181 +304,3 @@ def test_a_step_reads_each_gradient_once(tmp_path: Path, monkeypatch: pytest.Mon
     given = answers(monkeypatch, lambda _, result: result)
     optimizer.step()
     assert sum(given) == 30 * MIB
-
-
-# -- faults ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["forward", "backward", "unsharded"])
-def test_a_read_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_model(
-    ranks: Ranks, tmp_path: Path, moment: str
-) -> None:
-    def read(path: str, moment: str) -> tuple[list[str], bool]:
-        torch.manual_seed(0)
-        model: Any = zf.offload(zf.zero3(Language(), axis()), params=zf.nvme(path))
-        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=0.01), zf.nvme(path))
-        said = []
-        for step in range(4):
-            broken = failing(writes=False, where=step == 1 and axis().get_local_rank() == 1)
-            optimizer.zero_grad()
-            try:
-                with broken if moment == "forward" else nullcontext():
-                    loss = model(tokens(step)).logsumexp(-1).mean()
-                with broken if moment == "backward" else nullcontext():
-                    loss.backward()
-                if moment == "unsharded" and step == 1:
-                    with broken, zf.unsharded(model.blocks[1]):
-                        pass
-                optimizer.step()
-            except zf.StorageError as error:
-                said.append(error.summary)
-        torch.manual_seed(0)
-        expected: Any = zf.zero3(Language(), axis())
-        stock = torch.optim.AdamW(expected.parameters(), lr=0.01)
-        for step in (0, 2, 3):
-            stock.zero_grad()
-            expected(tokens(step)).logsumexp(-1).mean().backward()
-            stock.step()
-        pairs = zip(model.parameters(), expected.parameters(), strict=True)
-        return said, all(torch.equal(whole(a), whole(b)) for a, b in pairs)
-
-    (here, good), (there, good_there) = ranks(2).run(read, str(tmp_path), moment)
-    assert re.fullmatch(r"Fetching unit [\w.]+ failed on rank 1 of axis 'dp' \(2\)\.", here[0])
-    assert there[0].startswith("Reading from parameters in")
-    assert len(here) == len(there) == 1
-    assert good
-    assert good_there
-
-
-def trained_on_a_failing_disk(
-    path: str, tiers: Sequence[str], refuses: Mapping[str, Any], *, clips_foreach: bool | None = None
-) -> tuple[list[str], bool]:
-    """What the ranks were told when the disk of rank 1 failed, and whether they train to the bit as if nothing had happened.
-
-    The disk fails in the second of three steps, which is then taken again: in its backward and update, or, where gradients
-    are clipped, from the clipping on.
-
-    Args:
-        path: Of the disk.
-        tiers: The states that rest there: "params", "grads".
-        refuses: Options of `failing`.
-        clips_foreach: Option `foreach` of the clipping; None for none.
-    """
-    said: list[str] = []
-
-    def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int], *, is_away: bool) -> list[Tensor]:
-        for step in steps:
-            breaks = is_away and step == 1 and not said and axis().get_local_rank() == 1
-            optimizer.zero_grad()
-            try:
-                with failing(**refuses, where=breaks and clips_foreach is None):
-                    model(tokens(step)).logsumexp(-1).mean().backward()
-                with failing(**refuses, where=breaks):
-                    if clips_foreach is not None:
-                        nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=clips_foreach)
-                    optimizer.step()
-            except zf.StorageError as error:
-                said.append(error.summary)
-        return [whole(parameter) for parameter in model.parameters()]
-
-    models: list[nn.Module] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(zf.zero3(Language(), axis()))
-    away = zf.offload(models[0], **dict.fromkeys(tiers, zf.nvme(path)))
-    streamed = zf.streamed(torch.optim.AdamW(away.parameters(), lr=0.01), zf.cpu())
-    found = train(away, streamed, (0, 1, 1, 2), is_away=True)
-    expected = train(models[1], torch.optim.AdamW(models[1].parameters(), lr=0.01), (0, 1, 2), is_away=False)
-    return said, all(map(torch.equal, found, expected))
-
-
-def test_a_gradient_that_cannot_be_written_is_an_error_on_all_and_the_step_may_be_taken_again(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    refuses = {"code": errno.ENOSPC, "reads": False}
-    (here, good), (there, good_there) = ranks(2).run(
-        trained_on_a_failing_disk, str(tmp_path), ["params", "grads"], refuses
-    )
-    assert here == ["Writing gradients failed on rank 1 of axis 'dp' (2)."]
-    assert there[0].startswith("Writing to gradients in")
-    assert (len(there), good, good_there) == (1, True, True)
-
-
-@pytest.mark.parametrize(("moment", "foreach"), [("norm", False), ("scaling", True), ("norm", True)])
-def test_a_disk_that_fails_while_gradients_are_clipped_is_an_error_on_all(
-    ranks: Ranks, tmp_path: Path, moment: str, foreach: bool
-) -> None:
-    """Ranks whose disk is well once waited in torch's reduction of the norm, or stepped with other gradients."""
-    refuses = {"writes": False} if moment == "norm" else {"reads": False}
-    (here, good), (there, good_there) = ranks(2).run(
-        trained_on_a_failing_disk, str(tmp_path), ["grads"], refuses, clips_foreach=foreach
-    )
-    names = {
-        "norm": ("The norm of a gradient", "The norm of gradients"),
-        "scaling": ("Scaling a gradient", "Scaling gradients"),
-    }
-    assert here == [f"{names[moment][foreach]} failed on rank 1 of axis 'dp' (2)."]
-    assert there[0].startswith("Writing to gradients in" if moment == "scaling" else "Reading from gradients in")
-    assert (len(there), good, good_there) == (1, True, True)
-
-
-@pytest.mark.parametrize("what", ["full_tensor", "redistribute", "gradient", "operand"])
-def test_a_disk_that_fails_while_a_tensor_is_redistributed_is_an_error_on_all(
-    ranks: Ranks, tmp_path: Path, what: str
-) -> None:
-    """Ranks whose disk is well once waited in the collective of torch. 3 rows on 2 ranks: one of them pads first."""
-
-    def redistributed(path: str, what: str) -> tuple[list[str], bool]:
-        torch.manual_seed(0)
-        stock = nn.Linear(4, 3)
-        x = torch.ones(4)
-        stock(x).square().sum().backward()
-        disk = zf.nvme(path)
-        model: Any = zf.offload(zf.zero3(stock, axis()), params=disk, grads=disk)
-        model(x).square().sum().backward()
-        tensor: Any = model.weight.grad if what == "gradient" else model.weight.detach()
-        expected: Any = stock.weight.grad if what == "gradient" else stock.weight.detach()
-        said = []
-
-        def whole_of() -> Tensor:
-            if what == "redistribute":
-                return tensor.redistribute(placements=[Shard(1)]).full_tensor()  # type: ignore[no-any-return]
-            if what == "operand":  # torch gathers it, to take its softmax along the dim that is cut
-                return tensor.softmax(0).full_tensor()  # type: ignore[no-any-return]
-            return tensor.full_tensor()  # type: ignore[no-any-return]
-
-        try:
-            with failing(where=axis().get_local_rank() == 1):
-                whole_of()
-        except zf.StorageError as error:
-            said.append(error.summary)
-        return said, torch.equal(whole_of(), expected.softmax(0) if what == "operand" else expected)
-
-    (here, good), (there, good_there) = ranks(2).run(redistributed, str(tmp_path), what)
-    assert here == ["Reading a tensor to redistribute it failed on rank 1 of axis 'dp' (2)."]
-    assert there[0].startswith("Reading from gradients in" if what == "gradient" else "Reading from parameters in")
-    assert (len(there), good, good_there) == (1, True, True)
-
-
-def test_a_disk_that_fails_while_states_are_saved_is_an_error_on_all_that_have_a_part(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    def saved(path: str, stage: str) -> list[str]:
-        said = []
-        model: Any = getattr(zf, stage)(Language(dim=30), axis())
-        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(path), buffer="12KiB")
-        model(tokens(0)).sum().backward()
-        optimizer.step()
-        try:
-            with failing(where=axis().get_local_rank() == 1):
-                optimizer.state_dict()
-        except zf.StorageError as error:
-            said.append(error.summary)
-        optimizer.state_dict()
-        return said
-
-    here, there = ranks(2).run(saved, str(tmp_path), "zero1")
-    assert here == ["Reading the states of an optimizer failed on rank 1 of axis 'dp' (2)."]
-    assert there[0].startswith("Reading from states of")
-    here, there = ranks(2).run(saved, str(tmp_path), "replicate")
-    assert here == [] and there[0].startswith("Reading from states of")
