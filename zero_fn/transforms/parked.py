@@ -1,10 +1,8 @@
 """Activations that wait for their backward in another tier (P_a+cpu of ZeRO-R, and its sequel on a disk).
 
 A tensor leaves when its forward has run and comes back when it is computed again. What was parked last comes back first, so
-taking one begins to fetch the one parked before it.
-
-On an accelerator, copies run on a stream of their own (`side_stream.py`): it waits for what the tensor is computed by, and
-the computation waits for the copy that brings it back.
+taking one begins to fetch the one parked before it. On an accelerator, copies run on a stream of their own
+(`side_stream.py`).
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a+cpu).
 """
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Store
-from zero_fn.values.tiers import Nvme, Tier, is_away
+from zero_fn.values.tiers import Cpu, Tier, is_away
 
 __all__ = ["Parked", "Parking", "bytes_of"]
 
@@ -29,19 +27,19 @@ class Parking:
     """Where activations wait between forward and backward."""
 
     def __init__(self, tier: Tier | None) -> None:
-        self.tier = tier  # the tier; None is the memory of their device
+        self.tier = tier  # None is the memory of their device
         self._store: _Activations | None = None
         self._last: Callable[[], _ParkedAway | None] = lambda: None
 
     def park(self, tensor: Tensor) -> Parked:
         """Begins to move a tensor to the tier. The tensor may be dropped at once."""
-        if self.tier is None or not is_away(self.tier, tensor.device.type):
+        if self.tier is None or not is_away(self.tier, tensor.device.type) or not tensor.numel():
             return Parked(tensor)
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             tensor = tensor.contiguous()  # dense ones keep their strides: a kernel may round differently on others
         if self._store is None:
             self._store = _Activations(self.tier, "activations")
-        parked = (_OnDisk if isinstance(self.tier, Nvme) else _OnHost)(self._store, tensor, self._last)
+        parked = (_OnHost if isinstance(self.tier, Cpu) else _ParkedAway)(self._store, tensor, self._last)
         self._last = weakref.ref(parked)
         return parked
 
@@ -70,7 +68,7 @@ class _Activations(Store):
 
     def __init__(self, tier: Tier, what: str) -> None:
         super().__init__(tier, what)
-        # The ends of the last copy into host memory and of the last copy from it, after which that memory may go.
+        # The last copy into host memory and the last one from it, after which that memory may go.
         self.ends: dict[str, torch.Event] = {}
 
     def __del__(self) -> None:
@@ -79,37 +77,37 @@ class _Activations(Store):
 
 
 class _ParkedAway(Parked):
-    """A tensor that waits in another tier, and knows the one parked before it."""
+    """A tensor with elements that waits on a disk, and knows the one parked before it."""
 
-    place = -1
+    place = -1  # see `Stored`
     is_stored = False
 
     def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
-        self._store, self._before = store, before
+        self._store, self._before, self.nbytes = store, before, tensor.nbytes
         self._form, self._dtype, self._device = (tensor.shape, tensor.stride()), tensor.dtype, tensor.device
-        self.nbytes = tensor.numel() * tensor.element_size()  # see `Stored`. The place is free once this is dropped
-        if self.nbytes:
-            store.reserve([self], tensor.device)
-            self._put(bytes_of(tensor), store.fetch(self)[0])
+        store.reserve([self], tensor.device)
+        self._put(bytes_of(tensor), store.fetch(self)[0])
 
     def take(self) -> Tensor:
-        if not self.nbytes:
-            return self._empty()
         tensor = self._brought()
         before = self._before()
-        if before is not None and before.nbytes:
+        if before is not None:
             before.fetch()
         return tensor
 
     def fetch(self) -> None:
-        """Begins to bring it back. Of tensors with elements only, like the two below."""
+        """Begins to bring it back."""
+        self._store.fetch(self)
 
     def _put(self, content: Tensor, memory: Tensor) -> None:
         """Begins to move its bytes to their place."""
+        memory[: self.nbytes].copy_(content)
+        self._store.keep(self, memory)
 
     def _brought(self) -> Tensor:
-        """The tensor, fetched."""
-        raise NotImplementedError
+        tensor = self._empty()
+        bytes_of(tensor).copy_(self._store.get(self))
+        return tensor
 
     def _empty(self) -> Tensor:
         return torch.empty_strided(*self._form, dtype=self._dtype, device=self._device)
@@ -119,33 +117,18 @@ class _ParkedAway(Parked):
             self._store.free(self)  # what is still on its way into its memory comes before the next
 
 
-class _OnDisk(_ParkedAway):
-    def _put(self, content: Tensor, memory: Tensor) -> None:
-        memory[: self.nbytes].copy_(content)
-        self._store.keep(self, memory)
-
-    def fetch(self) -> None:
-        self._store.fetch(self)
-
-    def _brought(self) -> Tensor:
-        tensor = self._empty()
-        bytes_of(tensor).copy_(self._store.get(self))
-        return tensor
-
-
 class _OnHost(_ParkedAway):
     _arriving: tuple[Tensor, torch.Event] | None = None
-
-    def _put(self, content: Tensor, memory: Tensor) -> None:
-        self._memory = memory
-        self._there = self._store.ends["into"] = side_stream(self._device).copy(memory, content)
 
     def fetch(self) -> None:
         if self._arriving is None:
             tensor = self._empty()
             arrived = side_stream(self._device).copy(bytes_of(tensor), self._memory, after=self._there)
-            self._arriving = tensor, arrived
-            self._store.ends["from"] = arrived
+            self._arriving, self._store.ends["from"] = (tensor, arrived), arrived
+
+    def _put(self, content: Tensor, memory: Tensor) -> None:
+        self._memory = memory
+        self._there = self._store.ends["into"] = side_stream(self._device).copy(memory, content)
 
     def _brought(self) -> Tensor:
         self.fetch()

@@ -12,12 +12,12 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from zero_fn.errors import StorageError, TierError
@@ -36,12 +36,7 @@ class Recomputed:
     """Stands in place of `module.forward`, and keeps only the inputs for the backward."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        own: Callable[..., Any] | None,
-        transport: Line | None,
-        parking: Parking,
+        self, module: nn.Module, name: str, own: Callable[..., Any] | None, transport: Line | None, parking: Parking
     ) -> None:
         self._module = weakref.ref(module)
         # own: the forward in the `__dict__` of the module before; None if there was none.
@@ -66,21 +61,23 @@ class Recomputed:
         leaves, spec = tree_flatten((args, kwargs))
         if not self._has_agreed:
             self._require_equal(leaves)
-        own = {at: leaf for at, leaf in enumerate(leaves) if self._lets_go(leaf)}
-        inputs = _Inputs(own, spec, self._transport, self._parking, self.name)
+        whole = {at: leaf for at, leaf in enumerate(leaves) if self._lets_go(leaf)}
+        kept: list[_Kept] = []
 
         def run(_: Tensor, *others: Any) -> Any:
-            given, named = inputs.take(others)
+            found = [whole.get(at, leaf) for at, leaf in enumerate(others)]
+            self._bring_back(kept, found)
+            given, named = tree_unflatten(found, spec)
             return forward(*given, **named)
 
         # The empty tensor tells the checkpoint the device, whose random state it restores.
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0))
-        device = torch.empty(0, device=first.device)
         # Inputs that stay are kept by torch, which refuses those that were changed in place meanwhile.
-        others = [None if at in own else leaf for at, leaf in enumerate(leaves)]
-        outputs = checkpoint(run, device, *others, use_reentrant=False)
+        others = [None if at in whole else leaf for at, leaf in enumerate(leaves)]
+        outputs = checkpoint(run, torch.empty(0, device=first.device), *others, use_reentrant=False)
         try:
-            inputs.let_go()
+            for at in list(whole):
+                kept.append(self._let_go(at, whole.pop(at)))
         except (StorageError, TierError):
             self._tell_others()
             raise
@@ -89,6 +86,29 @@ class Recomputed:
     def _lets_go(self, leaf: object) -> bool:
         """Whether an input does not stay as it is until the backward."""
         return _may_be_cut(leaf) and (self._transport is not None or is_away(self._parking.tier, leaf.device.type))
+
+    def _let_go(self, at: int, leaf: Tensor) -> _Kept:
+        """Drops the parts of an input that other ranks keep, and parks the part of this one."""
+        own = leaf.detach()
+        if self._transport is not None:
+            piece = -(-leaf.numel() // self._transport.size)
+            own = own.reshape(-1)[self._transport.rank * piece :][:piece].clone()
+        return _Kept(at, leaf.shape, leaf.requires_grad, self._parking.park(own))
+
+    def _bring_back(self, kept: Sequence[_Kept], leaves: list[Any]) -> None:
+        """Puts inputs that were let go among the others, as leaves: the graph of a recomputation is read, never run."""
+        segments = []
+        for at, shape, requires_grad, parked in reversed(kept):  # what was parked last comes back first
+            value, numel = parked.take(), shape.numel()
+            if self._transport is not None:
+                piece = -(-numel // self._transport.size)
+                flat = value.new_empty(piece * self._transport.size)
+                flat[self._transport.rank * piece :][: value.numel()] = value
+                segments.append(Segment(flat, numel, piece))
+                value = flat[:numel]
+            leaves[at] = value.view(shape).requires_grad_(requires_grad)
+        if self._transport is not None and segments:
+            self._transport.all_gather(segments, f"inputs of {self.name!r}").wait()
 
     def _tell_others(self) -> None:
         """Ends the collectives of other ranks, which would wait for this one: its disk or memory failed."""
@@ -122,52 +142,13 @@ class Recomputed:
         return twin
 
 
-class _Inputs:
-    """The inputs of one forward that do not stay as they are: whole until the forward has run, then what this rank keeps."""
+class _Kept(NamedTuple):
+    """What this rank keeps of one input of a forward."""
 
-    def __init__(
-        self, own: dict[int, Tensor], spec: TreeSpec, transport: Line | None, parking: Parking, name: str
-    ) -> None:
-        """`own`: these inputs, by their number among all inputs."""
-        self._own, self._spec, self._name = own, spec, name
-        self._transport, self._parking = transport, parking
-        self._kept: list[tuple[int, torch.Size, bool, Parked]] = []  # number, shape and `requires_grad` of each input
-
-    def take(self, others: Sequence[Any]) -> Any:
-        """The arguments, among `others`, which stayed. Those that were let go come back as leaves: the graph of a
-        recomputation is read, never run."""
-        leaves = [self._own.get(at, leaf) for at, leaf in enumerate(others)]
-        segments = []
-        for at, shape, requires_grad, parked in reversed(self._kept):  # what was parked last comes back first
-            value, numel = parked.take(), shape.numel()
-            if self._transport is not None:
-                start, _, piece = self._part(numel)
-                flat = value.new_empty(piece * self._transport.size)
-                flat.narrow(0, start, value.numel()).copy_(value)
-                segments.append(Segment(flat, numel, piece))
-                value = flat[:numel]
-            leaves[at] = value.view(shape).requires_grad_(requires_grad)
-        if self._transport is not None and segments:
-            self._transport.all_gather(segments, f"inputs of {self._name!r}").wait()
-        return tree_unflatten(leaves, self._spec)
-
-    def let_go(self) -> None:
-        """Drops the parts of inputs that other ranks keep, and parks the parts of this one."""
-        for at, leaf in list(self._own.items()):
-            own = leaf.detach()
-            if self._transport is not None:
-                start, numel, _ = self._part(leaf.numel())
-                own = own.reshape(-1).narrow(0, start, numel).clone()
-            self._kept.append((at, leaf.shape, leaf.requires_grad, self._parking.park(own)))
-            del self._own[at]
-
-    def _part(self, numel: int) -> tuple[int, int, int]:
-        """The part of an input of so many elements that this rank keeps: its first element, its elements, and those of the
-        largest part."""
-        assert self._transport is not None
-        piece = -(-numel // self._transport.size)
-        start = min(self._transport.rank * piece, numel)
-        return start, min(piece, numel - start), piece
+    at: int  # its number among all inputs
+    shape: torch.Size
+    requires_grad: bool
+    parked: Parked
 
 
 def _may_be_cut(leaf: object) -> TypeGuard[Tensor]:
