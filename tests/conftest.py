@@ -110,8 +110,8 @@ class RanksAreUsed:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        names = TIERS.keys() & set(getattr(item, "fixturenames", ()))
-        tiers = {name: item.config.stash[TIERS_OPEN][name] for name in names}
+        given: dict[str, object] = getattr(item, "funcargs", {})
+        tiers = {name: tier for name, tier in item.config.stash[TIERS_OPEN].items() if given.get(name) is tier}
         before = {name: tier.executed for name, tier in tiers.items()}
         yield
         unused = [name for name, tier in tiers.items() if tier.executed == before[name]]
