@@ -62,7 +62,7 @@ from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
 from zero_fn.runtime.unit import unit_of
-from zero_fn.transport.agree import done_along
+from zero_fn.transport.agree import axes_of, done_over
 from zero_fn.values.mesh import axes_text
 
 __all__ = ["ROWS", "Row", "note_mesh"]
@@ -212,7 +212,8 @@ def _is_partial(call: Call) -> bool:
 def _read_whole(call: Call, go_on: Callable[..., Any]) -> Any:
     (tensor,) = call.ours
     axes = _partial(tensor)
-    done_along(tensor.device_mesh, axes, lambda: None, "Reading the value of a sum over shards")
+    what = "Reading the value of a sum over shards"
+    done_over(axes_of(tensor.device_mesh, axes, what), lambda: None, what)
     return go_on(_whole(tensor, axes))
 
 
@@ -371,7 +372,7 @@ def _agreed(call: Call, go_on: Callable[..., Any]) -> Any:
     mesh = call.ours[0].device_mesh
     act = "The norm of" if "norm" in _name(call.operation) else "Scaling"
     what = f"{act} {'a gradient' if isinstance(call.args[0], Tensor) else 'gradients'}"
-    return done_along(mesh, range(mesh.ndim), partial(go_on, *call.args, **call.kwargs), what)
+    return done_over(axes_of(mesh, range(mesh.ndim), what), partial(go_on, *call.args, **call.kwargs), what)
 
 
 class Copied(Tensor):
@@ -840,6 +841,6 @@ def _redistributed(local_tensor: Tensor, current_spec: DTensorSpec, target_spec:
     axes each rank has what it needs, and one may be alone in asking."""
     if isinstance(local_tensor, TierTensor) and current_spec.placements != target_spec.placements:
         cut = [axis for axis, placement in enumerate(current_spec.placements) if not placement.is_replicate()]
-        read = partial(in_memory, local_tensor)
-        local_tensor = done_along(current_spec.mesh, cut, read, "Reading a tensor to redistribute it")
+        what = "Reading a tensor to redistribute it"
+        local_tensor = done_over(axes_of(current_spec.mesh, cut, what), partial(in_memory, local_tensor), what)
     return _stock(local_tensor, current_spec, target_spec, **options)

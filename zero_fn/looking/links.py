@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import DiskStorage, Slab
-from zero_fn.transport.agree import done_along
+from zero_fn.transport.agree import done_over
 from zero_fn.transport.links import line_over
 from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.values.mesh import Axis, mesh_axis
@@ -92,8 +92,8 @@ def measure_links(
     _least(axis, [1.0])  # all begin together
     memory, disk = _memory_speed(None, size, rounds), (0.0, 0.0)
     if path is not None:
-        measure = partial(_disk_speeds, path, size, rounds)
-        disk = measure() if mesh is None else done_along(mesh, [0], measure, "Measuring a disk")
+        axes = [] if axis is None or axis.size == 1 else [axis]
+        disk = done_over(axes, partial(_disk_speeds, path, size, rounds), "Measuring a disk")
     there = _device_speeds(device, size, rounds) if device is not None else (0.0, 0.0, 0.0)
     memory, *others = _least(axis, [memory, *disk, *there])
     disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in others)

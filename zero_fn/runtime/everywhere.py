@@ -17,21 +17,9 @@ __all__ = ["everywhere", "is_cut", "is_shared"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], R], what: str) -> R:
-    """What `act` returns; raises on every rank if it raised on any.
-
-    Communicates a byte per rank to each peer, and waits.
-
-    Args:
-        parameters: Resting parameters: the ranks of their meshes are meant.
-        act: What may fail.
-        what: What it does, for the message: "A step of a streamed optimizer".
-
-    Raises:
-        StorageError: It failed on another rank.
-        Exception: What it raised on this rank.
-    """
+    """`done_over` the ranks of the meshes on which resting parameters lie, for any error of `act`."""
     axes = [axis for mesh in _meshes(parameters) for axis in axes_of(mesh, range(mesh.ndim), what)]
-    return done_over(axes, act, Exception, what)
+    return done_over(axes, act, what, Exception)
 
 
 def is_shared(parameters: Iterable[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""How ranks tell one another something: bits that are or-ed over them, whether something failed on one, and equal rows.
+"""How ranks tell one another something: bits that are or-ed over them, and whether something failed on one.
 
 [Note: beside the computation] Beside an accelerator the bits travel on a stream of their own: to the device, over the ranks,
 and back to the host. A host that reads them waits for that stream, not for what the device was given to compute before: a
@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
-from zero_fn.transport.agreement import agree
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import Axis, mesh_axis
 
 R = TypeVar("R")
 
-__all__ = ["Bits", "Outcome", "axes_of", "done_along", "done_over", "same_along"]
+__all__ = ["Bits", "Outcome", "axes_of", "done_over"]
 
 
 _on_the_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
@@ -110,48 +109,28 @@ class Outcome:
         )
 
 
-def done_over(axes: Iterable[Axis], act: Callable[[], R], expected: type[Exception], what: str) -> R:
-    """Calls `act` and returns its result. An expected error on one rank raises on every rank along these axes."""
+def done_over(axes: Iterable[Axis], act: Callable[[], R], what: str, expected: type[Exception] = StorageError) -> R:
+    """Calls `act` and returns its result. An expected error on one rank raises on every rank along these axes.
+
+    Communicates a byte per rank to each peer, along one axis after the other, and waits.
+    """
     failure: Exception | None = None
     done: list[R] = []
     try:
         done.append(act())
     except expected as error:
         failure = error
-    links = [line_over([axis]) for axis in axes]
+    lines = [line_over([axis]) for axis in axes]
     try:
-        for each in links:
-            failure = Outcome(each, failure, what).failed_on_any_rank()
+        for line in lines:
+            failure = Outcome(line, failure, what).failed_on_any_rank()
     except (LostRankError, DisagreementError):
-        for each in links:
-            each.give_up()  # ranks along the other axes would wait for this one
+        for line in lines:
+            line.give_up()  # ranks along the other axes would wait for this one
         raise
     if failure is not None:
         raise failure
     return done[0]
-
-
-def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what: str) -> R:
-    """Calls `act` and returns its result, if no disk failed in it on any rank along some axes of a mesh, data axes or not.
-
-    Communicates a byte per rank to each peer, along one axis after the other, and waits.
-
-    Raises:
-        StorageError: A disk failed, on this rank or another.
-    """
-    return done_over(axes_of(mesh, dims, what), act, StorageError, what)
-
-
-def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
-    """Raises on every rank of a mesh if a rank has other rows.
-
-    Communicates 16 bytes to each peer, and the rows if they differ; waits.
-
-    Raises:
-        DisagreementError: Names two ranks, those of the last axis together, and the first row that differs.
-    """
-    links = line_over(axes_of(mesh, reversed(range(mesh.ndim)), what))
-    agree(links.exchange, what, rows, why="each would edit its shard in another way", fix=fix)
 
 
 def axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
