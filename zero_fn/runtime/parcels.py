@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from zero_fn.storage import whole_pages
-from zero_fn.values.chunks import Piece, chunks_of
+from zero_fn.values.chunks import Piece, chunks_of, padded_nbytes
 
 __all__ = [
     "PARCEL_NBYTES",
@@ -36,7 +36,6 @@ __all__ = [
 
 PARCEL_NBYTES = 4 << 20
 STEPPED_IN_PLACE_NBYTES = 64 << 20
-_ALIGNMENT_NBYTES = 64
 
 
 class Form(NamedTuple):
@@ -63,10 +62,6 @@ class Parcel:
     version: int = 0
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-
-
 def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
     """The parcels of a record of such tensors."""
     return list(map(copy.copy, planned_parcels(tuple(forms))))
@@ -78,7 +73,7 @@ def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
     packed = chunks_of(
         [form.numel for form in forms],
         [None] * len(forms),
-        lambda number, numel: _padded(numel * (forms[number].packed_as or forms[number].dtype).itemsize),
+        lambda number, numel: padded_nbytes(numel, (forms[number].packed_as or forms[number].dtype).itemsize),
         forms[0].parcel_nbytes if forms else PARCEL_NBYTES,
     )
     parcels, start = [], 0
@@ -86,7 +81,7 @@ def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
         offsets, end = [], 0
         for piece in pieces:
             offsets.append(end)
-            end += _padded(piece.numel * forms[piece.parameter].dtype.itemsize)
+            end += padded_nbytes(piece.numel, forms[piece.parameter].dtype.itemsize)
         parcels.append(Parcel(pieces, tuple(offsets), start, whole_pages(end)))
         start += parcels[-1].nbytes
     return tuple(parcels)
