@@ -22,13 +22,14 @@ from typing import NamedTuple
 import torch
 
 from zero_fn.storage import whole_pages
-from zero_fn.values.chunks import Piece, chunks_of, padded_nbytes
+from zero_fn.values.chunks import Piece, chunks_of
 
 __all__ = [
     "PARCEL_NBYTES",
     "STEPPED_IN_PLACE_NBYTES",
     "Form",
     "Parcel",
+    "padded_nbytes",
     "parcels_of",
     "planned_parcels",
     "record_nbytes",
@@ -36,6 +37,7 @@ __all__ = [
 
 PARCEL_NBYTES = 4 << 20
 STEPPED_IN_PLACE_NBYTES = 64 << 20
+_ALIGNMENT_NBYTES = 64
 
 
 class Form(NamedTuple):
@@ -60,6 +62,11 @@ class Parcel:
     is_stored: bool = False  # whether it was ever written; before, its elements are zero
     # How often it was written; of a compute copy, the version of the original that it holds (`compute_copies.py`).
     version: int = 0
+
+
+def padded_nbytes(numel: int, itemsize: int) -> int:
+    """Bytes of so many elements up to where the next ones may begin."""
+    return -(-numel * itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def parcels_of(forms: Sequence[Form]) -> list[Parcel]:

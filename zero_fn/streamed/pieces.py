@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
-from zero_fn.runtime.parcels import Parcel
+from zero_fn.runtime.parcels import Parcel, padded_nbytes
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, place_of
-from zero_fn.values.chunks import Piece, chunks_of, padded_nbytes
+from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Tier, bytes_text, is_accelerator, is_away
 
 __all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "rooms_of"]

@@ -16,15 +16,9 @@ from dataclasses import dataclass
 from zero_fn.errors import TierError
 from zero_fn.values.tiers import bytes_text
 
-__all__ = ["GRAIN_NUMEL", "Piece", "chunks_of", "padded_nbytes"]
+__all__ = ["GRAIN_NUMEL", "Piece", "chunks_of"]
 
 GRAIN_NUMEL = 1024
-_ALIGNMENT_NBYTES = 64
-
-
-def padded_nbytes(numel: int, itemsize: int) -> int:
-    """Bytes of so many elements up to where the next ones may begin."""
-    return -(-numel * itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
