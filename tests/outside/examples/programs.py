@@ -1,4 +1,4 @@
-"""Programs that are run one after another as scripts, by one interpreter: torch is imported once, and once for all ranks."""
+"""Programs that are run as scripts, one after another by one interpreter or on a pool of ranks: torch is imported once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
-__all__ = ["ROOT", "Interpreter", "Said"]
+import torch.distributed as dist
+
+__all__ = ["ROOT", "Interpreter", "Said", "run_on_a_rank"]
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,15 +29,35 @@ class Said(NamedTuple):
     ended: int | str
 
 
+def run_on_a_rank(program: str, name: str, folder: str, *arguments: str) -> str:
+    """Runs a program on a rank of a pool, as torchrun would, in a folder of its own for all ranks; what it prints."""
+    before, printed = os.getcwd(), io.StringIO()
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.chdir(folder)
+    try:
+        if state := sys.modules.get("accelerate.state"):  # of the program before
+            state.AcceleratorState._reset_state(True)
+        with contextlib.ExitStack() as changed:
+            changed.enter_context(patch.dict(os.environ, told))
+            changed.enter_context(patch.object(sys, "argv", [name, *arguments]))
+            changed.enter_context(patch.object(dist, "destroy_process_group"))  # the pool needs it
+            changed.enter_context(contextlib.redirect_stdout(printed))
+            exec(compile(program, name, "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
 class Interpreter:
-    """A process that runs scripts, each as `__main__` and with the folder of the examples in its path.
+    """A process that runs scripts, each as `__main__`.
 
     Args:
         folder: The current folder of all programs and of the ranks that they start.
     """
 
     def __init__(self, folder: Path) -> None:
-        environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
+        environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._log = (folder / "log").open("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],

@@ -1,6 +1,6 @@
 """A whole program, started as users start it: `python` per rank, with the environment of `env://`.
 
-Under torchrun: `test_examples.py`, and with restarts `test_train_gpt.py`.
+Under torchrun, also with restarts: `test_examples.py`.
 """
 
 from __future__ import annotations

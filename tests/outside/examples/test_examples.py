@@ -1,68 +1,217 @@
-"""Examples, run as a user runs them, at other sizes than they have by themselves.
-
-The exit status of an example of several axes says whether its losses are those of one process.
-"""
+"""The files of examples/, each run as a user runs it but smaller; and the demo."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.outside.examples.programs import ROOT, Interpreter
+import zero_fn as zf
+from tests.outside.examples.programs import ROOT, Interpreter, run_on_a_rank
+from tests.support.ranks import Ranks
 from tests.support.versions import IS_2_11
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
-SCHEDULE = "1F1B" if IS_2_11 else "ZBVZeroBubble"  # which sends from a rank to itself there
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+SMALL_GPT = "--layers 2 --dim 32 --heads 2 --seq 16"
+PRETRAIN = f"pretrain.py {SMALL_GPT} --batch 12 --save-every 2"
+
+
+def _said(ranks: Ranks, number: int, folder: Path, line: str) -> str:
+    """What rank 0 printed; of a pipeline, whichever rank spoke."""
+    name, *arguments = line.split()
+    program = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    said: list[str] = ranks(number, deadline_s=120).run(run_on_a_rank, program, name, str(folder), *arguments)
+    return "".join(said)
+
+
+def _losses(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said)]
+
+
+def test_each_example_is_run_by_a_test() -> None:
+    tested = Path(__file__).read_text() + Path(__file__).with_name("test_finetune_hf.py").read_text()
+    assert len(EXAMPLES) == 9
+    assert all(path.name in tested for path in EXAMPLES)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_needs_no_file_beside_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert not [other.stem for other in EXAMPLES if re.search(rf"^(import|from) {other.stem}\b", text, re.MULTILINE)]
+
+
+# Losses of pretrain.py are compared with those of a run that nothing has interrupted.
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Path:
+    """The folder of that run, of 20 steps by one rank at stage 3, in which only the last checkpoints are left."""
+    folder = tmp_path_factory.mktemp("whole")
+    name, *arguments = f"{PRETRAIN} --steps 20 --save {folder}".split()
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    said = interpreter.run(ROOT / "examples" / name, *arguments, environ=alone)
+    assert said.ended == 0, said
+    return folder
+
+
+def _saved(folder: Path) -> list[float]:
+    found: list[float] = zf.load(folder, only="extra")["losses"]
+    return found
+
+
+def test_a_run_goes_on_at_other_ranks_and_another_stage(ranks: Ranks, whole: Path, tmp_path: Path) -> None:
+    _said(ranks, 3, tmp_path, f"{PRETRAIN} --steps 4 --save runs")
+    before = _saved(tmp_path / "runs")
+    said = _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps 6 --save runs --stage 1")
+    assert "step 5" in said and "step 0" not in said
+    assert _saved(tmp_path / "runs")[:4] == before
+    assert _saved(tmp_path / "runs") == pytest.approx(_saved(whole)[:6], abs=1e-4)
+
+
+def test_a_run_that_goes_on_is_the_whole_one_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+    for name, lengths in (("whole", [6]), ("resumed", [4, 6])):
+        for steps in lengths:
+            _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps {steps} --save {name} --precision bf16")
+    assert _saved(tmp_path / "resumed") == _saved(tmp_path / "whole")
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole: Path, tmp_path: Path) -> None:
+    # Ranks that are started again meet in a store of their own: torchrun's shared one has the addresses of the killed.
+    environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = f"--nproc-per-node=2 --max-restarts=3 {ROOT}/examples/{PRETRAIN} --steps 20 --save runs"
+    process = subprocess.Popen(
+        [*TORCHRUN, *line.split()],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    saved = tmp_path / "runs" / "step-000004" / "manifest.json"
+    while not saved.exists() and process.poll() is None:
+        time.sleep(0.002)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 0, told
+    assert "exitcode: -9" in told, told
+    assert _saved(tmp_path / "runs") == pytest.approx(_saved(whole), abs=1e-4)
+
+
+def test_one_gpu_and_its_host_train_the_same_wherever_states_rest(interpreter: Interpreter) -> None:
+    said = [
+        interpreter.run(ROOT / "examples" / "one_gpu_and_host.py", *f"{SMALL_GPT} --steps 3 --rest".split(), rest)
+        for rest in ("nothing", "states", "all", "all, in turns")
+    ]
+    assert [each.ended for each in said] == [0] * 4, said
+    assert len(_losses(said[0].out)) == 3
+    assert all(_losses(each.out) == _losses(said[0].out) for each in said)
+
+
+def test_a_model_trains_with_everything_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
+    said = _said(ranks, 2, tmp_path, "nvme.py --layers 3 --dim 64 --steps 3")
+    assert "in nvme('.')" in said
+    assert len(_losses(said)) == 3
+    assert _losses(said) == sorted(_losses(said), reverse=True)
+
+
+def test_two_axes_train_the_same_in_each_composition(ranks: Ranks, tmp_path: Path) -> None:
+    names = ["hsdp", "hpz", "zero1-zero3", "zero3"]
+    said = [_said(ranks, 4, tmp_path, f"two_axes.py --layers 2 --dim 16 --steps 2 --compose {name}") for name in names]
+    assert len(_losses(said[0])) == 2
+    for other in said[1:]:
+        assert _losses(other) == pytest.approx(_losses(said[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B" if IS_2_11 else "ZBVZeroBubble", "Interleaved1F1B"])
+def test_three_axes_train_as_one_process_does(ranks: Ranks, tmp_path: Path, schedule: str) -> None:
+    sizes = "--layers 4 --dim 16 --heads 2 --steps 3"  # 2.11 sends from a rank to itself under ZBV
+    alone = _losses(_said(ranks, 1, tmp_path, f"train_3d.py {sizes} --pp 1 --tp 1"))
+    several = _losses(_said(ranks, 4, tmp_path, f"train_3d.py {sizes} --pp 2 --tp 2 --schedule {schedule}"))
+    assert len(alone) == 3
+    assert several == pytest.approx(alone, abs=1e-4)
+
+
+def test_experts_train_under_torchrun() -> None:
+    """As in one process: `tests/axes/test_experts.py`, with the same file."""
+    line = f"--nproc-per-node=2 {ROOT}/examples/moe.py --ep 2 --experts 6 --top 1 --tokens 8 --steps 2"
+    done = subprocess.run([*TORCHRUN, *line.split()], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(_losses(done.stdout)) == 2
+
+
+def test_a_deepspeed_config_is_followed_and_taken_up_again(ranks: Ranks, tmp_path: Path) -> None:
+    line = "from_deepspeed_json.py --layers 2 --dim 16"
+    begun = _said(ranks, 2, tmp_path, f"{line} --steps 2 --save runs")
+    assert "zero_optimization.stage" in begun
+    resumed = _said(ranks, 2, tmp_path, f"{line} --steps 4 --save runs")
+    assert _losses(begun) + _losses(resumed) == _losses(_said(ranks, 2, tmp_path, f"{line} --steps 4"))
+
+
+def test_what_was_pretrained_writes_text(interpreter: Interpreter, whole: Path) -> None:
+    said = interpreter.run(ROOT / "examples" / "generate.py", *f"{SMALL_GPT} --weights {whole} --tokens 3".split())
+    assert said.ended == 0, said
+    assert said.out.count("Once upon a time") == 2
+
+
+UNDER_A_LIMIT = """
+import re, resource, runpy, sys
+import torch, zero_fn
+from pathlib import Path
+
+taken = 1024 * int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_DATA, (taken + 110 * 2**20, resource.RLIM_INFINITY))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
+def test_a_model_larger_than_memory_writes_text(tmp_path: Path) -> None:
+    """152 MB of parameters under a limit of 115 MB for all else; without a disk it does not even begin."""
+    program = f"{ROOT}/examples/generate.py --layers 12 --dim 512 --tokens 2 --rows 1"
+    for path, begins in ((f"--path {tmp_path}", True), ("", False)):
+        command = [sys.executable, "-c", UNDER_A_LIMIT, *program.split(), *path.split()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        assert (done.returncode == 0) == begins, done.stdout + done.stderr
+        assert ("Once upon a time" in done.stdout) == begins
+
+
+# The demo
+
+
+def _demo(interpreter: Interpreter, line: str) -> tuple[int | str, str]:
+    said = interpreter.run(ROOT / ".ci" / "demo.py", *line.split())
+    return said.ended, said.out
+
+
+def test_the_demo_compares_with_ddp_and_draws(interpreter: Interpreter, tmp_path: Path) -> None:
+    sizes = "--layers 1 --dim 16 --heads 2 --seq 16 --batch 4 --steps 3 --compare-steps 2 --evaluate-every 2 --sample 3"
+    ended, out = _demo(interpreter, f"{sizes} --text {ROOT / 'docs' / 'how'} --out {tmp_path}")
+    assert ended == 0, out
+    assert re.search(r"the losses of stage 3 and plain DDP over 2 steps differ by at most \S+: they agree", out)
+    assert re.search(r"sent per rank and step +(\S+ MB) +\1 +not counted", out), "bytes are not those of the formula"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes.png", "loss.png"]
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("given", "said"),
     [
-        ("train_3d.py", f"--steps 3 --schedule {SCHEDULE} --layers 8 --dim 16 --heads 2"),
-        ("hybrid.py", "--layers 2 --dim 32 --seq 16 --steps 2"),
+        ("--batch 5", "--batch 5 sequences cannot be shared equally by 2 ranks"),
+        ("--heads 5", "--dim 176 is no multiple of --heads 5"),
+        ("--lr 0", "--lr must be above 0"),
+        ("--text /nowhere", "no such file or folder: /nowhere"),
     ],
 )
-def test_several_axes_train_as_one_process_does(interpreter: Interpreter, name: str, sizes: str) -> None:
-    said = interpreter.run(ROOT / "examples" / name, *sizes.split())
-    assert said.ended == 0, said
-    assert "largest difference" in said.out, said
-
-
-def _ran(line: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *line.split()]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-
-
-def test_experts_train_under_torchrun_as_in_one_process() -> None:
-    sizes = "--dp 1 --ep 2 --experts 6 --top 1 --tokens 8 --steps 2"
-    done = _ran(f"-m torch.distributed.run --standalone --nproc-per-node=2 examples/moe.py {sizes}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 5
-
-
-@LINUX
-def test_a_model_trains_with_everything_on_disk(tmp_path: Path) -> None:
-    done = _ran(f"examples/offload_nvme.py --path {tmp_path} --layers 3 --dim 128 --steps 3 --everything")
-    assert done.returncode == 0, done.stderr
-    assert f"in nvme('{tmp_path}')" in done.stdout
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
-    assert len(losses) == 3
-    assert losses == sorted(losses, reverse=True)
-
-
-@LINUX
-def test_a_model_larger_than_memory_generates(tmp_path: Path) -> None:
-    """151 MB of parameters under a limit of 119 MB for all else; without offload it does not even begin."""
-    line = f"examples/generate_nvme.py --path {tmp_path} --layers 12 --dim 512 --tokens 2 --memory 0.35"
-    done = _ran(line)
-    assert done.returncode == 0, done.stderr
-    assert "Once upon a time" in done.stdout
-    nbytes, room = map(int, re.findall(r"(\d+) MB of", done.stdout)[:2])
-    assert room < nbytes
-    stock = _ran(f"{line} --stock")
-    assert stock.returncode != 0
-    assert "allocate memory" in stock.stderr
+def test_the_demo_refuses_what_cannot_be(interpreter: Interpreter, tmp_path: Path, given: str, said: str) -> None:
+    ended, out = _demo(interpreter, f"{given} --out {tmp_path}")
+    assert ended == 2
+    assert said in out

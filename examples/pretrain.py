@@ -1,0 +1,120 @@
+"""Pretrains a small GPT from scratch with ZeRO, saves checkpoints, and goes on from the last one.
+
+    torchrun --nproc-per-node 2 pretrain.py --save runs/a                          on CPUs, or a GPU for each rank
+    torchrun --nproc-per-node 4 pretrain.py --save runs/a --steps 400 --stage 1    goes on, at other ranks and stage
+    torchrun --max-restarts 3 ... pretrain.py --save runs/a                        a lost rank costs the last few steps
+
+The lesson is one line, and two calls that save and load; model, optimizer and loop are plain PyTorch. Batches and the
+learning rate follow from the step, and the batch of a step is divided among ranks, so losses are those of an unbroken run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero_fn as zf
+
+STAGES = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params]
+
+
+@dataclass
+class Options:
+    stage: int = 3  # of ZeRO: what is sharded, from nothing (0) to everything (3)
+    precision: str = "fp32"  # or bf16: compute in bfloat16, parameters at rest in float32
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    seq: int = 128  # bytes of a sequence
+    batch: int = 16  # sequences of a step, over all ranks
+    steps: int = 200
+    lr: float = 3e-3
+    text: str = argparse.__file__  # a file to learn
+    save: str = ""  # a folder for checkpoints, from which a run also goes on
+    save_every: int = 50
+
+
+class Block(nn.Module):
+    """Causal attention, then a feed-forward layer; "row time dim" in and out."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Bytes "row time" to logits of the next byte, "row time 256"."""
+
+    def __init__(self, layers: int, dim: int, heads: int, seq: int) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, dim), nn.Embedding(seq, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for field in fields(Options):
+        parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
+    options = Options(**vars(parser.parse_args()))
+    zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))  # starts the process group, too
+
+    torch.manual_seed(0)  # every rank builds the same model
+    model: nn.Module = GPT(options.layers, options.dim, options.heads, options.seq)
+    model = zf.precision(model) if options.precision == "bf16" else model
+    model = STAGES[options.stage](model, mesh["dp"])  # the lesson
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
+    text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8)
+    losses: list[float] = []
+    if os.path.isdir(options.save) and any(found.is_complete for found in zf.checkpoints(options.save)):
+        losses = zf.load(options.save, model, optimizer, extra={"warmup": warmup})["losses"]  # the newest complete one
+
+    for step in range(len(losses), options.steps):
+        draws = torch.Generator().manual_seed(step)  # every rank draws the same batch, and takes some of its rows
+        starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=draws)[rank::ranks]
+        tokens = text[starts + torch.arange(options.seq + 1)].to(device, torch.long)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        warmup.step()
+        mean = loss.detach() / ranks
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+        if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
+            print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
+        if options.save and (step + 1) % options.save_every == 0:
+            extra = {"warmup": warmup, "losses": losses}
+            zf.save(f"{options.save}/step-{step + 1:06d}", model, optimizer, extra=extra, keep=3)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
