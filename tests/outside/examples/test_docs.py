@@ -1,8 +1,8 @@
 """Every block of Python in README.md and docs/ is run: the blocks of a page are one program, in their order.
 
-A page without a mark is run by one process, as a script. A page that begins with `<!-- ranks: N -->` is run by N ranks, after
-the lines of docs/guides/index.md. A block after `<!-- not run: why -->` needs what a test lacks: it is parsed. What
-pages and the package itself refer to is there.
+A page without a mark is run by one process, as a script. A page that begins with `<!-- ranks: N -->` is run by N ranks, and
+begins with the lines of docs/guides/index.md. A block after `<!-- not run: why -->` needs what a test lacks: it is parsed.
+What pages and the package itself refer to is there.
 """
 
 from __future__ import annotations
@@ -10,21 +10,17 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import io
-import os
 import re
 import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
 from tests.outside.examples.programs import ROOT as _ROOT
-from tests.outside.examples.programs import Interpreter
+from tests.outside.examples.programs import Interpreter, run_on_a_rank
 from tests.outside.integrations.worlds import import_all
 from tests.support.ranks import Ranks
 
@@ -86,31 +82,13 @@ def test_pages_have_blocks() -> None:
     assert sum(len(page.parsed) for page in _ALL) < sum(len(page.run) for page in _ALL) / 3
 
 
-def _on_a_rank(preamble: str, program: str, name: str, folder: str) -> str:
-    """Runs a page on a rank, in a folder of its own for all ranks; what it prints."""
-    before, printed = os.getcwd(), io.StringIO()
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # as by torchrun
-    os.chdir(folder)
-    try:
-        if state := sys.modules.get("accelerate.state"):  # of the page before
-            state.AcceleratorState._reset_state(True)
-        space: dict[str, object] = {"__name__": "__main__"}
-        with patch.dict(os.environ, told), contextlib.redirect_stdout(printed):
-            exec(compile(preamble, "docs/guides/index.md", "exec"), space)
-            exec(compile(program, name, "exec"), space)
-    finally:
-        os.chdir(before)
-    return printed.getvalue()
-
-
 @_ids([page for page in _ALL if page.run and page.ranks])
 def test_a_page_runs_on_ranks(page: Page, ranks: Ranks, tmp_path: Path) -> None:
     assert page.ranks is not None
     case = ranks(page.ranks, deadline_s=240)
     if "zero_fn.integrations" in page.program():
         case.run(import_all)  # which may take longer than a collective may wait for a peer
-    case.run(_on_a_rank, page_of(_GUIDES).program(), page.program(), page.name, str(tmp_path))
+    case.run(run_on_a_rank, page.program(), page.name, str(tmp_path))
 
 
 @_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
@@ -142,7 +120,9 @@ def test_a_page_is_sound(path: Path) -> None:
     for _, code in (*page.run, *page.parsed):
         ast.parse(code)
     assert not re.search(r"^ +```python$", text, re.MULTILINE)
-    assert not page.ranks or "[these lines](" in text, "link the lines of docs/guides/index.md"
+    if page.ranks:
+        assert page.run[0][1] == page_of(_GUIDES).run[0][1], "the first lines are not those of docs/guides/index.md"
+        assert f"`torchrun --nproc-per-node {page.ranks}`" in text.partition("```python")[0]
     for name in _FILE.findall(text) if path.parent.name != "log" else ():
         assert any((_ROOT / folder / name).exists() for folder in ("", "zero_fn", "tests")), name
     text = _BLOCKS.sub("", text)
@@ -236,13 +216,29 @@ def test_the_table_of_one_node_is_what_its_program_computes() -> None:
         assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
 
 
+def test_the_tables_of_one_gpu_are_what_their_program_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = _ROOT / "docs" / "guides" / "one-gpu.md"
+    space: dict[str, Any] = {"__name__": "one gpu"}
+    exec(compile(page_of(path).program(), str(path), "exec"), space)
+    lines = [line.strip("| ").split(" | ") for line in path.read_text("utf-8").splitlines() if line.startswith("| ")]
+    for model in space["MODELS"]:
+        first, *needed = [cells for name, *cells in lines if name == model]
+        plans = [space["needs"](model, way + 1) for way in range(len(space["WAYS"]))]
+        assert first == [str(space["first_that_fits"](plans, *machine)) for machine in space["MACHINES"]]
+        for way, (plan, cells) in enumerate(zip(plans, needed, strict=True), 1):
+            disk = sum(nbytes for tier, nbytes in plan.held.tiers.items() if tier.startswith("nvme"))
+            gpu = f"{plan.held.on_device / 1e9:,.1f} ({plan.peak_nbytes / 1e9:,.1f})"
+            assert cells == [str(way), gpu, f"{plan.host_nbytes / 1e9:,.1f}", f"{disk / 1e9:,.1f}"], (model, way)
+
+
 def test_the_readme_is_short() -> None:
     assert len((_ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_a_block_that_fails_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        ranks(2).run(_on_a_rank, "x = 0\n", "\n\n1 / x\n", "a page", str(tmp_path))
+        ranks(2).run(run_on_a_rank, "x = 0\n\n\n1 / x\n", "a page", str(tmp_path))
 
 
 def test_a_mark_moves_a_block_from_run_to_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
