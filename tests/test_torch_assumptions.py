@@ -188,7 +188,7 @@ def test_mixing_a_dtensor_and_a_plain_tensor_raises_with_these_words(mesh: Devic
         torch.ones(5, 3) @ sharded(mesh, torch.ones(2, 3)).t()
 
 
-# -- autograd (runtime/gather.py, runtime/backwards.py, runtime/ending.py) ------------------------------------------------
+# -- autograd (runtime/gather.py, runtime/backward.py, runtime/ending.py) ------------------------------------------------
 
 
 class Twice(torch.autograd.Function):

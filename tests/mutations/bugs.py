@@ -261,7 +261,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "reshard-forgotten",
-        "Forwards.reshard",
+        "Forward.reshard",
         "gathered parameters are freed in forward",
         "not unit.running",
         "unit.running",
@@ -269,7 +269,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "any-rank-decides-alone",
-        "Backwards._begun",
+        "Backward._begun",
         "uses that some rank does not run",
         "zip(uses, union, strict=False) if runs",
         "zip(uses, local, strict=True) if runs",
@@ -277,7 +277,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "waiting-uses-not-agreed",
-        "Backwards._begun",
+        "Backward._begun",
         "which uses ranks remember",
         "zip(uses, union[len(uses) :], strict=False)",
         "zip(uses, later, strict=True)",

@@ -180,7 +180,7 @@ class _Inventory:
             self.held_tensors["model"] = named.held_tensors
             self.says["aliases"] = named.aliases
             self.says["homes"] = _homes(model, named)
-            if any(run_of(unit).module.assignment.buffers == "local" for unit in units_of(model)):
+            if any(run_of(unit).assignment.buffers == "local" for unit in units_of(model)):
                 own = {
                     held.name: held.local
                     for held in named.held_tensors

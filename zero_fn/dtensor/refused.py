@@ -693,7 +693,7 @@ def _redistribute_outside_forwards(self: DTensor, *args: Any, **kwargs: Any) -> 
     """Stands in for `DTensor.redistribute`, and refuses some calls in a forward. [Note: whole tensors in a forward]"""
     slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
     unit: Any = slot.owner() if slot is not None else None
-    if slot is not None and unit is not None and (run_of(unit).forwards.are_open or _is_past_call(run_of(unit))):
+    if slot is not None and unit is not None and (run_of(unit).is_forward_open or _is_past_call(run_of(unit))):
         raise ShardedAccessError(
             f"{slot.fqn!r} was made whole by hand in a forward, where its gradient would be that of one rank.",
             parameter=slot,
@@ -721,7 +721,7 @@ def _is_past_call(run: Run) -> bool:
 
 
 def _members(run: Run) -> Iterator[nn.Module]:
-    for unit in run.module.live_units():
+    for unit in run.live_units():
         anchor = unit.anchor()
         if anchor is not None:
             yield from anchor.modules()
@@ -801,7 +801,7 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
         self._local_tensor = room.copy_(in_memory(values))
     slot = slot_of(self)
     unit = unit_of(slot)
-    if slot is not None and unit is not None and run_of(unit).forwards.current is not None:
+    if slot is not None and unit is not None and run_of(unit).forward is not None:
         unit.at_rest.is_moved = True
         note_edited([slot])
 

@@ -47,7 +47,8 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
     for unit in units_of(module):
         unit.follow_moved()
     for run in runs:
-        refuse_late(run.module)
+        if (root := run.root()) is not None:
+            refuse_late(root, run.live_units())
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in groups if id(parameter) not in names]

@@ -158,7 +158,7 @@ def plan(
     for run in runs:
         gathers, uses, peak = _walk(run, backwards=backwards)
         in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads
-        for unit in run.module.live_units():
+        for unit in run.live_units():
             times = gathers[unit.index]
             # Gradients of several uses or backwards are summed before they travel, in the dtype of the sum.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
@@ -289,13 +289,13 @@ class _Walk(NamedTuple):
 def _walk(run: Run, *, backwards: int) -> _Walk:
     """Counts along the schedule of the longest forward that was recorded and of its backward. Before the first forward it is
     the schedule of units that run in registration order. Of several backwards, gradients stay whole until the last."""
-    units = {unit.index: unit for unit in run.module.live_units()}
+    units = {unit.index: unit for unit in run.live_units()}
     trained = frozenset(index for index, unit in units.items() if unit.gradients.are_wanted)
-    recorded = (trace for (_, grad), (trace, _) in run.forwards.recorded.items() if grad)
+    recorded = (trace for (_, grad), (trace, _) in run.recorded.items() if grad)
     trace = max(recorded, key=len, default=None) or _nested_trace({index: unit.name for index, unit in units.items()})
-    forward = run.module.ahead(forward_schedule(trace, keeps_last=True))
+    forward = run.ahead(forward_schedule(trace, keeps_last=True))
     reduced = trained if backwards == 1 else frozenset()
-    backward = Script(_way_back(trace, trained), reduced, ahead=run.module.ahead).events
+    backward = Script(_way_back(trace, trained), reduced, ahead=run.ahead).events
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
     gathers = Counter({index: 1 for index in uses if not units[index].groups.is_transient})
     gathered: set[int] = set()

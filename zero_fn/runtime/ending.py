@@ -9,10 +9,11 @@ thread recovers the rest before its next forward or backward: once it is no long
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
 from types import FrameType
-from typing import Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -20,7 +21,9 @@ from torch.autograd import Variable
 from zero_fn.errors import LostRankError
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Ended", "Ending", "current_graph_task", "still_runs"]
+__all__ = ["Ending", "current_graph_task", "still_runs"]
+
+T = TypeVar("T")
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
 
@@ -34,42 +37,39 @@ def still_runs(call: FrameType) -> bool:
     return False
 
 
-class Ended(Protocol):
-    """Whoever follows a backward. (backwards.py)"""
-
-    def finish(self, ending: Ending) -> None:
-        """All nodes have run."""
-
-    def give_up(self, ending: Ending) -> None:
-        """The engine has dropped the backward, whether or not it raised. Called in the thread that called the backward."""
-
-    def show_resting(self, ending: Ending) -> None:
-        """The engine has dropped the backward, in a thread of its own. [Note: threads of the engine]"""
-
-
 class Ending:
     """Tells an owner when the running backward ends, or raises."""
 
     __slots__ = ("_callback", "_caller", "_thread")
 
-    def __init__(self, owner: Ended, caller: int) -> None:
+    def __init__(
+        self,
+        owner: T,
+        caller: int,
+        finish: Callable[[T, Ending], None],
+        give_up: Callable[[T, Ending], None],
+        show_resting: Callable[[T, Ending], None],
+    ) -> None:
         """Queues a callback in the engine.
 
         Args:
-            owner: The one to tell; held weakly.
+            owner: The one to tell, by one of the methods that follow; held weakly.
             caller: The thread that called the backward.
+            finish: All nodes have run.
+            give_up: The engine has dropped the backward, whether or not it raised; called in the thread `caller`.
+            show_resting: The same, in a thread of the engine. [Note: threads of the engine]
         """
         self._caller, self._thread = caller, get_ident()
-        callback = _Callback(owner, self)
         held = weakref.ref(owner)
+        callback = _Callback(held, finish, self)
 
         def on_death(_: object) -> None:
             found = held()
             if found is not None and get_ident() == caller:
                 with suppress(LostRankError):  # the error that ended the backward, again: its caller gets it anyway
-                    found.give_up(self)
+                    give_up(found, self)
             elif found is not None:
-                found.show_resting(self)
+                show_resting(found, self)
 
         self._callback = weakref.ref(callback, on_death)
         Variable._execution_engine.queue_callback(callback)
@@ -93,13 +93,13 @@ class Ending:
 class _Callback:
     """Held by the engine alone, so that its death tells of a backward that raised."""
 
-    __slots__ = ("__weakref__", "_ending", "_owner")
+    __slots__ = ("__weakref__", "_ending", "_finish", "_held")
 
-    def __init__(self, owner: Ended, ending: Ending) -> None:
-        self._owner, self._ending = weakref.ref(owner), ending
+    def __init__(self, held: Callable[[], Any], finish: Callable[[Any, Ending], None], ending: Ending) -> None:
+        self._held, self._finish, self._ending = held, finish, ending
 
     @uncompiled
     def __call__(self) -> None:
-        owner = self._owner()
+        owner = self._held()
         if owner is not None:
-            owner.finish(self._ending)
+            self._finish(owner, self._ending)

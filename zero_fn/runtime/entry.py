@@ -5,7 +5,7 @@ unit itself, called while the unit runs it steps aside. So any module of a trans
 whoever replaces `module.forward` replaces what runs inside. A method that was declared (`gather_in`) is a callable under its
 name, with the same door.
 
-A call that an interrupt has ended is never left here. [Note: interrupted passes] (forwards.py)
+A call that an interrupt has ended is never left here. [Note: interrupted passes] (forward.py)
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zero_fn.errors import StateError
 from zero_fn.runtime.call_hooks import ATTACHED, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.gather import gather
+from zero_fn.runtime.passes import UnitUse
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_hooks
 from zero_fn.runtime.swapped import called_outside, is_swapped, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.use import UnitUse
 from zero_fn.runtime.whole_step import see_leaves, show_in_backward
 
 __all__ = [
@@ -147,54 +147,62 @@ class Attached:
     @uncompiled
     def begin(self) -> bool:
         """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
-        unit, forwards, in_backward = self.unit, self.run.forwards, current_graph_task() != -1
-        if forwards.call is not None and not in_backward:
-            forwards.abandon()
+        unit, run, in_backward = self.unit, self.run, current_graph_task() != -1
+        if run.call is not None and not in_backward:
+            run.abandon()
         begun = self._begun
-        if begun is not None and begun.era == forwards.era:
+        if begun is not None and begun.era == run.era:
             if not self._is_called_again():
                 raise _went_on(unit)
             begun.depth += 1
             return False
         if unit.running or (unit.shown.leaves is None and is_swapped(unit.slots, unit.name)):
             return False
-        is_outermost = forwards.call is None and not in_backward
+        is_outermost = run.call is None and not in_backward
         if is_outermost:
-            self.run.module.caller = get_ident()
-            forwards.call = sys._getframe(self._frames)
-            if self.run.module.blocks:
-                self.run.leave_blocks()
-        if unit.shown.leaves is not None and not (in_backward and self.run.module.graphs.uses_of(unit.index)):
+            run.caller = get_ident()
+            run.call = sys._getframe(self._frames)
+            if run.blocks:
+                run.leave_blocks()
+        if unit.shown.leaves is not None and not (in_backward and run.graphs.uses_of(unit.index)):
             self._begin_with_leaves(is_outermost=is_outermost)
             return (
                 True  # but a checkpoint may recompute a forward from before the block that registered whole parameters
             )
-        if in_backward and self.run.backwards.is_recomputing(unit, self):
+        if in_backward and run.is_recomputing(unit, self):
             return False
         self._require_run()
         try:
             begun = self._entered(is_outermost)
         except Exception:
-            if is_outermost and forwards.current is None:
-                forwards.call = None
+            if is_outermost and run.forward is None:
+                run.call = None
             raise
         begun.has_backward = torch.is_grad_enabled() and not begun.is_transforming
         # What is kept between uses may be kept by autograd as well.
         packs = begun.has_backward and unit.groups.is_transient
         begun.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
-        forwards.packed += begun.is_packing
+        run.packed += begun.is_packing
         return True
 
     def _entered(self, is_outermost: bool) -> _Begun:
         """Gathers the parameters and shows them."""
         unit = self.unit
-        begun, enter = _Begun(self.run.forwards.era, is_outermost=is_outermost), self.run.enter
-        begun.use = use = called_outside(enter, unit, self) if begun.is_transforming else enter(unit, self)
+        begun = _Begun(self.run.era, is_outermost=is_outermost)
+        begun.use = use = called_outside(self._use) if begun.is_transforming else self._use()
         self._begun = begun
         take_hooks_inside(unit.inner, self._module())
         begun.tensors = called_outside(gather, use) if begun.is_transforming else gather(use)
         unit.shown.show(begun.tensors)
         return begun
+
+    def _use(self) -> UnitUse:
+        unit, run = self.unit, self.run
+        if current_graph_task() != -1:
+            return run.enter_recomputation(unit, self)
+        if run.forward is None:
+            run.begin(unit, self.attribute)
+        return run.enter(unit, self)
 
     @uncompiled
     def end(self, output: Any, error: BaseException | None) -> Any:
@@ -204,11 +212,11 @@ class Attached:
             output: What the call returned; None if it raised.
             error: The exception that is being handled. If it is not the one from before the call, the call has failed.
         """
-        begun, forwards = self._begun, self.run.forwards
-        if begun is None or begun.era != forwards.era:
+        begun, run = self._begun, self.run
+        if begun is None or begun.era != run.era:
             return output
         failed = error is not begun.error_before
-        if failed and forwards.is_elsewhere:
+        if failed and run.is_elsewhere:
             return output  # the call of another thread, which was refused
         if begun.depth:
             begun.depth -= 1
@@ -216,7 +224,7 @@ class Attached:
         self._begun = None
         put_hooks_inside(self.unit.inner)
         if begun.is_packing:
-            forwards.packed -= 1
+            run.packed -= 1
             end_packing()
         if failed:
             _explain(error, self.unit, self.run)
@@ -231,9 +239,9 @@ class Attached:
                 self.unit.running -= 1
             else:
                 begun.tensors.clear()  # memory that somebody holds a part of is not used again
-                called_outside(forwards.leave, begun.use, failed=not is_done)
-            if begun.is_outermost and forwards.current is None:
-                forwards.call = None
+                called_outside(run.leave, begun.use, failed=not is_done)
+            if begun.is_outermost and run.forward is None:
+                run.call = None
         return output
 
     def _finished(self, begun: _Begun, output: Any) -> Any:
@@ -254,8 +262,8 @@ class Attached:
 
     def _begin_with_leaves(self, *, is_outermost: bool) -> None:
         """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_step.py)"""
-        called_outside(self.run.forwards.agree)
-        begun = _Begun(self.run.forwards.era, is_outermost=is_outermost)
+        called_outside(self.run.agree)
+        begun = _Begun(self.run.era, is_outermost=is_outermost)
         begun.tensors = see_leaves(self.unit)
         self._begun = begun
         self.unit.running += 1
@@ -304,7 +312,7 @@ class Attached:
         elif any(reference is self._module for reference in self.unit.inner):
             twin.unit.inner.append(twin._module)
         twin.run = run_of(twin.unit)
-        twin.run.forwards.statistics.watch(module)
+        twin.run.statistics.watch(module)
         return twin
 
     def __reduce__(self) -> Any:
@@ -425,7 +433,7 @@ def require_idle(units: Iterable[Unit], verb: str) -> None:
     """
     for unit in units:
         run_of(unit).recover()
-        if unit.is_in_use or run_of(unit).module.accumulating:
+        if unit.is_in_use or run_of(unit).accumulating:
             raise StateError(
                 f"{verb} was called while the module is in use.",
                 unit=unit.name or "root",
@@ -458,7 +466,7 @@ def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:
         )
     if "mixed torch.Tensor and DTensor" not in str(error):
         return
-    if any(other.has_model_axes for other in run.module.live_units()):
+    if any(other.has_model_axes for other in run.live_units()):
         return  # under tensor parallelism torch's own words fit: activations are DTensors too
     error.add_note(
         "A resting parameter was used outside the forward of its unit, where this rank holds only its shard.\n"

@@ -29,7 +29,7 @@ from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Rests
 from zero_fn.runtime.record import Record
-from zero_fn.runtime.saved import Source, remember_buffer
+from zero_fn.runtime.saved import remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.line import Line
@@ -95,7 +95,7 @@ class Gathered:
         "_away",
         "_copied",
         "_freed",
-        "_source",
+        "_unit",
         "_views",
         "beside",
         "buffers",
@@ -104,8 +104,8 @@ class Gathered:
         "travelling",
     )
 
-    def __init__(self, source: Source, slots: Sequence[Slot], groups: Groups, transport: Line) -> None:
-        """Allocates the buffers that have memory during a use only, and cuts all buffers. `source` gathers them again."""
+    def __init__(self, unit: object, slots: Sequence[Slot], groups: Groups, transport: Line) -> None:
+        """Allocates the buffers that have memory during a use only, and cuts all buffers. `unit` gathers them again."""
         with torch.inference_mode(False):  # the buffers outlive the forward that asks for them
             self.buffers: list[Tensor] = []
             segments: list[Segment] = []
@@ -130,7 +130,7 @@ class Gathered:
             for travelling in self.travelling.values():
                 segments += travelling.segments
             self.plan = transport.gather_plan(segments) if segments else None
-        self._source = weakref.ref(source)  # which owns this
+        self._unit = weakref.ref(unit)  # which owns this
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.beside: torch.Stream | None = None
         self.lent: Lent | None = None
@@ -140,7 +140,7 @@ class Gathered:
         for number, (group, buffer) in enumerate(zip(gathered, self.buffers, strict=True)):
             if not group.is_transient:
                 continue
-            remember_buffer(buffer, self, source, number)
+            remember_buffer(buffer, self, unit, number)
             storage = buffer.untyped_storage()
             if type(buffer) is not Tensor or not storage.resizable():
                 self._freed = None  # a simulated tensor, or memory that torch's allocator did not give
@@ -197,10 +197,10 @@ class Gathered:
 
     def _add(self, made: Sequence[Tensor]) -> None:
         """Treats memory that a tensor subclass allocated as buffers of the unit, so that autograd does not keep it."""
-        source = self._source()
-        assert source is not None, "a unit that is gone has gathered"
+        unit = self._unit()
+        assert unit is not None, "a unit that is gone has gathered"
         for buffer in made:
-            remember_buffer(buffer, self, source, len(self.buffers))
+            remember_buffer(buffer, self, unit, len(self.buffers))
             self.buffers.append(buffer)
 
     def tensors(self) -> list[Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Groups
-from zero_fn.runtime.saved import Source
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line, Work
@@ -51,8 +50,8 @@ class InFlight:
         self._told: Outcome | None = None  # whether the fetch went well on each rank
         self.failure: Exception | None = None
 
-    def begin(self, source: Source) -> None:
-        """Issues the all-gather; `finish` waits for it. `source` gathers again when backward needs a freed buffer."""
+    def begin(self, unit: object) -> None:
+        """Issues the all-gather; `finish` waits for it. `unit` gathers again when backward needs a freed buffer."""
         groups, transport = self._groups, self._transport
         if groups.is_away:
             self.failure = groups.arrive()
@@ -61,7 +60,7 @@ class InFlight:
                 group.gather_inner(transport, self._unit)
         memory = self.memory
         if memory is None:
-            self.memory = memory = Gathered(source, self._slots, groups, transport)
+            self.memory = memory = Gathered(unit, self._slots, groups, transport)
         else:
             memory.renew()
         if groups.is_away and groups.may_fail:

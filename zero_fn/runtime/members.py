@@ -7,6 +7,7 @@ with the census, which takes 0.1 us for a module or a parameter, and looks at ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, call, is_
 
@@ -16,7 +17,7 @@ from torch.jit import ScriptModule
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.slot import slot_of
-from zero_fn.runtime.transformed import Transformed
+from zero_fn.runtime.unit import Unit
 
 __all__ = ["forget_members", "is_as_before", "note_members", "refuse_late"]
 
@@ -28,8 +29,8 @@ _parameter, _known_local, _local = attrgetter("parameter"), attrgetter("local"),
 class _Members:
     """The children and parameters of all modules of a model, as they were at some time."""
 
-    def __init__(self, root: nn.Module, transformed: Transformed) -> None:
-        slots = [slot for unit in transformed.live_units() for slot in unit.slots]
+    def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
+        slots = [slot for unit in units for slot in unit.slots]
         places = [place for slot in slots for place in slot.places]
         modules = [module.__dict__ for module in root.modules() if not isinstance(module, ScriptModule)]
         self._children = [module["_modules"] for module in modules]
@@ -67,9 +68,8 @@ class _Members:
         )
 
 
-def is_as_before(transformed: Transformed) -> bool:
+def is_as_before(root: nn.Module | None) -> bool:
     """Whether a model is as its last census found it. Else that is forgotten, so that removed modules are freed."""
-    root = transformed.root()
     members = root.__dict__.get(_MEMBERS) if root is not None else None
     if root is None or members is None or members.are_as_before():
         return members is not None
@@ -77,11 +77,10 @@ def is_as_before(transformed: Transformed) -> bool:
     return False
 
 
-def note_members(transformed: Transformed) -> None:
+def note_members(root: nn.Module | None, units: Sequence[Unit]) -> None:
     """Takes the census of a model whose units have followed moved parameters, and refuses what is new; see `refuse_late`."""
-    root = transformed.root()
-    if root is not None and refuse_late(transformed):
-        root.__dict__[_MEMBERS] = _Members(root, transformed)
+    if root is not None and refuse_late(root, units):
+        root.__dict__[_MEMBERS] = _Members(root, units)
 
 
 def forget_members(module: nn.Module) -> None:
@@ -89,7 +88,7 @@ def forget_members(module: nn.Module) -> None:
     module.__dict__.pop(_MEMBERS, None)
 
 
-def refuse_late(transformed: Transformed) -> bool:
+def refuse_late(root: nn.Module, units: Sequence[Unit]) -> bool:
     """Looks at all parameters of a transformed model, unless whole parameters are registered in their place. Units have
     followed moved parameters before.
 
@@ -99,8 +98,7 @@ def refuse_late(transformed: Transformed) -> bool:
     Raises:
         PlacementError: A parameter belongs to no unit, or to another place of the model.
     """
-    root = transformed.root()
-    if root is None or any(unit.shown.leaves is not None for unit in transformed.live_units()):
+    if any(unit.shown.leaves is not None for unit in units):
         return False
     for name, module in root.named_modules():
         for attribute, parameter in module._parameters.items():

@@ -99,7 +99,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             if slot.is_recast or slot.dtype != parameter.dtype:
                 _require_states_alike(optimizer, slot, parameter)
             unit = unit_of(slot)
-            is_open = unit is not None and run_of(unit).module.accumulating and run_of(unit).is_accumulating
+            is_open = unit is not None and run_of(unit).accumulating and run_of(unit).is_accumulating
             if unit is not None and is_open and _has_local_gradients(unit):
                 raise StateError(
                     "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",

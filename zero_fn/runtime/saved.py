@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,48 +34,40 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Source", "begin_packing", "drop_packing", "end_packing", "is_run_again_by_hooks", "remember_buffer"]
+__all__ = ["begin_packing", "drop_packing", "end_packing", "is_run_again_by_hooks", "remember_buffer"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-class Source(Protocol):
-    """What gathers a buffer again when backward needs it. (unit.py)"""
-
-    def buffer_for_backward(self, group: int) -> Tensor:
-        """The gathered buffer of a group, gathered again if it was freed."""
+# By storage, also of a buffer that has lost its memory: its unit, weakly, its group there, and its dtype.
+_live: dict[int, tuple[weakref.ref[Any], int, torch.dtype]] = {}
 
 
-_live: dict[
-    int, tuple[weakref.ref[Source], int, torch.dtype]
-] = {}  # by storage, also of a buffer that has lost its memory
-
-
-def remember_buffer(buffer: Tensor, owner: object, source: Source, group: int) -> None:
-    """Packs tensors on this buffer as views of group `group` of `source`, as long as `owner` lives.
+def remember_buffer(buffer: Tensor, owner: object, unit: object, group: int) -> None:
+    """Packs tensors on this buffer as views of group `group` of `unit`, as long as `owner` lives.
 
     Once it is gone, whoever still holds the buffer keeps it as an ordinary tensor.
     """
     key = buffer.untyped_storage()._cdata
-    _live[key] = (weakref.ref(source), group, buffer.dtype)
+    _live[key] = (weakref.ref(unit), group, buffer.dtype)
     weakref.finalize(owner, _live.pop, key, None).atexit = False
 
 
 class _Packed:
     """A view of a gathered buffer, as its place in the buffer; for a DTensor, the place of its local tensor."""
 
-    __slots__ = ("group", "place", "source", "spec")
+    __slots__ = ("group", "place", "spec", "unit")
 
     def __init__(
         self,
-        source: Source,
+        unit: Any,
         group: int,
         place: tuple[Sequence[int], Sequence[int], Any],
         spec: DTensorSpec | None,
     ) -> None:
-        self.source, self.group, self.place, self.spec = source, group, place, spec
+        self.unit, self.group, self.place, self.spec = unit, group, place, spec
 
 
 class _PackedParts:
@@ -109,10 +101,10 @@ def _find(tensor: Tensor) -> _Packed | _PackedParts | None:
         return None
     if entry is None or tensor.dtype != entry[2] or tensor.is_conj() or tensor.is_neg():
         return None
-    source = entry[0]()
-    if source is None:
+    unit = entry[0]()
+    if unit is None:
         return None
-    return _Packed(source, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
+    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
 
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -139,7 +131,7 @@ def _unpack(packed: _Kept | _Packed | _PackedParts) -> Tensor:
     if type(packed) is not _Packed:
         assert isinstance(packed, _PackedParts)
         return packed.unpacked()
-    buffer = packed.source.buffer_for_backward(packed.group)
+    buffer: Tensor = packed.unit.buffer_for_backward(packed.group)
     view = buffer.as_strided(*packed.place)
     return view if packed.spec is None else on_spec(view, packed.spec)
 

@@ -162,7 +162,7 @@ class Slot:
         self.is_recast = False
         self.initial: int | None = None
         self.extension: Any = known.extension if known is not None else getattr(source, EXTENSION, None)
-        self.owner: Callable[[], object] = _no_owner
+        self.owner: Callable[[], Any] = _no_owner
         self.deferred_in: int | None = None
         self.parameter: nn.Parameter
         self.local: Tensor

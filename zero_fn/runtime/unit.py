@@ -18,40 +18,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from zero_fn.runtime.at_rest import AtRest
-from zero_fn.runtime.away import Away
 from zero_fn.runtime.call_hooks import put_hooks_inside
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.in_flight import InFlight, Phase
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import is_swapped, partly_swapped
-from zero_fn.transport.line import Line
 
-__all__ = ["Runs", "Unit", "unit_of"]
-
-
-class Runs(Protocol):
-    """What runs the units of one transformed module. (run.py)
-
-    Attributes:
-        transport: Collectives over the data axes.
-        away: The storage of parameters and gradients in other tiers.
-        need_in_backward: To be called with a unit, and its use if known, when backward needs its gathered parameters.
-        gradients_arrived: To be called with a use and all its gradients; with None in their place if autograd keeps them.
-    """
-
-    transport: Line
-    away: Away
-    need_in_backward: Callable[..., None]
-    gradients_arrived: Callable[..., None]
-
-    def adopt(self, unit: Unit) -> None:
-        """Registers a unit: a new one, or the copy of the one with its index."""
+__all__ = ["Unit", "unit_of"]
 
 
 class Unit:
@@ -60,7 +39,7 @@ class Unit:
     Attributes:
         name: Name of the anchor module in the transformed module; "" is the root.
         index: Its number in schedules, the same on every rank.
-        run: The running state of the transformed module.
+        run: The `Run` that holds it. (run.py)
         slots: Its parameters, in registration order.
         at_rest: The resting parameters and their memory.
         groups: The parameters by kind, with their buffers.
@@ -74,7 +53,7 @@ class Unit:
         inner: Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (call_hooks.py)
     """
 
-    def __init__(self, name: str, index: int, run: Runs) -> None:
+    def __init__(self, name: str, index: int, run: Any) -> None:
         self.name, self.index, self.run = name, index, run
         self.generation = self.running = 0
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
@@ -171,7 +150,7 @@ class Unit:
             group.is_inner_current = False
 
     def start_over(self) -> None:
-        """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (forwards.py)"""
+        """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (forward.py)"""
         self.running = 0
         put_hooks_inside(self.inner)
         self.shown.start_over()
@@ -208,8 +187,7 @@ class Unit:
 
 def unit_of(slot: Slot | None) -> Unit | None:
     """The unit of a parameter; None if it is gone, or if there is no parameter."""
-    unit = slot.owner() if slot is not None else None
-    assert unit is None or isinstance(unit, Unit)
+    unit: Unit | None = slot.owner() if slot is not None else None
     return unit
 
 

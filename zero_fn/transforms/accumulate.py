@@ -61,7 +61,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> AbstractContextMan
 def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: bool) -> Body:
     runs = runs_of(*with_parameters(modules), verb="accumulate")
     if unshard:
-        require_idle((unit for run in runs for unit in run.module.live_units()), "accumulate(unshard=True)")
+        require_idle((unit for run in runs for unit in run.live_units()), "accumulate(unshard=True)")
     for run in runs:
         run.begin_accumulation(block)
     failed = True
@@ -69,8 +69,8 @@ def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: boo
         if unshard:
             for run in runs:
                 run.prepare()
-                run.forwards.statistics.note_begun()
-            block.units = [unit for run in runs for unit in run.module.live_units()]
+                run.statistics.note_begun()
+            block.units = [unit for run in runs for unit in run.live_units()]
             begin_whole(block.units)
         yield
         failed = False
@@ -85,8 +85,8 @@ def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: boo
 
 def _take_over(run: Run, *, failed: bool) -> None:
     """The gradients of whole parameters become local sums of the unit."""
-    run.forwards.statistics.note_ended()
-    for unit in run.module.live_units():
+    run.statistics.note_ended()
+    for unit in run.live_units():
         if unit.shown.leaves is None:
             register_resting(unit)  # an error came before it was gathered, or an interrupt while it was registered
             continue

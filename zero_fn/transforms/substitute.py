@@ -66,12 +66,12 @@ def _assignment_of(module: nn.Module) -> Assignment:
         runs.setdefault(id(attached.run), (name, attached.run))
     anchors: list[str] = []
     for name, run in runs.values():
-        root = run.module.root()
+        root = run.root()
         path = next((path for path, child in root.named_modules() if child is module), "") if root is not None else ""
         if path:  # the module is a part of what was transformed
-            joined = joined.join(run.module.assignment.of_part(path, _named_outside(module, path)))
+            joined = joined.join(run.assignment.of_part(path, _named_outside(module, path)))
             continue
-        below = run.module.assignment.below(name)
+        below = run.assignment.below(name)
         if name:
             anchors += [name, *(below.anchors or ()), *_anchor_names(name, run)]
             below = replace(below, anchors=None)
@@ -90,7 +90,7 @@ def _named_outside(part: nn.Module, path: str) -> dict[str, str]:
 
 
 def _anchor_names(prefix: str, run: Run) -> list[str]:
-    return [f"{prefix}.{unit.name}".rstrip(".") for unit in run.module.live_units()]
+    return [f"{prefix}.{unit.name}".rstrip(".") for unit in run.live_units()]
 
 
 def _inside(name: str, root: str) -> bool:
@@ -165,7 +165,7 @@ def _units_made(
     twin: nn.Module, named: Sequence[NamedParameter], anchors: Sequence[str], run: Run, grid: Grid
 ) -> list[tuple[Unit, list[NamedParameter]]]:
     """The units of a copy, without memory, each with the old parameters that it takes the place of."""
-    assignment, modules = run.module.assignment, dict(twin.named_modules())
+    assignment, modules = run.assignment, dict(twin.named_modules())
     tiles = (name for name, child in modules.items() if is_tile(child))  # units, whatever `units=` chose
     wanted = {"", *anchors, *tiles, *assignment.outputs}
     members: dict[str, list[NamedParameter]] = {name: [] for name in modules if name in wanted}
@@ -191,7 +191,7 @@ def _filled(
     donate: bool,
 ) -> None:
     """Gives units memory and values, and the modules of the copy what runs them."""
-    assignment, modules = run.module.assignment, dict(twin.named_modules())
+    assignment, modules = run.assignment, dict(twin.named_modules())
     wholes, donors = _Wholes(), _Donors()
     for unit, chosen in units:
         _settle_in(unit, [parameter.parameter for parameter in chosen], wholes)
@@ -232,7 +232,7 @@ def _unit_of(
     grid: Grid,
 ) -> Unit:
     """A unit of these parameters, at the module named `anchor`. It has no memory yet."""
-    slots, assignment = [], run.module.assignment
+    slots, assignment = [], run.assignment
     sources = [parameter.parameter for parameter in chosen]
     for parameter, source in zip(chosen, sources, strict=True):
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
@@ -241,7 +241,7 @@ def _unit_of(
         if slot.extension is not None:  # the parameter of a list of parametrizations, which a module holds
             slot.extension = slot.extension.held_by(modules[parameter.places[0][0].rpartition(".parametrizations.")[0]])
         slots.append(slot)
-    unit = Unit(anchor, len(run.module.units), run)
+    unit = Unit(anchor, len(run.units), run)
     unit.hold(slots)
     unit.at_rest.form_groups([source.dtype for source in sources], [source.device for source in sources])
     return unit
@@ -253,7 +253,7 @@ def _reserve(run: Run, site: str) -> None:
     if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
-    for unit in run.module.live_units():
+    for unit in run.live_units():
         for group in unit.groups:
             for what, forms in group.forms_away():
                 records.setdefault(what, []).append(forms)
@@ -261,7 +261,7 @@ def _reserve(run: Run, site: str) -> None:
         return
     failure: Exception | None = None
     try:
-        device = next(slot.kind.device_type for unit in run.module.live_units() for slot in unit.slots)
+        device = next(slot.kind.device_type for unit in run.live_units() for slot in unit.slots)
         run.away.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
@@ -298,7 +298,7 @@ def _note_lenders(run: Run, units: Sequence[Unit], modules: dict[str, nn.Module]
     names = {id(module): name for name, module in modules.items()}
     for unit in units:
         inside = f"{unit.name}." if unit.name else ""
-        run.module.lenders[unit.index] = tuple(
+        run.lenders[unit.index] = tuple(
             other.index
             for other in units
             if other is not unit
@@ -333,7 +333,7 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     }
     compute = computes.pop() if len(computes) == 1 else None
     attach(Attached(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
-    run_of(unit).forwards.statistics.watch(anchor)
+    run_of(unit).statistics.watch(anchor)
     for module in unit.at_rest.modules():
         if module is not anchor:
             attach(Attached(module, unit))

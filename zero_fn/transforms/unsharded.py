@@ -64,7 +64,7 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
         unit.mark_stale()
     block.units = units
     for run in runs:
-        run.module.blocks.append(block)
+        run.blocks.append(block)
     begin_whole(units)
     for unit in units:
         for slot, whole in zip(unit.slots, unit.shown.leaves or (), strict=True):
@@ -76,7 +76,7 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
         finished = True
     finally:
         for run in runs:
-            run.forwards.statistics.note_block()
+            run.statistics.note_block()
         closed = [_close(unit) for unit in units]
         if writeback and finished:
             edited = [list(map(local_of, wholes)) for wholes in closed]
@@ -89,7 +89,7 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
                     slot.initial = None
                     slot.parameter.requires_grad_(own.requires_grad)
         for run in runs:
-            run.module.blocks.remove(block)
+            run.blocks.remove(block)
 
 
 def _refuse_gradient(slot: Slot, whole: Tensor) -> None:

@@ -206,12 +206,12 @@ def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_o
     """As that of an accelerator does: it may do no more there."""
     model, unit = build()
     train(model, 1)
-    backwards, resting = run_of(unit).backwards, model[0].weight
+    run, resting = run_of(unit), model[0].weight
     seen: list[bool] = []
 
     def look_back(weight: Tensor) -> None:
-        assert weight is not resting and backwards.current is not None
-        backwards.show_resting(backwards.current.ending)
+        assert weight is not resting and run.backward is not None
+        run.show_resting(run.backward.ending)
         seen.append(model[0].weight is resting)
 
     model[0].look_back = look_back

@@ -22,14 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.snapshot import assert_matches
-from zero_fn.runtime.forwards import Forwards
 from zero_fn.runtime.gradients import Gradients, Reduction
 from zero_fn.runtime.in_flight import Phase
-from zero_fn.runtime.passes import BackwardPass, Script
+from zero_fn.runtime.passes import BackwardPass, Script, UnitUse
 from zero_fn.runtime.run import Run
-from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.unit import Unit, unit_of
-from zero_fn.runtime.use import UnitUse
 from zero_fn.values.schedule import (
     Await,
     Enter,
@@ -158,7 +155,7 @@ def test_second_step_of_a_recipe_is_golden(
     axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str, depth: int
 ) -> None:
     model = RECIPES[recipe](Root(), axis)
-    zf.runtime.entry.runs_of(model, verb="test")[0].module.depth = depth
+    zf.runtime.entry.runs_of(model, verb="test")[0].depth = depth
     done = record(monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -187,7 +184,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """From now on, the events that units live through, in a list. What changes nothing is left out."""
     done: list[Event] = []
     unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
-    enter, leave, reduce, settle = Run.enter, Forwards.leave, Gradients.reduce, Settling.settle
+    enter, leave, reduce, settle = Run.enter, Run.leave, Gradients.reduce, Run.settle
 
     def note(event: Event, unit: Unit, *phases: Phase) -> None:
         if not phases or unit.in_flight.phase in phases:
@@ -210,9 +207,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         done.append(Enter(use.key))
         return use
 
-    def leave_noted(forwards: Forwards, use: UnitUse, *, failed: bool) -> None:
+    def leave_noted(run: Run, use: UnitUse, *, failed: bool) -> None:
         done.append(Exit(use.key))
-        leave(forwards, use, failed=failed)
+        leave(run, use, failed=failed)
 
     def reduce_noted(gradients: Gradients, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
         unit = unit_of(gradients._slots[0])
@@ -220,17 +217,17 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         done.append(Reduce(unit.index))
         return reduce(gradients, exact=exact, present=present)
 
-    def settle_noted(settling: Settling, unit: Unit, under_way: Reduction) -> None:
+    def settle_noted(run: Run, unit: Unit, under_way: Reduction) -> None:
         done.append(Settle(unit.index))
-        settle(settling, unit, under_way)
+        settle(run, unit, under_way)
 
     monkeypatch.setattr(Unit, "unshard", unshard_noted)
     monkeypatch.setattr(Unit, "await_gathered", await_noted)
     monkeypatch.setattr(Unit, "reshard", reshard_noted)
     monkeypatch.setattr(Run, "enter", enter_noted)
-    monkeypatch.setattr(Forwards, "leave", leave_noted)
+    monkeypatch.setattr(Run, "leave", leave_noted)
     monkeypatch.setattr(Gradients, "reduce", reduce_noted)
-    monkeypatch.setattr(Settling, "settle", settle_noted)
+    monkeypatch.setattr(Run, "settle", settle_noted)
     return done
 
 

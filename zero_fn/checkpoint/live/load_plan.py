@@ -97,7 +97,7 @@ class LoadPlan:
                     self.then.append(partial(held.local.copy_, value))
             return
         units = [] if self.model is None else units_of(self.model)
-        if not any(run_of(unit).module.assignment.buffers == "local" for unit in units):
+        if not any(run_of(unit).assignment.buffers == "local" for unit in units):
             return  # all ranks take the buffers of rank 0, which are in the files of the model
         names = {held.name for held in self.named.held_tensors}
         self.wrong += [

@@ -4,106 +4,149 @@
 is marked before it touches anything, with the frame in which it was called (`call`), and the mark goes when everything is
 back. Whatever comes next (a call of the module, a verb, a load, a backward, an optimizer) looks whether the marked frame
 still runs. If not, nothing is known of what the forward has done, and all units are put at rest as a whole. The next forward
-then compares over ranks what they hold. A backward is marked likewise (`Backwards.is_open`).
+then compares over ranks what they hold. A backward is marked likewise (`Backward.is_backward_open`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import Protocol
 
 import torch
+from torch import nn
 
 from zero_fn.errors import StateError, StorageError
+from zero_fn.runtime.away import Away
+from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.in_flight import Phase
 from zero_fn.runtime.members import is_as_before, note_members
-from zero_fn.runtime.passes import ForwardPass
+from zero_fn.runtime.passes import ForwardPass, Graphs, UnitUse
 from zero_fn.runtime.saved import drop_packing
 from zero_fn.runtime.statistics import Statistics
-from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import require_memory, warn_of_unwritten_buffers
-from zero_fn.runtime.use import UnitUse
+from zero_fn.transport.agree import Bits
+from zero_fn.transport.line import Line
+from zero_fn.values.assignment import Assignment
 from zero_fn.values.schedule import (
     Action,
     Await,
     Enter,
+    Event,
     Exit,
     Fetch,
     Leg,
-    Reshard,
     Trace,
     Unshard,
+    fetch_ahead,
     forward_schedule,
     legs,
+    prefetch,
 )
 from zero_fn.values.tiled import is_tile
 
-__all__ = ["Door", "Forwards", "in_two_threads"]
+__all__ = ["PREFETCH_DEPTH", "Forward", "in_two_threads", "no_unit"]
+
+PREFETCH_DEPTH = 1
+_FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
 
 
-class Door(Protocol):
-    """Where a unit is entered.
+class Forward:
+    """One transformed module: its units, and its forwards, of which one at most is open."""
 
-    Attributes:
-        attribute: The name of the method that is called.
-    """
-
-    attribute: str
-
-
-class Forwards:
-    """The forwards of one transformed module, of which one at most is open.
-
-    Attributes:
-        current: The forward that is open.
-        call: The frame in which it was called; None if everything is at rest. [Note: interrupted passes]
-        era: Counts how often interrupted calls were left.
-        packed: How many `begin_packing` wait for their end.
-        statistics: The module's buffers (running statistics).
-        has_agreed: Whether ranks have compared layouts and values since the transform, or since values were loaded.
-        is_fresh: Whether nothing was gathered yet in this `accumulate` block.
-        recorded: The last forward that began at a unit, with gradients or without: its brackets, and its schedule.
-    """
-
-    def __init__(self, module: Transformed, statistics: Statistics) -> None:
-        self._module, self.statistics = module, statistics
-        self.current: ForwardPass | None = None
-        self.call: FrameType | None = None
-        self.era = self.packed = 0
-        self.has_agreed, self.is_fresh = False, True
+    def __init__(self, transport: Line, assignment: Assignment) -> None:
+        self.transport, self.assignment = transport, assignment
+        self.depth = PREFETCH_DEPTH  # how many units are gathered ahead of their use
+        self.units: list[Callable[[], Unit | None]] = []  # weakly, by index
+        self.lenders: dict[
+            int, tuple[int, ...]
+        ] = {}  # for each unit, those around it that have parameters in it (ties)
+        self.away = Away(transport)
+        self.statistics = Statistics(transport, are_local=assignment.buffers == "local")
+        self.graphs = Graphs()
+        self.blocks: list[UserBlock] = []  # all that are open, or were interrupted while they closed
+        self.accumulating = 0  # how many `accumulate` blocks are open
+        self.caller = 0  # the thread that has begun the last forward; it calls the backward, too
+        self.forward: ForwardPass | None = None  # the one that is open
+        self.call: FrameType | None = None  # where it was called; None if all is at rest. [Note: interrupted passes]
+        self.era = 0  # how often interrupted calls were left
+        self.packed = 0  # how many `begin_packing` wait for their end
+        self.has_agreed = False  # on layouts and values, since the transform, or since values were loaded
+        self.is_fresh = True  # nothing was gathered yet in this `accumulate` block
+        # The last forward that began at a unit, with gradients or without: its brackets, and its schedule.
         self.recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
         self._present = 0  # how many units had their modules in the model in the last forward
+        self._unread: list[Bits] = []
 
-    @property
-    def are_open(self) -> bool:
-        """Whether a forward of the module runs."""
-        self.abandon()
-        return self.current is not None
+    # -- the module -------------------------------------------------------------------------------------------------
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a forward is open that another thread has called."""
-        return self.call is not None and self._module.caller != get_ident() and current_graph_task() == -1
+    def adopt(self, unit: Unit) -> None:
+        """Registers a unit: a new one, or the copy of the one with its index."""
+        if unit.index == len(self.units):
+            self.units.append(no_unit)
+        self.units[unit.index] = weakref.ref(unit)
 
-    def note_loaded(self) -> None:
-        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
-        self.has_agreed, self.is_fresh = False, True
+    def live_units(self) -> list[Unit]:
+        """The units that are alive, in order."""
+        return [unit for reference in self.units if (unit := reference()) is not None]
+
+    def unit(self, index: int) -> Unit:
+        """The unit of this number."""
+        unit = self.units[index]()
+        assert unit is not None, f"unit {index} is gone"
+        return unit
+
+    def root(self) -> nn.Module | None:
+        """The module that was transformed; None in a copy of a part of it."""
+        unit = self.units[0]()
+        return unit.anchor() if unit is not None else None
+
+    def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        """Events with gathers, and fetches from tiers, moved ahead of their uses: they run beside the computation."""
+        events = prefetch(events, depth=self.depth)
+        return fetch_ahead(events, is_away=lambda index: self.unit(index).groups.is_away, depth=_FETCH_DEPTH)
+
+    # -- what ranks tell one another --------------------------------------------------------------------------------
+
+    def any(self, local: list[bool], what: str, *, check: str = "", second: Sequence[bool] = ()) -> list[bool]:
+        """Ors bits over ranks.
+
+        Args:
+            local: The bits of this rank. If all are set, the host does not wait for the message.
+            what: What the bits mean, in the words of an error.
+            check: A text that must be equal on all ranks.
+            second: More bits, appended to the result, but only if some of `local` are set on no rank.
+
+        Returns:
+            The union of `local`, and perhaps that of `second`.
+        """
+        message = Bits(self.transport, [*local, *second], what, check=check)
+        if all(local):
+            self._unread.append(message)  # the result is known: the host need not wait for it now
+            return local
+        union = message.read()
+        return union[: len(local)] if all(union[: len(local)]) else union
+
+    def finish_unread(self) -> None:
+        """Waits for the messages that nobody had to read."""
+        unread, self._unread = self._unread, []
+        for message in unread:
+            message.finish_unread()
 
     # -- units ------------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, entry: Door) -> UnitUse:
-        """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
-        forward = self.current
+    def enter(self, unit: Unit, door: object) -> UnitUse:
+        """The forward of a unit begins at `door`: on return its gathered parameters may be read."""
+        forward = self.forward
         assert forward is not None, "no forward has begun"
-        use = UnitUse(unit, forward.next_number(unit.index), entry)
+        use = UnitUse(unit, forward.next_number(unit.index), door)
         if forward.grad:
-            unit.shown.last_entry = weakref.ref(entry)
+            unit.shown.last_entry = weakref.ref(door)
         leg = forward.note(Enter, use)
         try:
             for action in leg.before if leg else ():
@@ -122,7 +165,7 @@ class Forwards:
 
     def leave(self, use: UnitUse, *, failed: bool) -> None:
         """The forward of a unit has ended."""
-        unit, forward = use.unit, self.current
+        unit, forward = use.unit, self.forward
         unit.running -= 1
         if forward is None:  # a recomputation: the backward frees the unit
             if any(map(is_tile, unit.at_rest.modules())):  # but not all tiles of a module may be gathered at once
@@ -142,21 +185,23 @@ class Forwards:
 
     def do(self, action: Action) -> None:
         """Carries out one action of a schedule, of a forward or a backward: gathers, fetches or frees a unit."""
-        kind, unit = type(action), self._module.units[action.unit]()
+        kind, unit = type(action), self.units[action.unit]()
         assert unit is not None, f"unit {action.unit} is gone"
         if kind is Unshard:
             # Where whole parameters are registered for a block, forwards gather nothing; backwards of forwards before it do.
-            if self.current is None or unit.shown.leaves is None:
+            if self.forward is None or unit.shown.leaves is None:
                 unit.unshard()
         elif kind is Await:
             unit.await_gathered()
-        elif kind is Reshard:
-            assert self.current is not None, "backwards free what no forward uses"
-            self.reshard(unit, grad=self.current.grad)
-        else:
-            assert kind is Fetch, f"no such action: {action}"
+        elif kind is Fetch:
             if unit.shown.leaves is None:
                 unit.in_flight.fetch()
+        elif self.forward is not None:
+            self.reshard(unit, grad=self.forward.grad)
+        elif not unit.running and unit.groups.is_transient:
+            unit.reshard()
+        elif not unit.running:  # it stays gathered: only the ranks that run its next use would gather it again
+            unit.leave_backward()
 
     def reshard(self, unit: Unit, *, grad: bool) -> None:
         """Frees the gathered parameters of a unit that is not running, unless they are kept until the backward (`grad`)."""
@@ -165,83 +210,83 @@ class Forwards:
 
     # -- of the whole -----------------------------------------------------------------------------------------------
 
-    def begin(self, unit: Unit, entry: Door) -> None:
-        """A forward of the module begins at this unit."""
+    def begin(self, unit: Unit, method: str) -> None:
+        """A forward of the module begins at a method of this unit."""
         self.prepare()
         self.is_fresh = False
         if self.statistics.is_active:
             self.statistics.note_begun()
-        self._module.graphs.limit()
+        self.graphs.limit()
         grad = torch.is_grad_enabled()
-        begun_at = (unit.index, entry.attribute)
+        begun_at = (unit.index, method)
         recorded = self.recorded.get((begun_at, grad))
-        offsets = self._module.graphs.offsets()
-        self.current = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
+        offsets = self.graphs.offsets()
+        self.forward = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
         watch_edits(self, is_open=True)
 
     def prepare(self) -> None:
         """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers."""
-        module, units = self._module, self._module.live_units()
-        if not module.accumulating or self.is_fresh:
+        self.caller = get_ident()
+        units = self.live_units()
+        if not self.accumulating or self.is_fresh:
             for unit in units:
                 unit.mark_stale()
-        if not is_as_before(module):
+        root = self.root()
+        if not is_as_before(root):
             units = [unit for unit in units if not unit.at_rest.is_gone]
             for unit in units:
                 unit.follow_moved()
             if len(units) != self._present:  # layers may be taken out of a model
                 self._present = len(units)
                 self.recorded.clear()
-            note_members(module)
+            note_members(root, self.live_units())
         self.agree()
         if self.statistics.is_active:
             self._broadcast_statistics()
 
     def agree(self) -> None:
         """Compares over ranks what they hold: once, and again after loading."""
-        module = self._module
         if self.has_agreed:
             return
-        if (root := module.root()) is not None:
+        if (root := self.root()) is not None:
             warn_of_unwritten_buffers(root)
-        units = [unit for unit in module.live_units() if not unit.at_rest.is_gone]
-        if module.assignment.axis is not None and module.transport.size > 1:
+        units = [unit for unit in self.live_units() if not unit.at_rest.is_gone]
+        if self.assignment.axis is not None and self.transport.size > 1:
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
         self.has_agreed = True
-        if module.assignment.axis is not None:
-            agree_on_units(module.transport, units)
+        if self.assignment.axis is not None:
+            agree_on_units(self.transport, units)
             self.statistics.begin()
 
     def _broadcast_statistics(self) -> None:
         """[Note: when buffers are broadcast]"""
-        module, statistics = self._module, self.statistics
+        statistics = self.statistics
         bits, about = statistics.to_tell()
         if bits:
-            statistics.told(module.control.any(bits, "which forwards change buffers", check=about))
-        if not statistics.is_due or (module.accumulating and not self.is_fresh):
+            statistics.told(self.any(bits, "which forwards change buffers", check=about))
+        if not statistics.is_due or (self.accumulating and not self.is_fresh):
             return
         # If no rank holds them, the outputs of forwards that wait were dropped, and no backward can come.
-        if module.graphs.is_waiting and module.control.any([module.graphs.is_held], "whose backward may come")[0]:
+        if self.graphs.is_waiting and self.any([self.graphs.is_held], "whose backward may come")[0]:
             return
         statistics.broadcast()
 
     def _end(self, forward: ForwardPass) -> None:
-        self.current = None
+        self.forward = None
         watch_edits(self, is_open=False)
-        module = self._module
         if self.statistics.is_active:
             self.statistics.note_ended()
         if forward.failed:
-            for unit in module.live_units():
+            for unit in self.live_units():
                 unit.reshard()
             return
         trace = forward.relative_trace()
         key = (forward.entry, forward.grad)
         recorded = self.recorded.get(key)
         if recorded is None or recorded[0] != trace:
-            self.recorded[key] = (trace, legs(module.ahead(forward_schedule(trace, keeps_last=forward.grad))))
+            self.recorded[key] = (trace, legs(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
-        for unit in module.live_units():
+        for unit in self.live_units():
             if unit.in_flight.phase is Phase.AT_REST and not unit.groups.is_away:
                 continue
             if unit.in_flight.phase is Phase.GATHERING:
@@ -249,9 +294,20 @@ class Forwards:
             if unit.index not in kept:
                 self.reshard(unit, grad=forward.grad)
         if forward.grad:
-            module.graphs.add(forward)
+            self.graphs.add(forward)
 
     # -- interrupts ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_forward_open(self) -> bool:
+        """Whether a forward of the module runs."""
+        self.abandon()
+        return self.forward is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a forward is open that another thread has called."""
+        return self.call is not None and self.caller != get_ident() and current_graph_task() == -1
 
     def abandon(self) -> None:
         """Puts everything at rest if the forward that is open was interrupted. [Note: interrupted passes]
@@ -264,12 +320,12 @@ class Forwards:
         try:
             self.call.clear()
         except RuntimeError:  # it is executing: see `still_runs`
-            if self._module.caller != get_ident() and self.is_elsewhere:
+            if self.caller != get_ident() and self.is_elsewhere:
                 raise in_two_threads() from None
             return
         self.start_over()
         self.has_agreed = False
-        self.current = self.call = None
+        self.forward = self.call = None
         watch_edits(self, is_open=False)
 
     def start_over(self) -> None:
@@ -277,9 +333,9 @@ class Forwards:
         self.era += 1
         drop_packing(self.packed)
         self.packed = 0
-        for unit in self._module.live_units():
+        for unit in self.live_units():
             unit.start_over()
-        self._module.control.finish_unread()
+        self.finish_unread()
 
 
 def in_two_threads() -> StateError:
@@ -289,3 +345,8 @@ def in_two_threads() -> StateError:
         why="both would gather into the same memory, and free it",
         fix="call it in one thread at a time: lock = threading.Lock(); with lock: y = model(x)",
     )
+
+
+def no_unit() -> Unit | None:
+    """Stands, in a copy of part of a model, for a unit that was not copied."""
+    return None

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import gt
 from threading import Lock
 from zlib import crc32
 
@@ -31,39 +32,40 @@ import torch
 from torch import Tensor
 
 from zero_fn.runtime.ending import Ending, current_graph_task
-from zero_fn.runtime.forwards import Door, Forwards
+from zero_fn.runtime.forward import Forward, in_two_threads
 from zero_fn.runtime.gather import gather_again, returns_gradients
-from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script
-from zero_fn.runtime.settling import Settling
-from zero_fn.runtime.transformed import Transformed
+from zero_fn.runtime.gradients import Reduction
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.use import UnitUse
-from zero_fn.values.schedule import Action, Reduce, Reshard, Settle
+from zero_fn.transport.line import Line
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.schedule import Reduce, Settle
 
-__all__ = ["Backwards"]
+__all__ = ["Backward"]
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-class Backwards:
-    """The backwards of one transformed module, of which one at most is open.
+class Backward(Forward):
+    """Its backwards, of which one at most is open."""
 
-    Attributes:
-        current: The backward that is open.
-        is_open: Whether one has begun, and not everything is back. [Note: interrupted passes] (forwards.py)
-        updates: How many steps optimizers have made so far.
-        settling: What makes reduced gradients those of resting parameters.
-    """
-
-    def __init__(self, module: Transformed, forwards: Forwards) -> None:
-        self._module, self._forwards = module, forwards
-        self.current: BackwardPass | None = None
-        self.is_open = False
-        self.updates = 0
-        self.settling = Settling(module.away, module.control)
+    def __init__(self, transport: Line, assignment: Assignment) -> None:
+        super().__init__(transport, assignment)
+        self.backward: BackwardPass | None = None  # the one that is open
+        self.is_backward_open = False  # begun, and not everything is back. [Note: interrupted passes] (forward.py)
+        self.updates = 0  # how many steps optimizers have made so far
+        self._undecided: list[tuple[Unit, Reduction]] = []  # reduced, with gradients that ranks must agree on
         self._script: Script | None = None  # the schedule of the last backward
         self._nested = _Nested()
         self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
+
+    def prepare(self) -> None:
+        """Recovers from a backward that raised, too."""
+        if self.is_backward_open:
+            if self.backward is not None and self.backward.ending.is_elsewhere:
+                raise in_two_threads()
+            self.recover_backward()
+        super().prepare()
 
     # -- what autograd needs and brings -----------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ class Backwards:
             key = backward.enter(unit.index, use.key if use is not None else None, recomputes=recomputes)
             if use is not None and use.is_passed_only:
                 use.has_arrived = True  # no gradients will come that would tell
-            use = use or (self._module.graphs.use(key) if key is not None else None)
+            use = use or (self.graphs.use(key) if key is not None else None)
             self._pump(backward)
         unit.require_gathered()
         shown = unit.shown
@@ -90,7 +92,7 @@ class Backwards:
         backward = self.opened()
         if self._nested.left:
             self._nested.reshard()
-        unit, key, accumulating = use.unit, use.key, self._module.accumulating
+        unit, key, accumulating = use.unit, use.key, self.accumulating
         scheduled = backward is not None and backward.has(key)
         if grads is not None and accumulating:
             unit.gradients.add_pending(grads)
@@ -104,43 +106,43 @@ class Backwards:
         if not scheduled and grads is not None and not accumulating and not self._has_nodes(unit):
             self._nested.leave(unit)
             while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:
-                self.settling.settle(*backward.reductions.pop(0))
+                self.settle(*backward.reductions.pop(0))
             backward.reductions.append((unit, unit.gradients.reduce(exact=True)))
         self._pump(backward)
 
     # -- recomputation ----------------------------------------------------------------------------------------------
 
-    def is_recomputing(self, unit: Unit, entry: Door) -> bool:
-        """Whether a checkpoint inside the unit runs the module of `entry` again; its parameters are shown then."""
+    def is_recomputing(self, unit: Unit, door: object) -> bool:
+        """Whether a checkpoint inside the unit runs the module of `door` again; its parameters are shown then."""
         if current_graph_task() == -1:
             return False
-        began, shown = self._module.graphs.uses_of(unit.index), unit.shown
-        if any(use.began_at is entry for use in began):
+        began, shown = self.graphs.uses_of(unit.index), unit.shown
+        if any(use.began_at is door for use in began):
             return False  # the checkpoint is around the unit, which was entered here
         if shown.backward_entry is None and any(use.is_awaited for use in began):
             self.need_in_backward(
                 unit, recomputes=True
             )  # the recomputation is ahead of backward, which reached no output
-        found = shown.backward_entry is not None and shown.backward_entry is not entry
+        found = shown.backward_entry is not None and shown.backward_entry is not door
         if found:
             self._need_lenders(unit)
         return found
 
-    def enter_recomputation(self, unit: Unit, entry: Door) -> UnitUse:
+    def enter_recomputation(self, unit: Unit, door: object) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
         backward = self.opened()
         assert backward is not None
         self.need_in_backward(unit, recomputes=True)
         self._need_lenders(unit)
-        use = UnitUse(unit, -1, entry)
+        use = UnitUse(unit, -1, door)
         backward.recomputed.append(use)
         unit.running += 1
         return use
 
     def _need_lenders(self, unit: Unit) -> None:
         """Gathers the units around one whose parameters its recomputed forward may read: ties (`lenders`)."""
-        for index in self._module.lenders.get(unit.index, ()):
-            lender = self._module.units[index]()
+        for index in self.lenders.get(unit.index, ()):
+            lender = self.units[index]()
             if lender is not None and lender.shown.backward_entry is None and not lender.running:
                 self.need_in_backward(lender, recomputes=True)
 
@@ -150,16 +152,16 @@ class Backwards:
         """The running backward, which begins here if this is the first call from it; None outside backward."""
         if current_graph_task() == -1:
             return None  # a saved tensor was read outside backward
-        if self.current is not None and self.current.ending.is_to_come:
-            return self.current
-        self._forwards.abandon()
-        self.recover()
-        self.is_open = True
-        self.current = self._begun()
-        return self.current
+        if self.backward is not None and self.backward.ending.is_to_come:
+            return self.backward
+        self.abandon()
+        self.recover_backward()
+        self.is_backward_open = True
+        self.backward = self._begun()
+        return self.backward
 
     def _begun(self) -> BackwardPass:
-        module, graphs = self._module, self._module.graphs
+        graphs = self.graphs
         uses = graphs.entered()
         alive = [graphs.use(use) for use in uses]
         local = [use is not None and use.will_run for use in alive]
@@ -169,17 +171,17 @@ class Backwards:
         units = crc32(array("L", [use.unit for use in uses]))
         passed = f"units {units:08x}, after {self.updates} steps of optimizers"
         what = "what the backward runs through"
-        union = module.control.any(local, what, check=passed, second=later)
+        union = self.any(local, what, check=passed, second=later)
         taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
         # If every use runs, no forward waits any longer, and the bits were not read. [Note: forwards that wait] (graphs.py)
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
         trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
-        defers = not module.accumulating and not returns_gradients()
+        defers = not self.accumulating and not returns_gradients()
         reduced = frozenset(
-            index for index in {use.unit for use in taking_part} if defers and module.unit(index).gradients.are_wanted
+            index for index in {use.unit for use in taking_part} if defers and self.unit(index).gradients.are_wanted
         )
         if self._script is None or not self._script.serves(trace, reduced):
-            self._script = Script(trace, reduced, ahead=module.ahead)
+            self._script = Script(trace, reduced, ahead=self.ahead)
         awaited, passed_only = set(), set()
         for key, use, runs in zip(uses, alive, local, strict=True):
             if use is not None and use.is_passed_only:
@@ -188,7 +190,7 @@ class Backwards:
                 awaited.add(key)
         return BackwardPass(
             self._script,
-            Ending(self, module.caller),
+            Ending(self, self.caller, Backward.finish, Backward.give_up, Backward.show_resting),
             awaited=awaited,
             passed_only=passed_only,
             waiting=waiting,
@@ -199,112 +201,140 @@ class Backwards:
         """Runs the events of the schedule up to the first that must wait for autograd."""
         while True:
             for action in backward.actions:  # also what an exception has left of them
-                self._do(action, backward)
+                kind = type(action)
+                if kind is Settle:
+                    # Not after an error: it calls hooks of the user. And a reduction out of order may have settled it.
+                    if backward.reductions and not backward.failed:
+                        self.settle(*backward.reductions.pop(0))
+                elif kind is Reduce:
+                    unit = self.unit(action.unit)
+                    exact = unit.index in backward.script.repeated
+                    backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
+                else:
+                    self.do(action)
             if not backward.goes_on():
                 return
 
-    def _do(self, action: Action, backward: BackwardPass) -> None:
-        kind = type(action)
-        if kind is Settle:
-            # Not after an error: it calls hooks of the user. And a reduction that came out of order may have settled it.
-            if backward.reductions and not backward.failed:
-                self.settling.settle(*backward.reductions.pop(0))
-        elif kind is Reduce:
-            unit = self._module.unit(action.unit)
-            exact = unit.index in backward.script.repeated
-            backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
-        elif kind is Reshard and self._forwards.current is None:  # not in a backward that runs inside a forward
-            unit = self._module.unit(action.unit)
-            if not unit.running and unit.groups.is_transient:
-                unit.reshard()
-            elif not unit.running:
-                # It stays gathered: only the ranks that run its next use would gather it again.
-                unit.leave_backward()
-        else:
-            self._forwards.do(action)
-
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
-        recomputed = self.current.recomputed if self.current is not None else ()
-        uses = (*self._module.graphs.uses_of(unit.index), *recomputed)
+        recomputed = self.backward.recomputed if self.backward is not None else ()
+        uses = (*self.graphs.uses_of(unit.index), *recomputed)
         return any(use.key.unit == unit.index and use.is_awaited for use in uses)  # `unit` may be a proxy (gather.py)
+
+    # -- reduced gradients ------------------------------------------------------------------------------------------
+
+    def settle(self, unit: Unit, reduction: Reduction) -> None:
+        """Waits for a reduction, and settles the sharded gradients that this rank contributed to: these surely exist."""
+        reduction.wait()
+        self._undecided.append((unit, reduction))
+        at_once = reduction.local_at_once()
+        self.away.add_gradients(unit.slots, reduction.resting(at_once))
+        self.away.put_gradients(unit.groups)
+        if at_once.count(True) == reduction.trained_count:
+            reduction.release()
+
+    def decide(self) -> None:
+        """Settles the others: replicated gradients, and those that only other ranks contributed to. A collective."""
+        undecided, self._undecided = self._undecided, []
+        local = [bit for _, reduction in undecided for bit in reduction.has_local]
+        if not undecided:
+            return
+        union = self.any(local, "which parameters have gradients")
+        for _, reduction in undecided:
+            reduction.regather()
+        for _, reduction in undecided:
+            reduction.wait_regathered()  # all, before a hook of the user may raise
+        end = 0
+        for unit, reduction in undecided:
+            start, end = end, end + len(unit.slots)
+            if reduction.is_released:
+                continue
+            late = [
+                *map(gt, union[start:end], reduction.local_at_once())
+            ]  # some rank has one, and it is not at rest yet
+            self.away.add_gradients(unit.slots, reduction.resting(late))
+            self.away.put_gradients(unit.groups)
+
+    def drop_undecided(self) -> None:
+        """Forgets the reductions that are not settled, after a backward that raised."""
+        self._undecided = []
 
     # -- ends and errors --------------------------------------------------------------------------------------------
 
     def finish(self, ending: Ending) -> None:
         """Called by the engine when the outermost backward has run all its nodes."""
-        backward, module = self.current, self._module
+        backward = self.backward
         if backward is None or backward.ending is not ending:
             return
         backward.closing = True
         self._pump(backward)
         for unit, reduction in backward.reductions:
-            self.settling.settle(unit, reduction)
-        if not module.accumulating:
-            for unit in module.live_units():
+            self.settle(unit, reduction)
+        if not self.accumulating:
+            for unit in self.live_units():
                 if not unit.gradients.is_empty:
-                    self.settling.settle(unit, unit.gradients.reduce(exact=True))
-            self.settling.decide()
-        self.current = None
-        module.graphs.leave(backward)
-        module.control.finish_unread()
+                    self.settle(unit, unit.gradients.reduce(exact=True))
+            self.decide()
+        self.backward = None
+        self.graphs.leave(backward)
+        self.finish_unread()
         self._nested.left = []
-        if self._forwards.current is not None:
-            self._forwards.current.go_on()
-        for unit in module.live_units():
+        if self.forward is not None:
+            self.forward.go_on()
+        for unit in self.live_units():
             if unit.running:
                 continue  # [Note: backward inside a forward]
-            if unit.groups.is_transient or not module.accumulating:
+            if unit.groups.is_transient or not self.accumulating:
                 unit.reshard()
             else:
                 unit.leave_backward()
-        if not module.accumulating:
-            module.away.finish_gradients(unit.groups for unit in module.live_units())
-        self.is_open = False
+        if not self.accumulating:
+            self.away.finish_gradients(unit.groups for unit in self.live_units())
+        self.is_backward_open = False
 
     def give_up(self, ending: Ending) -> None:
         """Called when the engine has dropped a backward. If it raised, names show resting parameters again, and collectives
         under way are waited for: if the model is dropped next, other models would take its messages for theirs.
         """
-        if self.current is not None and self.current.ending is ending:
-            self.recover()
+        if self.backward is not None and self.backward.ending is ending:
+            self.recover_backward()
 
     def show_resting(self, ending: Ending) -> None:
         """Lets names show resting parameters again after a backward that raised, unless it was recovered meanwhile."""
         with self._recovering:
-            if self.current is not None and self.current.ending is ending:
-                for unit in self._module.live_units():
+            if self.backward is not None and self.backward.ending is ending:
+                for unit in self.live_units():
                     unit.shown.hide_from_backward()
 
-    def recover(self) -> None:
+    def recover_backward(self) -> None:
         """Clears up after a backward that raised. Ranks that raised in the same place stay in step."""
-        if not self.is_open:
+        if not self.is_backward_open:
             return
-        backward, module = self.current, self._module
+        backward = self.backward
         try:
             if backward is not None:
                 backward.failed = True
                 self._pump(backward)
         finally:
             with self._recovering:
-                self.current = None
+                self.backward = None
             for _, reduction in backward.reductions if backward is not None else ():
                 reduction.wait()
-            self.settling.drop()
+            self.drop_undecided()
             self._nested.left = []
-            module.control.finish_unread()
-            module.graphs.forget()
-            for unit in module.live_units():
-                if not module.accumulating:
+            self.finish_unread()
+            self.graphs.forget()
+            for unit in self.live_units():
+                if not self.accumulating:
                     unit.gradients.take()
-            if self._forwards.call is None:
-                self._forwards.start_over()
+            if self.call is None:
+                self.start_over()
             else:  # it ran inside a forward, which goes on
-                if self._forwards.current is not None:
-                    self._forwards.current.go_on()
-                for unit in module.live_units():
+                if self.forward is not None:
+                    self.forward.go_on()
+                for unit in self.live_units():
                     unit.mark_stale()
-            self.is_open = False
+            self.is_backward_open = False
 
 
 class _Nested:
