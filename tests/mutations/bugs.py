@@ -221,10 +221,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "packed-without-offset",
-        "_find",
+        "_pack",
         "which weight of a unit a saved tensor is",
-        "tensor.size(), tensor.stride(), tensor.storage_offset()",
-        "tensor.size(), tensor.stride(), 0",
+        "(local.storage_offset(), local.size(), local.stride())",
+        "(0, local.size(), local.stride())",
         "tests/promises/test_stages_agree.py",
     ),
     Bug(

@@ -41,8 +41,18 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-# By storage, also of a buffer that has lost its memory: its unit, weakly, its group there, and its dtype.
-_live: dict[int, tuple[weakref.ref[Any], int, torch.dtype]] = {}
+class _Buffer:
+    """A gathered buffer: its unit, weakly, and the places of the tensors on it that were packed before."""
+
+    __slots__ = ("dtype", "group", "places", "unit")
+
+    def __init__(self, unit: Any, group: int, dtype: torch.dtype) -> None:
+        self.unit, self.group, self.dtype = weakref.ref(unit), group, dtype
+        self.places: dict[tuple[int, Sequence[int], Sequence[int]], _Place] = {}
+
+
+_live: dict[int, _Buffer] = {}  # by storage, also of a buffer that has lost its memory
+_REMEMBERED_PLACES = 256  # whoever cuts parameters anew in each step finds the places of none
 
 
 def remember_buffer(buffer: Tensor, owner: object, unit: object, group: int) -> None:
@@ -51,23 +61,18 @@ def remember_buffer(buffer: Tensor, owner: object, unit: object, group: int) -> 
     Once it is gone, whoever still holds the buffer keeps it as an ordinary tensor.
     """
     key = buffer.untyped_storage()._cdata
-    _live[key] = (weakref.ref(unit), group, buffer.dtype)
+    _live[key] = _Buffer(unit, group, buffer.dtype)
     weakref.finalize(owner, _live.pop, key, None).atexit = False
 
 
-class _Packed:
-    """A view of a gathered buffer, as its place in the buffer; for a DTensor, the place of its local tensor."""
+class _Place:
+    """Where a tensor lies in a gathered buffer; of a DTensor, its local tensor."""
 
-    __slots__ = ("group", "place", "spec", "unit")
+    __slots__ = ("group", "offset", "size", "spec", "stride")
 
-    def __init__(
-        self,
-        unit: Any,
-        group: int,
-        place: tuple[Sequence[int], Sequence[int], Any],
-        spec: DTensorSpec | None,
-    ) -> None:
-        self.unit, self.group, self.place, self.spec = unit, group, place, spec
+    def __init__(self, group: int, offset: int, size: Sequence[int], stride: Sequence[int]) -> None:
+        self.group, self.offset, self.size, self.stride = group, offset, size, stride
+        self.spec: DTensorSpec | None = None
 
 
 class _PackedParts:
@@ -75,9 +80,9 @@ class _PackedParts:
 
     __slots__ = ("context", "form", "kind", "parts")
 
-    def __init__(self, whole: Any, names: Sequence[str], context: Any) -> None:
+    def __init__(self, whole: Any, parts: dict[str, _Packed | _PackedParts], context: Any) -> None:
         self.kind, self.context, self.form = type(whole), context, (whole.size(), whole.stride())
-        self.parts = {name: _pack(getattr(whole, name)) for name in names}
+        self.parts = parts
 
     def unpacked(self) -> Tensor:
         """The same tensor, made of the parts gathered again."""
@@ -86,54 +91,65 @@ class _PackedParts:
         return whole
 
 
-def _find(tensor: Tensor) -> _Packed | _PackedParts | None:
-    spec: DTensorSpec | None = None
-    if type(tensor) is DTensor:
-        spec = tensor._spec
-        tensor = tensor._local_tensor
-    elif type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        is_ours = any(_find(getattr(tensor, name)) is not None for name in names)
-        return _PackedParts(tensor, names, context) if is_ours else None
-    try:
-        entry = _live.get(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # a tensor without storage, such as a wrapper subclass
-        return None
-    if entry is None or tensor.dtype != entry[2] or tensor.is_conj() or tensor.is_neg():
-        return None
-    unit = entry[0]()
-    if unit is None:
-        return None
-    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
-
-
 _PLAIN = frozenset((Tensor, nn.Parameter))
-_Kept = tuple[Tensor, int]  # a tensor, with its version when it was saved
+_Packed = tuple[Any, Any]
+"""A unit and a `_Place` in one of its gathered buffers; or a tensor that is not ours, with its version when it was saved."""
 
 
 @uncompiled
-def _pack(tensor: Tensor) -> _Kept | _Packed | _PackedParts:
-    packed = _find(tensor)
-    if packed is not None:
-        return packed
+def _pack(tensor: Tensor) -> _Packed | _PackedParts:
+    local = tensor._local_tensor if type(tensor) is DTensor else tensor
+    if type(local) not in _PLAIN and local is tensor and is_traceable_wrapper_subclass(local):
+        return _packed_parts(local)
+    try:
+        key = local.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a tensor without storage, such as a wrapper subclass
+        return _kept(tensor)
+    if key not in _live:
+        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version  # as `_kept`, which costs a call
+    buffer = _live[key]
+    unit, dtype = buffer.unit(), buffer.dtype
+    if unit is None or local.dtype != dtype or local.is_neg() or (dtype.is_complex and local.is_conj()):
+        return _kept(tensor)
+    where: Any = (local.storage_offset(), local.size(), local.stride())
+    if where in buffer.places and local is tensor:
+        return unit, buffer.places[where]
+    place = _Place(buffer.group, *where)
+    if local is not tensor:
+        place.spec = tensor._spec  # type: ignore[attr-defined]
+    elif len(buffer.places) < _REMEMBERED_PLACES:
+        buffer.places[where] = place
+    return unit, place
+
+
+def _kept(tensor: Tensor) -> _Packed:
     # The tensor may be an output of the node that saves it. With its history it would keep that node alive for ever if
     # backward never ran. Autograd remembers the history itself.
     return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
+def _packed_parts(tensor: Tensor) -> _Packed | _PackedParts:
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: _pack(getattr(tensor, name)) for name in names}
+    return _PackedParts(tensor, parts, context) if any(map(_is_of_unit, parts.values())) else _kept(tensor)
+
+
+def _is_of_unit(packed: _Packed | _PackedParts) -> bool:
+    return type(packed) is _PackedParts or type(packed[1]) is _Place  # type: ignore[index]
+
+
 @uncompiled
-def _unpack(packed: _Kept | _Packed | _PackedParts) -> Tensor:
-    if type(packed) is tuple:
-        tensor, version = packed
-        if tensor._version != version:
-            raise _changed(tensor, version, tensor._version)
-        return tensor
-    if type(packed) is not _Packed:
-        assert isinstance(packed, _PackedParts)
+def _unpack(packed: _Packed | _PackedParts) -> Tensor:
+    if type(packed) is _PackedParts:
         return packed.unpacked()
-    buffer: Tensor = packed.unit.buffer_for_backward(packed.group)
-    view = buffer.as_strided(*packed.place)
-    return view if packed.spec is None else on_spec(view, packed.spec)
+    unit, place = packed  # type: ignore[misc]
+    if type(place) is int:
+        tensor: Tensor = unit
+        if tensor._version != place:
+            raise _changed(tensor, place, tensor._version)
+        return tensor
+    view: Tensor = unit.buffer_for_backward(place.group).as_strided(place.size, place.stride, place.offset)
+    return view if place.spec is None else on_spec(view, place.spec)
 
 
 def _changed(tensor: Tensor, expected: int, version: int) -> RuntimeError:
@@ -199,8 +215,8 @@ class _Delegated:
 @uncompiled
 def _pack_or(outer: Callable[[Tensor], Any], tensor: Tensor) -> _Packed | _PackedParts | _Delegated:
     """Packs a tensor that is ours, and hands any other to the hooks around the unit."""
-    packed = _find(tensor)
-    return _Delegated(outer(tensor)) if packed is None else packed
+    packed = _pack(tensor)
+    return packed if _is_of_unit(packed) else _Delegated(outer(tensor))
 
 
 @uncompiled

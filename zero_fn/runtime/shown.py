@@ -100,7 +100,8 @@ class Shown:
             if module is not None:
                 seen = module.__dict__
                 for name, _ in names:
-                    seen.pop(name, None)
+                    if name in seen:
+                        del seen[name]
         for place, _ in self._aliased:
             if not place.is_gone and (registered := place.registered) is not None:
                 place.set_aliases(registered)
