@@ -13,18 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.units.storage.disks import answers, old_disk, reserved, small_disk
 from zero_fn.errors import StorageError, TierError
 from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
-from zero_fn.storage.io import IoBackend, Request, Threads
+from zero_fn.storage.io import IoBackend, Request, Threads, Transfer
 from zero_fn.storage.pool import BufferPool
 from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
 from zero_fn.storage.uring import Uring, _of_process, io_backend
@@ -161,27 +162,21 @@ def test_any_order_of_writes_and_reads_gives_what_was_written_last(
 
 
 @pytest.mark.parametrize("is_write", [True, False])
-def test_short_answers_are_continued(disk: DiskStorage, monkeypatch: pytest.MonkeyPatch, is_write: bool) -> None:
+def test_short_answers_are_continued(disk: DiskStorage, is_write: bool) -> None:
     """A short write of a page and a half counts as a page: direct I/O goes on at sectors only."""
     slab = filled(10 * PAGE_NBYTES)
     expected = slab.memory.clone()
     offset = reserved(disk, slab.nbytes)
 
-    def at_most_a_page_and_a_half(request: object, result: int) -> int:
-        return min(result, PAGE_NBYTES * 3 // 2)
+    def done(acts: Callable[[int, Tensor], Transfer], is_short: bool) -> int:
+        with pytest.MonkeyPatch.context() as patched:
+            given = answers(patched, lambda _, result: min(result, PAGE_NBYTES * 3 // 2) if is_short else result)
+            acts(offset, slab.memory).wait()
+        return len(given)
 
-    if is_write:
-        given = answers(monkeypatch, at_most_a_page_and_a_half)
-        disk.write(offset, slab.memory).wait()
-        monkeypatch.undo()
-        slab.memory.zero_()
-        disk.read(offset, slab.memory).wait()
-    else:
-        disk.write(offset, slab.memory).wait()
-        slab.memory.zero_()
-        given = answers(monkeypatch, at_most_a_page_and_a_half)
-        disk.read(offset, slab.memory).wait()
-    assert len(given) == 10
+    written = done(disk.write, is_write)
+    slab.memory.zero_()
+    assert (written, done(disk.read, not is_write)) == ((10, 1) if is_write else (1, 10))
     assert torch.equal(slab.memory, expected)
 
 
@@ -234,44 +229,29 @@ def test_a_file_that_was_cut_raises(disk: DiskStorage) -> None:
     assert f"{2 * PAGE_NBYTES} B" in str(raised.value.facts["why"])
 
 
-def edited(disk: DiskStorage, at: int, change: int) -> None:
-    """Flips bits of one byte of the file behind the back of its owner."""
-    with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b", buffering=0) as file:
-        byte = os.pread(file.fileno(), 1, at)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ change]), at)
-        os.fsync(file.fileno())
-
-
-@given(at=st.integers(0, 3 * PAGE_NBYTES - 1), bit=st.integers(0, 7))
-def test_any_flipped_bit_is_found(at: int, bit: int) -> None:
+@given(
+    at=st.integers(0, 3 * PAGE_NBYTES - 1), bit=st.integers(0, 7), word=st.integers(0, 511), apart=st.integers(1, 511)
+)
+def test_any_flipped_bit_and_swapped_words_are_found(at: int, bit: int, word: int, apart: int) -> None:
+    """Inside a sector and beyond."""
     with tempfile.TemporaryDirectory() as folder:
         disk = DiskStorage(nvme(folder), "states", io_backend())
         slab = filled(3 * PAGE_NBYTES)
         offset = reserved(disk, slab.nbytes)
         disk.write(offset, slab.memory).wait()
         disk.read(offset, slab.memory).wait()
-        edited(disk, at, 1 << bit)
-        with pytest.raises(StorageError, match=r"(?s)does not hold what was written.*flipped bits"):
-            disk.read(offset, slab.memory).wait()
-        edited(disk, at, 1 << bit)
-        disk.read(offset, slab.memory).wait()
-
-
-@given(first=st.integers(0, 510), apart=st.integers(1, 511))
-def test_swapped_words_are_found_inside_a_sector_and_beyond(first: int, apart: int) -> None:
-    second = min(first + apart, 511)
-    with tempfile.TemporaryDirectory() as folder:
-        disk = DiskStorage(nvme(folder), "states", io_backend())
-        slab = filled(PAGE_NBYTES)
-        words = slab.memory.view(torch.int64)
-        words.copy_(torch.arange(len(words)))
-        offset = reserved(disk, slab.nbytes)
-        disk.write(offset, slab.memory).wait()
-        words[[first, second]] = words[[second, first]]
+        written = bytes(slab.memory.tolist())
+        flipped, words = bytearray(written), slab.memory.view(torch.int64).clone()
+        flipped[at] ^= 1 << bit
+        words[[word, (word + apart) % 512]] = words[[(word + apart) % 512, word]]
+        for wrong in (flipped, words.numpy().data):
+            with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
+                file.write(wrong)
+            with pytest.raises(StorageError, match=r"(?s)does not hold what was written.*flipped bits"):
+                disk.read(offset, slab.memory).wait()
         with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
-            file.write(slab.memory.numpy().data)
-        with pytest.raises(StorageError, match="does not hold what was written"):
-            disk.read(offset, slab.memory).wait()
+            file.write(written)
+        disk.read(offset, slab.memory).wait()
 
 
 def test_a_lost_write_is_told_from_damage(disk: DiskStorage) -> None:
@@ -362,13 +342,6 @@ def test_what_a_file_system_says_that_cannot_reserve(
     disk = DiskStorage(nvme(tmp_path), "states")
     assert [reserved(disk, 9 * MIB), reserved(disk, PAGE_NBYTES)] == [0, 9 * MIB]
     assert os.fstat(disk.files[0].fd).st_size == 9 * MIB + PAGE_NBYTES
-
-
-def test_the_limit_of_the_tier_holds(tmp_path: Path, carrier: IoBackend) -> None:
-    disk = DiskStorage(nvme(tmp_path, limit="1MiB"), "states", carrier)
-    reserved(disk, MIB)
-    with pytest.raises(TierError, match=r"(?s)1\.00 MiB can be taken.*limit of the tier"):
-        reserved(disk, PAGE_NBYTES)
 
 
 @pytest.mark.parametrize("path", ["missing", "a_file", "/proc"])
