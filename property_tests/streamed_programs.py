@@ -26,7 +26,7 @@ from tests.support.seeds import seed_generator
 from zero_fn.values.mesh import root_of
 from zero_fn.values.tiers import Tier, is_accelerator
 
-__all__ = ["Placed", "own", "places", "programs", "trained"]
+__all__ = ["ACTIONS", "Placed", "places", "programs", "trained"]
 
 PARTS = ("embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm")
 LATE = "blocks.2"  # what may be given to the optimizer in a group of its own, after steps

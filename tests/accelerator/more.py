@@ -56,14 +56,6 @@ def compiled_blocks_with_all_away(mesh: DeviceMesh) -> None:
             require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
 
 
-def recomputed_with_all_away(mesh: DeviceMesh) -> None:
-    """Inputs of blocks visit the host while parameters, gradients and states rest there; blocks are recomputed from both."""
-    for place in (lambda model: model, lambda model: zf.zero3(model, mesh)):
-        model, plain = all_away(place(zf.precision(net())), device.host()), zf.precision(net())
-        model = zf.checkpoint_activations(model, units=nn.Sequential, offload=device.host())
-        require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
-
-
 def compiled_whole(mesh: DeviceMesh) -> None:
     model, plain = zf.zero3(net(), mesh), net()
     optimizer = adamw(model)
@@ -145,7 +137,6 @@ def many_steps_ahead_of_the_device(mesh: DeviceMesh) -> None:
 
 ON_PRETEND: tuple[Callable[[DeviceMesh], None], ...] = (
     many_steps_ahead_of_the_device,
-    recomputed_with_all_away,
     fused_and_foreach_on_shards,
     fused_with_all_away,
     muon,

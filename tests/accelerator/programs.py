@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import itertools
 import tempfile
 import threading
@@ -294,6 +293,25 @@ def what_moves_was_planned(tier: Tier) -> None:
                 assert tuple(planned.moved[str(tier)]) == tuple(planned.link), (kinds, fraction)
 
 
+def require_same_layers(
+    tier: Tier, bias: bool, kind: type[SGD], said: str, begin: Callable[[], object], **how: Any
+) -> None:
+    """Eight layers with momentum in a tier train as on the device, also with a gradient that lies in another order."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=bias) for _ in range(8))).to(device.NAME)
+    models: list[Any] = [layers, copy.deepcopy(layers)]
+    plain, inner = (kind(each.parameters(), lr=0.1, momentum=0.9) for each in models)
+    streamed = zf.streamed(inner, tier, buffer="32KiB", elementwise=True, **how)
+    assert f"parameters and gradients through {said} buffers" in str(streamed)
+    for optimizer, each in ((plain, models[0]), (streamed, models[1])):
+        for _ in range(3):
+            begin()
+            optimizer.zero_grad()
+            each(torch.ones(2, 64).to(device.NAME)).square().mean().backward()
+            each[2].weight.grad = each[2].weight.grad.t().contiguous().t()
+            optimizer.step()
+    assert device.same(values(models[0]), values(models[1]))
+
+
 @program
 def copies_go_on_while_the_host_steps(tier: Tier) -> None:
     """The next chunks come from the device while one is stepped, and the last one goes back."""
@@ -305,19 +323,7 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
                 seen.append(device.waiting())
             return super().step(closure)
 
-    models: list[Any] = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(device.NAME) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    plain, model = (Noting(each.parameters(), lr=0.1, momentum=0.9) for each in models)
-    streamed = zf.streamed(model, tier, buffer="32KiB", elementwise=True)
-    assert "parameters and gradients through 4 buffers" in str(streamed)
-    for optimizer, each in ((plain, models[0]), (streamed, models[1])):
-        for _ in range(3):
-            seen.clear()
-            optimizer.zero_grad()
-            each(torch.ones(2, 64).to(device.NAME)).square().mean().backward()
-            each[2].weight.grad = each[2].weight.grad.t().contiguous().t()  # it lies in another order
-            optimizer.step()
-    assert device.same(values(models[0]), values(models[1]))
+    require_same_layers(tier, True, Noting, "4", seen.clear)
     device.waiting()  # which a real device does not tell
     assert len(seen) >= 4
     assert all(seen[:-1]), seen
@@ -326,19 +332,7 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
 @program
 def chunks_that_stay_on_the_device_take_no_buffer(tier: Tier) -> None:
     """A chunk had come into the buffer of the last one before that was back: every other one passes through two."""
-    models: list[Any] = [
-        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).to(device.NAME) for _ in range(2)
-    ]
-    models[1].load_state_dict(models[0].state_dict())
-    plain, inner = (SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models)
-    streamed = zf.streamed(inner, tier, buffer="32KiB", fraction=0.5)
-    assert "parameters and gradients through 2 buffers" in str(streamed)
-    for optimizer, each in ((plain, models[0]), (streamed, models[1])):
-        for _ in range(3):
-            optimizer.zero_grad()
-            each(torch.ones(2, 64).to(device.NAME)).square().mean().backward()
-            optimizer.step()
-    assert device.same(values(models[0]), values(models[1]))
+    require_same_layers(tier, False, SGD, "2", lambda: None, fraction=0.5)
 
 
 @program
@@ -509,23 +503,6 @@ def host_memory_outlives_what_is_copied(tier: Tier) -> None:
     torch.accelerator.synchronize()  # copies that are still under way would read or write memory that is gone
 
 
-@program
-def accumulated(tier: Tier) -> None:
-    plain, model = net(), all_away(net(), tier)
-    optimizer, plain_optimizer = zf.streamed(adamw(model)), adamw(plain)
-    for _ in range(2):
-        first, second = batches(2)
-        with zf.accumulate(model):
-            model(first).square().mean().backward()
-        for tokens in (first, second):
-            plain(tokens).square().mean().backward()
-        model(second).square().mean().backward()
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
-    assert device.same(values(model), values(plain))
-
-
 def require_away(model: nn.Module, tier: Tier) -> None:
     """No parameter takes memory of the device."""
     with torch.no_grad():
@@ -555,43 +532,6 @@ def moved_there_and_back(tier: Tier) -> None:
 
 
 @program
-def streamed_later(tier: Tier) -> None:
-    """States that a stock optimizer has on the device, its counts among them."""
-    for options in ({}, {"amsgrad": True}):
-        model, plain = net(), net()
-        optimizers = [AdamW(each.parameters(), lr=1e-2, **options) for each in (model, plain)]
-        trained(model, optimizers[0])
-        trained(plain, optimizers[1])
-        require_same(model, zf.streamed(optimizers[0], tier), plain, optimizers[1])
-
-
-@program
-def saved_and_loaded(tier: Tier) -> None:
-    model, plain = all_away(net(), tier), net()
-    optimizer, plain_optimizer = zf.streamed(adamw(model)), adamw(plain)
-    require_same(model, optimizer, plain, plain_optimizer)
-    file = io.BytesIO()
-    torch.save(({name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()), file)
-    file.seek(0)
-    saved, states = torch.load(file)
-    again = all_away(net(), tier)
-    other = zf.streamed(adamw(again))
-    again.load_state_dict(saved)
-    other.load_state_dict(states)
-    require_same(again, other, plain, plain_optimizer)
-
-
-@program
-def evicted_and_restored(tier: Tier) -> None:
-    model, plain = net(), net()
-    optimizer, plain_optimizer = adamw(model), adamw(plain)
-    require_same(model, optimizer, plain, plain_optimizer)
-    evicted = zf.evict(model, optimizer, to=zf.cpu())
-    evicted.restore()
-    require_same(model, optimizer, plain, plain_optimizer)
-
-
-@program
 def made_on_meta(tier: Tier) -> None:
     with torch.device("meta"):
         model = Net()
@@ -599,15 +539,6 @@ def made_on_meta(tier: Tier) -> None:
     require_away(model, tier)
     plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
-
-
-@program
-def copied(tier: Tier) -> None:
-    model, plain = zf.offload(net(), params=tier), net()
-    model(next(batches()))
-    model = copy.deepcopy(model)
-    model(next(batches()))
-    require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
 
 
 @program

@@ -1,7 +1,7 @@
-"""Random programs on an accelerator, in tiers and beside themselves with everything on the device.
+"""Programs of `property_tests/streamed_programs.py` on an accelerator, in tiers and beside themselves with everything on the
+device: one with each action that there is, then random ones.
 
-All ranks draw the same programs of `property_tests/streamed_programs.py`, and none shrinks one: they would do
-that apart.
+All ranks draw the same programs, and none shrinks one: they would do that apart.
 """
 
 from __future__ import annotations
@@ -9,14 +9,27 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.device_mesh import DeviceMesh
 
-from property_tests.streamed_programs import Placed, Training, places, programs, trained
+from property_tests.streamed_programs import ACTIONS, Placed, Training, places, programs, trained
 from tests.accelerator import device
 
 # Over one axis, and not by torch's fused kernels, which are not those of the host.
 _places = places.filter(lambda placed: placed.outer is None and "fused" not in placed.optimizer)
+
+EACH_ACTION = [
+    (name, number)
+    for at, action in enumerate(ACTIONS)
+    for name, number in (("backward", at), (action, at), ("step", 0))
+]
+ALL = frozenset(["params", "grads", "optim"])
+WAYS = (
+    Placed("zero3", "adamw", ALL, compute=torch.bfloat16, recomputes="parked"),
+    Placed("zero1", "adam", ALL, tier="cpu", finish="forward"),
+    Placed("zero2", "adamw", frozenset(), groups="late"),
+)
 
 
 def compare(placed: Placed, program: list[tuple[str, int]], folder: str) -> None:
@@ -45,6 +58,8 @@ def result(mesh: DeviceMesh, folder: str, examples: int, seeded: int = 0) -> str
         compare(placed, program, folder)
 
     try:
+        for placed in WAYS:
+            compare(placed, EACH_ACTION, folder)
         law()
     except Exception as error:
         return "\n".join([*getattr(error, "__notes__", ()), traceback.format_exc()[-3000:]])
