@@ -22,6 +22,7 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
+from zero_fn.extras.tile import tile, untiled
 from zero_fn.launch import launch
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
@@ -39,7 +40,6 @@ from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
-from zero_fn.transforms.tile import tile, untiled
 from zero_fn.transforms.unsharded import refresh, unsharded
 from zero_fn.transport.traffic import Sent, traffic
 from zero_fn.transport.waiting import guard

@@ -48,6 +48,7 @@ TESTS = {
         "property_tests/test_transform_laws.py",
         *_RANKS,
     ],
+    "extras": ["tests/units/extras", "tests/errors", "property_tests/test_streamed_laws.py"],
     "checkpoint": [
         "tests/units/checkpoint",
         "tests/errors",

@@ -29,6 +29,7 @@ __all__ = [
     "STEPPED_IN_PLACE_NBYTES",
     "Form",
     "Parcel",
+    "padded_nbytes",
     "parcels_of",
     "planned_parcels",
     "record_nbytes",
@@ -63,8 +64,9 @@ class Parcel:
     version: int = 0
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+def padded_nbytes(numel: int, itemsize: int) -> int:
+    """Bytes of so many elements up to where the next ones may begin."""
+    return -(-numel * itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
@@ -78,7 +80,7 @@ def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
     packed = chunks_of(
         [form.numel for form in forms],
         [None] * len(forms),
-        lambda number, numel: _padded(numel * (forms[number].packed_as or forms[number].dtype).itemsize),
+        lambda number, numel: padded_nbytes(numel, (forms[number].packed_as or forms[number].dtype).itemsize),
         forms[0].parcel_nbytes if forms else PARCEL_NBYTES,
     )
     parcels, start = [], 0
@@ -86,7 +88,7 @@ def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
         offsets, end = [], 0
         for piece in pieces:
             offsets.append(end)
-            end += _padded(piece.numel * forms[piece.parameter].dtype.itemsize)
+            end += padded_nbytes(piece.numel, forms[piece.parameter].dtype.itemsize)
         parcels.append(Parcel(pieces, tuple(offsets), start, whole_pages(end)))
         start += parcels[-1].nbytes
     return tuple(parcels)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
-from zero_fn.runtime.parcels import Parcel
+from zero_fn.runtime.parcels import Parcel, padded_nbytes
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
@@ -26,21 +26,15 @@ from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, p
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Tier, bytes_text, is_accelerator, is_away
 
-__all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "padded_nbytes", "rooms_of"]
+__all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "rooms_of"]
 
 BUFFER_NBYTES = 64 << 20
 _LEAST_PART_NBYTES = 64 << 10
-_ALIGNMENT_NBYTES = 64
-
-
-def padded_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of so many elements up to where the next ones may begin."""
-    return -(-numel * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def _states_nbytes(schema: Schema, numel: int) -> int:
     """Bytes that the states of so many elements take in a chunk, with padding."""
-    return sum(padded_nbytes(numel, dtype) for _, dtype in schema)
+    return sum(padded_nbytes(numel, dtype.itemsize) for _, dtype in schema)
 
 
 def name_of(parameter: Tensor) -> str:
@@ -107,7 +101,7 @@ class SteppedPiece:
         """Lays out its states from this byte of the chunk on. Returns the byte after them."""
         for name, (dtype, _) in self.fields.items():
             self.fields[name] = dtype, begin
-            begin += padded_nbytes(self.piece.numel, dtype)
+            begin += padded_nbytes(self.piece.numel, dtype.itemsize)
         return begin
 
     def of(self, local: Tensor) -> Tensor:
@@ -178,7 +172,7 @@ class Chunk:
         if self.tier is None or not is_accelerator(self.device.type):
             return self.parcels_nbytes
         copies = sum(
-            padded_nbytes(cut.piece.numel, dtype)
+            padded_nbytes(cut.piece.numel, dtype.itemsize)
             for cut in self.cuts
             for dtype, is_there in zip((cut.dtype, cut.gradient_dtype), cut.away, strict=True)
             if not is_there

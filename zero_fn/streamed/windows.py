@@ -19,12 +19,13 @@ from torch import Tensor
 
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
+from zero_fn.runtime.parcels import padded_nbytes
 from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.storage import NOTHING, StagingBuffers, Waited
-from zero_fn.streamed.pieces import Chunk, SteppedPiece, padded_nbytes
+from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.values.tiers import is_accelerator
 
@@ -86,7 +87,7 @@ class Window:
         if not 0 < nbytes <= left:
             return None
         flat = self._for_copies[:nbytes].view(there.dtype)
-        self._for_copies = self._for_copies[padded_nbytes(there.numel(), there.dtype) :]
+        self._for_copies = self._for_copies[padded_nbytes(there.numel(), there.itemsize) :]
         copy = flat.view(there.shape) if not is_dense(there) else flat.as_strided(there.shape, there.stride())
         self.arriving.append(Visit(copy, there))
         return copy

@@ -79,7 +79,7 @@ class _Activations(Store):
 class _ParkedAway(Parked):
     """A tensor with elements that waits on a disk, and knows the one parked before it."""
 
-    place = -1  # see `Stored`
+    place = -1
     is_stored = False
 
     def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:

@@ -14,10 +14,10 @@ import zero_fn.values.units
 from tests.support.groups import pretended
 from tests.support.worlds import WIDTH, Tower
 from zero_fn.errors import UnitError
+from zero_fn.extras.tile import tile
 from zero_fn.looking import plan
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.shard import shard_params
-from zero_fn.transforms.tile import tile
 from zero_fn.values.units import (
     LARGE_NBYTES,
     Units,

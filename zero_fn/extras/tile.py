@@ -29,23 +29,19 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
         model = zf.tile(model, where="lm_head.*", parts=8)
         model = zf.shard_params(model, mesh["dp"])
 
-    A linear is cut along its output features, an embedding along its vocabulary: both by the rows of the weight. Each part is
-    a unit (wrap group) of its own, whatever `units=` says: gathered before it runs and freed after, in forward and backward,
-    and its gradient is reduced alone. At most two parts are gathered at once, one that runs and one that is prefetched;
-    `zf.plan(model).in_flight_nbytes` says how much that saves. It saves memory where a transform frees gathered parameters
-    (`shard_params`, or `offload(params=)` at any stage), and little elsewhere.
+    Both are cut by the rows of the weight: output features, or the vocabulary. Each part is a unit (wrap group) of its own,
+    whatever `units=` says: gathered before it runs and freed after, in forward and backward, and its gradient is reduced
+    alone. At most two parts are gathered at once; `zf.plan(model).in_flight_nbytes` says how much that saves. It saves memory
+    where a transform frees gathered parameters (`shard_params`, or `offload(params=)` at any stage), and little elsewhere.
 
-    Numbers: each element of the output is the same dot product as without tiles. A BLAS may sum it in an order that depends
-    on the shape of the matrix: it is the same to the bit, or up to the rounding of one dot product. So are gradients of
-    parameters. The gradient of the input is summed over the parts, and is the same up to the rounding of a dot product of
-    `out_features` terms. An embedding gives the same bits. Stage and tier change no bit of a tiled model.
+    Numbers: those of the whole up to the rounding of one dot product, as a BLAS may sum in an order that depends on the shape
+    of the matrix; those of an embedding to the bit. Stage and tier change no bit of a tiled model.
 
-    Names: the parameters of part i are `<name>.tiles.<i>.weight` and `.bias` in `named_parameters`, `state_dict` and the
-    states of optimizers. `load_state_dict` also takes the names of the model before tiling, and `zf.untiled` gives whole
-    tensors these names again.
+    Names: the parameters of part i are `<name>.tiles.<i>.weight` and `.bias`. `load_state_dict` also takes the names of the
+    model before tiling, and `zf.untiled` gives whole tensors these names again.
 
-    Communicates nothing itself. Later transforms send the same bytes in `parts` times as many collectives. Where
-    `checkpoint_activations` recomputes a module that holds tiles, each tile is gathered once more in backward.
+    Communicates nothing itself. Later transforms send the same bytes in `parts` times as many collectives; where
+    `checkpoint_activations` recomputes a module that holds tiles, each is gathered once more in backward.
 
     Args:
         module: A module that no other transform returned: tile first. Parameters on `meta` are cut on `meta`, and

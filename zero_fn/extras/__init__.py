@@ -1,0 +1,1 @@
+"""What most models do without."""
