@@ -14,18 +14,17 @@ import torch._dynamo.utils
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.support.models import Block, Recomputed
+from tests.support.models import Recomputed
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
+from tests.support.wholes import fulls
 from tests.support.worlds import WIDTH, Tower, World, differences, noise
 
 
-class Short(Tower):
-    """One block: compilers take their time for each parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = self.blocks[:1]
+def _short() -> nn.Module:
+    """Few parameters: compilers take their time for each."""
+    return nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, 2))
 
 
 class Hooked(Tower):
@@ -98,7 +97,7 @@ def _train(order: str, backend: str, build: Callable[[], nn.Module], world: Worl
 
 
 def _compiled_step(world: World) -> None:
-    """The user compiles a function that runs forward, backward and the optimizer."""
+    """The user compiles a function that runs forward and backward."""
     torch._dynamo.reset()
     model = world.build(Tower)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
@@ -150,15 +149,11 @@ def _compiled_blocks(world: World) -> None:
 def _compiled_optimizer(make: Callable[..., torch.optim.Optimizer], world: World) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = world.build(Short)
+    model = world.build(_short)
     optimizer = make(model.parameters())
-    step = torch.compile(optimizer.step, backend="aot_eager")  # of replicas too: its Adam rounds in another way
-    for seed in range(3):
-        model(noise(4, WIDTH, seed=seed)).square().mean().backward()
-        world.reduce(model)
-        world.note_model(model)
-        step()
-        optimizer.zero_grad()
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")  # type: ignore[method-assign]
+    # ... of replicas too: its Adam rounds in another way
+    world.train(model, optimizer, 0, 1, 2)
     assert _compiled()[0], "nothing was compiled"
 
 
@@ -188,14 +183,8 @@ class _Sign(torch.optim.Optimizer):
 def _compiled_update(world: World) -> None:
     """The compiler raised at shards and gradients that begin inside the memory of their unit."""
     torch._dynamo.reset()
-    model = world.build(Short)
-    optimizer = _Sign(model.parameters())
-    for seed in range(2):
-        model(noise(4, WIDTH, seed=seed)).square().mean().backward()
-        world.reduce(model)
-        world.note_model(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    model = world.build(_short)
+    world.train(model, _Sign(model.parameters()), 0, 1)
 
 
 TRIALS: dict[str, tuple[Callable[[World], None], tuple[str, ...]]] = {
@@ -219,91 +208,53 @@ def test_what_is_compiled_trains_as_eager_replicas(ranks: Ranks, trial: str) -> 
     assert ranks(2, deadline_s=200).run(differences, function, stages=stages) == [[]] * 2
 
 
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
-
-
-class Link(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+class Link(nn.Linear):
+    """torch compiles its own classes in another way."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        return torch.tanh(super().forward(x))
 
 
-class Chain(nn.Module):
-    """More blocks than the compiler compiles one function for (8)."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Link() for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def _several_units(stage: str) -> tuple[str, bool]:
-    torch._dynamo.reset()
-    found, said, x = [], "", noise(4, WIDTH, seed=0)
-    for compiles in (True, False):
-        torch.manual_seed(0)
-        model = STAGES[stage](Chain(3), axis(), units=Link)
-        if compiles:
-            with pytest.raises(Exception, match="zero_fn gathers a unit here") as raised:
-                torch.compile(model, backend="eager", fullgraph=True)(x)
-            said = str(raised.value)
-        model(x).square().mean().backward()  # the model is as it was
-        found.append(_gradients(model))
-    return said, all(map(torch.equal, *found))
+def _chain(blocks: int) -> nn.Module:
+    """With ten, more blocks than the compiler compiles one function for (8)."""
+    return nn.Sequential(*(Link(WIDTH, WIDTH) for _ in range(blocks)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_graph_of_several_units_is_refused(ranks: Ranks, stage: str) -> None:
+@on_ranks(2, deadline_s=200)
+def test_one_graph_of_several_units_is_refused(stage: str) -> None:
     """By the compiler, in our words, on every rank; the model goes on."""
-    for said, is_as_it_was in ranks(2, deadline_s=200).run(_several_units, stage):
-        assert "torch.compile(model) without fullgraph=True, or block.compile() for each block" in said
-        assert is_as_it_was
-
-
-def _deep(way: str) -> tuple[int, list[Tensor]]:
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    model: Any = zf.zero3(Chain(10), axis(), units=Link)
-    for i, block in enumerate(model.blocks):
-        if way == "in place":
-            block.compile(backend="eager", fullgraph=True)
-        elif way == "around":
-            model.blocks[i] = torch.compile(block, backend="eager", fullgraph=True)
-    for _ in range(2):
-        model(noise(4, WIDTH, seed=0)).sum().backward()
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"], _gradients(model)
+    found, x = [], noise(4, WIDTH, seed=0)
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model = STAGES[stage](_chain(3), axis(), units=Link)
+        if compiles:
+            advice = r"zero_fn gathers a unit here[\s\S]*without fullgraph=True, or block.compile\(\) for each block"
+            with pytest.raises(Exception, match=advice):
+                torch.compile(model, backend="eager", fullgraph=True)(x)
+        model(x).square().mean().backward()  # the model is as it was
+        found.append(fulls(p.grad for p in model.parameters()))
+    assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("way", ["in place", "around"])
-def test_the_inside_of_a_unit_is_one_graph_that_blocks_share(ranks: Ranks, way: str) -> None:
-    case = ranks(2, deadline_s=200)
-    for (graphs, found), (_, expected) in zip(case.run(_deep, way), case.run(_deep, "plain"), strict=True):
-        assert graphs == 2, "one for inputs without gradients, and one for all other blocks"
-        assert all(map(torch.equal, found, expected))
-
-
-def _graphs_of_blocks() -> tuple[int, int]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    model = zf.zero3(Tower(), axis())
-    _compile_blocks(model, "aot_eager")
-    model(noise(4, WIDTH, seed=0)).square().mean().backward()
-    compiled, _ = _compiled()
-    return compiled, torch._dynamo.explain(Block(7))(torch.randn(4, 7)).graph_count
-
-
-def test_a_block_is_compiled_whole(ranks: Ranks) -> None:
-    """One graph serves all three blocks: entering a unit breaks the graph, its inside does not."""
-    for compiled, of_a_plain_block in ranks(2, deadline_s=120).run(_graphs_of_blocks):
-        assert of_a_plain_block == 1
-        assert compiled == 1
+@on_ranks(2, deadline_s=200)
+def test_the_inside_of_a_unit_is_one_graph_that_blocks_share() -> None:
+    """Entering a unit breaks the graph, its inside does not."""
+    found = []
+    for way in ("plain", "in place", "around"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model: Any = zf.zero3(_chain(10), axis(), units=Link)
+        for i, block in enumerate(model):
+            if way == "in place":
+                block.compile(backend="eager", fullgraph=True)
+            elif way == "around":
+                model[i] = torch.compile(block, backend="eager", fullgraph=True)
+        for _ in range(2):
+            model(noise(4, WIDTH, seed=0)).sum().backward()
+        graphs, _ = _compiled()
+        assert way == "plain" or graphs == 2, "one for inputs without gradients, and one for all other blocks"
+        found.append(fulls(p.grad for p in model.parameters()))
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))

@@ -18,22 +18,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
-from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.support.worlds import ALL, WIDTH, Tower, World, as_replicas, noise
 from zero_fn.resting import local_of
 
 
-def _train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
-    for step in range(steps):
-        world.step(model, optimizer, model(noise(4, WIDTH, seed=seed + step)).square().mean())
-
-
-def _deep_copies(world: World) -> None:
+@as_replicas()
+def test_deep_copies_train_on_their_own(world: World) -> None:
     model = world.build(Tower)
     fresh = copy.deepcopy(model)  # before the first forward
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    _train(world, model, optimizer, 0)
+    world.train(model, optimizer, 0, 1)
     model(noise(4, WIDTH, seed=3)).sum().backward()
     world.reduce(model)
     twin, its_optimizer = copy.deepcopy((model, optimizer))  # with gradients and states
@@ -41,15 +37,16 @@ def _deep_copies(world: World) -> None:
     optimizer.zero_grad()
     its_optimizer.step()
     its_optimizer.zero_grad()
-    _train(world, model, optimizer, 10)
-    _train(world, twin, its_optimizer, 20)
-    _train(world, fresh, torch.optim.SGD(fresh.parameters(), lr=1e-2), 30)
     again = copy.deepcopy(copy.deepcopy(twin))
-    _train(world, again, torch.optim.SGD(again.parameters(), lr=1e-2), 40)
+    world.train(model, optimizer, 10, 11)
+    world.train(twin, its_optimizer, 20, 21)
+    for each in (fresh, again):
+        world.train(each, torch.optim.SGD(each.parameters(), lr=1e-2), 30, 31)
     world.note_model(model, fresh, twin, again)
 
 
-def _part(world: World) -> None:
+@as_replicas()
+def test_a_deep_copy_of_a_part_trains_beside_the_whole(world: World) -> None:
     model = world.build(Tower)
     block = copy.deepcopy(model.blocks[1])
     optimizer = torch.optim.SGD([*model.parameters(), *block.parameters()], lr=1e-2)
@@ -60,11 +57,6 @@ def _part(world: World) -> None:
         world.note_model(model, block)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("trial", [_deep_copies, _part])
-def test_deep_copies_train_on_their_own(ranks: Ranks, trial: Callable[[World], None]) -> None:
-    assert ranks(2).run(differences, trial) == [[]] * 2
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -127,14 +119,8 @@ def test_process_groups_of_a_module_are_shared_by_its_copy() -> None:
 # -- averages ---------------------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.norm, self.leave = nn.Linear(WIDTH, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.leave(self.norm(self.enter(x)))
-        return output
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
 
 
 class Shadow:
@@ -184,12 +170,11 @@ AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
 def test_averages_of_parameters_and_buffers_are_those_of_a_plain_model(stage: str, kind: str) -> None:
     torch.manual_seed(0)
     found = []
-    for model in (plain := Normed(), STAGES[stage](copy.deepcopy(plain), axis())):
+    for model in (plain := _normed(), STAGES[stage](copy.deepcopy(plain), axis())):
         average, optimizer = AVERAGES[kind](model), torch.optim.SGD(model.parameters(), 0.1)
         for step in range(3):
-            model(
-                torch.arange(4.0 * WIDTH).view(4, WIDTH).sin() + step
-            ).square().mean().backward()  # the same on all ranks
+            batch = torch.arange(4.0 * WIDTH).view(4, WIDTH).sin() + step  # the same on all ranks
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             average.update_parameters(model)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.models import Layer, Stack
 from tests.support.ranks import Ranks
-from tests.support.worlds import Run, differences, noise, trained
+from tests.support.worlds import Run, as_replicas, differences, noise, one_backward, trained
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
@@ -35,17 +35,15 @@ def test_frozen_parameters_keep_their_values_and_stale_gradients(
     assert ranks(2).run(differences, trial) == [[]] * 2
 
 
-def test_a_unit_frozen_after_the_forward_gets_no_gradient(ranks: Ranks) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        model.requires_grad_(True)
-        loss = model(noise(3, 6, seed=number)).square().mean()
-        model.layers[number].requires_grad_(False)
-        run.backward(loss)
-        model.requires_grad_(False)
-        model.leave.requires_grad_(True)
-        run.backward(model(noise(3, 6, seed=number)).square().mean())
-
-    assert ranks(2).run(differences, trained(Stack, program)) == [[]] * 2
+@as_replicas(Stack)
+def test_a_unit_frozen_after_the_forward_gets_no_gradient(model: Any, run: Run, number: int) -> None:
+    model.requires_grad_(True)
+    loss = model(noise(3, 6, seed=number)).square().mean()
+    model.layers[number].requires_grad_(False)
+    run.backward(loss)
+    model.requires_grad_(False)
+    model.leave.requires_grad_(True)
+    one_backward(model, run, number)
 
 
 class Adding(nn.Module):
@@ -66,8 +64,6 @@ class Adding(nn.Module):
         return z
 
 
-def test_a_frozen_branch_may_run_several_times(ranks: Ranks) -> None:
-    def program(model: Any, run: Run, number: int) -> None:
-        run.backward(model(noise(3, 6, seed=number)).square().mean())
-
-    assert ranks(2).run(differences, trained(Adding, program)) == [[]] * 2
+@as_replicas(Adding)
+def test_a_frozen_branch_may_run_several_times(model: Any, run: Run, number: int) -> None:
+    one_backward(model, run, number)

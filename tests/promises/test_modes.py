@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.ranks import Ranks
-from tests.support.worlds import WIDTH, Tower, World, differences, noise
+from tests.support.worlds import WIDTH, Tower, World, as_replicas, noise
 
 
-def _input_gradients(world: World) -> None:
+@as_replicas()
+def test_inputs_have_their_gradients(world: World) -> None:
     model = world.build(Tower)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
@@ -30,7 +29,9 @@ def _input_gradients(world: World) -> None:
         model.requires_grad_(True)
 
 
-def _evaluation(mode: Callable[[], AbstractContextManager[object]], world: World) -> None:
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@as_replicas()
+def test_evaluation_changes_nothing(world: World, mode: Callable[[], AbstractContextManager[object]]) -> None:
     model = world.build(lambda: Tower(dropout=0.2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -52,36 +53,13 @@ def _evaluation(mode: Callable[[], AbstractContextManager[object]], world: World
         world.note("output", model.eval()(noise(4, WIDTH, seed=9)).detach().clone())
 
 
-def _built_in_inference_mode(world: World) -> None:
-    """The model is transformed inside `inference_mode`, as a server that later trains might."""
+@pytest.mark.parametrize("moves", [False, True])
+@as_replicas()
+def test_a_model_that_is_transformed_or_moved_before_inference_trains_later(world: World, moves: bool) -> None:
+    """As in a server: transformed inside `inference_mode`, or moved before it."""
     torch.manual_seed(0)
-    plain = Tower()
+    model = world.place(Tower()).double() if moves else Tower()
     with torch.inference_mode():
-        model = world.place(plain)
-        world.note("output", model(noise(2, WIDTH, seed=1)).clone())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step in range(2):
-        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
-
-
-def _moved_before_inference(world: World) -> None:
-    model = world.build(Tower).double()
-    with torch.inference_mode():
-        world.note("output", model(noise(2, WIDTH, seed=1).double()).clone())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step in range(2):
-        world.step(model, optimizer, model(noise(4, WIDTH, seed=step).double()).square().mean())
-
-
-TRIALS: dict[str, Callable[[World], None]] = {
-    "gradients of inputs": _input_gradients,
-    "inference_mode": partial(_evaluation, torch.inference_mode),
-    "no_grad": partial(_evaluation, torch.no_grad),
-    "transformed in inference_mode": _built_in_inference_mode,
-    "moved before inference_mode": _moved_before_inference,
-}
-
-
-@pytest.mark.parametrize("trial", TRIALS)
-def test_evaluation_changes_nothing_and_inputs_have_their_gradients(ranks: Ranks, trial: str) -> None:
-    assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
+        model = model if moves else world.place(model)
+        world.note("output", model(noise(2, WIDTH, seed=1).to(model.enter.weight.dtype)).clone())
+    world.train(model.float(), torch.optim.SGD(model.parameters(), lr=1e-2), 0, 1)

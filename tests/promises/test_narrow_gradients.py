@@ -18,13 +18,15 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop, Rprop
 import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.eviction import evicted
+from tests.support.groups import alone
 from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import Ranks, axis
+from tests.support.programs import STAGES
+from tests.support.ranks import axis
+from tests.support.wholes import fulls
 from zero_fn.runtime.norms import clip_grad_norm
 
 NARROW = torch.bfloat16
-STAGES = {"replicas": zf.replicate, "zero1": zf.zero1, "zero2": zf.zero2, "zero3": zf.zero3}
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": partial(AdamW, lr=1e-2, fused=False),
     "SGD": partial(SGD, lr=1e-2, momentum=0.9),
@@ -82,28 +84,29 @@ def test_every_stage_steps_as_if_gradients_were_rounded_by_hand(name: str) -> No
             _require_same(_trained(model, make(model.parameters()), microbatches=microbatches), wanted, stage)
 
 
+@pytest.mark.parametrize(
+    ("name", "tiers"),
+    [
+        *(("AdamW", tiers) for tiers in ((), ("grads", "optim"), ("params", "grads", "optim"), ("params", "optim"))),
+        ("SGD", ("grads", "optim")),
+        ("RMSprop", ("params", "grads", "optim")),
+        ("fused", ()),
+        ("fused", ("params", "grads", "optim")),
+        ("Rprop", ("params", "optim")),
+    ],
+)
 @on_ranks(2)
-def test_tiers_keep_the_bits(folder: str) -> None:
-    disk = zf.nvme(folder)
-    away = (
-        {"grads": disk, "optim": disk},
-        {"params": disk, "grads": disk, "optim": disk},
-        {"params": disk, "optim": disk},
-    )
-    more = {"fused": partial(AdamW, lr=1e-2, fused=True), "Rprop": Rprop}
-    for name, make in (OPTIMIZERS | more).items():
-        kind = Language if name == "fused" else Odd  # which has complex parameters
-        plain: Any = zf.precision(zf.zero3(_built(kind), axis()), compute=torch.bfloat16)
-        # In pieces, too: torch's fused step rounds its last elements in another way.
-        own = zf.streamed(make(plain.parameters()), zf.cpu())
-        wanted = _trained(plain, own, _by_hand)
+def test_tiers_keep_the_bits(name: str, tiers: tuple[str, ...], folder: str) -> None:
+    make = (OPTIMIZERS | {"fused": partial(AdamW, lr=1e-2, fused=True), "Rprop": Rprop})[name]
+    kind = Language if name == "fused" else Odd  # which has complex parameters
+    plain: Any = zf.precision(zf.zero3(_built(kind), axis()), compute=torch.bfloat16)
+    # In pieces, too: torch's fused step rounds its last elements in another way.
+    wanted = _trained(plain, zf.streamed(make(plain.parameters()), zf.cpu()), _by_hand)
+    for finish in ("step", "forward") if len(tiers) == 3 else ("step",):
         model: Any = _narrow(zf.zero3(_built(kind), axis()))
-        _require_same(_trained(model, zf.streamed(make(model.parameters()))), wanted, (name, "on the device"))
-        for tiers in away:
-            for finish in ("step", "forward") if len(tiers) == 3 else ("step",):
-                model = zf.offload(_narrow(zf.zero3(_built(kind), axis())), **tiers)
-                optimizer = zf.streamed(make(model.parameters()), finish=finish)  # type: ignore[arg-type]
-                _require_same(_trained(model, optimizer), wanted, (name, tiers, finish))
+        model = zf.offload(model, **dict.fromkeys(tiers, zf.nvme(folder))) if tiers else model
+        optimizer = zf.streamed(make(model.parameters()), finish=finish)  # type: ignore[arg-type]
+        _require_same(_trained(model, optimizer), wanted, finish)
 
 
 @on_ranks(4)
@@ -115,30 +118,17 @@ def test_two_axes_keep_the_bits() -> None:
     _require_same(_trained(model, AdamW(model.parameters())), wanted, "two axes")
 
 
-class Wide(nn.Module):
+def _wide() -> nn.Module:
     """So large that padding and biases do not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(4)))
 
 
 @on_ranks(2)
 def test_bytes_are_those_of_the_paper() -> None:
-    n, psi = dist.get_world_size(), 4 * 256 * 256
-    papers = {
-        "replicas": 16 * psi,
-        "zero1": 4 * psi + 12 * psi // n,
-        "zero2": 2 * psi + 14 * psi // n,
-        "zero3": 14 * psi // n,
-    }
+    psi = 4 * 256 * 256
+    papers = {"replicate": 16 * psi, "zero1": 10 * psi, "zero2": 9 * psi, "zero3": 7 * psi}
     for stage, nbytes in papers.items():
-        model: Any = STAGES[stage](_narrow(Wide()), axis())
+        model: Any = STAGES[stage](_narrow(_wide()), axis())
         optimizer = AdamW(model.parameters())
         x = torch.ones(2, 256)
         model(x).float().sum().backward()
@@ -149,7 +139,11 @@ def test_bytes_are_those_of_the_paper() -> None:
         plan = zf.plan(model, optimizer)
         assert zf.held(model, optimizer).total == plan.held.total == nbytes, stage
         assert sent.nbytes == plan.sent_nbytes, stage
-        assert plan.in_flight_nbytes >= 4 * psi // (1 if stage == "replicas" else n), "a stock step widens them"
+        assert plan.in_flight_nbytes >= 4 * psi // (1 if stage == "replicate" else 2), "a stock step widens them"
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
+    return fulls(p.grad for p in model.parameters() if p.grad is not None)
 
 
 @on_ranks(2)
@@ -173,55 +167,42 @@ def test_hooks_copies_and_checkpoints_see_them(folder: str) -> None:
     unstepped = AdamW(fresh.parameters())
     set_optimizer_state_dict(fresh, unstepped, get_optimizer_state_dict(fresh, unstepped))  # torch assigns wide zeros
     model(_batch(1)).float().sum().backward()
-    before = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+    before = _grads(model)
     evicted(model, optimizer).restore()
-    after = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
-    assert {grad.dtype for grad in after} == {NARROW, torch.complex64}
-    _require_same(after, before, "evicted")
-
-
-def _norms() -> list[float]:
-    found = []
-    for place in STAGES.values():
-        model: Any = place(_narrow(_built()), axis())
-        model(_batch(0)).float().square().sum().backward()
-        grads = [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
-        truth = (
-            torch.cat([torch.view_as_real(g).flatten() if g.is_complex() else g.double().flatten() for g in grads])
-            .norm()
-            .item()
-        )
-        with CommDebugMode() as seen:
-            norm = float(clip_grad_norm(model.parameters(), truth / 3))
-        assert seen.get_total_counts() <= 1, "norms are stacked, and reduced together"
-        assert abs(norm / truth - 1) < 1e-6
-        after = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
-        for before, clipped in zip(grads, after, strict=True):
-            assert torch.allclose(clipped, before / 3, rtol=0.01)
-        found.append(norm)
-    return found
-
-
-def test_norms_are_taken_in_float32(ranks: Ranks) -> None:
-    for norms in ranks(2).run(_norms):
-        assert max(norms) / min(norms) - 1 < 1e-6, norms
+    assert {grad.dtype for grad in _grads(model)} == {NARROW, torch.complex64}
+    _require_same(_grads(model), before, "evicted")
 
 
 @on_ranks(2)
+def test_norms_are_taken_in_float32() -> None:
+    norms = []
+    for place in STAGES.values():
+        model: Any = place(_narrow(_built()), axis())
+        model(_batch(0)).float().square().sum().backward()
+        grads = _grads(model)
+        flat = [torch.view_as_real(g).flatten() if g.is_complex() else g.double().flatten() for g in grads]
+        truth = torch.cat(flat).norm().item()
+        with CommDebugMode() as seen:
+            norms.append(float(clip_grad_norm(model.parameters(), truth / 3)))
+        assert seen.get_total_counts() <= 1, "norms are stacked, and reduced together"
+        assert abs(norms[-1] / truth - 1) < 1e-6
+        for before, clipped in zip(grads, _grads(model), strict=True):
+            assert torch.allclose(clipped, before / 3, rtol=0.01)
+    assert max(norms) / min(norms) - 1 < 1e-6, norms
+
+
 def test_what_cannot_work_is_refused() -> None:
-    model: Any = zf.zero3(_narrow(_built()), axis())
-    model(_batch(0)).float().sum().backward()
-    with pytest.raises(zf.StateError, match="but for Rprop"):  # its states would rest in bfloat16
-        Rprop(model.parameters()).step()
-    with pytest.raises(zf.LayoutError, match="of 16 bits or more for gradients"):  # torch does not add in 8
-        zf.precision(model, grads=torch.float8_e5m2)
+    with alone() as mesh:
+        model: Any = zf.zero3(_narrow(nn.Linear(4, 4)), mesh)
+        model(torch.ones(2, 4)).float().sum().backward()
+        with pytest.raises(zf.StateError, match="but for Rprop"):  # its states would rest in bfloat16
+            Rprop(model.parameters()).step()
+        with pytest.raises(zf.LayoutError, match="of 16 bits or more for gradients"):  # torch does not add in 8
+            zf.precision(model, grads=torch.float8_e5m2)
 
 
-def _differ() -> None:
+@on_ranks(2)
+def test_ranks_with_other_dtypes_are_told() -> None:
     model = zf.zero3(zf.precision(_built(), grads=NARROW if dist.get_rank() else None), axis())
-    model(_batch(0))
-
-
-def test_ranks_with_other_dtypes_are_told(ranks: Ranks) -> None:
     with pytest.raises(zf.DisagreementError, match=r"fp32/bf16/fp32\n(.|\n)*fp32/bf16/fp32/bf16"):
-        ranks(2).run(_differ)
+        model(_batch(0))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.support.models import Layer, Stack
 from tests.support.ranks import Ranks
-from tests.support.worlds import Run, differences, noise, trained
+from tests.support.worlds import Run, as_replicas, differences, noise, trained
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -109,7 +109,16 @@ class Wrapped(Stack):
         return unwrapped(self.inner, layer(wrapped(self.inner, x)))
 
 
-def _wrapped_in(outer: list[str], inner: list[str]) -> list[str]:
+NESTS = [*(([kind], [kind]) for kind in WAYS), (["dict", "opaque", "tuple"], ["record", "lazy"])]
+NESTS.append((["lazy", "typed", "slotted", "list"], ["ordered", "frozen"]))
+
+
+@pytest.mark.parametrize(("outer", "inner"), NESTS)
+def test_outputs_of_the_root_and_of_units_may_be_nested_in_anything(
+    ranks: Ranks, outer: list[str], inner: list[str]
+) -> None:
+    """In FSDP2 gradients of a root that returns an opaque object stay local, and the optimizer does nothing."""
+
     def program(model: Any, run: Run, number: int) -> Tensor:
         with run.accumulate():
             for i in range(1 + number % 2):
@@ -117,21 +126,7 @@ def _wrapped_in(outer: list[str], inner: list[str]) -> list[str]:
                 run.backward(output.square().mean())
         return output
 
-    return differences(trained(lambda: Wrapped(outer, inner), program))
-
-
-@pytest.mark.parametrize("kind", WAYS)
-def test_an_object_of_the_root_and_of_units(ranks: Ranks, kind: str) -> None:
-    """In FSDP2 gradients of a root that returns an opaque object stay local, and the optimizer does nothing."""
-    assert ranks(2).run(_wrapped_in, [kind], [kind]) == [[]] * 2
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [(["dict", "opaque", "tuple"], ["record", "lazy"]), (["lazy", "typed", "slotted", "list"], ["ordered", "frozen"])],
-)
-def test_outputs_may_be_nested_in_anything(ranks: Ranks, outer: list[str], inner: list[str]) -> None:
-    assert ranks(2).run(_wrapped_in, outer, inner) == [[]] * 2
+    assert ranks(2).run(differences, trained(lambda: Wrapped(outer, inner), program)) == [[]] * 2
 
 
 class WithLoss(Stack):
@@ -140,11 +135,9 @@ class WithLoss(Stack):
         return Opaque({"loss": output.square().mean(), "logits": output.detach(), "hidden": [output * 2]})
 
 
-def test_a_loss_made_inside_and_returned_in_an_object(ranks: Ranks) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        outputs = model(noise(3, 6, seed=number))._hidden
-        run.backward(outputs["loss"], retain_graph=True)
-        run.backward(outputs["hidden"][0].sum())
-        return outputs["logits"]
-
-    assert ranks(2).run(differences, trained(WithLoss, program)) == [[]] * 2
+@as_replicas(WithLoss)
+def test_a_loss_made_inside_and_returned_in_an_object(model: Any, run: Run, number: int) -> object:
+    outputs = model(noise(3, 6, seed=number))._hidden
+    run.backward(outputs["loss"], retain_graph=True)
+    run.backward(outputs["hidden"][0].sum())
+    return outputs["logits"]

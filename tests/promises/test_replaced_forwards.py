@@ -22,8 +22,8 @@ import zero_fn as zf
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
-from tests.support.worlds import WIDTH, World, differences, noise
+from tests.support.ranks import axis
+from tests.support.worlds import WIDTH, World, as_replicas, noise
 
 
 class Model(nn.Module):
@@ -96,11 +96,14 @@ def _train(world: World, model: nn.Module, *, steps: int = 2, seed: int = 0) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         calls.clear()
-        world.step(model, optimizer, model(noise(4, WIDTH, seed=seed + step)).square().mean())
+        world.train(model, optimizer, seed + step)
         world.note("calls", torch.tensor(float(len(calls))))
 
 
-def _trained(world: World, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@as_replicas()
+def test_a_forward_replaced_after_the_transform_gathers(world: World, way: str) -> None:
+    """After steps, called alone, and in a model that is transformed again; the one of before goes on."""
     model = world.build(Model)
     _train(world, model)
     before = [] if world.is_replica else [str(zf.plan(model)), str(zf.describe(model))]
@@ -111,9 +114,17 @@ def _trained(world: World, way: str) -> None:
     model.blocks[0](noise(4, WIDTH, seed=20)).sum().backward()  # called alone
     world.reduce(model)
     world.note_model(model)
+    model.zero_grad()
+    if not world.is_replica:
+        first, model = model, zf.shard_params(zf.shard_grads(model, axis()), axis())
+        first(noise(4, WIDTH, seed=30)).sum().backward()  # another model
+    _train(world, model)
 
 
-def _accumulated(world: World, way: str, *, unshard: bool = False) -> None:
+@pytest.mark.parametrize(("way", "unshard"), [("doubled", False), ("hooked", True)])
+@as_replicas()
+def test_a_replaced_forward_in_a_block_gathers(world: World, way: str, unshard: bool) -> None:
+    """In one that accumulates, and after one that edits."""
     model = world.build(Model)
     WAYS[way](model)
     for step in range(2):
@@ -123,32 +134,18 @@ def _accumulated(world: World, way: str, *, unshard: bool = False) -> None:
         world.reduce(model)
         world.note_model(model)
         model.zero_grad()
-
-
-def _edited(world: World, way: str) -> None:
-    model = world.build(Model)
-    WAYS[way](model)
     with world.unsharded(model.blocks[1]), torch.no_grad():
         model.blocks[1].up.weight.mul_(torch.arange(15.0)[:, None])
     _train(world, model)
 
 
-def _transformed_again(world: World, way: str) -> None:
-    model = world.build(Model)
-    WAYS[way](model)
-    if not world.is_replica:
-        before = model
-        model = zf.shard_params(zf.shard_grads(model, axis()), axis())
-        before(noise(4, WIDTH, seed=30)).sum().backward()  # another model
-    _train(world, model)
-
-
-def _taken_back(world: World, way: str) -> None:
-    """In each step there is another one; in the end what stood there is put back, or nothing is."""
+@as_replicas()
+def test_forwards_may_be_replaced_and_put_back_in_each_step(world: World) -> None:
+    """In the end what stood there is put back, or nothing is."""
     model = world.build(Model)
     before = {name: module.forward for name, module in model.named_modules()}
     for step in range(3):
-        WAYS[way](model)
+        double(model)
         _train(world, model, steps=1, seed=step)
         for name, module in model.named_modules():
             if step == 1 and name:
@@ -158,7 +155,9 @@ def _taken_back(world: World, way: str) -> None:
         _train(world, model, steps=1, seed=step + 10)
 
 
-def _recomputed(world: World, way: str, *, use_reentrant: bool) -> None:
+@pytest.mark.parametrize(("way", "use_reentrant"), [("hooked", False), ("timed", True)])
+@as_replicas()
+def test_a_replaced_forward_is_computed_again(world: World, way: str, use_reentrant: bool) -> None:
     model = world.build(Model)
     WAYS[way](model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -170,24 +169,8 @@ def _recomputed(world: World, way: str, *, use_reentrant: bool) -> None:
         world.step(model, optimizer, x.square().mean() + model.leave(x).mean())
 
 
-TRIALS: list[tuple[Callable[..., None], str]] = [
-    *((_trained, way) for way in WAYS),
-    *((_transformed_again, way) for way in WAYS),
-    (_accumulated, "doubled"),
-    (partial(_accumulated, unshard=True), "hooked"),
-    (_edited, "timed"),
-    (_taken_back, "doubled"),
-    (partial(_recomputed, use_reentrant=False), "hooked"),
-    (partial(_recomputed, use_reentrant=True), "timed"),
-]
-
-
-@pytest.mark.parametrize(("trial", "way"), TRIALS)
-def test_a_forward_replaced_after_the_transform_gathers(ranks: Ranks, trial: Any, way: str) -> None:
-    assert ranks(2).run(differences, partial(trial, way=way)) == [[]] * 2
-
-
-def _copied(world: World) -> None:
+@as_replicas()
+def test_a_replaced_forward_stays_in_a_copy(world: World) -> None:
     """Bound methods are copied; a partial function holds the original."""
     model = world.build(Model)
     double(model)
@@ -209,15 +192,17 @@ class Switching(nn.Linear):
         return 2 * super().forward(x)
 
 
-def _switched(world: World, *, units: Any) -> None:
+@pytest.mark.parametrize("units", [Switching, nn.Sequential])
+@as_replicas()
+def test_a_forward_that_a_unit_replaces_stays(world: World, units: Any) -> None:
     """The one that was put there inside a unit was overwritten when the unit ended."""
     model = world.build(lambda: nn.Sequential(Switching(WIDTH, 7), nn.Tanh(), Switching(7, 2)), units=units)
     _train(world, model, steps=4)
-    model = copy.deepcopy(model)
-    _train(world, model)
+    _train(world, copy.deepcopy(model))
 
 
-def _of_the_root(world: World) -> None:
+@as_replicas()
+def test_a_replaced_forward_of_the_root_stays(world: World) -> None:
     """Its entry does not run before somebody has seen that it was replaced."""
 
     def other(self: Any, x: Tensor) -> Tensor:
@@ -229,15 +214,6 @@ def _of_the_root(world: World) -> None:
     if not world.is_replica:
         zf.refresh(model)
     _train(world, model)
-
-
-@pytest.mark.parametrize(
-    "trial",
-    [_copied, partial(_switched, units=Switching), partial(_switched, units=nn.Sequential), _of_the_root],
-    ids=["copied", "switched in units", "switched in a unit", "of the root"],
-)
-def test_a_replaced_forward_stays(ranks: Ranks, trial: Callable[[World], None]) -> None:
-    assert ranks(2).run(differences, trial) == [[]] * 2
 
 
 class Head(nn.Module):
@@ -266,7 +242,13 @@ def _fused(self: Head, x: Tensor) -> Tensor:
     return output
 
 
-def _fused_head(world: World, *, units: Any, runs_before: bool) -> None:
+@pytest.mark.parametrize("runs_before", [False, True])
+@pytest.mark.parametrize("units", [Block, []])
+@as_replicas()
+def test_a_replaced_forward_that_takes_the_whole_weight_has_the_gradients_of_all_ranks(
+    world: World, units: Any, runs_before: bool
+) -> None:
+    """The gradient of the head was that of one rank, silently."""
     model = world.build(Head, units=units)
     if runs_before:
         _train(world, model)
@@ -274,37 +256,19 @@ def _fused_head(world: World, *, units: Any, runs_before: bool) -> None:
     _train(world, model, seed=10)
 
 
-@pytest.mark.parametrize("runs_before", [False, True])
-@pytest.mark.parametrize("units", [Block, []])
-def test_a_replaced_forward_that_takes_the_whole_weight_has_the_gradients_of_all_ranks(
-    ranks: Ranks, units: Any, runs_before: bool
-) -> None:
-    """The gradient of the head was that of one rank, silently."""
-    assert ranks(2).run(differences, partial(_fused_head, units=units, runs_before=runs_before)) == [[]] * 2
-
-
-def _by_hand(stage: str, *, past_call: bool) -> list[str]:
-    """The head is a unit of its own, which nothing enters; or nothing at all is entered."""
-    torch.manual_seed(0)
-    model: Any = STAGES[stage](Head(), axis(), units=[Block, nn.Linear] if not past_call else Block)
-    model.forward = MethodType(_fused, model)
-    x, said = noise(4, WIDTH, seed=0), []
-    for _ in range(2):
-        try:
-            (model.forward if past_call else model)(x).square().mean().backward()
-        except zf.ShardedAccessError as error:
-            said.append(error.summary)
-    with torch.no_grad():
-        (model.forward if past_call else model)(x)
-    return said
-
-
 @pytest.mark.parametrize("past_call", [False, True])
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(ranks: Ranks, stage: str, past_call: bool) -> None:
-    """Its gradient was that of one rank, silently."""
-    said = "'lm_head.weight' was made whole by hand in a forward, where its gradient would be that of one rank."
-    assert ranks(2).run(partial(_by_hand, past_call=past_call), stage) == [[said] * 2] * 2
+@on_ranks(2)
+def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage: str, past_call: bool) -> None:
+    """The head is a unit that nothing enters; or nothing at all is entered. Its gradient was that of one rank, silently."""
+    model: Any = STAGES[stage](Head(), axis(), units=[Block, nn.Linear] if not past_call else Block)
+    model.forward = MethodType(_fused, model)
+    x, call = noise(4, WIDTH, seed=0), model.forward if past_call else model
+    for _ in range(2):
+        with pytest.raises(zf.ShardedAccessError, match=r"'lm_head.weight' was made whole by hand in a forward"):
+            call(x)
+    with torch.no_grad():
+        call(x)
 
 
 def _in_another_dtype(way: str, *, replaced_first: bool, unshard: bool) -> list[Tensor]:

@@ -18,36 +18,32 @@ from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, Tower, noise
 
 
-def _other_values(stage: str) -> str:
-    torch.manual_seed(dist.get_rank())
-    model: Any = STAGES[stage](Tower(), axis())
-    before = [parameter.to_local().clone() for parameter in model.parameters()]
-    with pytest.raises(zf.DisagreementError, match="initial values") as caught:
-        model(noise(2, WIDTH, seed=0))
-    assert all(torch.equal(one, p.to_local()) for one, p in zip(before, model.parameters(), strict=True))
-    torch.manual_seed(0)
-    fresh = STAGES[stage](Tower(), axis())
-    fresh.load_state_dict(Tower().state_dict())  # one way out
-    fresh(noise(2, WIDTH, seed=0)).sum().backward()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 def test_different_initial_values_raise_on_every_rank(ranks: Ranks, stage: str) -> None:
-    (message,) = set(ranks(3).run(_other_values, stage))
+    def other_values() -> str:
+        torch.manual_seed(dist.get_rank())
+        model: Any = STAGES[stage](Tower(), axis())
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+            model(noise(2, WIDTH, seed=0))
+        assert all(torch.equal(one, p.to_local()) for one, p in zip(before, model.parameters(), strict=True))
+        torch.manual_seed(0)
+        model.load_state_dict(Tower().state_dict())  # one way out
+        model(noise(2, WIDTH, seed=0)).sum().backward()
+        return str(caught.value)
+
+    (message,) = set(ranks(3).run(other_values))
     assert "enter.weight" in message
     assert "torch.manual_seed" in message
 
 
-def _other_model() -> str:
-    model = zf.zero3(Language(blocks=2 + dist.get_rank() % 2), axis())
-    with pytest.raises(zf.DisagreementError, match="different layouts") as caught:
-        loss_of(model, 0)
-    return str(caught.value)
-
-
 def test_ranks_that_built_different_models_get_the_same_error(ranks: Ranks) -> None:
-    assert len(set(ranks(3).run(_other_model))) == 1
+    def other_model() -> str:
+        with pytest.raises(zf.DisagreementError, match="different layouts") as caught:
+            loss_of(zf.zero3(Language(blocks=2 + dist.get_rank() % 2), axis()), 0)
+        return str(caught.value)
+
+    assert len(set(ranks(3).run(other_model))) == 1
 
 
 REPLICAS: dict[str, Any] = {

@@ -10,24 +10,20 @@ from torch import Tensor, nn
 
 from tests.support.models import Stack
 from tests.support.ranks import Ranks, axis
-from tests.support.worlds import Program, Run, differences, noise, trained
-
-
-def plain(model: Any, run: Run, number: int) -> None:
-    run.backward(model(noise(3, 6, seed=number)).square().mean())
+from tests.support.worlds import Program, Run, differences, noise, one_backward, trained
 
 
 def accumulated(model: Any, run: Run, number: int) -> None:
     with run.accumulate():
-        plain(model, run, 10 * number)
-        plain(model, run, 10 * number + 1)
+        one_backward(model, run, 10 * number)
+        one_backward(model, run, 10 * number + 1)
 
 
 def other_numbers_of_batches(model: Any, run: Run, number: int) -> None:
     """In place of `Join`: a block takes what there is on each rank."""
     with run.accumulate(unshard=True):
         for microbatch in range(1 + 2 * axis().get_local_rank()):
-            plain(model, run, 10 * number + microbatch)
+            one_backward(model, run, 10 * number + microbatch)
 
 
 def one_of_two_losses(model: Any, run: Run, number: int) -> None:
@@ -105,7 +101,7 @@ class Branches(Stack):
         return self.layers[0](inputs[1 - odd]), self.layers[1](inputs[odd])
 
 
-@pytest.mark.parametrize("program", [plain, accumulated])
+@pytest.mark.parametrize("program", [one_backward, accumulated])
 def test_what_no_rank_uses_has_no_gradient(ranks: Ranks, program: Program) -> None:
     assert ranks(2).run(differences, trained(Unused, program, optimizer="adamw")) == [[]] * 2
 
@@ -113,9 +109,9 @@ def test_what_no_rank_uses_has_no_gradient(ranks: Ranks, program: Program) -> No
 @pytest.mark.parametrize(
     ("n", "build", "program"),
     [
-        (3, SomeRanks, plain),
+        (3, SomeRanks, one_backward),
         (3, SomeRanks, accumulated),
-        (3, OneRank, plain),
+        (3, OneRank, one_backward),
         (2, Stack, other_numbers_of_batches),
         (2, Stack, one_of_two_losses),
         (2, Branches, one_by_one),
