@@ -72,6 +72,7 @@ def test_a_run_goes_on_at_other_ranks_and_another_stage(ranks: Ranks, whole: Pat
     before = _saved(tmp_path / "runs")
     said = _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps 6 --save runs --stage 1")
     assert "step 5" in said and "step 0" not in said
+    assert "step" not in _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps 6 --save runs"), "all steps were taken"
     assert _saved(tmp_path / "runs")[:4] == before
     assert _saved(tmp_path / "runs") == pytest.approx(_saved(whole)[:6], abs=1e-4)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.outside.examples.programs import ROOT
+from tests.outside.examples.programs import ROOT, run_on_a_rank
 from tests.outside.integrations.worlds import VOCABULARY, import_all, llama, start, tokenizer
 from tests.support.ranks import Ranks
 
@@ -35,6 +33,7 @@ CONFIG: dict[str, Any] = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
+OWN = ["--model", "model", "--data", "texts.jsonl", "--output_dir", "out"]
 RUN = ["--length", "16", "--bf16", "--use_cpu", "--per_device_train_batch_size", "4", "--report_to", "none"]
 
 
@@ -65,8 +64,8 @@ def loss_of(folder: Path) -> float:
 
 def test_all_weights_are_trained_as_a_config_says(folder: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    own = ["--model", "model", "--data", "texts.jsonl", "--output_dir", "out", "--config", "ds.json", *RUN]
-    command = [sys.executable, *torchrun, str(PROGRAM), *own, "--max_steps", "8", "--learning_rate", "1e-2"]
+    given = ["--config", "ds.json", "--max_steps", "8", "--learning_rate", "1e-2"]
+    command = [sys.executable, *torchrun, str(PROGRAM), *OWN, *RUN, *given]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sent" in done.stdout and done.stdout.count("eval_loss") == 1, done.stdout
@@ -76,11 +75,9 @@ def test_all_weights_are_trained_as_a_config_says(folder: Path) -> None:
 def _adapted(folder: str) -> None:
     """The program on a rank."""
     start()
-    own = ["--model", f"{folder}/model", "--data", f"{folder}/texts.jsonl", "--output_dir", f"{folder}/out", *RUN]
     lora = ["--lora", "8", "--merge", "--offload", "--gradient_checkpointing", "--save_steps", "4"]
     given = ["--max_steps", "8", "--learning_rate", "0.1", "--lr_scheduler_type", "constant"]
-    with patch.object(sys, "argv", [str(PROGRAM), *own, *lora, *given]):
-        runpy.run_path(str(PROGRAM), run_name="__main__")
+    run_on_a_rank(PROGRAM.read_text(encoding="utf-8"), PROGRAM.name, folder, *OWN, *RUN, *lora, *given)
 
 
 def test_adapters_are_trained_merged_and_taken_up_again(ranks: Ranks, folder: Path) -> None:
