@@ -23,7 +23,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -51,42 +50,26 @@ def turned(x: Tensor, freqs_cis: Tensor) -> Tensor:
     return torch.view_as_real(pairs * freqs_cis[: x.shape[1], None]).flatten(3).type_as(x)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head_dim = DIM // HEADS
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        # -1 heads: tensor parallelism leaves some of them
-        q, k, v = (w(x).view(batch, length, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
-        q, k = turned(q, freqs_cis), turned(k, freqs_cis)
-        heads = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        out: Tensor = self.wo(heads.transpose(1, 2).reshape(batch, length, -1))
-        return out
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, 2 * DIM, bias=False)
-        self.w2 = nn.Linear(2 * DIM, DIM, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return out
-
-
 class TransformerBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(), FeedForward()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.w1, self.w2 = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(2 * DIM, DIM, bias=False)
 
     def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), freqs_cis)
-        out: Tensor = h + self.feed_forward(self.ffn_norm(h))
+        return self.feed_forward(x + self.attention(self.attention_norm(x), freqs_cis))
+
+    def attention(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        # -1 heads: tensor parallelism leaves some of them
+        q, k, v = (w(x).unflatten(-1, (-1, DIM // HEADS)) for w in (self.wq, self.wk, self.wv))
+        q, k = turned(q, freqs_cis), turned(k, freqs_cis)
+        heads = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        out: Tensor = self.wo(heads.transpose(1, 2).flatten(2))
+        return out
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.w2(F.silu(self.w1(self.ffn_norm(x))))
         return out
 
 
@@ -111,31 +94,18 @@ class Llama(nn.Module):
 
 
 def apply_tp(model: Any, tp: DeviceMesh) -> None:
-    parallelize_module(
-        model,
-        tp,
-        {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
-    whole = Replicate()
-    for block in model.layers.values():
-        plan = {
-            "attention_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(whole, None)),
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-            "ffn_norm": SequenceParallel(),
-            "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(whole,)),
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-            "feed_forward.w3": ColwiseParallel(),
+    plan: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for number in model.layers:
+        plan |= {f"layers.{number}.{name}": SequenceParallel() for name in ("attention_norm", "ffn_norm")}
+        plan |= {
+            f"layers.{number}.{name}": ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wk", "wv", "w1")
         }
-        parallelize_module(block, tp, plan)
+        plan |= {f"layers.{number}.{name}": RowwiseParallel(output_layouts=Shard(1)) for name in ("wo", "w2")}
+    parallelize_module(model, tp, plan)
 
 
 class Before:

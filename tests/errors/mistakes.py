@@ -76,6 +76,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def _changed(change: Callable[[Any], object]) -> Model:
+    model = Model()
+    change(model)
+    return model
+
+
 def _batch() -> Tensor:
     return torch.ones(2, 4)
 
@@ -174,20 +180,9 @@ def assigned_values_of_a_tie_differ(two: DeviceMesh) -> object:
     return sharded.load_state_dict({**model.state_dict(), "1.weight": torch.full((4, 4), 7.0)}, assign=True)
 
 
-def assigned_value_is_of_a_subclass(two: DeviceMesh) -> object:
-    model = nn.Sequential(nn.Linear(4, 4))
-    return zf.shard_params(model, two).load_state_dict({**model.state_dict(), "0.weight": _two()}, assign=True)
-
-
 class Streaming(Model):
     def stream(self, x: Tensor) -> Iterator[Tensor]:
         yield x @ self.head.weight.T
-
-
-def module_cannot_be_copied(two: DeviceMesh) -> object:
-    model = Model()
-    model.layers[1].guard = threading.Lock()  # type: ignore[assignment]
-    return zf.shard_params(model, two)
 
 
 # -- the wrong moment ------------------------------------------------------------------------------------------------
@@ -228,12 +223,6 @@ def trunk_of_a_transformed_model(one: DeviceMesh) -> object:
     return actor, zf.shard_params(nn.Sequential(model.head, nn.Linear(3, 1)), one)
 
 
-def closure_over_a_module(one: DeviceMesh) -> object:
-    model: Any = Model()
-    model.head.register_forward_hook(lambda module, args, output: output + model.head.bias)
-    return zf.shard_params(model, one)
-
-
 def closure_over_a_parameter(one: DeviceMesh) -> object:
     model = Model()
     weight = model.head.weight
@@ -262,18 +251,6 @@ class _Sharing(torch.optim.SGD):
         for p in self.param_groups[0]["params"]:
             self.state[p]["momentum"] = torch.zeros_like(p)
             self.state[p]["flat"] = self.state[p]["momentum"].view(-1)
-
-
-def parameters_share_memory(one: DeviceMesh) -> object:
-    model = Model()
-    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().T)  # type: ignore[operator]
-    return zf.shard_params(model, one)
-
-
-def buffer_in_the_memory_of_a_parameter(one: DeviceMesh) -> object:
-    model = Model()
-    model.register_buffer("first_row", model.layers[0].weight.detach()[0])  # type: ignore[operator]
-    return zf.shard_params(model, one)
 
 
 def part_of_a_unit_is_taken_out(one: DeviceMesh) -> object:
@@ -313,11 +290,6 @@ def torch_func_of_resting_parameters(model: Model) -> object:
     return torch.func.grad(lambda values: torch.func.functional_call(model, values, (_batch(),)).sum())(values)
 
 
-def unit_in_a_selective_checkpoint(model: Model) -> object:
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    return checkpoint(model, _batch(), use_reentrant=False, context_fn=contexts)
-
-
 def functional_call_unties(one: DeviceMesh) -> object:
     model = Model()
     model.layers[1].weight = model.layers[0].weight
@@ -333,11 +305,6 @@ def step_between_forward_and_backward(model: Model) -> object:
     first.backward()
     optimizer.step()
     return second.backward()
-
-
-def gradients_are_vectorized(model: Model) -> object:
-    outputs = model(_batch()).flatten()[:2]
-    return torch.autograd.grad(outputs, list(model.parameters()), torch.eye(2), is_grads_batched=True)
 
 
 def meta_without_reset_parameters(two: DeviceMesh) -> object:
@@ -369,12 +336,6 @@ def meta_that_nobody_wrote(one: DeviceMesh) -> object:
 # -- stale objects ---------------------------------------------------------------------------------------------------
 
 
-def check_optimizer_of_the_module_before(two: DeviceMesh) -> object:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    return zf.check(zf.shard_params(model, two), optimizer)
-
-
 def step_of_the_optimizer_before(one: DeviceMesh) -> object:
     plain = Model()
     optimizer = torch.optim.AdamW(plain.parameters())
@@ -393,21 +354,6 @@ def step_of_a_tie_that_a_transform_has_cut(one: DeviceMesh) -> object:
 
 
 # -- at rest ---------------------------------------------------------------------------------------------------------
-
-
-def parameter_was_replaced(model: Model) -> object:
-    model.head.weight = nn.Parameter(torch.zeros(3, 4))
-    return model(_batch())
-
-
-def parameter_was_replaced_by_nothing(model: Model) -> object:
-    model.head.register_parameter("bias", None)
-    return zf.refresh(model)
-
-
-def data_of_a_parameter_was_assigned(model: Model) -> object:
-    model.head.weight.data = model.head.weight.data.double()
-    return model
 
 
 def data_of_a_parameter_in_a_tier_was_assigned(one: DeviceMesh, folder: Path) -> object:
@@ -451,11 +397,6 @@ class Peeking(Model):
         return super().forward(x @ (weight.full_tensor() if self.gathers else weight).T)
 
 
-def parameter_is_late(model: Model) -> None:
-    model.layers[0].adapter = nn.Linear(4, 2)
-    model(_batch())
-
-
 class SparseInFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -481,11 +422,6 @@ def clip_over_a_plain_model_too(one: DeviceMesh) -> object:
     for model in models:
         model(_batch()).sum().backward()
     return nn.utils.clip_grad_norm_([parameter for model in models for parameter in model.parameters()], 1.0)
-
-
-def step_in_a_hook_of_a_node(model: Model) -> object:
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    return model(_batch()).sum().backward()
 
 
 def step_after_a_cast(model: Model) -> object:
@@ -642,11 +578,6 @@ def _evicted() -> nn.Module:
     return model
 
 
-def evicted_unit_runs(model: Model) -> object:
-    evicted(model)
-    return zf.describe(model)
-
-
 def evicted_inside_unsharded(model: Model) -> object:
     with zf.unsharded(model):
         return zf.evict(model, to=zf.cpu())
@@ -666,12 +597,6 @@ def evicted_states_share_memory() -> object:
     return evicted(model, optimizer)
 
 
-def restored_twice() -> object:
-    evicted = zf.evict(nn.Linear(4, 4), to=zf.cpu())
-    evicted.restore()
-    return evicted.restore()
-
-
 # -- offload ---------------------------------------------------------------------------------------------------------
 
 
@@ -683,11 +608,6 @@ def memory_of_a_tensor_in_a_tier_is_replaced(tiered: nn.Module) -> None:
 def values_in_a_tier_are_read_in_a_fork(tiered: nn.Module) -> None:
     with mock.patch("os.getpid", return_value=-1):
         next(tiered.parameters()).sum()
-
-
-def row_of_a_resting_parameter_is_written(two: DeviceMesh) -> None:
-    with torch.no_grad():
-        zf.shard_params(nn.Linear(4, 4), two).weight[1:3].zero_()
 
 
 class Shifted(nn.Module):
@@ -713,9 +633,7 @@ def planned_with_two_optimizers(two: DeviceMesh) -> object:
 
 
 def _tiled(prepare: Callable[[Model], object], where: str = "head.*") -> nn.Module:
-    model = Model()
-    prepare(model)
-    return zf.tile(model, where=where, parts=2)
+    return zf.tile(_changed(prepare), where=where, parts=2)
 
 
 def tiled_output_is_cut() -> object:
@@ -866,11 +784,6 @@ def checkpoint_is_damaged(saved: Path) -> object:
     return zf.load(saved, nn.Linear(2, 2))
 
 
-def checkpoint_is_of_a_later_version(saved: Path) -> object:
-    _forged(saved / "manifest.json", lambda body: body.update(version=99))
-    return zf.load(saved, nn.Linear(2, 2))
-
-
 def checkpoint_of_two_tensors_of_one_name(saved: Path) -> object:
     def add(body: dict[str, Any]) -> None:
         file = body["files"]["model"][0]
@@ -879,16 +792,6 @@ def checkpoint_of_two_tensors_of_one_name(saved: Path) -> object:
 
     _forged(saved / "rank-00000.json", add)
     return zf.load(saved, nn.Linear(2, 2))
-
-
-def pretrained_of_another_kind(folder: Path) -> object:
-    torch.save({}, folder / "pytorch_model.bin")
-    return zf.load_pretrained(nn.Linear(2, 2), folder)
-
-
-def pretrained_is_there_already(folder: Path) -> object:
-    zf.save_pretrained(nn.Linear(2, 2), folder)
-    return zf.save_pretrained(nn.Linear(2, 2), folder)
 
 
 def pretrained_of_two_stages(folder: Path) -> object:
@@ -947,11 +850,6 @@ def conversion_of_what_ranks_have_saved_apart(saved: Path) -> object:
     source = opened(saved, lambda name: name)
     with mock.patch.object(Catalog, "differs_by_rank", return_value=True):
         return convert(source, saved.parent / "b", "dcp", dtype=None, only=("model", "extra"), tell=print)
-
-
-def checkpoints_of_two_kinds(saved: Path) -> object:
-    torch.save({}, saved.parent / "mp_rank_00_model_states.pt")
-    return zf.load(saved.parent, nn.Linear(2, 2))
 
 
 def checkpoint_is_being_saved(folder: Path) -> object:
@@ -1139,6 +1037,66 @@ ROWS: dict[str, Callable[..., object]] = {
     "gradient_is_sparse": lambda one: zf.shard_params(SparseInFunction(), one)(torch.tensor([1, 2])).sum().backward(),
     # loading
     "entry_of_another_shape": lambda model: model.load_state_dict({**model.state_dict(), "head.bias": torch.zeros(4)}),
+    # once something was changed
+    "module_cannot_be_copied": lambda two: zf.shard_params(
+        _changed(lambda model: setattr(model.layers[1], "guard", threading.Lock())), two
+    ),
+    "closure_over_a_module": lambda one: zf.shard_params(
+        _changed(lambda model: model.head.register_forward_hook(lambda module, args, output: output + model.head.bias)),
+        one,
+    ),
+    "parameters_share_memory": lambda one: zf.shard_params(
+        _changed(lambda model: setattr(model.layers[1], "weight", nn.Parameter(model.layers[0].weight.detach().T))), one
+    ),
+    "buffer_in_the_memory_of_a_parameter": lambda one: zf.shard_params(
+        _changed(lambda model: model.register_buffer("first_row", model.layers[0].weight.detach()[0])), one
+    ),
+    "assigned_value_is_of_a_subclass": lambda two: zf.shard_params(nn.Sequential(nn.Linear(4, 4)), two).load_state_dict(
+        {"0.weight": _two(), "0.bias": torch.zeros(4)}, assign=True
+    ),
+    "unit_in_a_selective_checkpoint": lambda model: checkpoint(
+        model,
+        _batch(),
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]),
+    ),
+    "gradients_are_vectorized": lambda model: torch.autograd.grad(
+        model(_batch()).flatten()[:2], list(model.parameters()), torch.eye(2), is_grads_batched=True
+    ),
+    "parameter_was_replaced": lambda model: (
+        setattr(model.head, "weight", nn.Parameter(torch.zeros(3, 4))),
+        model(_batch()),
+    ),
+    "parameter_was_replaced_by_nothing": lambda model: (model.head.register_parameter("bias", None), zf.refresh(model)),
+    "data_of_a_parameter_was_assigned": lambda model: setattr(
+        model.head.weight, "data", model.head.weight.data.double()
+    ),
+    "parameter_is_late": lambda model: (setattr(model.layers[0], "adapter", nn.Linear(4, 2)), model(_batch())),
+    "step_in_a_hook_of_a_node": lambda model: (
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}),
+        model(_batch()).sum().backward(),
+    ),
+    "evicted_unit_runs": lambda model: (evicted(model), zf.describe(model)),
+    "restored_twice": lambda: [evicted.restore() for evicted in 2 * [zf.evict(nn.Linear(4, 4), to=zf.cpu())]],
+    "pretrained_of_another_kind": lambda folder: (
+        torch.save({}, folder / "pytorch_model.bin"),
+        zf.load_pretrained(nn.Linear(2, 2), folder),
+    ),
+    "pretrained_is_there_already": lambda folder: [zf.save_pretrained(nn.Linear(2, 2), folder) for _ in range(2)],
+    "checkpoint_is_of_a_later_version": lambda saved: (
+        _forged(saved / "manifest.json", lambda body: body.update(version=99)),
+        zf.load(saved, nn.Linear(2, 2)),
+    ),
+    "checkpoints_of_two_kinds": lambda saved: (
+        torch.save({}, saved.parent / "mp_rank_00_model_states.pt"),
+        zf.load(saved.parent, nn.Linear(2, 2)),
+    ),
+    "row_of_a_resting_parameter_is_written": lambda two: (
+        zf.shard_params(nn.Linear(4, 4), two).weight.detach()[1:3].zero_()
+    ),
+    "check_optimizer_of_the_module_before": lambda two: zf.check(
+        zf.shard_params(before := Model(), two), torch.optim.AdamW(before.parameters())
+    ),
     # launch
     "launch_no_rank": lambda: zf.launch(print, 0),
     "launch_no_thread": lambda: zf.launch(print, 2, threads=0),

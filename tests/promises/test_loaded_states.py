@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -151,34 +150,3 @@ def test_states_of_rank_0_go_to_other_stages_whole(stage: str) -> None:
     assert _same(first, second)
     if dist.get_rank() == 0:
         Language().load_state_dict(values)
-
-
-def _states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-
-def _saved(folder: str) -> dict[str, Tensor]:
-    model, optimizer = _built("zero3", Language)
-    for step in range(3):
-        _step(model, optimizer, step)
-    dcp.save(_states(model, optimizer), checkpoint_id=folder)
-    _step(model, optimizer, 3)
-    return parameters(model)
-
-
-def _continued(folder: str, stage: str) -> dict[str, Tensor]:
-    model, optimizer = _built(stage, Language)
-    states = _states(model, optimizer)
-    dcp.load(states, checkpoint_id=folder)
-    model.load_state_dict(states["model"])
-    set_optimizer_state_dict(model, optimizer, states["optimizer"])
-    _step(model, optimizer, 3)
-    return parameters(model)
-
-
-def test_a_checkpoint_of_torch_continues_at_another_stage_and_number_of_ranks(ranks: Ranks, tmp_path: Any) -> None:
-    """Before it is continued on others, where batches are others; there it is loaded."""
-    expected = ranks(3).run(_saved, str(tmp_path))
-    for one, other in zip(expected, ranks(3).run(_continued, str(tmp_path), "zero1"), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    ranks(2).run(_continued, str(tmp_path), "zero2")
