@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,8 +10,7 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
-from tests.support.worlds import Run, differences, noise, trained
+from tests.support.ranks import axis
 
 WIDTH, RANK = 6, 2
 
@@ -40,17 +37,6 @@ def _build() -> nn.Module:
     return nn.Sequential(
         nn.Embedding(7, WIDTH).requires_grad_(False), layers, nn.Linear(WIDTH, 4).requires_grad_(False)
     )
-
-
-def _program(model: Any, run: Run, number: int) -> object:
-    tokens = noise(3, seed=number).abs().mul(10).long() % 7
-    loss = model(tokens).square().mean()
-    run.backward(loss)
-    return loss
-
-
-def test_adapters_train_as_in_replicas(ranks: Ranks) -> None:
-    assert ranks(2).run(differences, trained(_build, _program, optimizer="adamw")) == [[]] * 2
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])

@@ -1,4 +1,5 @@
-"""Edits between steps: of parameters and their data, casts, pruning; what comes late or is replaced."""
+"""Edits between steps: of parameters and their data, casts, pruning; what comes late or is replaced. Of slices:
+`units/runtime/test_refused.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
-from tests.support.programs import STAGES, parameters
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, named_fulls
@@ -45,34 +46,6 @@ def _edits(world: World) -> None:
         model.enter.weight.copy_(torch.linspace(-1, 1, model.enter.weight.numel()).view_as(model.enter.weight))
     world.train(model, optimizer, 3)
     world.note_model(model)
-
-
-@on_ranks(2)
-def test_edits_of_slices_raise_and_write_nothing() -> None:
-    """Rows, chunks and diagonals of resting parameters and gradients: torch alone loses what is written there."""
-    seed_generator(0)
-    model: Any = zf.zero3(Tower(), axis())
-    model(noise(4, WIDTH, seed=0)).square().mean().backward()
-    before, grads = parameters(model), named_fulls({name: p.grad for name, p in model.named_parameters()})
-    writes: tuple[Callable[[], object], ...] = (
-        lambda: model.enter.weight.grad[1:4].zero_(),
-        lambda: model.enter.bias.grad[:2].add_(1),
-        lambda: model.enter.weight[2].mul_(0.5),
-        lambda: model.leave.weight.chunk(2)[1].add_(0.125),
-        lambda: model.leave.weight.diagonal().fill_(0.5),
-        lambda: nn.init.ones_(model.enter.weight.data[3:5]),
-        lambda: nn.init.uniform_(model.enter.weight),
-    )
-    others: tuple[Callable[[], object], ...] = (  # torch's own errors
-        lambda: model.leave.weight.grad.masked_fill_(torch.arange(7) % 3 == 0, 0.0),
-        lambda: model.leave.bias.grad.index_fill_(0, torch.tensor([0, 3]), 0.25),
-        lambda: model.enter.bias.data.copy_(torch.ones(7)),
-    )
-    for write in (*writes, *others):
-        with torch.no_grad(), pytest.raises(zf.ShardedAccessError if write in writes else RuntimeError):
-            write()
-    after, now = parameters(model), named_fulls({name: p.grad for name, p in model.named_parameters()})
-    assert all(torch.equal(after[name], before[name]) and torch.equal(now[name], grads[name]) for name in before)
 
 
 MOVES: dict[str, Callable[[nn.Module], object]] = {

@@ -14,7 +14,7 @@ from tests.support.models import Language, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
-from tests.support.wholes import full, named_fulls
+from tests.support.wholes import full
 from tests.support.worlds import Run, differences, noise, trained
 
 
@@ -84,28 +84,6 @@ def test_the_last_rank_updates_its_rows_of_a_tied_embedding(ranks: Ranks, n: int
         assert not (before == full(model.head.weight)).all(1).any(), "every row has moved"
 
     assert ranks(n).run(differences, trained(lambda: Language(vocabulary, 5), program, optimizer="adam")) == [[]] * n
-
-
-@pytest.mark.parametrize("build", [TiedInside, TiedAcross])
-@on_ranks(3)
-def test_ties_survive_transforms_steps_and_state_dicts(build: type[Stack]) -> None:
-    for stage in STAGES.values():
-        plain = build()
-        model: Any = stage(plain, axis())
-        assert list(model.state_dict()) == list(plain.state_dict())
-        assert len(list(model.parameters())) == len(list(plain.parameters()))
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        assert names == {name for name, _ in plain.named_parameters(remove_duplicate=False)}
-        other = zf.zero3(build(), axis())
-        other.load_state_dict(model.state_dict())
-        optimizer = torch.optim.Adam(other.parameters(), lr=0.1)
-        other(noise(3, 6, seed=1)).sum().backward()
-        optimizer.step()
-        values = named_fulls(dict(other.named_parameters(remove_duplicate=False)))
-        with torch.no_grad():
-            plain.load_state_dict(values)  # one value for each tie, or the last one would win
-        for name, parameter in plain.named_parameters(remove_duplicate=False):
-            assert torch.equal(parameter, values[name])
 
 
 @pytest.mark.parametrize("stage", STAGES)
