@@ -29,7 +29,6 @@ from zero_fn.kernels.threads import more_threads
 from zero_fn.resting import local_of
 from zero_fn.runtime import ending, side_stream, tier_tensor
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.record import record_of
 from zero_fn.storage import Transfer
 from zero_fn.transforms.parked import Parking
 from zero_fn.values.tiers import Cpu, Tier
@@ -243,7 +242,8 @@ def norms_on_the_host(tier: Tier) -> None:
     model: Any = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier)
     model(torch.randn(64, 2048).to(device.NAME)).square().sum().backward()
     (gradient,) = (parameter.grad for parameter in model.parameters())
-    record = record_of(local_of(gradient))
+    resting: Any = local_of(gradient)
+    record = resting.record
     for order in (1.0, 2.0, 3.0, torch.inf):
         truth = torch.linalg.vector_norm(gradient.detach().cpu().double(), order).item()
         versions = [parcel.version for parcel in record.parcels]
@@ -262,7 +262,8 @@ def parcels_are_large_where_they_are_stepped(tier: Tier) -> None:
     model: Any = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier, optim=tier)
     model(torch.randn(2, 2048).to(device.NAME)).sum().backward()
     (gradient,) = (parameter.grad for parameter in model.parameters())
-    assert len(record_of(local_of(gradient)).parcels) == (1 if isinstance(tier, Cpu) else 3)
+    resting: Any = local_of(gradient)
+    assert len(resting.record.parcels) == (1 if isinstance(tier, Cpu) else 3)
 
 
 @program

@@ -15,7 +15,7 @@ from zero_fn.runtime.away import Away
 from zero_fn.runtime.group import Groups, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import Form
-from zero_fn.runtime.record import Record, record_of
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
@@ -137,7 +137,7 @@ class AtRest:
         for slot in self.slots if slots is None else slots:
             own = slot.flat
             if isinstance(own, TierTensor):
-                own = record_of(own).values(own.number)
+                own = own.record.values(own.number)
             elif slots is not None and not slot.is_current():  # values were assigned to it in a forward
                 own = slot.path.flat_of(local_of(slot.parameter))
             if slot.path.layout is None:

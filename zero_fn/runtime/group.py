@@ -15,7 +15,7 @@ from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
 from zero_fn.runtime.parcels import PARCEL_NBYTES, STEPPED_IN_PLACE_NBYTES, Form
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.storage.pool import BufferPool
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import PACKED_NBYTES
@@ -118,7 +118,7 @@ class Group:
             path = slot.path
             if kind.rests is Rests.ON_SHELF:
                 assert self.record is not None
-                slot.flat = self.record.tensor(number)
+                slot.flat = TierTensor.of(self.record, number)
             elif kind.rests is Rests.IN_WHOLE:
                 assert self.whole is not None
                 slot.flat = self.whole.range(slot, path.start, path.local_numel)
@@ -128,7 +128,9 @@ class Group:
             else:
                 assert self._rest is not None
                 slot.flat = self._rest.range(slot, 0, path.local_numel)
-            slot.gradient_place = self.gradient_record.tensor(number) if self.gradient_record is not None else None
+            slot.gradient_place = (
+                TierTensor.of(self.gradient_record, number) if self.gradient_record is not None else None
+            )
 
     def _lay_out_records(self, make_record: MakeRecord) -> None:
         kind = self.kind

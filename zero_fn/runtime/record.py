@@ -21,11 +21,10 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.runtime.parcels import Form, Parcel, parcels_of
 from zero_fn.runtime.side_stream import side_stream
-from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import TierStorage, Transfer, wait_all
 from zero_fn.values.tiers import Cpu
 
-__all__ = ["Record", "Stretch", "record_of"]
+__all__ = ["Record", "Stretch"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -67,10 +66,6 @@ class Record:
         for stretch in (self.fetched, self.writing):
             if stretch is not None:
                 stretch.abandon(self)
-
-    def tensor(self, number: int) -> TierTensor:
-        """One of the tensors, flat, without memory."""
-        return TierTensor(self, number, (self.forms[number].numel,), (1,))
 
     def settle(self) -> None:
         """Takes the step that waits for these tensors, if one does. [Note: a step that waits]"""
@@ -275,9 +270,3 @@ def _stay(record: Record) -> None:
     leaving, record.leaving = record.leaving, None
     if leaving is not None:
         leaving.synchronize()
-
-
-def record_of(tensor: TierTensor) -> Record:
-    """The record of a tensor in a tier."""
-    assert isinstance(tensor.record, Record)
-    return tensor.record

@@ -26,8 +26,8 @@ of bfloat16, too: rounded norms of 1024 rows add up to more digits than any of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from zero_fn.errors import StateError
 from zero_fn.kernels.threads import more_threads
-from zero_fn.runtime.parcels import Form
-from zero_fn.storage import TierStorage
+from zero_fn.runtime.record import Record
 
 __all__ = ["PLACE", "TierTensor", "in_memory", "same_place", "written_by"]
 
@@ -52,17 +51,6 @@ _ROWS = 1024
 _BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 
 
-class Holder(Protocol):
-    """What holds the values of tensors in a tier. (record.py)"""
-
-    device: torch.device
-    shelf: TierStorage
-    forms: Sequence[Form]
-
-    def opened(self, number: int, *, is_written: bool, on_host: bool = False) -> AbstractContextManager[Tensor]:
-        """Inside, one tensor is in memory, flat."""
-
-
 PLACE = ("record", "number", "first", "moved")
 """The attributes of a `TierTensor` that say where its values are."""
 
@@ -70,14 +58,14 @@ PLACE = ("record", "number", "first", "moved")
 class TierTensor(Tensor):
     """A tensor, or a view of a tensor, of a record."""
 
-    record: Holder
+    record: Record
     number: int  # the number of the tensor in the record
     first: int  # the storage offset of the view in that tensor
     moved: Tensor | None = None  # values in memory that have replaced those in the tier. [Note: .data]
 
     @staticmethod
     def __new__(
-        cls, record: Holder, number: int, size: Sequence[int], stride: Sequence[int], first: int = 0
+        cls, record: Record, number: int, size: Sequence[int], stride: Sequence[int], first: int = 0
     ) -> TierTensor:
         tensor: TierTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(size), strides=tuple(stride), dtype=record.forms[number].dtype, device=record.device
@@ -87,6 +75,11 @@ class TierTensor(Tensor):
 
     def __init__(self, *_: object) -> None:
         pass
+
+    @classmethod
+    def of(cls, record: Record, number: int) -> TierTensor:
+        """One of the tensors of a record, flat."""
+        return cls(record, number, (record.forms[number].numel,), (1,))
 
     @property
     def data(self) -> Tensor:

@@ -12,7 +12,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.parcels import Parcel, planned_parcels
-from zero_fn.runtime.record import Record, record_of
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import unit_of
@@ -34,7 +34,7 @@ def place_of(parameter: Tensor) -> RestsAt | None:
     local, slot = local_of(parameter), slot_of(parameter)
     away = local if isinstance(local, TierTensor) else slot.gradient_place if slot is not None else None
     if away is not None:
-        record = record_of(away)
+        record = away.record
         return RestsAt(record, away.number, record.parcels)
     unit = unit_of(slot)
     what = next(slot.kind.shelved(), None) if slot is not None else None
@@ -77,7 +77,7 @@ def records_of(tensors: Iterable[Tensor]) -> list[Record]:
     found: dict[Record, None] = {}
     for local in map(local_of, tensors):
         if isinstance(local, TierTensor):
-            record = record_of(local)
+            record = local.record
             found[record] = None
             if isinstance(record, ParameterRecord) and record.copies is not None:
                 found[record.copies] = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.parcels import padded_nbytes
-from zero_fn.runtime.record import Record, record_of
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
@@ -169,7 +169,7 @@ class Windows:
         slot = slot_of(cut.parameter)
         place = slot.gradient_place if slot is not None and cut.in_parcel is not None else None
         is_there = place is not None and same_place(local_of(self._grads[id(cut.parameter)]), place)
-        return record_of(place) if place is not None and is_there else None
+        return place.record if place is not None and is_there else None
 
 
 def _parameter_record(chunk: Chunk) -> ParameterRecord | None:

@@ -22,6 +22,7 @@ from zero_fn.kernels import library
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
 from zero_fn.runtime.record import Record
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Slab, storage_on, wait_all
 from zero_fn.storage.io import Request
 
@@ -49,7 +50,7 @@ class Pair:
     def write(self, way: str, number: int, value: Tensor) -> None:
         self.expected[number] = value
         if way == "copy":
-            self.record.tensor(number).copy_(value)
+            TierTensor.of(self.record, number).copy_(value)
         elif way == "at once":
             self.record.write({number: value})
         elif way == "behind":

@@ -16,7 +16,7 @@ from torch import Tensor
 import zero_fn as zf
 from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
 from zero_fn.runtime.record import Record
-from zero_fn.runtime.tier_tensor import _is_for_host
+from zero_fn.runtime.tier_tensor import TierTensor, _is_for_host
 from zero_fn.storage import Slab, storage_on, wait_all
 
 Forms = list[Form]
@@ -62,12 +62,12 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
             record.begin_writing(new)
         else:
             for n, value in new.items():
-                record.tensor(n).copy_(value)
+                TierTensor.of(record, n).copy_(value)
         expected = [new.get(n, value) for n, value in enumerate(expected)]
         record.arrive()
         assert all(torch.equal(record.values(n), value) for n, value in enumerate(expected))
         record.drop()
-        assert all(torch.equal(record.tensor(n).clone(), value) for n, value in enumerate(expected))
+        assert all(torch.equal(TierTensor.of(record, n).clone(), value) for n, value in enumerate(expected))
     assert len(shelf._free) == (1 if record.nbytes else 0)
     assert all(memory.numel() == record.nbytes for memory, *_ in shelf._free)
 
@@ -103,7 +103,7 @@ def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path: Path) -> None:
 
 def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, shelf = recorded(tmp_path, [Form(6, torch.float32)])
-    tensor = record.tensor(0).view(2, 3).t()
+    tensor = TierTensor.of(record, 0).view(2, 3).t()
     monkeypatch.setattr(shelf, "read", None)
     monkeypatch.setattr(shelf, "borrow", None)
     assert torch.zeros_like(tensor).stride() == (1, 3)
@@ -113,7 +113,7 @@ def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path: Path, monk
 
 def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, _ = recorded(tmp_path, [Form(8, torch.float32)] * 3)
-    tensors: list[Tensor] = [record.tensor(n) for n in range(3)]
+    tensors: list[Tensor] = [TierTensor.of(record, n) for n in range(3)]
     opened: list[int] = []
     bring, most = Record.opened, 0
 
@@ -136,7 +136,7 @@ def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch:
 def test_a_tensor_that_is_given_twice_is_opened_once(tmp_path: Path) -> None:
     """What was opened first would be written back last, as it was."""
     record, _ = recorded(tmp_path, [Form(8, torch.float32)])
-    tensor: Tensor = record.tensor(0)
+    tensor: Tensor = TierTensor.of(record, 0)
     tensor.fill_(3.0)
     tensor.mul_(tensor)
     assert tensor.clone().eq(9).all()
@@ -148,7 +148,7 @@ def test_what_is_written_or_small_is_computed_on_the_host_for_a_device(tmp_path:
     shelf = storage_on(zf.nvme(tmp_path), "a test")
     forms = [Form(6, torch.float32)]
     record = Record(shelf, forms, torch.device("meta"), *shelf.reserve([record_nbytes(forms)]))
-    tensor, aten = record.tensor(0), torch.ops.aten
+    tensor, aten = TierTensor.of(record, 0), torch.ops.aten
     assert _is_for_host(aten.mul_.Scalar, [tensor, 2.0], {id(tensor)})
     assert _is_for_host(aten.add.Tensor, [tensor, 2.0], set())
     assert not _is_for_host(aten.add.Tensor, [tensor, torch.empty(6, device="meta")], set())

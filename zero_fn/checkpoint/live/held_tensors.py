@@ -23,7 +23,7 @@ from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parcels import Parcel
-from zero_fn.runtime.record import Record, record_of
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import StagingBuffers, wait_all
@@ -119,7 +119,7 @@ class ParcelWindow:
 
     def _rooms(self, tensor: TierTensor, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
         """The parts of these elements that each parcel has: the first, how many, and their memory."""
-        record = record_of(tensor)
+        record = tensor.record
         first, last = first + tensor.first, last + tensor.first
         for parcel in record.parcels:
             for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True):
