@@ -1,24 +1,33 @@
-"""Laws of checkpoints: boxes cover what they say, and what any boxes were written to is read in any others."""
+"""Laws of checkpoints: boxes cover what they say, what was saved anywhere is loaded anywhere, a save that fails or is killed
+has not begun, and whatever befalls a file is found before anything changes."""
 
 from __future__ import annotations
 
+import errno
+import shutil
 import tempfile
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import example, given
+import torch.distributed as dist
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
-from property_tests.programs import Leaf, Node, Tree, build
-from property_tests.strategies import leaves
-from tests.support.groups import alone
+from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, build
+from property_tests.strategies import FLOATS, chains, trees
+from tests.simulation import Fault, Simulated, axis
 from tests.support.profiles import examples
+from tests.support.wholes import full
+from tests.units.checkpoint.test_atomic import before_each_call
 from tests.units.checkpoint.worlds import differing, everything
 from zero_fn.checkpoint.format.box import Box, Holding, ranges, spans, whole_box
 from zero_fn.checkpoint.format.catalog import Catalog
@@ -115,81 +124,6 @@ def test_any_boxes_are_read_from_any_others(shape: tuple[int, ...], dtype: torch
             source.close()
 
 
-@given(st.lists(FULL, min_size=1, max_size=4), st.integers(0, 3), st.booleans())
-def test_load_after_save_is_the_identity(shapes: list[tuple[int, ...]], steps: int, is_async: bool) -> None:
-    def run(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = nn.Module()
-        for number, shape in enumerate(shapes):
-            model.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape)))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1 + seed, amsgrad=bool(steps % 2))
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach().sin()
-        optimizer.step()
-
-    model, optimizer = run(0)
-    for _ in range(steps):
-        step(model, optimizer)
-    other, its_optimizer = run(1)
-    with tempfile.TemporaryDirectory() as folder:
-        zf.save(f"{folder}/a", model, optimizer, background=is_async).wait()
-        zf.load(folder, other, its_optimizer)
-    for _ in range(2):
-        step(model, optimizer)
-        step(other, its_optimizer)
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
-
-
-STAGES = (lambda model, _: model, zf.replicate, zf.zero1, zf.zero3)
-TIERS = st.sampled_from([None, "cpu", "nvme"])
-MIXED = [Leaf((3,), (0,)), Leaf((8, 4, 3, 3), (0, 2, 3, 1)), Leaf((5, 3), (1, 0)), Leaf((2, 2), (0, 1))]
-
-
-@examples(dev=6, ci=300, deep=10_000)
-@example(MIXED, False, 0, "nvme", "nvme")
-@example(MIXED, False, 3, "nvme", "nvme")
-@example(MIXED, True, 2, None, "nvme")
-@given(
-    st.lists(leaves(dtypes=[torch.float32, torch.bfloat16], frozen=False), min_size=1, max_size=5),
-    st.booleans(),
-    st.integers(0, 3),
-    TIERS,
-    TIERS,
-)
-def test_a_load_gives_what_was_saved_whatever_the_strides_and_the_tiers(
-    saved: list[Leaf], is_turned: bool, stage: int, params: str | None, states: str | None
-) -> None:
-    """Parameters share parcels of a tier, and lie there in any order of dims; `is_turned`: in another than was saved."""
-
-    def trained(leaves: list[Leaf], seed: int, params: str | None, states: str | None) -> tuple[nn.Module, Any]:
-        tiers: dict[str, Any] = {"cpu": zf.cpu(), "nvme": zf.nvme(folder)}
-        model: nn.Module = STAGES[stage](build(Tree(Node(tuple(leaves))), seed), mesh)
-        model = model if params is None else zf.offload(model, params=tiers[params])
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1 + seed, amsgrad=True)
-        optimizer = optimizer if states is None else zf.streamed(optimizer, tiers[states])
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach().sin()
-        optimizer.step()
-        return model, optimizer
-
-    with alone() as mesh, tempfile.TemporaryDirectory() as folder:
-        model, optimizer = trained(saved, 0, None, None)
-        zf.save(f"{folder}/step-1", model, optimizer)
-        zf.save_pretrained(model, f"{folder}/hf")
-        turned = [Leaf(leaf.shape, leaf.order[::-1], leaf.dtype) for leaf in saved] if is_turned else saved
-        other, its_optimizer = trained(turned, 1, params, states if params is None else states or "cpu")
-        zf.save(f"{folder}/step-2", other, its_optimizer)
-        expected = everything(other, its_optimizer)
-        zf.load(f"{folder}/step-1", other, its_optimizer)
-        assert differing(everything(model, optimizer), everything(other, its_optimizer)) == []
-        zf.load(f"{folder}/step-2", other, its_optimizer)
-        assert differing(expected, everything(other, its_optimizer)) == []
-        zf.load_pretrained(other, f"{folder}/hf")
-        assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
-
-
 @given(st.lists(FULL, min_size=1, max_size=4), st.integers(1, 5), st.booleans(), st.data())
 def test_what_deepspeed_has_cut_is_found_once(
     shapes: list[tuple[int, ...]], ranks: int, is_cut_each: bool, data: st.DataObject
@@ -208,3 +142,265 @@ def test_what_deepspeed_has_cut_is_found_once(
             found[name] += range(at, at + count)
             assert is_cut_each or first + count <= size
     assert found == {name: list(range(prod(shape))) for name, shape in group.items()}
+
+
+# -- over ranks --------------------------------------------------------------------------------------------------------
+
+
+MODELS = trees(dtypes=(*FLOATS, torch.int64, torch.bool))
+ONE = Link("shard_params")
+REFUSALS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES)
+
+
+@dataclass(frozen=True)
+class World:
+    """How many ranks there are, and how a model and its optimizer rest on them; a pair of ranks is a grid."""
+
+    ranks: int | tuple[int, int]
+    chain: Chain
+    params: str | None
+    states: str | None
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Any ranks, homes and tiers; a chain without links is a plain module on one rank."""
+    chain = draw(st.just(()) | chains(precise=True))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, (2, 2)])) if chain else 1
+    tiers = st.sampled_from([None, None, "cpu", "nvme"])
+    is_sharded = any(link.verb == "shard_params" for link in chain)
+    params = draw(tiers) if is_sharded else None
+    streamed = tiers if params is None else tiers.filter(bool)  # what is away is stepped by a streamed optimizer
+    return World(ranks, chain, params, draw(streamed) if chain else None)
+
+
+def tier(name: str, folder: str) -> Any:
+    return zf.nvme(folder) if name == "nvme" else zf.cpu()
+
+
+def made(tree: Tree, world: World, mesh: DeviceMesh, folder: str, seed: int) -> tuple[nn.Module, Any]:
+    """The model and its optimizer at rest in a world."""
+    model: nn.Module = apply(world.chain, build(tree, seed), mesh)
+    model.register_buffer("seen", torch.arange(3.0) + seed)
+    if world.params is not None:
+        model = zf.offload(model, params=tier(world.params, folder))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=0.1 + seed, amsgrad=True)
+    return model, optimizer if world.states is None else zf.streamed(optimizer, tier(world.states, folder))
+
+
+def stepped(model: nn.Module, optimizer: Any) -> None:
+    """A step whose gradients are other for each element."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(folder: str, tree: Tree, world: World, mesh: DeviceMesh) -> dict[str, Any]:
+    """Saves a model that has been trained, and returns all that it has."""
+    model, optimizer = made(tree, world, mesh, folder, seed=0)
+    stepped(model, optimizer)
+    zf.save(f"{folder}/runs/step-1", model, optimizer, extra={"step": 1})
+    zf.save_pretrained(model, f"{folder}/hf")
+    return everything(model, optimizer)
+
+
+def loaded(folder: str, tree: Tree, world: World, mesh: DeviceMesh, expected: dict[str, Any]) -> list[str]:
+    """Loads that into another model, and returns what differs."""
+    model, optimizer = made(tree, world, mesh, folder, seed=1)
+    stepped(model, optimizer)
+    zf.load(f"{folder}/runs", model, optimizer, verify="once")
+    wrong = differing(expected, everything(model, optimizer))
+    stepped(model, optimizer)
+    zf.load_pretrained(model, f"{folder}/hf")
+    found = {name: full(value) for name, value in model.state_dict().items()}
+    return wrong + differing({name: expected[name] for name in found}, found)
+
+
+def has_optimizer(tree: Tree) -> bool:
+    return any(parameter.requires_grad for parameter in build(tree).parameters())
+
+
+def turned(node: Node) -> Node:
+    """The same parameters, in the opposite order of dims in memory."""
+    own = tuple(replace(leaf, order=leaf.order[::-1]) for leaf in node.leaves)
+    return replace(node, leaves=own, children=tuple(map(turned, node.children)))
+
+
+MIXED = Tree(Node((Leaf((3,), (0,)), Leaf((8, 4, 3, 3), (0, 2, 3, 1)), Leaf((5, 3), (1, 0)), Leaf((2, 2), (0, 1)))))
+PLAIN, ON_DISK = World(1, (), None, None), World(1, (ONE,), "nvme", "nvme")
+
+
+@examples(dev=15, ci=400, deep=20_000)
+@example(MIXED, PLAIN, ON_DISK, False)
+@example(MIXED, ON_DISK, ON_DISK, True)
+@given(MODELS, worlds(), worlds(), st.booleans())
+def test_what_was_saved_in_any_world_is_loaded_in_any_other(
+    simulated: Simulated, tree: Tree, there: World, here: World, is_turned: bool
+) -> None:
+    """Also where parameters lie in another order of dims than they did."""
+    assume(has_optimizer(tree))
+    read = replace(tree, root=turned(tree.root)) if is_turned else tree
+    with tempfile.TemporaryDirectory() as folder:
+        expected = simulated(there.ranks).run(lambda: saved(folder, tree, there, axis()))[0]
+        for wrong in simulated(here.ranks).run(lambda: loaded(folder, read, here, axis(), expected)):
+            assert wrong == []
+
+
+# -- interrupted -------------------------------------------------------------------------------------------------------
+
+
+def refused_at(point: int, rank: int, code: int, second: list[bool]) -> Any:
+    """The disk of a rank refuses its call number `point` of the second save."""
+    seen = [0]
+
+    def act(_: int, name: str) -> None:
+        if second and dist.get_rank() == rank and name != "close":
+            seen[0] += 1
+            if seen[0] == point:
+                raise OSError(code, f"refused {name}")
+
+    return act
+
+
+def interrupted(folder: str, tree: Tree, second: list[bool]) -> tuple[str, list[str]]:
+    """The second save of a model that has changed: how it ended, and what differs after it and once the newest is loaded."""
+    model, optimizer = made(tree, World(2, (ONE,), None, None), axis(), folder, seed=0)
+    states = []
+    for number in (1, 2):
+        stepped(model, optimizer)
+        states.append(everything(model, optimizer))
+        if number == 1:
+            zf.save(f"{folder}/step-1", model, optimizer)
+    told = ""
+    second.append(True)
+    try:
+        zf.save(f"{folder}/step-2", model, optimizer)
+    except zf.StorageError as error:
+        told = str(error)
+    second.clear()
+    wrong = differing(states[1], everything(model, optimizer))
+    stepped(model, optimizer)  # training goes on
+    zf.load(folder, model, optimizer)
+    wrong += differing(states[0 if told else 1], everything(model, optimizer))
+    zf.save(f"{folder}/step-3", model, optimizer)
+    return told, wrong
+
+
+@examples(dev=20, ci=250, deep=10_000)
+@given(trees(dtypes=FLOATS), st.integers(2, 3), st.integers(1, 30), st.integers(0, 2), st.sampled_from(REFUSALS))
+def test_a_save_that_a_disk_refuses_on_one_rank_is_told_on_all_and_has_not_begun(
+    simulated: Simulated, tree: Tree, n: int, point: int, rank: int, code: int
+) -> None:
+    assume(has_optimizer(tree))
+    rank, second = rank % n, list[bool]()
+    with tempfile.TemporaryDirectory() as folder:
+        with before_each_call(refused_at(point, rank, code, second)):
+            said = simulated(n).run(lambda: interrupted(folder, tree, second), may_leave_messages=True)
+        assert all(wrong == [] for _, wrong in said), "a save changes nothing"
+        for other, (told, _) in enumerate(said):
+            assert bool(told) == bool(said[0][0]), "every rank is told, or none"
+            assert not told or errno.errorcode[code] in told
+            assert not told or other == rank or f"failed on rank {rank}" in told
+        expected = [1, 3] if said[0][0] else [1, 2, 3]
+        assert [each.step for each in zf.checkpoints(folder)] == expected, "nothing else is left"
+
+
+@examples(dev=20, ci=200, deep=10_000)
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(1, 12))
+def test_a_save_in_which_a_rank_is_killed_has_not_begun(simulated: Simulated, n: int, rank: int, at: int) -> None:
+    """Or it was complete: the rank was killed after the last one had written."""
+
+    def save(folder: str) -> None:
+        model = zf.zero3(nn.Linear(8, 3), axis())
+        zf.save(f"{folder}/step-1", model)
+        zf.save(f"{folder}/step-2", model)
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = simulated(n, faults=[Fault("kill", rank % n, at)]).report(lambda: save(folder))
+        steps = [found.step for found in zf.checkpoints(folder) if found.is_complete]
+        assert steps in ([], [1], [1, 2])
+        for outcome in report.outcomes:
+            told = (
+                zf.LostRankError,
+                zf.StorageError,
+            )  # the second where the folder was gone before this rank heard why
+            assert outcome.error is None or isinstance(outcome.error, told), str(report)
+        with suppress(IndexError):
+            zf.load(Path(folder) / f"step-{steps[-1]}", nn.Linear(8, 3))
+        zf.save(f"{folder}/step-3", nn.Linear(8, 3))
+        assert not [path.name for path in Path(folder).iterdir() if path.name.startswith(".")], "nothing is left over"
+
+
+# -- damaged -----------------------------------------------------------------------------------------------------------
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> Any:
+    """Something that befalls the files of a checkpoint; says whether they are other than before."""
+    kind = draw(st.sampled_from(["write", "cut", "append", "remove", "swap", "zero", "copy", "insert"]))
+    which, other, at = draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(st.floats(0, 0.999))
+    values = draw(st.binary(min_size=1, max_size=40))
+
+    def act(folder: Path) -> bool:
+        files = _files(folder)
+        path, second = files[which % len(files)], files[other % len(files)]
+        before = path.read_bytes()
+        place = int(at * len(before))
+        after: bytes | None
+        match kind:
+            case "write":
+                after = (before[:place] + values + before[place + len(values) :])[: len(before)]
+            case "cut":
+                after = before[:place]
+            case "append":
+                after = before + values
+            case "insert":
+                after = before[:place] + values + before[place:]
+            case "zero":
+                after = bytes(len(before))
+            case "remove":
+                path.unlink()
+                return True
+            case _:
+                after = second.read_bytes()
+                if kind == "swap":
+                    second.write_bytes(before)
+        path.write_bytes(after)
+        return after != before
+
+    return act
+
+
+@examples(dev=12, ci=1_000, deep=100_000)
+@given(trees(dtypes=FLOATS), st.lists(damages(), min_size=20, max_size=20), st.integers(1, 3))
+def test_whatever_befalls_a_file_is_found_before_anything_changes(
+    simulated: Simulated, tree: Tree, several: list[Any], n: int
+) -> None:
+    assume(has_optimizer(tree))
+    assume(all(parameter.numel() for parameter in build(tree).parameters()))  # a file without elements is never opened
+    with tempfile.TemporaryDirectory() as made_folder:
+        folder = Path(made_folder)
+        world = World(n, (ONE,) if n > 1 else (), None, None)
+        simulated(n).run(lambda: saved(made_folder, tree, world, axis()))
+        model, optimizer = made(tree, PLAIN, None, made_folder, seed=1)  # type: ignore[arg-type]
+        before = everything(model, optimizer)
+        shutil.copytree(folder / "runs", folder / "whole")
+        for act in several:
+            if act(folder / "runs" / "step-1"):
+                try:
+                    zf.load(folder / "runs" / "step-1", model, optimizer)
+                except (zf.CheckpointError, zf.StorageError):
+                    pass
+                else:
+                    raise AssertionError("what was damaged was loaded")
+            shutil.rmtree(folder / "runs")
+            shutil.copytree(folder / "whole", folder / "runs")
+        assert differing(before, everything(model, optimizer)) == []
+        zf.load(folder / "runs", model, optimizer)

@@ -4,7 +4,7 @@ The table `RUNS`: in fresh processes. Then between any two of the worlds of `tes
 optimizer and schedule of torch.
 
 Elsewhere: checkpoints of other libraries in `tests/units/checkpoint/test_of_*.py`; drawn models, ranks and tiers in
-`property_tests/test_checkpoints_of_ranks.py`.
+`property_tests/test_checkpoint_laws.py`.
 """
 
 from __future__ import annotations
