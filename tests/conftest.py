@@ -110,7 +110,8 @@ class RanksAreUsed:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        given: dict[str, object] = getattr(item, "funcargs", {})
+        named = item._fixtureinfo.argnames if isinstance(item, pytest.Function) else ()  # not by its fixtures
+        given = {name: item.funcargs[name] for name in named if name in item.funcargs}  # type: ignore[attr-defined]
         tiers = {name: tier for name, tier in item.config.stash[TIERS_OPEN].items() if given.get(name) is tier}
         before = {name: tier.executed for name, tier in tiers.items()}
         yield
