@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import lr_scheduler
 
 import zero_fn as zf
@@ -50,6 +50,7 @@ class Run:
         else:
             model = STAGES[stage](model, axis())
         self.model, self.dtype, self.step = model, dtype, 0
+        self.options = StateDictOptions(flatten_optimizer_state_dict="flat" in how)
         self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
         self.schedule = lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
         if stage == "away":
@@ -67,7 +68,7 @@ class Run:
 
     def save_and_go_on(self, folder: str, how: str) -> None:
         own = {"schedule": self.schedule, "random": torch.get_rng_state(), "step": self.step}
-        if how == "dcp":
+        if how in ("dcp", "dcp, flat"):
             dcp.save(self._states(), checkpoint_id=folder)
         elif how == "dcp, async":
             own_group = dist.new_group(backend="gloo")  # its thread communicates while this one trains
@@ -88,7 +89,8 @@ class Run:
             states: Any = self._states()
             dcp.load(states, checkpoint_id=folder)
             weights, moments = states["model"], states["optimizer"]
-            set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+            values = {"model_state_dict": weights, "optim_state_dict": moments}
+            set_state_dict(self.model, self.optimizer, **values, options=self.options)
             found = states[f"rank {dist.get_rank()}"]
             self.schedule.load_state_dict(found["schedule"])
         else:
@@ -97,7 +99,7 @@ class Run:
         self.step = found["step"]
 
     def _states(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
         own = {"random": torch.get_rng_state(), "step": self.step, "schedule": self.schedule.state_dict()}
         return {"model": model, "optimizer": optimizer, f"rank {dist.get_rank()}": own}
 
@@ -131,6 +133,8 @@ RUNS = [
     ("zero3", 3, torch.float32, "dcp"),
     ("zero1", 2, torch.float32, "dcp, async"),
     ("away", 3, torch.float32, "async"),
+    ("away", 2, torch.float32, "dcp"),
+    ("away", 2, torch.float32, "dcp, flat"),  # flattened ones were loaded without the states that are in the tier
     ("zero3", 1, torch.float32, "async"),
     ("local buffers", 2, torch.float32, "async"),
     *(pytest.param(stage, 2, torch.float32, "dcp", marks=pytest.mark.long) for stage in STAGES),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import signal
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis, sent_by_value
+from tests.support.ranks import axis, sent_by_value
 from tests.units.storage.disks import small_disk
 from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.local import blame
@@ -210,6 +209,7 @@ def test_weights_that_are_replaced_are_always_one_model(
 
     folder = tmp_path / "hf"
     folder.mkdir()
+    (folder / "trainer_state.json").write_text("{}")
     if before is not None:
         zf.save_pretrained(model(1), folder, max_shard=before)
     replaced = left_by_a_kill(
@@ -221,63 +221,8 @@ def test_weights_that_are_replaced_are_always_one_model(
         export(model(number), left, max_shard=after, replaces=True)
         assert found(left) == number
     count = 1 if after == SINGLE else 6
-    assert len(list(folder.iterdir())) == count + (count > 1), "nothing of before is left"
-
-
-def _failing(folder: Path, name: str, code: int, at: int, rank: int, how: str) -> str:
-    """What this rank is told when a call fails on one of two, and that all is well afterwards."""
-
-    def refuse(_: int, called: str) -> None:
-        nonlocal at
-        if called == name and dist.get_rank() == rank:
-            at -= 1
-            if at == 0:
-                raise OSError(code, os.strerror(code))
-
-    torch.manual_seed(0)
-    model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    zf.save(folder / "step-1", model, optimizer)
-    try:
-        with before_each_call(refuse):
-            zf.save(folder / "step-2", model, optimizer, background=how == "async").wait()
-        told = "nothing"
-    except zf.StorageError as error:
-        told = str(error)
-    step()  # training goes on
-    dist.barrier()
-    assert [found.step for found in zf.checkpoints(folder)] == [1], "neither a checkpoint nor anything else is left"
-    zf.load(folder, model, optimizer)
-    zf.save(folder / "step-3", model, optimizer)
-    return told
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "at", "rank", "how"),
-    [
-        ("mkdir", errno.EROFS, 2, 0, "sync"),
-        ("open", errno.ENOENT, 1, 1, "sync"),
-        ("pwrite", errno.ENOSPC, 2, 1, "sync"),
-        ("pwrite", errno.EIO, 9, 0, "async"),
-        ("fsync", errno.EIO, 1, 1, "async"),
-        ("pwrite", errno.EDQUOT, 5, 0, "sync"),
-        ("rename", errno.EACCES, 1, 0, "sync"),
-    ],
-)
-def test_a_disk_that_fails_on_one_rank_is_told_on_every_rank(
-    ranks: Ranks, name: str, code: int, at: int, rank: int, how: str, tmp_path: Path
-) -> None:
-    said = ranks(2).run(_failing, tmp_path, name, code, at, rank, how)
-    assert errno.errorcode[code] in said[rank]
-    assert f"failed on rank {rank}" in said[1 - rank]
-    assert errno.errorcode[code] in said[1 - rank]
+    assert len(list(folder.glob("*safetensors*"))) == count + (count > 1), "nothing of before is left"
+    assert (folder / "trainer_state.json").exists()
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:

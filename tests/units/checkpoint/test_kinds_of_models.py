@@ -11,7 +11,6 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import alone
-from tests.support.models import Language
 from tests.support.ranks import Ranks, axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.support.seeds import seed_generator
@@ -23,28 +22,6 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> N
     model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _odd(folder: Path, n: int) -> list[str]:
-    """Ties, a frozen, a scalar, an empty and an unused parameter; from n ranks to one process."""
-    seed_generator(0)
-    model = zf.zero3(Language(), axis())
-    expected = {name: full(value) for name, value in model.state_dict().items()}
-    zf.save(folder / f"{n}", model)
-    seed_generator(1)
-    other = zf.zero2(Language(), axis())
-    zf.load(folder / f"{n}", other)
-    return [name for name, value in other.state_dict().items() if not torch.equal(full(value), expected[name])]
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_tied_frozen_scalar_and_empty_parameters(ranks: Ranks, n: int, tmp_path: Path) -> None:
-    assert ranks(n).run(_odd, tmp_path, n) == [[]] * n
-    seed_generator(2)
-    plain = Language()
-    zf.load(tmp_path, plain)
-    seed_generator(0)
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in Language().state_dict().items())
 
 
 def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path: Path) -> None:
@@ -104,20 +81,6 @@ def test_strange_strides_and_compiled_models(tmp_path: Path) -> None:
     assert other[0].weight.stride() == strides
 
 
-def _strided_away(folder: Path) -> bool:
-    """What rests on a disk in another order of dims."""
-    seed_generator(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
-    expected = model[0].weight.detach().clone()
-    model = zf.offload(zf.zero3(model, axis()), params=zf.nvme(str(folder)))
-    zf.save(folder / "a", model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    zf.load(folder, model)
-    return torch.equal(full(model[0].weight), expected)
-
-
 def test_a_parameter_of_several_parcels_of_a_tier_comes_back(tmp_path: Path) -> None:
     plain = nn.Linear(1100, 1200)
     zf.save(tmp_path / "plain", plain)
@@ -127,10 +90,6 @@ def test_a_parameter_of_several_parcels_of_a_tier_comes_back(tmp_path: Path) -> 
     found = nn.Linear(1100, 1200)
     zf.load(tmp_path / "away", found)
     assert torch.equal(found.weight, plain.weight) and torch.equal(found.bias, plain.bias)
-
-
-def test_strange_strides_in_another_tier(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(_strided_away, tmp_path) == [True, True]
 
 
 def test_the_default_device_does_not_matter(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
@@ -146,28 +146,6 @@ def test_a_model_without_states_says_so(saved: tuple[Path, dict[str, Any], dict[
     model = _built(5)
     with pytest.raises(CheckpointError, match="no states of an optimizer"):
         zf.load(saved[0] / "lone", model, _adamw(model, 0.1))
-
-
-def _stock(folder: str) -> bool:
-    """Stock dcp.save and dcp.load of a transformed model, and what `zf.load` makes of the folder."""
-    model = zf.zero3(_built(0), axis())
-    optimizer = _adamw(model, 0.01)
-    _step(model, optimizer)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/stock")
-    expected = _everything(model, optimizer)
-    by_dcp, by_us = (zf.zero3(_built(3), axis()) for _ in range(2))
-    its, ours = _adamw(by_dcp, 0.2), _adamw(by_us, 0.2)
-    weights, states = get_state_dict(by_dcp, its)
-    state = {"model": weights, "optimizer": states}
-    dcp.load(state, checkpoint_id=f"{folder}/stock")
-    set_state_dict(by_dcp, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    zf.load(f"{folder}/stock", by_us, ours)
-    return _everything(by_dcp, its) == expected == _everything(by_us, ours)
-
-
-def test_stock_checkpoints_go_on_working(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(_stock, str(tmp_path)) == [True] * 2
 
 
 def test_metadata_that_runs_code_is_refused(saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:

@@ -17,16 +17,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -35,7 +32,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.models import Language
-from tests.support.ranks import Ranks, axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.units.storage.disks import answers
 from zero_fn.kernels import Library
@@ -198,46 +194,6 @@ def test_streaming_changes_no_bit(
         run(parameters, optimizer, range(2, 4), skipped)
     assert same(parameters, expected)
     assert same(optimizer.state_dict(), stock.state_dict())
-
-
-def resumed(path: str, is_flat: bool, stream: bool) -> tuple[Any, ...]:
-    """A model after two steps, a checkpoint of torch, and two steps more of one that was made anew."""
-    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
-
-    def made() -> tuple[Any, Any]:
-        model: Any = zf.zero3(Language(), axis())
-        if stream:
-            disk = zf.nvme(path)
-            model = zf.offload(model, params=disk, grads=disk)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        return model, zf.streamed(optimizer, zf.nvme(path)) if stream else optimizer
-
-    def train(model: Any, optimizer: Any, seeds: range) -> None:
-        for seed in seeds:
-            tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
-            model(tokens).logsumexp(-1).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = made()
-    train(model, optimizer, range(2))
-    values, states = get_state_dict(model, optimizer, options=options)
-    dcp.save({"model": values, "optimizer": states}, checkpoint_id=f"{path}/saved")
-    model, optimizer = made()
-    values, states = get_state_dict(model, optimizer, options=options)
-    dcp.load({"model": values, "optimizer": states}, checkpoint_id=f"{path}/saved")
-    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states, options=options)
-    train(model, optimizer, range(2, 4))
-    return [p.detach().full_tensor() for p in model.parameters()], _plain(optimizer.state_dict()["state"])
-
-
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_checkpoints_of_torch_resume_a_streamed_optimizer(ranks: Ranks, tmp_path: Path, is_flat: bool) -> None:
-    """Flattened ones were loaded without the states that are in the tier."""
-    (tmp_path / "stock").mkdir()
-    expected = ranks(2).run(resumed, str(tmp_path / "stock"), is_flat, False)
-    for streamed, stock in zip(ranks(2).run(resumed, str(tmp_path), is_flat, True), expected, strict=True):
-        assert same(streamed, stock)
 
 
 def test_a_flattened_checkpoint_of_an_optimizer_without_states_is_loaded(tmp_path: Path) -> None:
