@@ -1,55 +1,79 @@
-"""The Accelerator of accelerate over transformed models: the numbers of DDP, one reduction, states that come back."""
+"""The Accelerator of accelerate over transformed models: the numbers of DDP, or of `from_deepspeed` with a DeepSpeed config;
+one reduction, states that come back."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, llama, on_two_ranks, place, start
-from tests.support.ranks import Ranks
+from tests.outside.integrations.worlds import (
+    OWN,
+    Counting,
+    Overflowing,
+    arguments,
+    llama,
+    on_meta,
+    on_two_ranks,
+    place,
+    read,
+    start,
+    written,
+    zero,
+)
+from tests.support.ranks import Ranks, axis
 from tests.units.checkpoint.test_atomic import left_by_a_kill
 
-pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
-pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-
+Json = dict[str, Any]
 Parts = tuple[Any, nn.Module, Any, Any, Any]
 
 
-def _parts(accelerator: Any, model: nn.Module) -> Parts:
-    """What a script prepares, in its order: the optimizer is built before, for the plain model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
-    loader = torch.utils.data.DataLoader(Counting(), batch_size=2)
-    return (accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
-
-
-def _accelerator(ours: bool, **options: Any) -> Any:
+def _accelerator(ours: bool = True, **options: Any) -> Any:
     from accelerate import Accelerator
 
     from zero_fn.integrations.accelerate import ZeroAccelerator
 
     start()
-    return ZeroAccelerator(cpu=True, place=place(), **options) if ours else Accelerator(cpu=True, **options)
+    if not ours:
+        return Accelerator(cpu=True, **options)
+    ways = {} if {"deepspeed", "deepspeed_plugin"} & options.keys() else {"place": place()}
+    return ZeroAccelerator(cpu=True, **ways | options)
 
 
-def _train(parts: Parts, steps: int) -> list[float]:
-    """Microbatches as accelerate teaches them; loss and norm of each step."""
+def _parts(accelerator: Any, model: nn.Module, *, in_two: bool = False) -> Parts:
+    """What a script prepares, in its order, in one call or two: the optimizer is built before, for the plain model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    others = (
+        optimizer,
+        torch.utils.data.DataLoader(Counting(), batch_size=2),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16),
+    )
+    if in_two:
+        return (accelerator, accelerator.prepare(model), *accelerator.prepare(*others))
+    return (accelerator, *accelerator.prepare(model, *others))
+
+
+def _train(parts: Parts, microbatches: int = 8, max_norm: float | None = None) -> list[float]:
+    """Microbatches as accelerate teaches them; the loss of each, and the norm of each step if the program clips."""
     accelerator, model, optimizer, loader, scheduler = parts
     found = []
-    for _, batch in zip(range(steps), loader, strict=False):
+    for _, batch in zip(range(microbatches), loader, strict=False):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
             found.append(loss.item())
-            if accelerator.sync_gradients:
-                found.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            if accelerator.sync_gradients and max_norm is not None:
+                found.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -61,11 +85,11 @@ def test_prepared_models_have_the_numbers_of_replicas() -> None:
     calls = []
     for microbatches in (1, 2):
         options = {"gradient_accumulation_steps": microbatches}
-        wanted = _train(_parts(_accelerator(False, **options), llama()), 4)
-        parts = _parts(_accelerator(True, **options), llama())
+        wanted = _train(_parts(_accelerator(False, **options), llama()), 4, 0.5)
+        parts = _parts(_accelerator(**options), llama(), in_two=microbatches == 2)
         assert zf.is_transformed(parts[1])
         with zf.traffic() as sent:
-            found = _train(parts, 4)
+            found = _train(parts, 4, 0.5)
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
         calls.append(sent.calls["reduce-scatter"])
     assert calls[0] == 2 * calls[1] > 0, "two microbatches are reduced once"
@@ -73,11 +97,10 @@ def test_prepared_models_have_the_numbers_of_replicas() -> None:
 
 @on_two_ranks
 def test_float16_that_accelerate_would_leave_out_is_refused(folder: str) -> None:
-    from tests.outside.integrations.worlds import arguments
     from zero_fn.integrations.transformers import ZeroTrainer
 
     with pytest.raises(zf.ConfigError, match=r'compute in float32, and scale no loss(.|\n)*mixed_precision="bf16"'):
-        _accelerator(True, mixed_precision="fp16")
+        _accelerator(mixed_precision="fp16")
     start()
     args = arguments(folder, fp16=True)
     with pytest.raises(zf.ConfigError, match=r"compute in float32, and scale no loss(.|\n)*bf16=True"):
@@ -85,30 +108,15 @@ def test_float16_that_accelerate_would_leave_out_is_refused(folder: str) -> None
 
 
 @on_two_ranks
-def test_a_model_and_its_optimizer_may_be_prepared_in_two_calls() -> None:
-    """The optimizer is built for the plain model, and prepared after it, as accelerate allows."""
-
-    def trained(ours: bool) -> list[float]:
-        accelerator, model = _accelerator(ours), llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
-        loader = torch.utils.data.DataLoader(Counting(), batch_size=2)
-        model = accelerator.prepare(model)
-        return _train((accelerator, model, *accelerator.prepare(optimizer, loader, scheduler)), 3)
-
-    torch.testing.assert_close(trained(True), trained(False), atol=2e-5, rtol=2e-5)
-
-
-@on_two_ranks
 def test_a_state_is_loaded_to_the_bit(folder: str) -> None:
-    parts = _parts(_accelerator(True), llama())
+    parts = _parts(_accelerator(), llama())
     _train(parts, 2)
     for _ in range(2):  # the second takes the place of the first
         parts[0].save_state(folder)
     dist.barrier()  # rank 0 has removed the first
     assert [path.name for path in Path(folder, "zero_fn").glob("*-*")] == ["save-2"]
     wanted = _train(parts, 2)
-    parts = _parts(_accelerator(True), llama(seed=5))
+    parts = _parts(_accelerator(), llama(seed=5))
     parts[0].load_state(folder)
     assert _train(parts, 2) == wanted
     with pytest.raises(zf.CheckpointError, match="holds no states"):
@@ -119,55 +127,43 @@ def test_a_state_is_loaded_to_the_bit(folder: str) -> None:
 
 
 @on_two_ranks
-def test_folders_that_accelerate_names_are_loaded(folder: str) -> None:
+def test_plain_models_are_saved_beside_transformed_ones(folder: str) -> None:
+    """A transformed model and a plain one, each with its optimizer, saved and loaded together, in folders that accelerate
+    names."""
     from accelerate.utils import ProjectConfiguration
 
     named = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
-    parts = _parts(_accelerator(True, project_config=named), llama())
-    _train(parts, 1)
-    parts[0].save_state()
-    values = [p.full_tensor() for p in parts[1].parameters()]
-    _train(parts, 1)
-    parts[0].load_state()
-    assert all(torch.equal(p.full_tensor(), value) for p, value in zip(parts[1].parameters(), values, strict=True))
-    assert sorted(path.name for path in Path(folder, "checkpoints", "checkpoint_0", "zero_fn").iterdir())
-
-
-@on_two_ranks
-def test_plain_models_are_saved_beside_transformed_ones(folder: str) -> None:
-    """A transformed model and a plain one, each with its optimizer, saved and loaded together."""
-    accelerator = _accelerator(True)
-    plain = nn.Linear(3, 3)
-    with torch.no_grad():
-        plain.weight.fill_(2.0)
-    frozen = nn.Linear(3, 3).requires_grad_(False)
+    accelerator = _accelerator(project_config=named)
+    plain, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    nn.init.constant_(plain.weight, 2.0)
     ours = accelerator.prepare(llama())
     assert zf.is_transformed(ours)
     accelerator.place = None
     theirs = accelerator.prepare(plain)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (theirs, ours)]
-    optimizers = list(accelerator.prepare(*optimizers))
+    optimizers = accelerator.prepare(*(torch.optim.AdamW(model.parameters(), lr=0.1) for model in (theirs, ours)))
     tokens = Counting().tokens[:2]
-    for _ in range(2):
+
+    def step() -> None:
         accelerator.backward(ours(input_ids=tokens, labels=tokens).loss + theirs(torch.ones(1, 3)).sum())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    accelerator.save_state(folder)
+
+    step()
+    accelerator.save_state()
     values = [p.full_tensor() for p in ours.parameters()], plain.weight.detach().clone()
-    accelerator.backward(ours(input_ids=tokens, labels=tokens).loss + theirs(torch.ones(1, 3)).sum())
-    for optimizer in optimizers:
-        optimizer.step()
+    step()
     assert not torch.equal(plain.weight, values[1])
-    accelerator.load_state(folder)
+    accelerator.load_state()
     assert torch.equal(plain.weight, values[1])
     assert all(torch.equal(p.full_tensor(), value) for p, value in zip(ours.parameters(), values[0], strict=True))
+    assert sorted(path.name for path in Path(folder, "checkpoints", "checkpoint_0", "zero_fn").iterdir())
     assert accelerator.prepare_model(frozen, evaluation_mode=True) is frozen
 
 
 def _killed(folder: str) -> list[int | str]:
     """What is loaded of a save that is killed before each call of the system: all of one step, or nothing."""
-    accelerator = _accelerator(True)
+    accelerator = _accelerator()
     models = [accelerator.prepare(nn.Linear(2, 2)) for _ in range(2)]
     optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in models]
     schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizers[0].optimizer, lambda step: float(step)))
@@ -205,7 +201,7 @@ def test_a_save_that_is_killed_leaves_one_step_or_is_refused(prepared: Ranks, tm
 
 @on_two_ranks
 def test_the_state_dict_of_a_model_is_whole_on_the_main_process(folder: str) -> None:
-    accelerator, model, *_ = parts = _parts(_accelerator(True), llama(tie_word_embeddings=True))
+    accelerator, model, *_ = parts = _parts(_accelerator(), llama(tie_word_embeddings=True))
     _train(parts, 2)
     state = accelerator.get_state_dict(model)
     assert bool(state) == accelerator.is_main_process
@@ -222,7 +218,7 @@ def test_the_state_dict_of_a_model_is_whole_on_the_main_process(folder: str) -> 
 @on_two_ranks
 def test_gradients_that_are_given_up_are_in_no_step() -> None:
     """What was accumulated before an exception, or before `free_memory`, is in no later step."""
-    accelerator, model, _, loader, _ = _parts(_accelerator(True, gradient_accumulation_steps=2), llama())
+    accelerator, model, _, loader, _ = _parts(_accelerator(gradient_accumulation_steps=2), llama())
     batch = next(iter(loader))
     with pytest.raises(RuntimeError, match="of the user"), accelerator.accumulate(model):
         accelerator.backward(model(**batch).loss)
@@ -242,7 +238,7 @@ def test_gradients_that_are_given_up_are_in_no_step() -> None:
 
 @on_two_ranks
 def test_optimizers_that_do_not_fit_are_refused(folder: str) -> None:
-    accelerator = _accelerator(True)
+    accelerator = _accelerator()
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(zf.StaleError, match="built before its model was transformed"):
@@ -255,7 +251,7 @@ def test_optimizers_that_do_not_fit_are_refused(folder: str) -> None:
         accelerator.place = place_of
         with pytest.raises(zf.StateError, match=message):
             accelerator.prepare(llama())
-    accelerator = _accelerator(True)
+    accelerator = _accelerator()
     one, other = accelerator.prepare(nn.Linear(8, 8), nn.Linear(8, 8))
     accelerator.prepare(torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1))
     with pytest.raises(zf.StateError, match="steps several models"):
@@ -273,3 +269,180 @@ def _threads_beside_accelerate() -> int:
 def test_a_rank_keeps_its_threads_when_accelerate_comes(ranks: Ranks) -> None:
     """It gives a rank all cores unless it is told otherwise, and sums of two threads are not those of one."""
     assert ranks(1, deadline_s=240).run(_threads_beside_accelerate) == [1]
+
+
+# -- by a config -------------------------------------------------------------------------------------------------------
+
+ADAM: Json = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+SAID = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+    "optimizer.params.lr": 1e-2, "optimizer.params.weight_decay": 0.1,
+    "scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_max_lr": 1e-2,
+    "scheduler.params.warmup_num_steps": 1, "scheduler.params.total_num_steps": 4,
+}  # fmt: skip
+"""What accelerate makes of `"auto"` in the program below, by hand."""
+
+
+def _config(stage: int, **more: Any) -> Json:
+    return {**zero(stage, **more), "optimizer": ADAM, "scheduler": OWN["scheduler"]}
+
+
+def _configured(said: Any, model: nn.Module, *, dtype: str = "bf16", stand_ins: bool = True, **options: Any) -> Parts:
+    """What a script prepares beside a config."""
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+
+    way = "deepspeed_plugin" if isinstance(said, DeepSpeedPlugin) else "deepspeed"
+    accelerator = _accelerator(mixed_precision=dtype, gradient_accumulation_steps=2, **{way: said}, **options)
+    loader = torch.utils.data.DataLoader(Counting(), batch_size=2)
+    if stand_ins:
+        optimizer: Any = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+        scheduler: Any = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=1)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > 0))
+    return (accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
+
+
+def _by_hand(said: Json, model: nn.Module, dtype: str = "bf16") -> tuple[list[float], list[float]]:
+    """Losses and norms of `from_deepspeed`, on the batches that accelerate deals."""
+    from accelerate import Accelerator
+
+    start()
+    loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(Counting(), batch_size=2))
+    dtypes = {f"{name}.enabled": name == dtype for name in ("bf16", "fp16")}
+    setup = zf.from_deepspeed(model, said, axis(), auto=SAID | dtypes)
+    batches, losses, norms = iter(loader), [], []
+    is_whole = said["zero_optimization"]["stage"] < 2  # at stages 2 and 3 each microbatch is reduced, as by DeepSpeed
+    for _ in range(4):
+        with zf.accumulate(setup.model) if is_whole else nullcontext():
+            for _ in range(setup.accumulation_steps):
+                loss = setup.model(**next(batches)).loss
+                setup.scaled(loss).backward()
+                losses.append(loss.item())
+        norms.append(setup.step())
+    return losses, [norm for norm in norms if norm is not None]
+
+
+@on_two_ranks
+def test_the_numbers_are_those_of_from_deepspeed(folder: str) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    from zero_fn.integrations.transformers import placed
+
+    written(folder, dtype=torch.bfloat16)
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
+    for said in (
+        _config(2),
+        _config(3, offload_optimizer=host),
+        _config(3, offload_optimizer=disk, offload_param=disk),
+    ):
+        losses, norms = _by_hand(said, read(folder))
+        parts = _configured(said, read(folder))
+        assert _train(parts) == losses
+        accelerator, model, optimizer, _, scheduler = parts
+        assert scheduler.get_last_lr() == [pytest.approx(0.01 / 2)], "one step of the config's rates a step"
+        assert accelerator.gradient_accumulation_steps == 2
+        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+        is_away = said["zero_optimization"].keys() > {"offload_optimizer"}
+        assert isinstance(optimizer.optimizer, zf.Streamed) == is_away
+        wanted = [each for pair in zip(losses[::2], losses[1::2], norms, strict=True) for each in pair]
+        assert _train(_configured(said, read(folder)), max_norm=1.0) == wanted
+        with placed(said, auto={"bf16.enabled": True, "fp16.enabled": False}):
+            model = read(folder)
+        parts = _configured(said, model)
+        assert parts[1] is model
+        again = parts[0].prepare(*parts[1:])  # as after `find_executable_batch_size`
+        assert all(one is other for one, other in zip(again, parts[1:], strict=True))
+        assert _train(parts) == losses
+        parts = _configured(said, on_meta(folder))
+        zf.load_pretrained(parts[1], folder)
+        assert _train(parts) == losses
+        plugin = DeepSpeedPlugin(hf_ds_config=said, gradient_accumulation_steps=2, gradient_clipping=1.0)
+        assert _train(_configured(plugin, read(folder))) == losses
+
+
+@on_two_ranks
+def test_fields_of_a_plugin_are_read() -> None:
+    """Of a plugin without a file, from its arguments and from the environment; optimizers of the program."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    said = {**zero(3, offload_optimizer={"device": "cpu"}), "gradient_clipping": 0.5, "gradient_accumulation_steps": 1}
+    parts = _configured(said, llama(), stand_ins=False)
+    assert parts[0].gradient_accumulation_steps == 1
+    wanted = _train(parts)
+    environment = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    }
+    fields: Json = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 0.5}
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=1, **fields)
+    assert _train(_configured(plugin, llama(), stand_ins=False)) == wanted
+    with patch.dict(os.environ, environment):
+        parts = _configured(None, llama(), stand_ins=False)
+        assert _train(parts) == wanted
+    assert all(isinstance(parameter, DTensor) for parameter in parts[1].parameters())
+    assert isinstance(parts[2].optimizer, zf.Streamed)
+    assert {value.dtype for value in parts[0].get_state_dict(parts[1]).values()} <= {torch.float32}
+    parts = _configured(DeepSpeedPlugin(zero3_save_16bit_model=True, **fields), llama(), stand_ins=False)
+    dtypes = {value.dtype for value in parts[0].get_state_dict(parts[1]).values()}
+    assert dtypes == ({torch.bfloat16} if dist.get_rank() == 0 else set())
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@on_two_ranks
+def test_a_step_that_overflows_is_skipped(dtype: str) -> None:
+    """A step that overflows on one rank is skipped on both, and moves no rate."""
+    said = {**_config(2), "optimizer": ADAM, "gradient_clipping": 0.5}
+    accelerator, model, optimizer, loader, scheduler = _configured(
+        said, Overflowing(llama(), 4, 1), dtype=dtype, step_scheduler_with_optimizer=True
+    )
+    values, rates = [], []
+    for _, batch in zip(range(6), loader, strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            values.append([parameter.full_tensor() for parameter in model.parameters()])
+            rates.append(scheduler.scheduler.last_epoch)
+    assert rates == [1, 1, 2]
+    assert all(torch.equal(one, other) for one, other in zip(values[0], values[1], strict=True))
+    assert (accelerator.scaler is not None) == (dtype == "fp16")
+
+
+@on_two_ranks
+def test_what_contradicts_a_config_is_refused() -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    from zero_fn.integrations.accelerate import ZeroAccelerator
+
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    for ways in ({"deepspeed": zero(3)}, {"deepspeed_plugin": plugin}, {"deepspeed_plugins": {"a": plugin}}):
+        more = {} if "deepspeed_plugins" in ways else {"place": place()}
+        with pytest.raises(zf.ConfigError, match="several ways to place"):
+            ZeroAccelerator(cpu=True, **ways, **more)
+    refused: tuple[tuple[str, Json, bool], ...] = (  # error, config, whether the program has stand-ins of accelerate
+        (
+            r"two ways to make the optimizer(.|\n)*deepspeed\.DummyOptim",
+            {**zero(3), "optimizer": ADAM | {"params": {"lr": 1e-3}}},
+            False,
+        ),
+        ("two ways to make the scheduler", {**zero(3), "scheduler": {"type": "WarmupLR"}}, False),
+        ("DummyOptim stands for the optimizer", zero(3), True),
+        ("DummyScheduler stands for the scheduler", {**zero(3), "optimizer": ADAM}, True),
+        ("contradicts the mixed_precision", {**_config(3), "bf16": {"enabled": False}}, True),
+    )
+    for text, said, stand_ins in refused:
+        with pytest.raises(zf.ConfigError, match=text):
+            _configured(said, llama(), stand_ins=stand_ins)
+    with pytest.raises(zf.ConfigError, match=r"clips gradients, and the program(.|\n)*1\.0(.|\n)*0\.5"):
+        _train(_configured(_config(3), llama()), max_norm=0.5)
+    with pytest.raises(zf.ConfigError, match=r"train_micro_batch_size_per_gpu(.|\n)*auto"):
+        _accelerator(deepspeed=zero(3)).prepare(llama())
+    with pytest.raises(zf.ConfigError, match="placed in another way"):
+        _accelerator(deepspeed=zero(3) | {"train_micro_batch_size_per_gpu": 2}).prepare(place("zero1")(llama()))

@@ -23,6 +23,7 @@ from tests.outside.integrations.worlds import (
     lora,
     needs,
     numbers,
+    on_a_disk,
     on_two_ranks,
     place,
     read,
@@ -32,9 +33,6 @@ from tests.outside.integrations.worlds import (
     zero_trainer,
 )
 from tests.support.ranks import axis
-
-pytest.importorskip("peft", reason="the extra [transformers] is not installed")
-pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
 _TARGETS = ["q_proj", "v_proj", "up_proj"]
 
@@ -106,11 +104,7 @@ def test_an_adapter_is_trained_as_by_replicas(folder: str, kind: str) -> None:
     start()
     plain = with_adapter(kind)
     wanted = _steps(plain, adam(plain), averaged=True)
-    disk = zf.nvme(folder)
-    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
-        **{stage: place(stage) for stage in STAGES},
-        "on a disk": lambda m: zf.offload(zf.zero3(m, axis()), params=disk, grads=disk, optim=disk),
-    }
+    ways = {**{stage: place(stage) for stage in STAGES}, "on a disk": on_a_disk(folder)}
     for way, transform in ways.items():
         model = transform(with_adapter(kind))
         optimizer: Any = adam(model)
@@ -218,7 +212,6 @@ def test_adapters_come_after_a_base_that_was_read_into_shards(folder: str) -> No
     assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
     ours.save_model(f"{folder}/out")
     trained = _logits(ours.model.eval())
-    torch.testing.assert_close(_logits(peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()), trained)
     with placed(place()):
         base = read(f"{folder}/base")
     again = place()(peft.PeftModel.from_pretrained(base, f"{folder}/out"))

@@ -21,8 +21,6 @@ from tests.support.ranks import axis
 from tests.support.wholes import named_fulls
 from tests.support.worlds import World, differences
 
-pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-
 _STAGES = ("zero1", "zero2", "zero3")
 _DAILY = ("llama", "deepseek_v3", "mamba", "clip", "gpt2", "bart")
 
@@ -37,14 +35,8 @@ _LATENT = {
 }  # fmt: skip
 _GPT2 = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 _T5 = {
-    "vocab_size": 64,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 24,
-    "num_layers": 2,
-    "num_heads": 2,
-    "decoder_start_token_id": 0,
-}
+    "vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0
+}  # fmt: skip
 _SPARSE = {"num_experts": 4, "expert_capacity": 8, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 _BART = {
     "vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
@@ -62,29 +54,18 @@ _HEARING = {
 _PROJECTED = {"projection_dim": 8, "text_config": _BERT, "vision_config": _SIGHT}
 
 CAUSAL: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
+    **dict.fromkeys(["llama", "qwen2", "olmo2", "cohere", "granite", "smollm3", "starcoder2", "phi", "phi3"], _LLAMA),
+    "stablelm": _LLAMA,
     "llama4_text": {**_LLAMA, "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 4},
     "mistral": {**_LLAMA, "sliding_window": 4},
-    "qwen2": _LLAMA,
     "qwen2_moe": {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 8},
-    "qwen3": {**_LLAMA, "head_dim": 8},
     "qwen3_moe": {**_LLAMA, **_EXPERTS, "head_dim": 8, "output_router_logits": True},
     "mixtral": {**_LLAMA, "num_local_experts": 4, "output_router_logits": True},
-    "olmo2": _LLAMA,
     "olmoe": {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {**_LLAMA, **_LATENT, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**_LLAMA, **_LATENT, "n_group": 2, "topk_group": 1},
-    "gemma": {**_LLAMA, "head_dim": 8},
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "cohere": _LLAMA,
-    "granite": _LLAMA,
-    "glm4": {**_LLAMA, "head_dim": 8},
-    "smollm3": _LLAMA,
-    "stablelm": _LLAMA,
-    "starcoder2": _LLAMA,
-    "phi": _LLAMA,
-    "phi3": _LLAMA,
+    **{name: {**_LLAMA, "head_dim": 8} for name in ("gemma", "qwen3", "glm4")},
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gptj": {**_GPT2, "rotary_dim": 4},

@@ -26,8 +26,6 @@ from tests.outside.integrations.worlds import (
 from tests.support.ranks import axis
 from zero_fn.integrations.placing import place_module
 
-pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-
 
 def with_adapters() -> nn.Module:
     return adapted(llama(), "q_proj")

@@ -13,21 +13,11 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import Counting, llama, on_two_ranks, place, start
-from tests.support.ranks import Ranks
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
 
-def _import_all() -> None:
-    start()
-    import zero_fn.integrations.lightning  # noqa: F401
-
-
-@pytest.fixture
-def prepared(ranks: Ranks) -> Ranks:
-    """Two ranks that have imported the library, which may take longer than a collective may wait for a peer."""
-    ranks(2, deadline_s=300).run(_import_all)
-    return ranks
+NEEDED = ("zero_fn.integrations.lightning",)
 
 
 def _module(stage: str | None, *, extra: bool = False) -> Any:

@@ -39,9 +39,6 @@ from tests.support.resident import forget_peak, give_memory_back, in_new_process
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import placed_by
 
-pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
-
 AUTO = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 0.5}
 LR = {"optimizer.params.lr": 1e-2, "optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8}
 Json = dict[str, Any]

@@ -15,15 +15,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, gpt2, llama, mixtral, needs, on_two_ranks, place, start, written
+from tests.outside.integrations.worlds import (
+    Counting,
+    gpt2,
+    llama,
+    mixtral,
+    needs,
+    on_two_ranks,
+    place,
+    start,
+    tied,
+    written,
+)
 from tests.support.ranks import axis
-
-pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-
-
-def tied() -> nn.Module:
-    """One matrix under two names, of which files hold one."""
-    return llama(tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(
@@ -135,29 +139,11 @@ def test_a_base_that_others_quantise_is_refused_unread(folder: str) -> None:
         zf.flatten_subclasses(plain)
 
 
-@pytest.mark.parametrize("build", [llama, tied, gpt2])
-@on_two_ranks
-def test_a_folder_is_read_into_a_model_on_meta(folder: str, build: Callable[[], nn.Module]) -> None:
-    written(folder, build, torch.float32, max_shard_size="20KB")
-    wanted = type(build()).from_pretrained(folder)
-    with torch.device("meta"):
-        model = build()
-    model = zf.zero3(model, axis())
-    zf.load_pretrained(model, folder)
-    tokens = Counting().tokens[:2]
-    with torch.no_grad():
-        assert torch.equal(model.eval()(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
-    for (name, buffer), plain in zip(model.named_buffers(), wanted.buffers(), strict=True):
-        assert torch.equal(buffer, plain), name
-    model.train()(input_ids=tokens, labels=tokens).loss.backward()
-
-
 @pytest.mark.parametrize("build", [llama, tied, gpt2, mixtral])
 @on_two_ranks
-def test_a_folder_that_was_written_from_shards_is_loaded_by_transformers(
+def test_a_folder_that_was_written_from_shards_is_read_by_transformers_and_into_shards(
     folder: str, build: Callable[[], nn.Module]
 ) -> None:
-    """From shards to files to `from_pretrained`."""
     start()
     model = zf.zero3(build(), axis())
     zf.save_pretrained(model, folder, max_shard="20KB")
@@ -166,11 +152,23 @@ def test_a_folder_that_was_written_from_shards_is_loaded_by_transformers(
     assert not any(info.values()), info
     tokens = Counting().tokens[:2]
     with torch.no_grad():
-        assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+        wanted = model.eval()(input_ids=tokens).logits
+        assert torch.equal(loaded(input_ids=tokens).logits, wanted)
     half = type(model).from_pretrained(f"{folder}/half", dtype="auto")
     assert half.dtype == torch.bfloat16
     for name, value in half.named_parameters():
         assert torch.equal(value, dict(model.named_parameters())[name].full_tensor().to(torch.bfloat16))
+    if build is mixtral:
+        return  # whose experts have other names in files: `placed` reads them
+    with torch.device("meta"):
+        again = build()
+    again = zf.zero3(again, axis())
+    zf.load_pretrained(again, folder)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(input_ids=tokens).logits, wanted)
+    for (name, buffer), plain in zip(again.named_buffers(), loaded.buffers(), strict=True):
+        assert torch.equal(buffer, plain), name
+    again.train()(input_ids=tokens, labels=tokens).loss.backward()
 
 
 @on_two_ranks

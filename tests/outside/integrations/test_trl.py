@@ -22,7 +22,6 @@ from tests.outside.integrations.worlds import (
     tokenizer,
 )
 from tests.support.eviction import evicted
-from tests.support.ranks import Ranks
 
 pytest.importorskip("trl", reason="the extra [trl] is not installed")
 pytest.importorskip("datasets", reason="the extra [trl] is not installed")
@@ -34,23 +33,7 @@ _COMMON = {
 }  # fmt: skip
 
 
-def _import_all() -> None:
-    start()
-    import trl
-    from datasets import disable_progress_bars
-
-    import zero_fn.integrations.transformers  # noqa: F401
-
-    disable_progress_bars()
-    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer"):
-        getattr(trl, name)
-
-
-@pytest.fixture
-def prepared(ranks: Ranks) -> Ranks:
-    """Two ranks that have imported the libraries, which may take longer than a collective may wait for a peer."""
-    ranks(2, deadline_s=300).run(_import_all)
-    return ranks
+NEEDED = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "grpo", "kto", "rloo")]
 
 
 def _text(first: int, step: int, length: int) -> str:
@@ -100,12 +83,13 @@ def _trainer(
     """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), over a transformed one ("before"), or
     over one that was read straight into shards, to which it adds adapters ("placed")."""
     import trl
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from zero_fn.integrations.transformers import ZeroTrainerMixin, placed
 
     start()
+    disable_progress_bars()
     theirs = getattr(trl, trainer)
     ours = type(f"Zero{trainer}", (ZeroTrainerMixin, theirs), {})
     auto = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM

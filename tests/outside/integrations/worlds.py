@@ -6,6 +6,7 @@ import gc
 import math
 import os
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
+
+for _package in ("transformers", "accelerate", "peft"):
+    pytest.importorskip(_package, reason="the extra [transformers] is not installed")
 
 VOCABULARY = 64
 STAGES = {"zero1": zf.zero1, "zero2": zf.zero2, "zero3": zf.zero3}
@@ -32,10 +36,11 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"the package {package} is not installed")
 
 
-def import_all() -> None:
+def import_all(*modules: str) -> None:
     """Imports what takes longer than a collective may wait for a peer. Runs on the ranks."""
     start()
-    import zero_fn.integrations.transformers  # noqa: F401
+    for module in ("zero_fn.integrations.transformers", *modules):
+        import_module(module)
 
 
 def start() -> None:
@@ -53,6 +58,8 @@ def start() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO")]:
+        del os.environ[name]  # what arguments wrote there is read by every later Trainer
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     gc.collect()
@@ -61,6 +68,12 @@ def start() -> None:
 def place(stage: str = "zero3", **options: Any) -> Callable[[nn.Module], nn.Module]:
     """What `place=` is given: a stage over all ranks."""
     return lambda model: STAGES[stage](model, axis(), **options)
+
+
+def on_a_disk(folder: str) -> Callable[[nn.Module], nn.Module]:
+    """A stage over all ranks, whose state rests on a disk."""
+    disk = zf.nvme(folder)
+    return lambda model: zf.offload(zf.zero3(model, axis()), params=disk, grads=disk, optim=disk)
 
 
 def llama(seed: int = 0, **options: Any) -> nn.Module:
@@ -74,6 +87,11 @@ def llama(seed: int = 0, **options: Any) -> nn.Module:
         "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64, **sizes, **special, **options
     }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def tied() -> nn.Module:
+    """One matrix under two names, of which files hold one."""
+    return llama(tie_word_embeddings=True)
 
 
 def gpt2(seed: int = 0, **options: Any) -> nn.Module:
@@ -186,12 +204,15 @@ COMMON = {
 
 
 def zero_trainer(folder: str, build: Callable[[], nn.Module], stage: str, **options: Any) -> Any:
-    """A ZeroTrainer of arguments."""
+    """A ZeroTrainer of arguments; with the stage "disk" everything rests on one, and the optimizer is streamed."""
     from zero_fn.integrations.transformers import ZeroTrainer
 
     start()
+    ways: dict[str, Any] = (
+        {"place": on_a_disk(folder), "finish": zf.streamed} if stage == "disk" else {"place": place(stage)}
+    )
     data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
-    return ZeroTrainer(model=build(), args=arguments(folder, **options), place=place(stage), **data)
+    return ZeroTrainer(model=build(), args=arguments(folder, **options), **ways, **data)
 
 
 SIZES: dict[str, Any] = {

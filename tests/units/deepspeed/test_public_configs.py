@@ -1,7 +1,18 @@
-"""Configs as people have them are taken as they are, with the arguments of a Trainer beside them; and train."""
+"""Configs as people have them are taken as they are, with the arguments of a Trainer beside them; and train.
+
+`public_configs.json` has the shapes of those that libraries around transformers ship, as of August 2026:
+
+transformers   tests/units/deepspeed, and the documentation
+accelerate     examples/deepspeed_config_templates, tests/units/deepspeed, an example of long sequences
+trl            accelerate_configs, as the dict that accelerate's DeepSpeedPlugin makes of the YAML
+axolotl        deepspeed_configs
+LLaMA-Factory  examples/deepspeed
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,22 +21,36 @@ import torch
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.ranks import Ranks, axis
-from tests.units.deepspeed.family import ARGUMENTS, FAMILY
 from tests.units.deepspeed.test_setup import built, loss_of
 from zero_fn.integrations.trainer_config import settings_for, values_of
 
+PUBLIC: dict[str, Any] = json.loads(Path(__file__).with_name("public_configs.json").read_text())
 _REFUSED = "LLaMA-Factory z2, tensor parallel"
 
 
-def _arguments(config: dict[str, Any]) -> Any:
-    """Those that a user of the config gives: the dtype that it asks for."""
+class Arguments:
+    """What the arguments of a Trainer say, on two ranks."""
 
-    class Arguments(ARGUMENTS):
+    per_device_train_batch_size, gradient_accumulation_steps, max_grad_norm = 2, 1, 1.0
+    learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon = 3e-5, 3e-7, 0.8, 0.999, 1e-8
+    fp16_full_eval = bf16_full_eval = False
+    mixed_precision = "no"  # of bf16, fp16 and the launcher
+
+    @staticmethod
+    def get_warmup_steps(steps: int) -> int:
+        """A tenth of the training."""
+        return steps // 10
+
+
+def _arguments(config: dict[str, Any]) -> Any:
+    """Those that a user of the config gives: with the dtype that it asks for."""
+
+    class Own(Arguments):
         mixed_precision = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), "no")
 
     if config.get("scheduler", {}).get("params", {}).get("warmup_num_steps") == 500:
-        Arguments.get_warmup_steps = staticmethod(lambda steps: 500)  # type: ignore[method-assign]
-    return Arguments
+        Own.get_warmup_steps = staticmethod(lambda steps: 500)  # type: ignore[method-assign]
+    return Own
 
 
 def _autos(config: dict[str, Any], values: Any, path: str = "") -> dict[str, Any]:
@@ -41,7 +66,7 @@ def _autos(config: dict[str, Any], values: Any, path: str = "") -> dict[str, Any
 def _trained() -> list[str]:
     """Each config, read as a Trainer reads it and by `from_deepspeed`; one step of a small model."""
     found = []
-    for name, config in FAMILY.items():
+    for name, config in PUBLIC.items():
         if name == _REFUSED:
             continue
         args = _arguments(config)
@@ -65,20 +90,20 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def test_32_of_33_public_configs_are_taken_as_they_are(ranks: Ranks) -> None:
-    assert len(FAMILY) == 33
+    assert len(PUBLIC) == 33
     for found in ranks(2).run(_trained):
         assert len(found) == 32
 
 
 def test_the_other_one_asks_for_tensor_parallelism_and_is_told_so_alone() -> None:
     with alone() as mesh, pytest.raises(zf.ConfigError, match=r"entry +: tensor_parallel(.|\n)*parallelize_module"):
-        settings_for(FAMILY[_REFUSED], ARGUMENTS, mesh["dp"], 100)
+        settings_for(PUBLIC[_REFUSED], Arguments, mesh["dp"], 100)
 
 
 def _contradicted(**changes: Any) -> tuple[str, ...]:
-    config = {**FAMILY["accelerate stage 2"], **changes}
+    config = {**PUBLIC["accelerate stage 2"], **changes}
 
-    class Fp16(ARGUMENTS):
+    class Fp16(Arguments):
         mixed_precision = "fp16"
 
     with alone() as mesh, pytest.raises(zf.ConfigError) as caught:
