@@ -285,7 +285,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "chunk-read-over-what-is-written",
-        "Pass.fetch",
+        "ChunkPipeline.fetch",
         "a slow disk gets the bytes of another chunk",
         "_wait(self._puts.pop(later - BUFFERS, ()))",
         "pass",

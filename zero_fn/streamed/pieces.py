@@ -26,7 +26,7 @@ from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, p
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Tier, bytes_text, is_accelerator, is_away
 
-__all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "rooms_of"]
+__all__ = ["BUFFER_NBYTES", "Chunk", "ParameterPiece", "Planner", "name_of", "rooms_of"]
 
 BUFFER_NBYTES = 64 << 20
 _LEAST_PART_NBYTES = 64 << 10
@@ -60,7 +60,7 @@ class _Stepped:
         return local_of(self.parameter).numel()
 
 
-class SteppedPiece:
+class ParameterPiece:
     """One piece of a parameter in its chunk."""
 
     __slots__ = (
@@ -152,7 +152,7 @@ class Chunk:
     tier: Tier | None = None  # the tier of the states; None is the memory of the device
 
     def __init__(
-        self, cuts: Sequence[SteppedPiece], device: torch.device, parcel: int | None = None, parcels_nbytes: int = 0
+        self, cuts: Sequence[ParameterPiece], device: torch.device, parcel: int | None = None, parcels_nbytes: int = 0
     ) -> None:
         # cuts: the pieces, in the order of their states.
         # parcel: the number of the parcel in which the parameters, or their gradients, rest; None if both are in
@@ -273,7 +273,7 @@ class Planner:
         )
         return [
             Chunk(
-                [SteppedPiece(rows[piece.parameter], piece, None) for piece in pieces],
+                [ParameterPiece(rows[piece.parameter], piece, None) for piece in pieces],
                 device_of(rows[pieces[0].parameter].parameter),
             )
             for pieces in packed
@@ -301,7 +301,7 @@ class Planner:
                     (row_of[piece.parameter], piece, offset) for piece, offset in inside if piece.parameter in row_of
                 ]
                 if mine:
-                    cuts, device = [SteppedPiece(*each) for each in mine], device_of(mine[0][0].parameter)
+                    cuts, device = [ParameterPiece(*each) for each in mine], device_of(mine[0][0].parameter)
                     found.append(Chunk(cuts, device, index, sizes[index] if sizes else 0))
                     if sizes or not isinstance(mine[0][0].tier, Cpu):  # else no part of it passes through a buffer
                         nbytes = max(nbytes, found[-1].nbytes)

@@ -45,13 +45,13 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.storage import BUFFERS, Waited, wait_all
 
-__all__ = ["Lane", "Pass", "Transfers", "Waiting"]
+__all__ = ["ChunkPipeline", "ChunkSource", "Transfers", "Waiting"]
 
 Transfers = Sequence[Waited | None]
 """What is under way; None was there already."""
 
 
-class Lane(Protocol):
+class ChunkSource(Protocol):
     """How one part of each chunk (its states, or its parameters and gradients) comes into memory and goes back."""
 
     def fetch(self, chunk: Any) -> tuple[Any, Transfers]:
@@ -67,17 +67,17 @@ class Lane(Protocol):
         """A pass failed: nothing that buffers hold may be used again."""
 
 
-class Pass:
+class ChunkPipeline:
     """Brings chunks into memory in order, computes with each, and puts it back, as far as it is asked to."""
 
     def __init__(
-        self, lanes: Sequence[Lane], order: Sequence[Any], compute: Callable[..., None], *, writes: bool = True
+        self, sources: Sequence[ChunkSource], order: Sequence[Any], compute: Callable[..., None], *, writes: bool = True
     ) -> None:
         """A pass that has not begun."""
         self.count, self.done = len(order), 0
-        self._lanes, self._order, self._compute, self._writes = lanes, order, compute, writes
+        self._sources, self._order, self._compute, self._writes = sources, order, compute, writes
         self._fetches: dict[int, list[tuple[Any, Transfers]]] = {}
-        self._puts: dict[int, list[Transfers]] = {}  # by lane
+        self._puts: dict[int, list[Transfers]] = {}  # by source
 
     def run(self) -> None:
         """Visits all chunks."""
@@ -93,8 +93,8 @@ class Pass:
         for later in range(turn + len(self._fetches), min(turn + BUFFERS // 2 + 1, self.count)):
             _wait(self._puts.pop(later - BUFFERS, ()))
             self._fetches[later] = []
-            for lane in self._lanes:
-                self._fetches[later].append(lane.fetch(self._order[later]))
+            for source in self._sources:
+                self._fetches[later].append(source.fetch(self._order[later]))
 
     def reach(self, count: int) -> None:
         """Computes until so many chunks are done."""
@@ -106,17 +106,17 @@ class Pass:
             self._compute(chunk, *memory)
             if self._writes:
                 self._puts[turn] = []
-                for lane, part in zip(self._lanes, memory, strict=True):
-                    self._puts[turn].append(lane.keep(chunk, part))
+                for source, part in zip(self._sources, memory, strict=True):
+                    self._puts[turn].append(source.keep(chunk, part))
             self.done += 1
 
-    def wait(self, only: Lane | None = None) -> None:
-        """Waits until the chunks that were computed are written back: all parts, or those of one lane."""
+    def wait(self, only: ChunkSource | None = None) -> None:
+        """Waits until the chunks that were computed are written back: all parts, or those of one source."""
         for turn in sorted(self._puts):
             if only is None:
                 _wait(self._puts.pop(turn))
             else:
-                at = self._lanes.index(only)
+                at = self._sources.index(only)
                 transfers, self._puts[turn][at] = self._puts[turn][at], ()
                 wait_all(transfers)
 
@@ -129,15 +129,15 @@ class Pass:
                 wait_all(transfers)
         self._fetches, self._puts = {}, {}
         if not is_whole:
-            for lane in self._lanes:
-                lane.forget()
+            for source in self._sources:
+                source.forget()
 
 
 def _wait(transfers: Sequence[Transfers]) -> None:
     wait_all(transfer for each in transfers for transfer in each)
 
 
-class Waiting(Pass):
+class Waiting(ChunkPipeline):
     """A pass of a step that is taken only as far as somebody needs it. [Note: a pass that waits]
 
     The records that the pass reads and writes keep it alive until then, so parameters may outlive their optimizer.
@@ -145,13 +145,13 @@ class Waiting(Pass):
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        sources: Sequence[ChunkSource],
         order: Sequence[Any],
         compute: Callable[..., None],
         records: Sequence[Sequence[Record]],
     ) -> None:
         """Lets a pass wait. The maker has to call `finish` or `abandon`."""
-        super().__init__(lanes, order, compute)
+        super().__init__(sources, order, compute)
         # The error for which the rest of the step cannot be taken; None if there is none.
         self.failure: Exception | None = None
         self._stepping: FrameType | None = None  # the call in which the step goes on
@@ -182,7 +182,7 @@ class Waiting(Pass):
             # Whoever reads may be in the midst of anything; what is stepped here is to be stepped again.
             with torch.inference_mode(False), torch.no_grad():
                 super().reach(count)
-                self.wait(self._lanes[-1])  # states may still be on their way
+                self.wait(self._sources[-1])  # states may still be on their way
                 if count < self.count:
                     self.fetch()
         except BaseException as error:

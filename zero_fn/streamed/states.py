@@ -16,8 +16,8 @@ from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.storage import Store, staging_for
 from zero_fn.streamed.inner import stand_in
-from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms_of
-from zero_fn.streamed.pipeline import Pass, Transfers
+from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner, name_of, rooms_of
+from zero_fn.streamed.pipeline import ChunkPipeline, Transfers
 from zero_fn.streamed.places import place_of
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiers import Tier
@@ -26,7 +26,7 @@ __all__ = ["States", "loaded_on_host"]
 
 
 class States:
-    """The states of an optimizer, and the lane by which they come and go."""
+    """The states of an optimizer, as a `ChunkSource`."""
 
     def __init__(self, planner: Planner, parameters: list[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Makes room for the states of these parameters, and copies those that there are."""
@@ -116,10 +116,10 @@ class States:
             store.forget()
 
     def _visit(self, chunks: Sequence[Chunk], act: Any, *, writes: bool = True) -> None:
-        Pass([self], chunks, act, writes=writes).run()
+        ChunkPipeline([self], chunks, act, writes=writes).run()
 
 
-def _is_in_its_parcel(cut: SteppedPiece, chunk: Chunk) -> bool:
+def _is_in_its_parcel(cut: ParameterPiece, chunk: Chunk) -> bool:
     """Whether the piece of a parameter still lies in its parcel as planned; true of one that rests in no tier."""
     if chunk.parcel is None:
         return True
@@ -136,7 +136,7 @@ def _is_in_its_parcel(cut: SteppedPiece, chunk: Chunk) -> bool:
 # -- whole parameters and pieces -------------------------------------------------------------------------------------
 
 
-def _pieces_of(states: Mapping[str, Any], cut: SteppedPiece) -> Iterator[tuple[str, Any]]:
+def _pieces_of(states: Mapping[str, Any], cut: ParameterPiece) -> Iterator[tuple[str, Any]]:
     """The states of a piece, by name, cut from those of its whole parameter."""
     local = local_of(cut.parameter)
     for name, value in states.items():
@@ -159,7 +159,7 @@ def _pieces_of(states: Mapping[str, Any], cut: SteppedPiece) -> Iterator[tuple[s
         yield name, cut.of(own)
 
 
-def _join(states: dict[str, Any], name: str, value: Any, cut: SteppedPiece) -> None:
+def _join(states: dict[str, Any], name: str, value: Any, cut: ParameterPiece) -> None:
     """Copies the state of a piece to where it belongs in the state of its whole parameter."""
     parameter, local = cut.parameter, local_of(cut.parameter)
     if not isinstance(value, Tensor):

@@ -28,8 +28,8 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.inner import raw_step, stand_in
 from zero_fn.streamed.one_pass import steps_in_one_pass
-from zero_fn.streamed.pieces import Chunk, SteppedPiece
-from zero_fn.streamed.pipeline import Pass, Waiting
+from zero_fn.streamed.pieces import Chunk, ParameterPiece
+from zero_fn.streamed.pipeline import ChunkPipeline, Waiting
 from zero_fn.streamed.places import records_of
 from zero_fn.streamed.states import States
 from zero_fn.streamed.windows import Window, Windows
@@ -77,7 +77,7 @@ class Steps:
         step = _Step(self._inner)
         try:
             order = now[::-1] if self.is_backwards else now  # [Note: back and forth]
-            Pass([states, Windows(states.ring, grads)], order, step).run()
+            ChunkPipeline([states, Windows(states.ring, grads)], order, step).run()
             self.is_backwards = not self.is_backwards
             if later:
                 self.waiting = Waiting([states, Windows(states.ring, grads)], later, step, of_later)
@@ -145,7 +145,7 @@ class _Step:
         self.count += 1
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
-        stepped: dict[SteppedPiece, nn.Parameter] = {}
+        stepped: dict[ParameterPiece, nn.Parameter] = {}
         for number, cuts in groupby(sorted(window.values, key=_group), key=_group):
             members = []
             for cut in cuts:
@@ -174,7 +174,7 @@ class _Step:
             left = {begin: room for begin, room in rooms.items() if begin not in sent}
             window.record.fill_copy(chunk.parcel, window.parcel, left)
 
-    def _stand_in(self, cut: SteppedPiece, window: Window, device: torch.device) -> nn.Parameter:
+    def _stand_in(self, cut: ParameterPiece, window: Window, device: torch.device) -> nn.Parameter:
         """The parameter that the optimizer updates in place of the user's: the piece, with the piece of the gradient."""
         piece = nn.Parameter(window.values[cut].to(device), requires_grad=cut.parameter.requires_grad)
         vars(piece).update(attributes_of(cut.parameter))
@@ -194,7 +194,7 @@ def _widen(piece: nn.Parameter) -> None:
         piece.grad = grad.to(piece.dtype)
 
 
-def _sends(stepped: Mapping[SteppedPiece, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
+def _sends(stepped: Mapping[ParameterPiece, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
     """The compute copies in bfloat16, which the kernel writes beside the parameters that it steps, by parameter."""
     found: dict[Tensor, Tensor] = {}
     for cut, piece in stepped.items():

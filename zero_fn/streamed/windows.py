@@ -25,7 +25,7 @@ from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.storage import NOTHING, StagingBuffers, Waited
-from zero_fn.streamed.pieces import Chunk, SteppedPiece
+from zero_fn.streamed.pieces import Chunk, ParameterPiece
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.values.tiers import is_accelerator
 
@@ -51,8 +51,8 @@ class Window:
 
     def __init__(self, record: ParameterRecord | None, buffer: Tensor, parcels_nbytes: int) -> None:
         # Of each piece that has a gradient: in a parcel, as a copy on the host, or where it rests.
-        self.values: dict[SteppedPiece, Tensor] = {}
-        self.grads: dict[SteppedPiece, Tensor] = {}
+        self.values: dict[ParameterPiece, Tensor] = {}
+        self.grads: dict[ParameterPiece, Tensor] = {}
         self.record = record
         self.arriving: list[Waited | None] = []  # transfers into this memory
         # Copies of parameters that go back to an accelerator: each parameter there, and its copy here.
@@ -94,10 +94,9 @@ class Window:
 
 
 class Windows:
-    """The lane of windows: see `Lane`."""
+    """Windows as a `ChunkSource`, for one pass."""
 
     def __init__(self, ring: StagingBuffers, grads: Mapping[int, Tensor]) -> None:
-        """A lane for one pass."""
         self._ring, self._grads = ring, grads
         self._turn = 0
         self._laid: dict[int, Tensor] = {}
@@ -109,7 +108,7 @@ class Windows:
             buffer = self._ring.buffer(self._turn, nbytes)
         window = Window(_parameter_record(chunk), buffer, chunk.parcels_nbytes)
         cuts = [cut for cut in chunk.cuts if id(cut.parameter) in self._grads]
-        in_parcel: dict[SteppedPiece, Record] = {}
+        in_parcel: dict[ParameterPiece, Record] = {}
         grads, begins = NOTHING, dict[int, int]()
         if chunk.parcel is not None:
             window.parcel = window.open(window.record, chunk.parcel)
@@ -139,7 +138,7 @@ class Windows:
     def forget(self) -> None:
         """Nothing to do: a window is made anew in every pass."""
 
-    def _show_value(self, cut: SteppedPiece, window: Window) -> None:
+    def _show_value(self, cut: ParameterPiece, window: Window) -> None:
         if window.record is not None and cut.in_parcel is not None:
             window.values[cut] = cut.at(window.parcel, cut.in_parcel, cut.dtype)
             return
@@ -149,13 +148,13 @@ class Windows:
         if copy is not None:
             window.leaving.append((value, copy))
 
-    def _show_grad(self, cut: SteppedPiece, window: Window) -> None:
+    def _show_grad(self, cut: ParameterPiece, window: Window) -> None:
         grad = cut.of(self._laid_as_parameter(cut, local_of(self._grads[id(cut.parameter)])))
         # One in a larger dtype than its parameter would take the room of others: the step copies it.
         copy = window.bring(grad) if grad.itemsize <= cut.gradient_dtype.itemsize else None
         window.grads[cut] = grad if copy is None else copy
 
-    def _laid_as_parameter(self, cut: SteppedPiece, grad: Tensor) -> Tensor:
+    def _laid_as_parameter(self, cut: ParameterPiece, grad: Tensor) -> Tensor:
         key, local = id(cut.parameter), local_of(cut.parameter)
         if cut.piece.is_whole or grad.stride() == local.stride():
             return grad
@@ -164,7 +163,7 @@ class Windows:
             self._laid = {key: laid.copy_(grad)}
         return self._laid[key]
 
-    def _gradient_record(self, cut: SteppedPiece) -> Record | None:
+    def _gradient_record(self, cut: ParameterPiece) -> Record | None:
         """The record of a gradient that rests where its group rests gradients; any other one in a tier is read alone."""
         slot = slot_of(cut.parameter)
         place = slot.gradient_place if slot is not None and cut.in_parcel is not None else None

@@ -20,7 +20,7 @@ from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from zero_fn.runtime import parcels
 from zero_fn.streamed.footprint import _streamed as footprint_of
-from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece
+from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner
 from zero_fn.transforms import shard
 from zero_fn.transforms.offload import offloaded
 from zero_fn.values.home import Home
@@ -164,7 +164,7 @@ def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch: pytest.Monke
     CPU for 70 B before."""
     placed: list[str] = []
     cut: list[int] = []
-    substitute, chunks_of, lie = shard.substitute, parcels.chunks_of, SteppedPiece.lie
+    substitute, chunks_of, lie = shard.substitute, parcels.chunks_of, ParameterPiece.lie
 
     def work(blocks: int) -> tuple[list[str], int]:
         placed.clear(), cut.clear(), parcels.planned_parcels.cache_clear()
@@ -180,7 +180,9 @@ def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(parcels, "chunks_of", lambda *args: (cut.append(0), chunks_of(*args))[1])
     monkeypatch.setattr(
-        SteppedPiece, "lie", lambda self, at: (cut.append(0) if self.in_parcel is not None else None, lie(self, at))[1]
+        ParameterPiece,
+        "lie",
+        lambda self, at: (cut.append(0) if self.in_parcel is not None else None, lie(self, at))[1],
     )
     stages, few = work(4)
     assert stages == list(STAGES)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from zero_fn.storage import BUFFERS
 from zero_fn.streamed import windows
-from zero_fn.streamed.pieces import SteppedPiece
+from zero_fn.streamed.pieces import ParameterPiece
 from zero_fn.streamed.pieces import _Stepped as Stepped
-from zero_fn.streamed.pipeline import Pass, Transfers
+from zero_fn.streamed.pipeline import ChunkPipeline, Transfers
 from zero_fn.values.chunks import Piece
 
 
@@ -48,7 +48,7 @@ class _Noting:
 def test_a_chunk_has_been_written_before_its_memory_is_read_into_again() -> None:
     """A slow disk would get the bytes of another chunk. Disks of tests are never that slow."""
     lane = _Noting()
-    Pass([lane], range(3 * BUFFERS), lambda chunk, memory: None).run()
+    ChunkPipeline([lane], range(3 * BUFFERS), lambda chunk, memory: None).run()
     at = {event: index for index, event in enumerate(lane.log)}
     for chunk in range(2 * BUFFERS):
         assert at["written", chunk] < at["fetch", chunk + BUFFERS]
@@ -84,6 +84,6 @@ def test_a_state_that_was_not_planned_stays_where_the_others_are() -> None:
             return torch.zeros(3)
 
     for device, value in (("meta", torch.empty(3, device="meta")), ("cpu", torch.ones(3).as_subclass(There))):
-        cut = SteppedPiece(Stepped(0, torch.empty(3, device=device), (), None, 0.0, None), Piece(0, 0, 3, True), None)
+        cut = ParameterPiece(Stepped(0, torch.empty(3, device=device), (), None, 0.0, None), Piece(0, 0, 3, True), None)
         cut.keep(torch.empty(0, dtype=torch.uint8, device=device), {"late": value})
         assert (cut.resident["late"] is value) == (device == "meta")

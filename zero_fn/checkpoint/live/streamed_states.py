@@ -13,8 +13,8 @@ from zero_fn.checkpoint.live.held_tensors import HeldTensor
 from zero_fn.errors import CheckpointError, StateError, StorageError
 from zero_fn.resting import local_of
 from zero_fn.streamed import Streamed
-from zero_fn.streamed.pieces import Chunk, SteppedPiece
-from zero_fn.streamed.pipeline import Pass
+from zero_fn.streamed.pieces import Chunk, ParameterPiece
+from zero_fn.streamed.pipeline import ChunkPipeline
 
 __all__ = [
     "StateFields",
@@ -78,7 +78,7 @@ def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], N
                     _require_in_order(cut)
                     take(cut.parameter, name, cut.piece.start, value.reshape(-1).cpu())
 
-    Pass([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False).run()
+    ChunkPipeline([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False).run()
 
 
 def fill_states(
@@ -101,15 +101,15 @@ def fill_states(
                 values[name] = flat.view(cut.shape).to(buffer.device)
             cut.keep(buffer, values)
 
-    Pass([states], states.chunks, visit).run()
+    ChunkPipeline([states], states.chunks, visit).run()
     steps.failed = None
 
 
-def _cuts(optimizer: Streamed) -> list[SteppedPiece]:
+def _cuts(optimizer: Streamed) -> list[ParameterPiece]:
     return [cut for chunk in optimizer.states.chunks for cut in chunk.cuts]
 
 
-def _require_in_order(cut: SteppedPiece) -> None:
+def _require_in_order(cut: ParameterPiece) -> None:
     if not cut.piece.is_whole and not local_of(cut.parameter).is_contiguous():
         raise CheckpointError(
             "A state passes through buffers in pieces, and not in the order of its elements.",
