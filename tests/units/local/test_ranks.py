@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 import zero_fn.errors
 from tests.support.ranks import Ranks, axis
@@ -73,11 +71,6 @@ def assert_usable(ranks: Ranks) -> None:
     assert ranks(2).run(place) == [(0, 2), (1, 2)]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_values_come_in_the_order_of_ranks(ranks: Ranks, n: int) -> None:
-    assert ranks(n).run(place) == [(rank, n) for rank in range(n)]
-
-
 def test_arguments_and_globals_of_the_test_file_reach_the_ranks(ranks: Ranks) -> None:
     expected = torch.full((2,), 15.0)
     assert all(torch.equal(value, expected) for value in ranks(2).run(scaled_sum, torch.ones(2), power=2))
@@ -98,12 +91,6 @@ def test_every_case_starts_with_the_same_seed_and_one_thread(ranks: Ranks) -> No
     (torch_draw, python_draw, threads), other = ranks(2).run(draw)
     assert (torch_draw, python_draw, threads) == other == ranks(2).run(draw)[0]
     assert threads == 1
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@given(numel=st.integers(0, 5))
-def test_examples_of_hypothesis_run_on_ranks(ranks: Ranks, n: int, numel: int) -> None:
-    assert [value.numel() for value in ranks(n).run(scaled_sum, torch.ones(numel))] == [numel] * n
 
 
 def lost_before_the_other_has_raised() -> None:
