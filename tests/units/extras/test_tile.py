@@ -18,6 +18,7 @@ from tests.support.groups import alone, pretended
 from tests.support.models import Block
 from tests.support.models import Language as TiedLanguage
 from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis, sent_by_value
 from tests.support.storages import Storages
 from tests.support.worlds import Run, differences, trained
@@ -155,26 +156,21 @@ def test_the_schedule_before_the_first_forward_is_that_of_the_forward() -> None:
 # -- names and checkpoints -------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(ranks: Ranks) -> None:
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+@on_ranks(2)
+def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(stage: str) -> None:
     """Whole tensors, and those of shards."""
-
-    def program(stage: str) -> bool:
-        torch.manual_seed(1)
-        saved = Language()
-        sharded = zf.zero3(saved, axis())
-        torch.manual_seed(0)
-        model: Any = getattr(zf, stage)(zf.tile(Language(), where=TILED, parts=3), axis())
-        model.load_state_dict(saved.state_dict())
-        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        found, expected = zf.untiled(model, full), saved.state_dict()
-        is_equal = found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
-        with torch.no_grad():
-            sharded.head.weight.mul_(2)
-        model.load_state_dict(sharded.state_dict())
-        return is_equal and torch.equal(wholes(model)["head.weight"], 2 * expected["head.weight"])
-
-    for stage in ("replicate", "zero1", "zero3"):
-        assert all(ranks(2).run(program, stage))
+    saved = Language()
+    sharded = zf.zero3(saved, axis())
+    model: Any = STAGES[stage](zf.tile(Language(), where=TILED, parts=3), axis())
+    model.load_state_dict(saved.state_dict())
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    found, expected = zf.untiled(model, full), saved.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    with torch.no_grad():
+        sharded.head.weight.mul_(2)
+    model.load_state_dict(sharded.state_dict())
+    assert torch.equal(wholes(model)["head.weight"], 2 * expected["head.weight"])
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -253,24 +249,20 @@ def test_blocks_are_checkpointed_and_tiles_are_not() -> None:
 # -- with what else there is -------------------------------------------------------------------------------------------
 
 
-def test_tiles_are_parallelized_one_by_one(ranks: Ranks) -> None:
-    def program() -> tuple[Tensor, Tensor]:
-        mesh = grid("dp", "tp")
-        torch.manual_seed(0)
-        plain = zf.tile(Language().double(), where=TILED, parts=3)
-        model: Any = zf.tile(plain, where="blocks.*.down.*", parts=2)
-        styles: dict[str, Any] = {"head.tiles.*": RowwiseParallel(input_layouts=Replicate())}
-        styles["blocks.*.down.tiles.*"] = ColwiseParallel(output_layouts=Replicate())
-        parallel: Any = zf.zero3(parallelize_module(copy.deepcopy(model), mesh["tp"], styles), mesh["dp"])
-        given = tokens(0)
-        model(given).square().mean().backward()
-        parallel(given).square().mean().backward()
-        grads = [p.grad for p in parallel.parameters()]
-        difference = max((whole(a) - whole(b.grad)).abs().max() for a, b in zip(grads, model.parameters(), strict=True))
-        return (parallel(given) - model(given)).abs().max(), difference
-
-    for outputs, gradients in ranks(4).run(program):
-        assert outputs < 1e-12 and gradients < 1e-12
+@on_ranks(4)
+def test_tiles_are_parallelized_one_by_one() -> None:
+    mesh = grid("dp", "tp")
+    plain = zf.tile(Language().double(), where=TILED, parts=3)
+    model: Any = zf.tile(plain, where="blocks.*.down.*", parts=2)
+    styles: dict[str, Any] = {"head.tiles.*": RowwiseParallel(input_layouts=Replicate())}
+    styles["blocks.*.down.tiles.*"] = ColwiseParallel(output_layouts=Replicate())
+    parallel: Any = zf.zero3(parallelize_module(copy.deepcopy(model), mesh["tp"], styles), mesh["dp"])
+    given = tokens(0)
+    model(given).square().mean().backward()
+    parallel(given).square().mean().backward()
+    torch.testing.assert_close(parallel(given), model(given), rtol=0, atol=1e-12)
+    for mine, own in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), own.grad, rtol=0, atol=1e-12)
 
 
 def paths_back(recomputed: bool) -> list[Tensor] | str:

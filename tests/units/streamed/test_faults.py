@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zero_fn as zf
 from tests.support.models import Language
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
@@ -145,31 +147,23 @@ def test_a_flipped_bit_is_not_computed_with(tmp_path: Path, kind: str) -> None:
         assert all(map(torch.equal, training.values(), before))
 
 
-def _without_a_path(kind: str, path: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("kind", KINDS[:3])
+@on_ranks(2)
+def test_a_path_that_one_rank_lacks_is_an_error_on_all_that_changes_nothing(folder: str, kind: str) -> None:
     training = Training(None, None, lambda model: zf.zero3(model, axis()))
     before = [value for state in training.optimizer.state.values() for value in state.values()]
-    tier = zf.nvme(path if axis().get_local_rank() else f"{path}/missing")
-    try:
+    is_there = axis().get_local_rank() == 1
+    what = "Moving the states of an optimizer" if kind == "states" else "offload"
+    told = rf"^{what} failed on rank 0 of axis 'dp' \(2\)" if is_there else "^No file can be made in"
+    tier = zf.nvme(folder if is_there else f"{folder}/missing")
+    with pytest.raises(zf.StorageError, match=told):
         if kind == "states":
             zf.streamed(training.optimizer, tier)
         else:
             zf.offload(training.model, **{"params" if kind == "parameters" else "grads": tier})
-    except zf.StorageError as error:
-        after = [value for state in training.optimizer.state.values() for value in state.values()]
-        training.step(1)
-        return error.summary, all(one is other for one, other in zip(before, after, strict=True))
-    return "nothing", False
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_a_path_that_one_rank_lacks_is_an_error_on_all_that_changes_nothing(
-    ranks: Ranks, tmp_path: Path, kind: str
-) -> None:
-    (here, kept), (there, kept_there) = ranks(2).run(_without_a_path, kind, str(tmp_path))
-    assert here.startswith("No file can be made in")
-    what = "Moving the states of an optimizer" if kind == "states" else "offload"
-    assert there == f"{what} failed on rank 0 of axis 'dp' (2)."
-    assert kept and kept_there
+    after = [value for state in training.optimizer.state.values() for value in state.values()]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    training.step(1)
 
 
 # -- ranks whose disk is well ------------------------------------------------------------------------------------------
@@ -286,20 +280,12 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_and_the_step_may_be_ta
     assert good == good_there == (not failure.after)
 
 
-def _read_alone(path: str) -> str:
+@on_ranks(2)
+def test_states_that_every_rank_has_are_read_without_the_others(folder: str) -> None:
     model: Any = zf.replicate(Language(dim=30), axis())
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(path), buffer="12KiB")
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(folder), buffer="12KiB")
     model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
     optimizer.step()
-    try:
-        with failing(where=axis().get_local_rank() == 1):
-            optimizer.state_dict()
-    except zf.StorageError as error:
-        return error.summary
-    return "nothing"
-
-
-def test_states_that_every_rank_has_are_read_without_the_others(ranks: Ranks, tmp_path: Path) -> None:
-    here, there = ranks(2).run(_read_alone, str(tmp_path))
-    assert here == "nothing"
-    assert there.startswith("Reading from states of")
+    fails = axis().get_local_rank() == 1
+    with failing(where=fails), pytest.raises(zf.StorageError, match=r"^Reading from") if fails else nullcontext():
+        optimizer.state_dict()

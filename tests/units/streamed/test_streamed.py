@@ -340,13 +340,6 @@ def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path: Path) -> 
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
-def _plain(states: dict[int, dict[str, Any]]) -> Any:
-    return {
-        number: {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
-        for number, state in states.items()
-    }
-
-
 def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path: Path) -> None:
     with alone() as mesh:
         model = zf.zero3(Language(), mesh)

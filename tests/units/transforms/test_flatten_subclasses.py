@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import tempfile
 import types
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 import zero_fn as zf
+from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 
@@ -113,7 +113,8 @@ WORLDS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def _as_alone() -> None:
+@on_ranks(2)
+def test_adapters_on_weights_of_a_subclass_train_as_alone() -> None:
     expected = _trained(_model())
     for name, make in WORLDS.items():
         model = make(zf.flatten_subclasses(_model()))
@@ -124,10 +125,6 @@ def _as_alone() -> None:
             weight: Any = model[1].weight  # type: ignore[index]
             assert type(weight) is Scaled
             assert not weight.requires_grad
-
-
-def test_adapters_on_weights_of_a_subclass_train_as_alone(ranks: Ranks) -> None:
-    ranks(2).run(_as_alone)
 
 
 def _bytes() -> None:
@@ -147,7 +144,8 @@ def test_they_rest_and_wait_for_backward_in_their_own_bytes(ranks: Ranks) -> Non
     ranks(2).run(_bytes)
 
 
-def _parts_keep_their_dtype() -> None:
+@on_ranks(2)
+def test_precision_leaves_parts_in_their_dtypes() -> None:
     model: Any = zf.precision(zf.zero3(zf.flatten_subclasses(_model()), axis()), compute=torch.bfloat16)
     model(torch.ones(2, WIDTH)).sum().backward()
     layer, seen = model[0], []
@@ -159,24 +157,16 @@ def _parts_keep_their_dtype() -> None:
     assert dtypes == {torch.int8, torch.float32}
 
 
-def test_precision_leaves_parts_in_their_dtypes(ranks: Ranks) -> None:
-    ranks(2).run(_parts_keep_their_dtype)
-
-
-def _saved(path: str) -> None:
+@on_ranks(2)
+def test_parts_are_saved_and_loaded_between_stages(folder: str) -> None:
     model = zf.zero3(zf.flatten_subclasses(_model()), axis())
-    zf.save(path, model)
+    zf.save(f"{folder}/one", model)
     torch.manual_seed(1)
     other: Any = zf.zero1(zf.flatten_subclasses(nn.Sequential(*(Adapted() for _ in range(3)))), axis())
-    zf.load(path, other)
+    zf.load(f"{folder}/one", other)
     x = torch.ones(2, WIDTH)
     assert torch.equal(other(x), model(x))
     assert torch.equal(other(x), _model()(x))
-
-
-def test_parts_are_saved_and_loaded_between_stages(ranks: Ranks) -> None:
-    with tempfile.TemporaryDirectory() as path:
-        ranks(2).run(_saved, f"{path}/one")
 
 
 def test_tied_weights_are_made_of_the_same_parts() -> None:
