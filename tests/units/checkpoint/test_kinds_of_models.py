@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import alone
-from tests.support.ranks import Ranks, axis
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
-from tests.support.seeds import seed_generator
-from tests.support.wholes import full
-from tests.units.checkpoint.worlds import Tied
+from tests.units.checkpoint.worlds import Tied, differing, everything
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -36,38 +36,27 @@ def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     assert torch.equal(apart["b"].weight, model.a.weight)
 
 
-def _tiled(folder: Path) -> list[str]:
-    seed_generator(0)
-    plain = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3))
-    zf.save(folder / "plain", plain)
-    seed_generator(1)
-    model = zf.tile(nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3)), parts=3, where="0.*")
-    model = zf.zero3(model, axis())
-    optimizer = torch.optim.AdamW(model.parameters())
-    zf.load(folder / "plain", model)
+@pytest.mark.parametrize("streams", [False, True])
+@on_ranks(2)
+def test_tiles_are_saved_as_if_they_were_whole(folder: str, streams: bool) -> None:
+    plain, whole = (nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3)) for _ in range(2))
+    zf.save(f"{folder}/plain", plain)
+    model = zf.zero3(zf.tile(copy.deepcopy(whole), parts=3, where="0.*"), axis())
+    zf.load(f"{folder}/plain", model)
     assert torch.equal(model(torch.ones(1, 3)), plain(torch.ones(1, 3)))
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    optimizer = zf.streamed(optimizer, zf.nvme(folder)) if streams else optimizer
     _trained(model, optimizer, 0)
-    zf.save(folder / "tiled", model, optimizer)
-    whole = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3))
+    zf.save(f"{folder}/tiled", model, optimizer)
+    expected = everything(model, optimizer)
     stock = torch.optim.AdamW(whole.parameters())
-    zf.load(folder / "tiled", whole, stock)
-    wrong = []
-    for name, state in (("values", lambda p, o: p), ("moments", lambda p, o: o.state[p]["exp_avg"])):
-        found = torch.cat(
-            [full(state(p, optimizer)) for n, p in model.named_parameters() if n.startswith("0") and "weight" in n]
-        )
-        if not torch.equal(found, state(whole[0].weight, stock)):
-            wrong.append(name)
-    again = torch.optim.AdamW(model.parameters())
-    zf.load(folder / "tiled", model, again)
-    for p in model.parameters():
-        if not torch.equal(full(again.state[p]["exp_avg_sq"]), full(optimizer.state[p]["exp_avg_sq"])):
-            wrong.append("moments of tiles")
-    return wrong
-
-
-def test_tiles_are_saved_as_if_they_were_whole(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(_tiled, tmp_path) == [[], []]
+    zf.load(f"{folder}/tiled", whole, stock)
+    tiles = [name for name, _ in model.named_parameters() if name.startswith("0") and "weight" in name]
+    for kind, value in (("", whole[0].weight), ("exp_avg of ", stock.state[whole[0].weight]["exp_avg"])):
+        assert torch.equal(torch.cat([expected[kind + name] for name in tiles]), value)
+    _trained(model, optimizer, 1)
+    zf.load(f"{folder}/tiled", model, optimizer)
+    assert differing(expected, everything(model, optimizer)) == []
 
 
 def test_strange_strides_and_compiled_models(tmp_path: Path) -> None:
@@ -136,21 +125,3 @@ def test_no_more_than_a_buffer_beside_what_rests(where: str, tmp_path: Path) -> 
     saving, loading = in_new_process(_peaks, where, str(tmp_path))
     assert saving < 1.25 * BUFFER
     assert loading < 2.25 * BUFFER
-
-
-def _tiled_and_streamed(folder: Path) -> bool:
-    seed_generator(0)
-    model = zf.tile(nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3)), parts=3, where="0.*")
-    model = zf.zero3(model, axis())
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(str(folder)))
-    _trained(model, optimizer, 0)
-    zf.save(folder / "tiled", model, optimizer)
-    expected = [full(states["exp_avg"]) for states in optimizer.state_dict()["state"].values()]
-    _trained(model, optimizer, 1)
-    zf.load(folder / "tiled", model, optimizer)
-    found = [full(states["exp_avg"]) for states in optimizer.state_dict()["state"].values()]
-    return all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-
-
-def test_states_of_tiles_are_streamed(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(_tiled_and_streamed, tmp_path) == [True, True]
