@@ -181,19 +181,22 @@ def _named(name: str) -> Any:
 _MODELS = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("13 B", "70 B", "175 B"))]
 
 
+def _computed(name: str) -> tuple[dict[str, Any], list[list[str]]]:
+    """What the program of a guide defines, and the rows of the tables of the guide, which should be what it computes."""
+    path = _ROOT / "docs" / "guides" / name
+    space: dict[str, Any] = {"__name__": name}
+    exec(compile(page_of(path).program(), str(path), "exec"), space)
+    lines = path.read_text("utf-8").splitlines()
+    return space, [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+
+
 @pytest.mark.parametrize("model", _MODELS)
 def test_the_tables_of_sizes_are_what_their_program_computes(model: str) -> None:
-    path = _ROOT / "docs" / "guides" / "sizes.md"
-    space: dict[str, Any] = {"__name__": "sizes"}
-    exec(compile(page_of(path).program(), str(path), "exec"), space)
+    space, rows = _computed("sizes.md")
     needs = cache(space["needs"])
-    lines = [
-        line.strip("| ").split(" | ")
-        for line in path.read_text("utf-8").splitlines()
-        if line.startswith(f"| {model} |")
-    ]
-    assert [stage for _, stage, *_ in lines] == 3 * list(space["STAGES"])
-    for number, (_, stage, *cells) in enumerate(lines):
+    rows = [row for row in rows if row[0] == model]
+    assert [stage for _, stage, *_ in rows] == 3 * list(space["STAGES"])
+    for number, (_, stage, *cells) in enumerate(rows):
         if number < 8:  # at rest and in flight, in bfloat16 and in float32
             plans = [needs(model, stage, ranks, number < 4) for ranks in (8, 64, 1024)]
             assert cells == [f"{plan.held.total / 1e9:,.1f} ({plan.peak_nbytes / 1e9:,.1f})" for plan in plans]
@@ -204,26 +207,19 @@ def test_the_tables_of_sizes_are_what_their_program_computes(model: str) -> None
 
 
 def test_the_table_of_one_node_is_what_its_program_computes() -> None:
-    path = _ROOT / "docs" / "guides" / "one-node.md"
-    space: dict[str, Any] = {"__name__": "one node"}
-    exec(compile(page_of(path).program(), str(path), "exec"), space)
-    lines = [line.strip("| ").split(" | ") for line in path.read_text("utf-8").splitlines() if line.startswith("| ")]
-    rows = {row: cells for row, _, *cells in lines if row in space["ROWS"]}
-    assert list(rows) == list(space["ROWS"])
-    for row, cells in rows.items():
+    space, rows = _computed("one-node.md")
+    found = {row: cells for row, _, *cells in rows if row in space["ROWS"]}
+    assert list(found) == list(space["ROWS"])
+    for row, cells in found.items():
         plans = [space["needs"](row, grads) for grads in (None, space["torch"].bfloat16)]
         on_gpu = [f"{plan.held.on_device / 1e9:.1f} ({plan.peak_nbytes / 1e9:.1f})" for plan in plans]
         assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
 
 
-def test_the_tables_of_one_gpu_are_what_their_program_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = _ROOT / "docs" / "guides" / "one-gpu.md"
-    space: dict[str, Any] = {"__name__": "one gpu"}
-    exec(compile(page_of(path).program(), str(path), "exec"), space)
-    lines = [line.strip("| ").split(" | ") for line in path.read_text("utf-8").splitlines() if line.startswith("| ")]
+def test_the_tables_of_one_gpu_are_what_their_program_computes() -> None:
+    space, rows = _computed("one-gpu.md")
     for model in space["MODELS"]:
-        first, *needed = [cells for name, *cells in lines if name == model]
+        first, *needed = [cells for name, *cells in rows if name == model]
         plans = [space["needs"](model, way + 1) for way in range(len(space["WAYS"]))]
         assert first == [str(space["first_that_fits"](plans, *machine)) for machine in space["MACHINES"]]
         for way, (plan, cells) in enumerate(zip(plans, needed, strict=True), 1):
