@@ -708,11 +708,7 @@ def step_that_waits_is_interrupted(folder: Path) -> None:
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        patch.setattr(
-            importlib.import_module("zero_fn.streamed.stepping"),
-            "steps_in_one_pass",
-            mock.Mock(side_effect=KeyboardInterrupt),
-        )
+        patch.setattr(_stepping, "steps_in_one_pass", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(2))
         optimizer.step()

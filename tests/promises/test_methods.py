@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -53,10 +52,6 @@ class Coder(Tower):
 
     async def later(self, x: Tensor) -> Tensor:
         return x @ self.enter.weight.T
-
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        yield
 
 
 @pytest.mark.parametrize("order", ["before", "after", "between", "deepcopy"])

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.support.models import Layer
+from tests.support.models import Language, Layer
 from tests.support.on_ranks import on_ranks
-from tests.support.programs import STAGES
+from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import axis
+from tests.support.wholes import fulls
 from tests.support.worlds import noise
 
 # -- what modules are given and give ----------------------------------------------------------------------------------
@@ -136,40 +136,24 @@ def test_dtypes_are_those_that_were_asked_for(stage: str, compute: torch.dtype) 
 # -- masters ----------------------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """A 16-bit embedding that is also the head, a buffer that stays as it is, a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 6, dtype=torch.bfloat16)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6, dtype=torch.bfloat16) for _ in range(2)])
-        self.norm = nn.LayerNorm(6, dtype=torch.bfloat16)
-        self.head = nn.Linear(6, 11, bias=False, dtype=torch.bfloat16)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.full((6,), 0.5, dtype=torch.bfloat16))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + torch.relu(block(x))
-        out: Tensor = self.head(self.norm(x) * self.scale.to(x.dtype))
-        return out
+def _in_16_bits() -> Any:
+    """Tied, with a buffer that stays as it is."""
+    torch.manual_seed(0)
+    model = Language().bfloat16()
+    model.register_buffer("scale", torch.ones(6, dtype=torch.bfloat16))
+    return model
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     found = []
     for seed in range(3):
-        torch.manual_seed(10 * seed + dist.get_rank())
-        tokens = torch.randint(0, 11, (4, 5))
-        loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+        loss = loss_of(model, seed)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
     zf.check(model, optimizer)
-    with zf.unsharded(model):
-        return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+    return [*found, *fulls(model.parameters())]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +176,7 @@ def test_masters_are_those_of_weights_widened_before(stage: str, order: str, fol
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         return zf.streamed(optimizer) if order == "away" else optimizer
 
-    widened, loaded = Tied(), Tied()
+    widened, loaded = _in_16_bits(), _in_16_bits()
     for parameter in widened.parameters():
         parameter.data = parameter.data.float()
     expected = away(sharded(zf.precision(widened)))
@@ -200,13 +184,13 @@ def test_masters_are_those_of_weights_widened_before(stage: str, order: str, fol
     assert all(parameter.dtype == torch.bfloat16 for parameter in loaded.parameters()), "the input is unchanged"
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert model.scale.dtype == torch.bfloat16
-    assert model.head.weight is model.embed.weight
+    assert model.head.weight is model.embedding.weight
     assert all(map(torch.equal, _trained(model, adam(model)), _trained(expected, adam(expected))))
     assert zf.held(model) == zf.held(expected)
 
 
 @on_ranks(2)
 def test_masters_are_made_where_it_is_asked() -> None:
-    model = zf.precision(zf.zero3(Tied(), axis()), rest=torch.float32, where=lambda name, _: "norm" not in name)
+    model = zf.precision(zf.zero3(_in_16_bits(), axis()), rest=torch.float32, where=lambda name, _: name[:4] != "norm")
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"norm.weight", "norm.bias"}
