@@ -171,7 +171,6 @@ def _owners(module: nn.Module, where: Where) -> dict[str, nn.Module]:
     chosen: dict[str, nn.Module] = {}
     for named in selected(distinct_parameters(module), where):
         for name, attribute in named.places:
-            _require_untied(named, modules)
             owner = modules[name]
             if type(owner) not in (nn.Linear, nn.Embedding):
                 raise LayoutError(
