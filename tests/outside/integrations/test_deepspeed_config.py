@@ -1,34 +1,51 @@
-"""A DeepSpeed config in a ZeroTrainer: what it says beside the arguments, the numbers of replicas, runs that go on."""
+"""A DeepSpeed config in a ZeroTrainer: what it says beside the arguments, the numbers of replicas, runs that go on.
+
+Then a model that is read straight into shards: the numbers of a plain one, and no whole copy.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import (
     OWN,
     Counting,
     Overflowing,
+    adapted,
     arguments,
     configured,
     llama,
     lora,
-    needs,
     numbers,
+    on_meta,
     on_two_ranks,
     place,
+    read,
     require_close,
     start,
+    written,
     zero,
 )
+from tests.support.ranks import axis
+from tests.support.resident import forget_peak, give_memory_back, in_new_process, peak_nbytes
+from zero_fn.deepspeed.settings import settings_of
+from zero_fn.deepspeed.setup import placed_by
 
 
 @on_two_ranks
@@ -131,7 +148,7 @@ def _in_files(folder: str) -> dict[str, torch.Tensor]:
     ("entry", "dtype", "is_asked", "build"),
     [
         ("stage3_gather_16bit_weights_on_model_save", "bf16", True, llama),
-        pytest.param("stage3_gather_fp16_weights_on_model_save", "fp16", True, lora, marks=needs("peft")),
+        ("stage3_gather_fp16_weights_on_model_save", "fp16", True, lora),
         ("gather_16bit_weights_on_model_save", None, True, llama),
         ("stage3_gather_16bit_weights_on_model_save", "bf16", False, llama),
     ],
@@ -185,3 +202,238 @@ def test_a_config_that_cannot_be_followed_is_refused(folder: str) -> None:
     )
     with pytest.raises(zf.ConfigError, match="total_num_steps = 9, and the steps of the training is 8"):
         by_epochs.train()
+
+
+AUTO = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 0.5}
+LR = {"optimizer.params.lr": 1e-2, "optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8}
+Json = dict[str, Any]
+
+
+def _trainer(folder: str, config: Json, model: nn.Module, *, bf16: bool, **given: Any) -> Any:
+    return configured(folder, config, model, given, bf16=bf16, max_steps=3)
+
+
+def _losses(setup: zf.DeepSpeedSetup[Any]) -> list[float]:
+    """Three steps of a loop of one's own."""
+    found = []
+    tokens = Counting().tokens[4 * dist.get_rank() :][:12].split(2)
+    for step in range(3):
+        loss = setup.model.train()(input_ids=tokens[step], labels=tokens[step]).loss
+        setup.scaled(loss).backward()
+        setup.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("tiers", ["none", "host", "disk"])
+@on_two_ranks
+def test_what_is_read_into_shards_trains_as_a_plain_model(folder: str, tiers: str) -> None:
+    from zero_fn.integrations.transformers import placed
+
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
+    config, dtype, options = {
+        "none": (zero(3, stage3_param_persistence_threshold=40), torch.bfloat16, {}),
+        "host": (zero(2, offload_optimizer=host), torch.float32, {"tie_word_embeddings": True}),
+        "disk": (zero(3, offload_optimizer=disk, offload_param=disk), torch.bfloat16, {"tie_word_embeddings": True}),
+    }[tiers]
+    folder = f"{folder}/hf"
+    written(folder, partial(llama, **options), dtype, max_shard_size="20KB")
+    bf16 = dtype == torch.bfloat16
+    trained = partial(_trainer, folder, config, bf16=bf16)
+    wanted = numbers(trained(read(folder)))
+    with placed(config, args=arguments(folder, bf16=bf16, max_steps=3)):
+        model = read(folder)
+    assert all(isinstance(parameter, DTensor) or config["zero_optimization"] for parameter in model.parameters())
+    trainer = trained(model)
+    assert trainer.model is model, "placed once"
+    assert numbers(trainer) == wanted
+    assert numbers(trained(on_meta(folder), weights=folder)) == wanted
+    assert numbers(trained(llama(seed=1, **options), weights=folder)) == wanted, "read over initial values, too"
+    assert numbers(trained(model, weights=folder)) == wanted, "and over those that a placed model has by now"
+    with pytest.raises(zf.StateError, match=r"on meta(.|\n)*zf.load_pretrained\(model, folder\), or weights=folder"):
+        numbers(trained(on_meta(folder)))
+
+    auto = {**AUTO, **LR, "optimizer.params.weight_decay": 0.1, "bf16.enabled": bf16, "fp16.enabled": False}
+    own = {**config, "optimizer": OWN["optimizer"]}
+    setup = partial(zf.from_deepspeed, config=own, mesh=axis(), auto=auto)
+    wanted_losses = _losses(setup(read(folder)))
+    with placed(own, auto={"bf16.enabled": bf16, "fp16.enabled": False}):  # the rest is not known yet
+        model = read(folder)
+    assert _losses(setup(model)) == wanted_losses
+    assert _losses(setup(on_meta(folder), weights=folder)) == wanted_losses
+    later = setup(on_meta(folder))
+    zf.load_pretrained(later.model, folder)
+    assert _losses(later) == wanted_losses
+
+
+@on_two_ranks
+def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder: str) -> None:
+    from zero_fn.integrations.transformers import placed
+
+    written(folder, dtype=torch.float32, max_shard_size="20KB")
+    host = zero(3, offload_optimizer={"device": "cpu"})
+
+    def loaded(place: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        with placed(place):
+            return read(folder)
+
+    def fitting(model: nn.Module) -> nn.Module:
+        return zf.offload(zf.precision(zf.zero3(model, axis()), compute=torch.bfloat16), optim=zf.cpu())
+
+    wanted = numbers(_trainer(folder, host, read(folder), bf16=True))
+    assert numbers(_trainer(folder, host, loaded(fitting), bf16=True)) == wanted
+    others: dict[str, Callable[[nn.Module], nn.Module]] = {
+        r"placed +: stage 2 over 'dp' \(2\), (.|\n)*config +: stage 3 over 'dp' \(2\), ": lambda m: zf.zero2(m, axis()),
+        r"fp32/fp32/fp32, on the device\n(.|\n)*fp32/bf16/fp32, on the device\n": lambda m: zf.zero3(m, axis()),
+        r"first +: model.norm.weight\n(.|\n)*stage 0(.|\n)*stage 3": lambda m: zf.precision(
+            zf.zero3(m, axis(), where=lambda name, _: name != "model.norm.weight"), compute=torch.bfloat16
+        ),
+        r"fp32, optim in cpu\(\)\n *config +: .*fp32, on the device\n": fitting,
+    }
+    for text, other in others.items():
+        with pytest.raises(zf.ConfigError, match=rf"placed in another way(.|\n)*{text}"):
+            _trainer(folder, zero(3), loaded(other), bf16=True)
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(zf.MeshError, match="over another mesh"):
+        _trainer(folder, host, loaded(fitting), bf16=True, mesh=grid["b"])
+
+
+@on_two_ranks
+def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
+    """Of a frozen base in 16 bits, after it was placed: over an axis that `placed` has made."""
+    from zero_fn.integrations.transformers import placed
+
+    written(folder, dtype=torch.bfloat16, max_shard_size="20KB")
+    config = zero(3, offload_optimizer={"device": "cpu"})
+
+    qv = "q_proj", "v_proj"
+    wanted = numbers(_trainer(folder, config, adapted(read(folder), *qv), bf16=True))
+    with placed(config, auto={"bf16.enabled": True, "fp16.enabled": False}, frozen=True):
+        base = read(folder)
+    assert {parameter.dtype for parameter in base.parameters()} == {torch.bfloat16}
+    trainer = _trainer(folder, config, adapted(base, *qv), bf16=True)
+    assert numbers(trainer) == wanted
+    rests = {name: (p.dtype, p.placements) for name, p in trainer.model.named_parameters()}
+    assert all(dtype == (torch.float32 if "lora" in name else torch.bfloat16) for name, (dtype, _) in rests.items())
+    assert all(placements[0].is_shard() for _, placements in rests.values())
+
+
+@on_two_ranks
+def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(folder: str) -> None:
+    from zero_fn.integrations.transformers import placed
+
+    written(folder, dtype=torch.float32, max_shard_size="20KB")
+    with pytest.raises(zf.ConfigError, match=r"bf16\.enabled, fp16\.enabled"), placed(zero(3)):
+        read(folder)
+    with pytest.raises(zf.ConfigError, match=r"contradicts the arguments(.|\n)*gradient_clipping = 2\.0"):  # noqa: SIM117
+        with placed({**zero(3), "gradient_clipping": 2.0}, args=arguments(folder)):
+            read(folder)
+    with (
+        pytest.raises(zf.ConfigError, match="and a function"),
+        placed(lambda model: zf.zero3(model, axis()), frozen=True),
+    ):
+        read(folder)
+    with pytest.raises(zf.ConfigError, match="cannot be read"), placed(f"{folder}/absent.json"):
+        read(folder)
+    with (
+        pytest.raises(zf.ConfigError, match=r"got : TrainingArguments(.|\n)*args=args"),
+        placed(zero(3), arguments(folder)),  # type: ignore[arg-type]
+    ):
+        read(folder)
+
+
+def _unlaunched(folder: str) -> bool:
+    import os
+
+    os.environ.pop("RANK", None)
+    from zero_fn.integrations.transformers import placed
+
+    llama().save_pretrained(folder)
+    with placed({"zero_optimization": {"stage": 3}}):
+        model = read(folder)
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_a_process_that_nobody_launched_is_one_rank(tmp_path: Path) -> None:
+    assert in_new_process(_unlaunched, str(tmp_path))
+
+
+MB = 1 << 20
+BIG = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+"""24 M parameters: 46 MiB in bfloat16, and as much in the float32 shards of each of two ranks."""
+
+
+def _anonymous_nbytes() -> int:
+    """Resident memory but for pages of files that are mapped, which the kernel takes back when it needs them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+def _grown(make: Callable[[], nn.Module]) -> tuple[int, int]:
+    """By how much a process grows at most while a model is made, above its shards: without mapped files, and with them."""
+    gc.collect()
+    is_done, most = threading.Event(), [0]
+
+    def watch() -> None:
+        while not is_done.is_set():
+            most[0] = max(most[0], _anonymous_nbytes())
+            time.sleep(0.0005)
+
+    forget_peak()
+    before, resident = _anonymous_nbytes(), peak_nbytes()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        model = make()
+    finally:
+        is_done.set()
+        watcher.join()
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[operator]
+    assert shards > 40 * MB
+    return most[0] - before - shards, peak_nbytes() - resident - shards
+
+
+def _peaks(folder: str) -> dict[str, tuple[int, int]]:
+    from zero_fn.integrations.transformers import placed
+
+    start()
+    give_memory_back()
+    config = {**zero(3), **OWN, "bf16": {"enabled": True}, "fp16": {"enabled": False}, **AUTO}
+    config["optimizer"] = {"type": "AdamW"}
+    config.pop("scheduler")
+
+    def read_placed(source: str) -> nn.Module:
+        with placed(config):
+            return read(source)
+
+    def set_up(source: str) -> nn.Module:
+        model: nn.Module = zf.from_deepspeed(on_meta(source), config, axis(), weights=source).model
+        return model
+
+    def in_trainer(source: str) -> nn.Module:
+        free = {**config, "optimizer": {"type": "AdamW"}}
+        model: nn.Module = _trainer(source, free, on_meta(source), bf16=True, weights=source).model
+        return model
+
+    def plain(source: str) -> nn.Module:
+        model: nn.Module = zf.from_deepspeed(read(source).float(), config, axis(), donate=True).model
+        return model
+
+    found = {}
+    for make in (read_placed, set_up, in_trainer, plain):
+        make(f"{folder}/small")
+        found[make.__name__] = _grown(partial(make, f"{folder}/big"))
+    base = read_placed(f"{folder}/big")
+    base.added = nn.Linear(2, 2)  # as adapters are
+    found["placed_again"] = _grown(lambda: placed_by(settings_of(config, 2), axis(), base))
+    return found
+
+
+def test_no_rank_holds_more_than_its_shards_and_a_buffer(tmp_path: Path) -> None:
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "small")
+    llama(**BIG).to(torch.bfloat16).save_pretrained(tmp_path / "big")
+    for found in zf.launch(_peaks, 2, str(tmp_path)):
+        plain, _ = found.pop("plain")
+        assert plain > 35 * MB, "a whole copy has to be seen"
+        assert all(own < 16 * MB for own, _ in found.values()), found
+        assert all(found[name][1] < 16 * MB for name in ("set_up", "in_trainer")), found  # they map no file

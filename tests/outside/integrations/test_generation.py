@@ -17,7 +17,6 @@ from tests.outside.integrations.worlds import (
     adapted,
     gpt2,
     llama,
-    needs,
     on_two_ranks,
     place,
     start,
@@ -31,7 +30,7 @@ def with_adapters() -> nn.Module:
     return adapted(llama(), "q_proj")
 
 
-@pytest.mark.parametrize("build", [llama, gpt2, pytest.param(with_adapters, marks=needs("peft"))])
+@pytest.mark.parametrize("build", [llama, gpt2, with_adapters])
 @on_two_ranks
 def test_tokens_are_those_of_the_plain_model(folder: str, build: Callable[[], nn.Module]) -> None:
     """Ranks want other numbers of tokens, so that one is done before the other."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,18 @@ def loss_of(model: nn.Module, step: int, number: int) -> Tensor:
     return output.float().square().mean()
 
 
-def trained(setup: zf.DeepSpeedSetup[Any], seen: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Parameters after a few steps, as a loop that was written for a config has them."""
+def step_of(setup: zf.DeepSpeedSetup[Any], step: int, factor: float = 1.0) -> float | None:
+    """A step, as a loop that was written for a config has it; `factor` times the gradients, such as infinity."""
+    with zf.accumulate(setup.model):
+        for number in range(setup.accumulation_steps):
+            (setup.scaled(loss_of(setup.model, step, number)) * factor).backward()
+    return setup.step()
+
+
+def trained(setup: zf.DeepSpeedSetup[Any]) -> dict[str, Tensor]:
+    """Parameters after a few steps."""
     for step in range(STEPS):
-        with zf.accumulate(setup.model):
-            for number in range(setup.accumulation_steps):
-                setup.scaled(loss_of(setup.model, step, number)).backward()
-        seen()
-        setup.step()
+        step_of(setup, step)
         assert all(parameter.grad is None for parameter in setup.model.parameters())
     return values(setup.model)
 
@@ -165,11 +168,7 @@ def _overflowing(config: Json, rank: int) -> None:
     scales, rates = [], []
     for step in range(4):
         before.append(values(setup.model))
-        with zf.accumulate(setup.model):
-            for number in range(setup.accumulation_steps):
-                factor = math.inf if step == 1 and dist.get_rank() == rank else 1.0
-                (setup.scaled(loss_of(setup.model, step, number)) * factor).backward()
-        norm = setup.step()
+        norm = step_of(setup, step, math.inf if step == 1 and dist.get_rank() == rank else 1.0)
         assert norm is not None
         assert math.isfinite(norm) == (step != 1)
         scales.append(setup.scaler.get_scale() if setup.scaler is not None else 1.0)
@@ -223,20 +222,14 @@ def test_adam_is_fused_unless_the_config_says_otherwise(folder: str) -> None:
 def test_overflows_are_taken_where_the_config_does_not_want_them_looked_for() -> None:
     config = {**zero(2), "bf16": {"enabled": True, "check_grad_overflow": False}}
     setup = zf.from_deepspeed(built(), config, axis())
-    with zf.accumulate(setup.model):
-        (setup.scaled(loss_of(setup.model, 0, 0)) * math.inf).backward()
-    assert setup.step() is None
+    assert step_of(setup, 0, math.inf) is None
     assert any(bool(value.isnan().any()) for value in values(setup.model).values())
 
 
 def _resumed(config: Json, folder: str) -> float:
     def steps(setup: zf.DeepSpeedSetup[Any], first: int, last: int) -> None:
         for step in range(first, last):
-            with zf.accumulate(setup.model):
-                for number in range(setup.accumulation_steps):
-                    factor = math.inf if step == 1 else 1.0  # so that the scale moves before it is saved
-                    (setup.scaled(loss_of(setup.model, step, number)) * factor).backward()
-            setup.step()
+            step_of(setup, step, math.inf if step == 1 else 1.0)  # so that the scale moves before it is saved
 
     through = zf.from_deepspeed(built(), config, axis())
     steps(through, 0, 3)
