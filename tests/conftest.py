@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -110,8 +110,11 @@ class RanksAreUsed:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        named = item._fixtureinfo.argnames if isinstance(item, pytest.Function) else ()  # not by its fixtures
-        given = {name: item.funcargs[name] for name in named if name in item.funcargs}  # type: ignore[attr-defined]
+        function: Any = item
+        named = (
+            function._fixtureinfo.argnames if hasattr(item, "_fixtureinfo") else ()
+        )  # by itself, not by its fixtures
+        given = {name: function.funcargs.get(name) for name in named}
         tiers = {name: tier for name, tier in item.config.stash[TIERS_OPEN].items() if given.get(name) is tier}
         before = {name: tier.executed for name, tier in tiers.items()}
         yield

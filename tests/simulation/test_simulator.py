@@ -336,6 +336,7 @@ def test_a_message_of_nan_reaches_its_receiver(simulated: Simulated) -> None:
 
 def test_a_test_that_passes_without_a_case_on_its_ranks_fails(simulated: Simulated) -> None:
     item: Any = SimpleNamespace(funcargs={"simulated": simulated}, config=SimpleNamespace(stash=pytest.Stash()))
+    item._fixtureinfo = SimpleNamespace(argnames=("simulated",))
     item.config.stash[suite.TIERS_OPEN] = {"simulated": simulated}
 
     for is_used in (True, False):
