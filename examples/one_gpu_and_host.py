@@ -1,8 +1,8 @@
 """Trains a GPT on one GPU with the memory of its host, or on a CPU alone.
 
-    python one_gpu_and_host.py    a small model, everything on the host
-    python one_gpu_and_host.py --layers 32 --dim 4096 --rest all    6.4 billion parameters: 13 GB of a GPU, 103 of its host
-    python one_gpu_and_host.py --layers 24 --dim 2048 --rest states    1.2 billion: 10 GB of a GPU, 10 of its host
+    python one_gpu_and_host.py                                       a small model, everything on the host
+    python one_gpu_and_host.py --layers 32 --dim 4096 --rest all     6.4 billion parameters: 13 GB of a GPU, 103 of its host
+    python one_gpu_and_host.py --layers 24 --dim 2048 --rest states  1.2 billion: 10 GB of a GPU, 10 of its host
 
 docs/guides/one-gpu.md has a table of models and machines. The model is built on `meta`, and initialised layer by layer where
 it rests, so that nothing is ever whole anywhere else. One process; `torchrun` and a transform over a mesh make it many.
