@@ -31,9 +31,7 @@ from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
-from zero_fn.transport.agree import axes_of
-from zero_fn.transport.agreement import agree
-from zero_fn.transport.links import line_over
+from zero_fn.transport.agree import same_along
 from zero_fn.values.mesh import axes_text, mesh_axis, root_of
 from zero_fn.values.tiers import IN_MEMORY
 from zero_fn.values.units import Units
@@ -274,15 +272,7 @@ def agreed_settings(
         rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
     except ConfigError as error:
         failure, rows = error, str(error).splitlines()
-    what = "DeepSpeed configs"
-    exchange = line_over(axes_of(mesh, reversed(range(mesh.ndim)), what)).exchange
-    agree(
-        exchange,
-        what,
-        rows,
-        why="each would train in another way",
-        fix="the same file, or the same dict, on every rank",
-    )
+    same_along(mesh, rows, "DeepSpeed configs", fix="the same file, or the same dict, on every rank")
     if failure is not None:
         raise failure
     return settings

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
+from zero_fn.transport.agreement import agree
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import Axis, mesh_axis
 
 R = TypeVar("R")
 
-__all__ = ["Bits", "Outcome", "axes_of", "done_over"]
+__all__ = ["Bits", "Outcome", "axes_of", "done_over", "same_along"]
 
 
 _on_the_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
@@ -131,6 +132,12 @@ def done_over(axes: Iterable[Axis], act: Callable[[], R], what: str, expected: t
     if failure is not None:
         raise failure
     return done[0]
+
+
+def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
+    """`agree` over all ranks of a mesh, those of the last axis together."""
+    line = line_over(axes_of(mesh, reversed(range(mesh.ndim)), what))
+    agree(line.exchange, what, rows, why="each would train in another way", fix=fix)
 
 
 def axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:

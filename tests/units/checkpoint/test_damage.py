@@ -142,6 +142,8 @@ def test_all_that_does_not_fit_is_listed_before_anything_changes(tmp_path: Path)
         "extra['schedule']: not in the checkpoint",
     ):
         assert line in str(caught.value)
+    with pytest.raises(zf.CheckpointError, match=r"0\.weight: \[5, 3\] in the checkpoint"):
+        zf.load(tmp_path, model, strict=False)
     assert torch.equal(model[0].bias, before)
     assert optimizer.param_groups[0]["lr"] == 7.0
 
