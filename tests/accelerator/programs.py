@@ -361,12 +361,12 @@ def a_copy_under_way_reads_what_was_there(tier: Tier) -> None:
             with torch.no_grad():
                 write(model.blocks[1][1].weight)
             unit.await_gathered()
-            assert torch.equal(unit.in_flight.tensors()[0].cpu(), before.to(unit.in_flight.tensors()[0].dtype))
+            assert torch.equal(unit.groups.tensors()[0].cpu(), before.to(unit.groups.tensors()[0].dtype))
             unit.reshard()
             after = model.blocks[1][1].weight.detach().cpu()
             unit.unshard()
             unit.await_gathered()
-            assert torch.equal(unit.in_flight.tensors()[0].cpu(), after.to(unit.in_flight.tensors()[0].dtype))
+            assert torch.equal(unit.groups.tensors()[0].cpu(), after.to(unit.groups.tensors()[0].dtype))
             unit.reshard()
 
 
@@ -380,9 +380,7 @@ def units_are_gathered_all_at_once(tier: Tier) -> None:
     found = {}
     for unit in units_of(model):
         unit.await_gathered()
-        found.update(
-            {slot.fqn: tensor.cpu() for slot, tensor in zip(unit.slots, unit.in_flight.tensors(), strict=True)}
-        )
+        found.update({slot.fqn: tensor.cpu() for slot, tensor in zip(unit.slots, unit.groups.tensors(), strict=True)})
         unit.reshard()
     assert all(torch.equal(found[name], value) for name, value in zip(model.state_dict(), expected, strict=True))
 

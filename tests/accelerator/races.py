@@ -133,7 +133,7 @@ def memory_is_written_after_its_copies_have_left(tier: Tier) -> None:
                 layer.weight.mul_(2.0 if number % 2 else -0.5)
             for unit in held_by(model):
                 unit.await_gathered()
-                found.append(unit.in_flight.tensors()[0].clone())
+                found.append(unit.groups.tensors()[0].clone())
                 unit.reshard()
             keep_busy()
             found.append(model(x))
@@ -163,7 +163,7 @@ def fresh_memory_is_filled_after_it_was_read(tier: Tier) -> None:
         del activation
         first.unshard()
         first.await_gathered()
-        (weight,) = first.in_flight.tensors()
+        (weight,) = first.groups.tensors()
         taken += weight.data_ptr() == place
         sums.append((weight != expected).sum(dim=0))
         known.append(torch.zeros(width, dtype=torch.long))
@@ -186,7 +186,7 @@ def memory_is_given_up_after_its_copy(tier: Tier) -> None:
         for unit in held_by(model):
             unit.unshard()
             unit.await_gathered()
-            parked.append(parking.park(unit.in_flight.tensors()[0]))
+            parked.append(parking.park(unit.groups.tensors()[0]))
             unit.reshard()
         over = [torch.full((width, width), 7.0, device=device.NAME) for _ in parked]
         found += [each.take() for each in parked[::-1]][::-1]
@@ -226,7 +226,7 @@ def a_small_copy_behind_a_large_one(tier: Tier) -> None:
             found = []
             for unit in held_by(model):
                 unit.await_gathered()
-                found += [tensor.clone() for tensor in unit.in_flight.tensors()]
+                found += [tensor.clone() for tensor in unit.groups.tensors()]
                 unit.reshard()
             require_equal(found, expected)
     alone, behind = (sorted(s for each, s in halves if each is way) for way in (False, True))

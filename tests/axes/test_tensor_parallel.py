@@ -126,7 +126,7 @@ def test_a_placed_parameter_is_a_view_in_flight_and_freed_after() -> None:
         assert isinstance(weight, DTensor)
         assert weight.device_mesh == mesh["tp"]
         assert weight.placements == (Shard(0),)
-        gathered = [unit.in_flight.memory for unit in units_of(model) if unit.in_flight.memory is not None]
+        gathered = [unit.groups.gathered for unit in units_of(model) if unit.groups.gathered is not None]
         memory = [buffer.untyped_storage().data_ptr() for each in gathered for buffer in each.buffers]
         assert weight.to_local().untyped_storage().data_ptr() in memory
         seen.append(type(model.mix.weight))

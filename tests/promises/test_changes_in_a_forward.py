@@ -26,7 +26,7 @@ from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, World, as_replicas, noise
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.groups import Phase
 
 
 class Clamped(nn.Sequential):
@@ -117,7 +117,7 @@ def test_what_a_forward_changes_in_place_is_refused(name: str, stage: str) -> No
     alone = STAGES[stage](build(), axis())
     with pytest.raises(zf.PlacementError, match=f"changed '{parameter}' in place"):
         alone(x)
-    is_at_rest = [unit.in_flight.phase is Phase.AT_REST for unit in units_of(alone)]
+    is_at_rest = [unit.groups.phase is Phase.AT_REST for unit in units_of(alone)]
     assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
 
 

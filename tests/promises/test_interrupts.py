@@ -354,7 +354,7 @@ def test_parameters_that_are_taken_over_after_a_move_survive_an_interrupt(stage:
         wanted = patient.model(_batch(5)).detach()
         clean = _Tracer()
         clean.run(moved)
-        moments = [moment for moment in _shared_moments(clean.counts) if moment[0][0] == "runtime/at_rest.py"]
+        moments = [moment for moment in _shared_moments(clean.counts) if moment[0][0] == "runtime/moved.py"]
         for moment in random.Random(0).sample(moments, 10):
             with pytest.raises(KeyboardInterrupt):
                 _Tracer(moment).run(moved)

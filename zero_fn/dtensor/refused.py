@@ -802,7 +802,7 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
     slot = slot_of(self)
     unit = unit_of(slot)
     if slot is not None and unit is not None and run_of(unit).forward is not None:
-        unit.at_rest.is_moved = True
+        unit.groups.is_moved = True
         note_edited([slot])
 
 

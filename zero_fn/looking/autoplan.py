@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from operator import sub
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -389,17 +389,14 @@ def _predicted(
 def _rest_in(tiers: Tiers, units: Sequence[Unit]) -> None:
     """Lets what units on `meta` have rest in these tiers, as `offload` would, in place: only layouts are made anew."""
 
-    def make_record(*_: object) -> NoReturn:
-        raise AssertionError("records hold no tensors on meta")
-
     for unit in units:
         for group in unit.groups:
             group.vacate()
             group.kind = replace(group.kind, home=replace(group.kind.home, tiers=tiers))
             for slot in group.slots:
                 slot.home, slot.kind = group.kind.home, group.kind
-        unit.groups.lay_out(make_record)
-        unit.note_moved()
+        unit.groups.lay_out()
+        unit.gradients.forget_layout()
 
 
 def _disk_s(planned: Plan, tiers: Sequence[Tier], links: LinkSpeeds) -> float:

@@ -77,7 +77,7 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     gradients = [local_of(grad) for grad in grads if grad is not None]
     buffers: list[torch.UntypedStorage] = []
     for unit in units_of(module):
-        memory = unit.in_flight.memory
+        memory = unit.groups.gathered
         parameters += [*unit.groups.kept(), *(slot.flat for slot in unit.slots)]  # with the padding between them
         parameters += memory.buffers if memory is not None else ()
         gradients += [grad for grad in unit.gradients.local if grad is not None]

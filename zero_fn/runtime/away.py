@@ -12,7 +12,7 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.gradients import add_gradients
-from zero_fn.runtime.group import Group, Groups
+from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import Form, record_nbytes
 from zero_fn.runtime.pending_gradient import PendingGradient
@@ -68,10 +68,10 @@ class Away:
         failure = add_gradients(slots, grads)
         self._failure = self._failure or failure
 
-    def put_gradients(self, groups: Groups) -> None:
+    def put_gradients(self, groups: Iterable[Group]) -> None:
         """Begins to write gradients that rest in another tier, one group for each staging buffer. On an accelerator the
         gradients of one group come to the host while those of the group before are written."""
-        for group in groups.members:
+        for group in groups:
             record = group.gradient_record
             values = _take_gradients(group) if record is not None else {}
             if record is None or not values:
@@ -84,9 +84,9 @@ class Away:
                 self._writing.append(record)
                 record.begin_writing(values)
 
-    def finish_gradients(self, units: Iterable[Groups]) -> None:
+    def finish_gradients(self, units: Iterable[Iterable[Group]]) -> None:
         """Waits until all gradients are in their tier."""
-        if all(group.gradient_record is None for groups in units for group in groups.members):
+        if all(group.gradient_record is None for groups in units for group in groups):
             return
         with self._failing_at_the_end():
             self._finish_writing()

@@ -229,7 +229,7 @@ class Backward(Forward):
         self._undecided.append((unit, reduction))
         at_once = reduction.local_at_once()
         self.away.add_gradients(unit.slots, reduction.resting(at_once))
-        self.away.put_gradients(unit.groups)
+        self.away.put_gradients(unit.groups.members)
         if at_once.count(True) == reduction.trained_count:
             reduction.release()
 
@@ -253,7 +253,7 @@ class Backward(Forward):
                 *map(gt, union[start:end], reduction.local_at_once())
             ]  # some rank has one, and it is not at rest yet
             self.away.add_gradients(unit.slots, reduction.resting(late))
-            self.away.put_gradients(unit.groups)
+            self.away.put_gradients(unit.groups.members)
 
     def drop_undecided(self) -> None:
         """Forgets the reductions that are not settled, after a backward that raised."""
@@ -289,7 +289,7 @@ class Backward(Forward):
             else:
                 unit.leave_backward()
         if not self.accumulating:
-            self.away.finish_gradients(unit.groups for unit in self.live_units())
+            self.away.finish_gradients(unit.groups.members for unit in self.live_units())
         self.is_backward_open = False
 
     def give_up(self, ending: Ending) -> None:

@@ -58,8 +58,8 @@ def note_edited(slots: Iterable[Slot]) -> None:
 def _show_again(unit: Unit, changed: Sequence[Slot]) -> None:
     """Writes parameters of a unit that runs into the tensors that its modules see. Communicates one all-gather; waits."""
     with torch.inference_mode(False), torch.no_grad():
-        for slot, whole in zip(changed, unit.at_rest.gather_whole(changed), strict=True):
-            unit.groups.of(slot).is_inner_current = False
+        for slot, whole in zip(changed, unit.groups.wholes(changed), strict=True):
+            unit.groups.is_inner_current = False
             if (seen := slot.places[0].shown) is not None:
                 local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
 

@@ -23,7 +23,7 @@ from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.first_use import agree_on_units
-from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.members import is_as_before, note_members
 from zero_fn.runtime.passes import ForwardPass, Graphs, UnitUse
 from zero_fn.runtime.saved import drop_packing
@@ -168,7 +168,7 @@ class Forward:
         unit, forward = use.unit, self.forward
         unit.running -= 1
         if forward is None:  # a recomputation: the backward frees the unit
-            if any(map(is_tile, unit.at_rest.modules())):  # but not all tiles of a module may be gathered at once
+            if any(map(is_tile, unit.modules())):  # but not all tiles of a module may be gathered at once
                 self.reshard(unit, grad=True)
             return
         forward.failed |= failed
@@ -195,7 +195,7 @@ class Forward:
             unit.await_gathered()
         elif kind is Fetch:
             if unit.shown.leaves is None:
-                unit.in_flight.fetch()
+                unit.groups.fetch()
         elif self.forward is not None:
             self.reshard(unit, grad=self.forward.grad)
         elif not unit.running and unit.groups.is_transient:
@@ -233,7 +233,7 @@ class Forward:
                 unit.mark_stale()
         root = self.root()
         if not is_as_before(root):
-            units = [unit for unit in units if not unit.at_rest.is_gone]
+            units = [unit for unit in units if not unit.is_gone]
             for unit in units:
                 unit.follow_moved()
             if len(units) != self._present:  # layers may be taken out of a model
@@ -250,7 +250,7 @@ class Forward:
             return
         if (root := self.root()) is not None:
             warn_of_unwritten_buffers(root)
-        units = [unit for unit in self.live_units() if not unit.at_rest.is_gone]
+        units = [unit for unit in self.live_units() if not unit.is_gone]
         if self.assignment.axis is not None and self.transport.size > 1:
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
         self.has_agreed = True
@@ -287,10 +287,10 @@ class Forward:
             self.recorded[key] = (trace, legs(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
-            if unit.in_flight.phase is Phase.AT_REST and not unit.groups.is_away:
+            if unit.groups.phase is Phase.AT_REST and not unit.groups.is_away:
                 continue
-            if unit.in_flight.phase is Phase.GATHERING:
-                unit.in_flight.finish()  # prefetched and not used: a gather that is dropped would be taken for the next
+            if unit.groups.phase is Phase.GATHERING:
+                unit.groups.wait()  # prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self.reshard(unit, grad=forward.grad)
         if forward.grad:

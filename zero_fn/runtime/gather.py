@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
+from zero_fn.runtime.groups import gather_wholes
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, placed
 from zero_fn.runtime.passes import UnitUse, will_execute
@@ -31,7 +32,6 @@ from zero_fn.runtime.swapped import is_transforming
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.agree import Bits
-from zero_fn.transport.segment import Segment
 
 __all__ = ["gather", "gather_again", "returns_gradients"]
 
@@ -53,7 +53,7 @@ def gather_again(unit: Unit) -> list[Tensor]:
 
     The same tensors serve every backward, as long as nobody could tell them from new ones. [Note: tensors that are lent]
     """
-    gathered = unit.in_flight.memory
+    gathered = unit.groups.gathered
     if gathered is None or not gathered.lends or unit.has_model_axes or is_transforming():
         with torch.enable_grad():
             return gather(UnitUse(unit, -1))
@@ -74,7 +74,7 @@ def gather(use: UnitUse) -> list[Tensor]:
         use: A use of the unit, whose parameters are gathered. Its `node` is set.
     """
     unit = use.unit
-    tensors = unit.in_flight.tensors()
+    tensors = unit.groups.tensors()
     flags = trained(unit.slots) if torch.is_grad_enabled() else []
     if True not in flags:
         return placed(unit.slots, tensors) if unit.has_model_axes else tensors
@@ -185,19 +185,10 @@ class _ReturnReduced(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
         _require_single(unit, grads)
-        segments: list[Segment] = []
-        wholes: list[Tensor | None] = []
-        for slot, grad in zip(unit.slots, grads, strict=True):
-            local = local_of(grad) if grad is not None else None
-            if local is None or slot.path.layout is None:
-                wholes.append(local)
-                continue
-            whole, segment = slot.path.to_gather(local.permute(slot.path.layout.order).reshape(-1))
-            segments.append(segment)
-            wholes.append(whole)
-        if segments:
-            unit.run.transport.all_gather(segments, f"second gradients of {unit}").wait()
-        return None, *(
-            whole if whole is None else whole.to(slot.kind.compute_dtype)
-            for whole, slot in zip(wholes, unit.slots, strict=True)
-        )
+        present = [(slot, grad) for slot, grad in zip(unit.slots, grads, strict=True) if grad is not None]
+        slots, flats = [slot for slot, _ in present], [slot.path.flat_of(local_of(grad)) for slot, grad in present]
+        wholes, pending = gather_wholes(slots, flats, unit.run.transport, f"second gradients of {unit}")
+        if pending is not None:
+            pending.wait()
+        found = {slot: whole.to(slot.kind.compute_dtype) for slot, whole in zip(slots, wholes, strict=True)}
+        return None, *map(found.get, unit.slots)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.extended import Travelling
-from zero_fn.runtime.group import Group, Groups
+from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Rests
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.saved import remember_buffer
@@ -45,21 +45,15 @@ _version, _hooks = attrgetter("_version"), attrgetter("_backward_hooks")
 
 
 class Lent:
-    """Gathered parameters with an autograd history, kept from one backward to the next. [Note: tensors that are lent]
-
-    Attributes:
-        tensors: One for each slot.
-        trained: For each slot, whether it was trained when the tensors were made.
-        use: The use that their autograd node belongs to. It must not hold the unit, which holds this.
-        is_shown: Whether modules have seen the tensors since `is_untouched` last returned True.
-    """
+    """Gathered parameters with an autograd history, kept from one backward to the next. [Note: tensors that are lent]"""
 
     __slots__ = ("_state", "is_shown", "tensors", "trained", "use")
 
     def __init__(self, tensors: list[Tensor], trained: list[bool], use: Any) -> None:
-        self.tensors, self.trained, self.use = tensors, trained, use
+        self.tensors, self.trained = tensors, trained  # one of each for each slot
+        self.use = use  # that of their autograd node. It must not hold the unit, which holds this
         self._state = self._state_now()
-        self.is_shown = False
+        self.is_shown = False  # whether modules have seen the tensors since `is_untouched` last returned True
 
     def is_untouched(self) -> bool:
         """Whether nobody else holds one of the tensors, and nobody has changed one. To be asked while no module sees them."""
@@ -79,76 +73,75 @@ class Lent:
 
 
 class Gathered:
-    """The gathered parameters of a unit. [Note: memory that comes and goes]
+    """The gathered parameters of a unit. [Note: memory that comes and goes]"""
 
-    Attributes:
-        beside: The stream on which this rank's own parts arrive from the host, if they do and nothing has waited for it yet.
-        buffers: One for each group.
-        plan: How the all-gather fills parts of the buffers; None if there is nothing to gather.
-        travelling: Parameters, by slot number, whose tensor subclass decides which bytes are sent (`fsdp_pre_all_gather`).
-        lent: Tensors that the next backward may show again, if there are any.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_arriving",
-        "_away",
-        "_copied",
-        "_freed",
-        "_unit",
-        "_views",
-        "beside",
-        "buffers",
-        "lent",
-        "plan",
-        "travelling",
-    )
-
-    def __init__(self, unit: object, slots: Sequence[Slot], groups: Groups, transport: Line) -> None:
+    def __init__(self, unit: object, slots: Sequence[Slot], groups: Sequence[Group], line: Line) -> None:
         """Allocates the buffers that have memory during a use only, and cuts all buffers. `unit` gathers them again."""
+        self.buffers: list[Tensor] = []  # one for each group
+        # Parameters, by slot number, whose tensor subclass decides which bytes are sent (`fsdp_pre_all_gather`).
+        self.travelling = {i: Travelling(slot) for i, slot in enumerate(slots) if slot.kind.travels}
+        # The stream on which this rank's own parts arrive from the host, if they do and nothing has waited for it yet.
+        self.beside: torch.Stream | None = None
+        self.lent: Lent | None = None  # tensors that the next backward may show again, if there are any
+        self._unit = weakref.ref(unit)  # which owns this
+        self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._away: list[tuple[ParameterRecord, dict[Record, list[_Run]]]] = []
+        self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
+        segments: list[Segment] = []
+        views: dict[Slot, Tensor] = {}
+        transient: list[Tensor] = []
         with torch.inference_mode(False):  # the buffers outlive the forward that asks for them
-            self.buffers: list[Tensor] = []
-            segments: list[Segment] = []
-            views: dict[Slot, Tensor] = {}
-            self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
-            self._away: list[tuple[ParameterRecord, dict[Record, list[_Run]]]] = []
-            self.travelling = {i: Travelling(slot) for i, slot in enumerate(slots) if slot.kind.travels}
             for group in groups:
-                if group.whole is not None and not group.kind.travels:
-                    buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
-                    self.buffers.append(buffer)
-                    if group.record is not None and group.inner is None:
-                        records = [record for record in group.records() if record is not group.gradient_record]
-                        self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))
-                    for slot in group.slots:
-                        start = group.whole.starts[slot]
-                        views[slot] = buffer.as_strided(slot.path.shape, slot.path.stride, start)
-                        if group.kind.is_cut:
-                            segments.append(_segment(group, slot, buffer, start))
-                        self._cut_own(group, slot, buffer, start)
+                if group.whole is None or group.kind.travels:
+                    continue
+                buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
+                if group.is_transient:
+                    remember_buffer(buffer, self, unit, len(self.buffers))
+                    transient.append(buffer)
+                self.buffers.append(buffer)
+                if group.record is not None and group.inner is None:
+                    records = [record for record in group.records() if record is not group.gradient_record]
+                    self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))
+                for slot in group.slots:
+                    start = group.whole.starts[slot]
+                    views[slot] = buffer.as_strided(slot.path.shape, slot.path.stride, start)
+                    if group.kind.is_cut:
+                        segments.append(_segment(group, slot, buffer, start))
+                    self._cut_own(group, slot, buffer, start)
             self._views = [views.get(slot, slot.local) for slot in slots]
             for travelling in self.travelling.values():
                 segments += travelling.segments
-            self.plan = transport.gather_plan(segments) if segments else None
-        self._unit = weakref.ref(unit)  # which owns this
-        self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
-        self.beside: torch.Stream | None = None
-        self.lent: Lent | None = None
+        # How the all-gathers fill parts of the buffers; None if there is nothing to gather.
+        self.plan = line.gather_plan(segments) if segments else None
+        self._inner: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.inner_plan = self._inner_plan(groups, line)
         # Storages that lose their memory between uses, each with its bytes and the number of references to it from here.
-        self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []
-        gathered = [group for group in groups if group.whole is not None and not group.kind.travels]
-        for number, (group, buffer) in enumerate(zip(gathered, self.buffers, strict=True)):
-            if not group.is_transient:
-                continue
-            remember_buffer(buffer, self, unit, number)
-            storage = buffer.untyped_storage()
-            if type(buffer) is not Tensor or not storage.resizable():
-                self._freed = None  # a simulated tensor, or memory that torch's allocator did not give
-            elif self._freed is not None:
-                self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
+        self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = None
+        storages = [buffer.untyped_storage() for buffer in transient]
+        # Not those of simulated tensors, memory that torch's allocator did not give, and what a subclass allocates.
+        if all(type(b) is Tensor and b.untyped_storage().resizable() for b in transient) and not self.travelling:
+            self._freed = [(storage, storage.nbytes(), _references(storage._cdata)) for storage in storages]
         for travelling in self.travelling.values():
-            self._freed = None  # the subclass allocates anew for each gather
             self._add(travelling.outputs)
+
+    def _inner_plan(self, groups: Sequence[Group], line: Line) -> Any:
+        """How the all-gather over the second axis fills parts on the first axis that are kept."""
+        segments: list[Segment] = []
+        for group in groups:
+            for slot in group.slots if group.inner is not None else ():
+                path = slot.path
+                assert group.inner is not None and path.sublayout is not None
+                own = group.inner.range(slot, path.inner_start, path.local_numel)
+                if own.data_ptr() != slot.flat.data_ptr():
+                    self._inner[0].append(own)
+                    self._inner[1].append(slot.flat)
+                segments.append(path.inner_segment(group.inner.range(slot, 0, path.sublayout.padded_numel)))
+        return line.gather_plan(segments) if segments else None
+
+    def fill_inner(self) -> None:
+        """Copies this rank's own parts into the kept parts on the first axis."""
+        if self._inner[0]:
+            torch._foreach_copy_(*self._inner)
 
     def _cut_own(self, group: Group, slot: Slot, buffer: Tensor, start: int) -> None:
         """Notes that this rank's own part must be copied, if it rests elsewhere and the all-gather does not copy it."""

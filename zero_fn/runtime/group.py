@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -11,51 +11,38 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.extended import travels
-from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
+from zero_fn.runtime.kind import Kind, Lifetime, Rests, Shelved
 from zero_fn.runtime.parcels import PARCEL_NBYTES, STEPPED_IN_PLACE_NBYTES, Form
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.storage.pool import BufferPool
-from zero_fn.transport.line import Line
 from zero_fn.transport.segment import PACKED_NBYTES
 from zero_fn.values.layout import aligned_offsets
 
-__all__ = ["Buffer", "Group", "Groups", "MakeRecord", "dense_offsets", "groups_of"]
+__all__ = ["Buffer", "Group", "MakeRecord", "dense_offsets", "groups_of"]
 
 MakeRecord = Callable[[Shelved, list[Form], torch.device, type[Record]], Record]
 """Makes room for tensors in the storage of a tier (its shelf)."""
 
 
 class Buffer:
-    """One placement of a group in memory of the device.
+    """One placement of a group in memory of the device."""
 
-    Attributes:
-        level: The placement that the buffer holds.
-        starts: The first element of each parameter.
-        numel, dtype, device: Elements, dtype and device of the buffer.
-        memory: Its tensor, if it has memory between uses; None if it has memory during a use only.
-    """
-
-    __slots__ = ("_recurring", "device", "dtype", "level", "memory", "numel", "starts")
+    __slots__ = ("_recurring", "device", "dtype", "memory", "numel", "starts")
 
     def __init__(
         self,
-        level: Level,
-        starts: Mapping[Slot, int],
+        starts: Mapping[Slot, int],  # the first element of each parameter
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
         lifetime: Lifetime = Lifetime.ALWAYS,
     ) -> None:
-        self.level, self.starts, self.numel, self.dtype, self.device = level, starts, numel, dtype, device
+        self.starts, self.numel, self.dtype, self.device = starts, numel, dtype, device
         self._recurring = BufferPool(numel, dtype, device) if lifetime is Lifetime.USE else None
+        # None if it has memory during a use only.
         self.memory: Tensor | None = self.allocate() if lifetime is Lifetime.ALWAYS else None
-
-    @property
-    def stays(self) -> bool:
-        """Whether it has memory between uses."""
-        return self.memory is not None
 
     @property
     def nbytes(self) -> int:
@@ -75,24 +62,15 @@ class Buffer:
 
 
 class Group:
-    """The parameters of a unit that are of one kind.
-
-    Attributes:
-        kind: What the parameters have in common.
-        slots: The parameters.
-        whole, inner: The buffers of these placements; None if the group has none. (kind.py)
-        is_inner_current: Whether `inner` holds the values that rest now.
-        record, gradient_record: Where parameters and gradients rest in other tiers, if they do.
-    """
+    """The parameters of a unit that are of one kind."""
 
     def __init__(self, kind: Kind, slots: list[Slot]) -> None:
         self.kind, self.slots = kind, slots
-        self.whole: Buffer | None = None
+        self.whole: Buffer | None = None  # of these placements; None if the group has none (kind.py)
         self.inner: Buffer | None = None
-        self.is_inner_current = False
-        self.record: ParameterRecord | None = None
-        self.gradient_record: Record | None = None
         self._rest: Buffer | None = None
+        self.record: ParameterRecord | None = None  # where parameters and gradients rest in other tiers, if they do
+        self.gradient_record: Record | None = None
         self._failure: StorageError | None = None  # of the last fetch; `arrive` returns it
         for slot in slots:
             slot.join(kind)
@@ -104,14 +82,14 @@ class Group:
         kind, slots = self.kind, self.slots
         if kind.whole is not Lifetime.NEVER:
             starts, numel = _aligned(slots, [slot.path.padded_numel for slot in slots], kind.compute_dtype)
-            self.whole = Buffer(Level.WHOLE, starts, numel, kind.compute_dtype, kind.device, kind.whole)
+            self.whole = Buffer(starts, numel, kind.compute_dtype, kind.device, kind.whole)
         if kind.inner is not Lifetime.NEVER:
             numels = [slot.path.sublayout.padded_numel for slot in slots if slot.path.sublayout is not None]
             starts, numel = _aligned(slots, numels, kind.compute_dtype)
-            self.inner = Buffer(Level.INNER, starts, numel, kind.compute_dtype, kind.device)
+            self.inner = Buffer(starts, numel, kind.compute_dtype, kind.device)
         if kind.rests is Rests.IN_OWN:
             starts, numel = dense_offsets(slots, [slot.path.local_numel for slot in slots], kind.dtype.itemsize)
-            self._rest = Buffer(Level.REST, starts, numel, kind.dtype, kind.device)
+            self._rest = Buffer(starts, numel, kind.dtype, kind.device)
         if kind.device.type != "meta":
             self._lay_out_records(make_record)
         for number, slot in enumerate(slots):
@@ -183,11 +161,10 @@ class Group:
     @property
     def padding_nbytes(self) -> int:
         """Bytes of padding in memory of the device at rest; 0 for parameters that are in another tier, or will go there."""
-        kept = sum(
-            buffer.nbytes for buffer in (self.whole, self.inner, self._rest) if buffer is not None and buffer.stays
-        )
         if self.kind.is_away:
             return 0
+        buffers = [buffer for buffer in (self.whole, self.inner, self._rest) if buffer is not None]
+        kept = sum(buffer.nbytes for buffer in buffers if buffer.memory is not None)
         return kept - sum(self.kind.resting_nbytes(slot.path) for slot in self.slots)
 
     @property
@@ -195,24 +172,12 @@ class Group:
         """Whether the gathered parameters are freed between uses."""
         return self.kind.whole is Lifetime.USE
 
-    # -- hops -------------------------------------------------------------------------------------------------------
-
-    def gather_inner(self, transport: Line, unit: str) -> None:
-        """The all-gather over the second axis into `inner`, once after the parameters have changed. Waits for it."""
-        if self.inner is None or self.is_inner_current:
-            return
-        segments = []
-        for slot in self.slots:
-            own = self.inner.range(slot, slot.path.inner_start, slot.path.local_numel)
-            if own.data_ptr() != slot.flat.data_ptr():
-                own.copy_(slot.flat)
-            sublayout = slot.path.sublayout
-            assert sublayout is not None
-            segments.append(slot.path.inner_segment(self.inner.range(slot, 0, sublayout.padded_numel)))
-        transport.all_gather(segments, f"inner parameters of {unit}").wait()
-        self.is_inner_current = True
-
     # -- other tiers ------------------------------------------------------------------------------------------------
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether resting parameters may fail to arrive on one rank alone. The same on every rank."""
+        return self.record is not None and self.record.shelf.may_fail
 
     def write(self, values: Mapping[Slot, Tensor]) -> None:
         """Fills the resting memory of parameters, in their tier too, with this rank's elements of them. Waits."""
@@ -255,70 +220,6 @@ class Group:
         self._failure = None
         if self.record is not None:
             self.record.let_go()
-
-
-class Groups:
-    """The groups of a unit, asked together.
-
-    Attributes:
-        members: The groups, in the order of their first parameters.
-        is_away: Whether any resting parameter is in another tier.
-        is_transient: Whether any gathered parameter is freed between uses.
-        reshards_after_backward: Whether gathered parameters stay from the forward to the end of the backward.
-    """
-
-    __slots__ = ("is_away", "is_transient", "members", "reshards_after_backward")
-
-    def __init__(self) -> None:
-        self.members: list[Group] = []
-        self.is_away = self.is_transient = self.reshards_after_backward = False
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(self.members)
-
-    def lay_out(self, make_record: MakeRecord) -> None:
-        """Allocates the buffers of all groups."""
-        for group in self.members:
-            group.lay_out(make_record)
-        self.is_away = any(group.record is not None for group in self.members)
-        self.is_transient = any(group.is_transient for group in self.members)
-
-    def of(self, slot: Slot) -> Group:
-        """The group of a parameter."""
-        return next(group for group in self.members if group.kind is slot.kind)
-
-    def records(self) -> list[Record]:
-        """The records of all groups in other tiers."""
-        return [record for group in self.members for record in group.records()]
-
-    def arrive(self, *, exact: bool = False) -> StorageError | None:
-        """Waits until resting parameters in other tiers can be read; returns the first failure. See `Group.arrive`."""
-        failures = [group.arrive(exact=exact) for group in self.members]
-        return next((failure for failure in failures if failure is not None), None)
-
-    @property
-    def may_fail(self) -> bool:
-        """Whether resting parameters may fail to arrive on one rank alone. The same on every rank."""
-        return any(group.record is not None and group.record.shelf.may_fail for group in self.members)
-
-    def let_go(self) -> None:
-        """Frees the memory of what was fetched."""
-        for group in self.members:
-            group.let_go()
-
-    def kept(self) -> list[Tensor]:
-        """The buffers beside resting parameters that stay in memory."""
-        return [buffer for group in self.members for buffer in group.kept()]
-
-    @property
-    def gathered_nbytes(self) -> int:
-        """Bytes of the buffers that have memory during a use only."""
-        return sum(group.whole.nbytes for group in self.members if group.is_transient and group.whole is not None)
-
-    @property
-    def padding_nbytes(self) -> int:
-        """Bytes of padding in the memory at rest."""
-        return sum(group.padding_nbytes for group in self.members)
 
 
 def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:

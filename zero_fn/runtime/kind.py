@@ -33,18 +33,10 @@ from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Sharded
 from zero_fn.values.tiers import Tier, is_away
 
-__all__ = ["Kind", "Level", "Lifetime", "Rests", "Shelved", "dtypes_text"]
+__all__ = ["Kind", "Lifetime", "Rests", "Shelved", "dtypes_text"]
 
 Shelved = tuple[str, Tier]
 """A kind of state ("parameters", their "compute copies", or "gradients") and the tier it rests in."""
-
-
-class Level(Enum):
-    """A placement of the parameters of a group: what a rank owns, its part on the first axis, or all."""
-
-    REST = auto()
-    INNER = auto()
-    WHOLE = auto()
 
 
 class Lifetime(Enum):

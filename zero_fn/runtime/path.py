@@ -240,18 +240,6 @@ class Path:
         """A flat range that holds the whole tensor, as collectives take it."""
         return Segment(whole, self.numel, self.piece_numel, self.route)
 
-    def to_gather(self, own: Tensor, device: torch.device | None = None) -> tuple[Tensor, Segment]:
-        """New memory for the whole tensor, as a view, and as the segment of an all-gather that completes it.
-
-        Args:
-            own: What this rank holds at rest, flat.
-            device: Where to gather; left out, where `own` is.
-        """
-        assert self.layout is not None, "no axis cuts it"
-        flat = own.new_empty(self.layout.padded_numel, device=device)
-        flat.narrow(0, self.start, self.local_numel).copy_(own)
-        return self.whole_view(flat), self.segment(flat)
-
     def inner_segment(self, inner: Tensor) -> Segment:
         """A flat range that holds this rank's part on the first axis, as collectives over the second axis take it."""
         assert self.sublayout is not None, "the second axis does not cut it"

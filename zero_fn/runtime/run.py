@@ -116,7 +116,7 @@ class Run(Backward):
                 self.settle(unit, unit.gradients.reduce(exact=True, present=present))
         self.decide()
         self.finish_unread()
-        self.away.finish_gradients(unit.groups for unit in units)
+        self.away.finish_gradients(unit.groups.members for unit in units)
 
 
 def run_of(unit: Unit) -> Run:

@@ -8,7 +8,7 @@ the runtime and streamed optimizers, which know what comes next, read ahead inst
 tensor after another, so that no more than one is in memory.
 
 [Note: .data] `Module.to` writes `parameter.data = values`. From then on the tensor has these values, in memory, until its
-unit gives it a place in the tier again (`AtRest.follow_moved`).
+unit gives it a place in the tier again (`moved.follow`).
 
 [Note: where it is computed] Values that are fetched are on the host, also if the model is on an accelerator. Operations that
 read and write nothing else that is large (norms, scaling, zeroing, sums of gradients) run there, and only results and small

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_fn.runtime.at_rest import AtRest
+from zero_fn.runtime import moved
 from zero_fn.runtime.call_hooks import put_hooks_inside
 from zero_fn.runtime.gradients import Gradients
-from zero_fn.runtime.in_flight import InFlight, Phase
+from zero_fn.runtime.groups import Groups, Phase
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import is_swapped, partly_swapped
@@ -41,9 +41,7 @@ class Unit:
         index: Its number in schedules, the same on every rank.
         run: The `Run` that holds it. (run.py)
         slots: Its parameters, in registration order.
-        at_rest: The resting parameters and their memory.
-        groups: The parameters by kind, with their buffers.
-        in_flight: The gathered parameters.
+        groups: The parameters by kind, with their buffers at rest and gathered.
         shown: What modules see under the names of the parameters.
         gradients: Local gradient sums that are not reduced yet.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
@@ -63,12 +61,10 @@ class Unit:
         """Gives the unit its parameters, which have no memory yet. To be called before anything else."""
         run, self.slots = self.run, slots
         self.has_model_axes = any(slot.model is not None for slot in slots)
-        self.at_rest = AtRest(str(self), slots, run.transport, run.away, self)
-        self.groups = self.at_rest.groups
+        self.groups = Groups(str(self), slots, run.transport, run.away, self)
         self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
         for slot in slots:
             slot.owner = weakref.ref(self)
-        self.note_moved()
         run.adopt(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -79,15 +75,10 @@ class Unit:
         # The copied modules may still be under construction: the twin finds its parameters at its first `follow_moved`.
         memo[id(self)] = twin = Unit(self.name, self.index, copy.deepcopy(self.run, memo))
         twin.hold([slot.twin(memo) for slot in self.slots])
-        twin.at_rest.is_evicted = self.at_rest.is_evicted
+        twin.groups.is_evicted = self.groups.is_evicted
         return twin
 
     # -- at rest ----------------------------------------------------------------------------------------------------
-
-    def note_moved(self) -> None:
-        """Drops what was made for the memory in which the parameters rested before."""
-        self.in_flight = InFlight(str(self), self.slots, self.groups, self.run.transport)
-        self.gradients.forget_layout()
 
     def follow_moved(self) -> None:
         """Follows parameters that `.to`, `to_empty`, `deepcopy`, `.data =` or `load_state_dict(assign=True)` moved elsewhere.
@@ -96,24 +87,24 @@ class Unit:
             StateError: The parameters are evicted, or `functional_call` has put other tensors in their place.
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
-        if self.shown.leaves is not None or self.at_rest.is_current:
+        if self.shown.leaves is not None or moved.is_current(self.groups):
             return
-        self.at_rest.require_in_memory(self.name)
+        moved.require_in_memory(self.groups, self.name)
         if is_swapped(self.slots, self.name):
             raise partly_swapped(self.name)
         self.reshard()
-        self.at_rest.follow_moved()
-        self.note_moved()
-        self.at_rest.moving = None
+        moved.follow(self.groups)
+        self.gradients.forget_layout()
+        self.groups.moving = None
 
     # -- gathered ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already."""
-        if self.at_rest.is_moved:
+        if self.groups.is_moved:
             self.follow_moved()
-        if self.in_flight.phase is Phase.AT_REST:
-            self.in_flight.begin(self)
+        if self.groups.phase is Phase.AT_REST:
+            self.groups.gather(self)
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued.
@@ -121,18 +112,17 @@ class Unit:
         Raises:
             StorageError: On every rank, if the tier of resting parameters failed on any. The unit is at rest then.
         """
-        in_flight = self.in_flight
-        if in_flight.phase is Phase.GATHERING:
-            in_flight.finish()
-        if in_flight.failure is not None:
-            failure = in_flight.failure
+        groups = self.groups
+        if groups.phase is Phase.GATHERING:
+            groups.wait()
+        if groups.failure is not None:
+            failure = groups.failure
             self.reshard()
             raise failure
 
     def require_gathered(self) -> None:
         """Gathers the parameters and waits for them, unless they are there. Raises as `await_gathered` does."""
-        in_flight = self.in_flight
-        if in_flight.phase is not Phase.GATHERED or in_flight.failure is not None:
+        if self.groups.phase is not Phase.GATHERED or self.groups.failure is not None:
             self.unshard()
             self.await_gathered()
 
@@ -140,38 +130,35 @@ class Unit:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         if self.shown.backward_entry is not None:
             self.leave_backward()
-        if self.in_flight.phase is not Phase.AT_REST or self.groups.is_away:
-            self.in_flight.free()
+        if self.groups.phase is not Phase.AT_REST or self.groups.is_away:
+            self.groups.free()
 
     def mark_stale(self) -> None:
         """Marks everything that was gathered as out of date: the resting parameters may have changed."""
         self.reshard()
-        for group in self.groups.members:
-            group.is_inner_current = False
+        self.groups.is_inner_current = False
 
     def start_over(self) -> None:
         """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (forward.py)"""
         self.running = 0
         put_hooks_inside(self.inner)
         self.shown.start_over()
-        self.in_flight.drop()
-        for group in self.groups.members:
-            group.is_inner_current = False
+        self.groups.drop()
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
         is_seen = self.running or self.shown.backward_entry is not None
-        if self.in_flight.phase is not Phase.GATHERED or not is_seen:
+        if self.groups.phase is not Phase.GATHERED or not is_seen:
             self.run.need_in_backward(self)
-        memory = self.in_flight.memory
-        assert memory is not None and self.in_flight.phase is Phase.GATHERED, f"{self} is at rest"
-        return memory.buffers[group]
+        gathered = self.groups.gathered
+        assert gathered is not None and self.groups.phase is Phase.GATHERED, f"{self} is at rest"
+        return gathered.buffers[group]
 
     def leave_backward(self) -> None:
         """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
         if self.shown.backward_entry is not None:
             tensors = self.shown.leave_backward()
-            if self.in_flight.phase is Phase.GATHERED and self.shown.leaves is None:
+            if self.groups.phase is Phase.GATHERED and self.shown.leaves is None:
                 self.shown.require_unchanged(self.name, tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------
@@ -180,6 +167,18 @@ class Unit:
     def is_in_use(self) -> bool:
         """Whether a forward of the unit runs, a block of the user has its parameters whole, or gradients wait."""
         return self.running > 0 or self.shown.leaves is not None or self.gradients.has_pending()
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold its parameters, each once."""
+        found = {id(place.module): place.module for slot in self.slots for place in slot.places}
+        return list(found.values())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the modules of the parameters were taken out of the model, and nobody holds them."""
+        if not self.slots or not self.slots[0].places[0].is_gone:  # each forward asks
+            return False
+        return all(place.is_gone for slot in self.slots for place in slot.places)
 
     def __str__(self) -> str:
         return f"unit {self.name or 'root'}"

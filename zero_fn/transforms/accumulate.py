@@ -93,6 +93,6 @@ def _take_over(run: Run, *, failed: bool) -> None:
         leaves = end_whole(unit)
         changed = {slot: leaf for slot, leaf in zip(unit.slots, leaves, strict=True) if leaf._version}
         if changed:  # they had version 0 when they were registered
-            unit.at_rest.scatter(changed)
+            unit.groups.scatter(changed)
         if not failed:
             unit.gradients.add_pending(local_gradients(unit, leaves))

@@ -131,7 +131,7 @@ class Evicted:
             for held, tensor in zip(self._held, tensors, strict=True):
                 held.put(tensor)
             for unit in self._units:
-                unit.at_rest.is_evicted = False
+                unit.groups.is_evicted = False
                 unit.follow_moved()
         for hook in self._hooks:
             hook.remove()
@@ -159,8 +159,8 @@ class Evicted:
             held.local = torch.empty_like(held.local, device="meta")
         for unit in self._units:
             unit.reshard()
-            unit.at_rest.vacate()
-            unit.note_moved()
+            unit.groups.vacate()
+            unit.gradients.forget_layout()
 
     def _brought(self) -> list[Tensor]:
         tensors = [torch.empty_like(held.local, device=held.device) for held in self._held]

@@ -93,17 +93,17 @@ def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callabl
                     buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
     for unit in units:
         unit.reshard()
-        unit.at_rest.form_groups([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
+        unit.groups.form([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
         before = [slot.parameter for slot in unit.slots]
-        unit.at_rest.allocate([parameter.requires_grad for parameter in before])
+        unit.groups.allocate([parameter.requires_grad for parameter in before])
         for slot, parameter in zip(unit.slots, before, strict=True):
             _keep(slot, parameter)
-        unit.note_moved()
+        unit.gradients.forget_layout()
     missed: list[str] = []
     regions = _regions(module, units)
     with torch.no_grad():
         for unit in units:
-            inside = regions[id(unit)] | {id(child) for child in unit.at_rest.modules()}
+            inside = regions[id(unit)] | {id(child) for child in unit.modules()}
             # Where all parameters are read from files, only buffers have to be written.
             keys, device = (inside, target) if drawn[id(unit)] else (inside & late, torch.device("meta"))
             left_out = _initialise(unit, [way for key, way in ways.items() if key in keys], device)
@@ -175,7 +175,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
     if device.type == "meta":
         return []
     parts = [local_part(whole.detach(), slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
-    unit.at_rest.scatter(dict(zip(unit.slots, parts, strict=True)))
+    unit.groups.scatter(dict(zip(unit.slots, parts, strict=True)))
     for slot, digest in zip(unit.slots, content_digests(wholes), strict=True):
         slot.initial = digest
     return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if is_filled(whole)]

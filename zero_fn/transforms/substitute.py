@@ -243,7 +243,7 @@ def _unit_of(
         slots.append(slot)
     unit = Unit(anchor, len(run.units), run)
     unit.hold(slots)
-    unit.at_rest.form_groups([source.dtype for source in sources], [source.device for source in sources])
+    unit.groups.form([source.dtype for source in sources], [source.device for source in sources])
     return unit
 
 
@@ -274,9 +274,9 @@ def _settle_in(unit: Unit, sources: list[nn.Parameter], wholes: _Wholes) -> None
     """Gives a unit memory, and copies this rank's part of the old parameters into it."""
     slots = unit.slots
     owned = [slot.owned_of_source(source) for slot, source in zip(slots, sources, strict=True)]
-    unit.at_rest.allocate([source.requires_grad for source in sources])
-    unit.note_moved()
-    unit.at_rest.write(
+    unit.groups.allocate([source.requires_grad for source in sources])
+    unit.gradients.forget_layout()
+    unit.groups.write(
         {
             slot: part if part is not None else slot.path.owned(wholes.of(source))
             for slot, source, part in zip(slots, sources, owned, strict=True)
@@ -303,7 +303,7 @@ def _note_lenders(run: Run, units: Sequence[Unit], modules: dict[str, nn.Module]
             for other in units
             if other is not unit
             and inside.startswith(f"{other.name}." if other.name else "")
-            and any(f"{names[id(module)]}.".startswith(inside) for module in other.at_rest.modules())
+            and any(f"{names[id(module)]}.".startswith(inside) for module in other.modules())
         )
 
 
@@ -322,7 +322,7 @@ class _Wholes:
         if source.is_meta:
             return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")
         if unit is not self._unit:
-            self._unit, self._wholes = unit, dict(zip(unit.slots, unit.at_rest.gather_whole(), strict=True))
+            self._unit, self._wholes = unit, dict(zip(unit.slots, unit.groups.wholes(), strict=True))
         return self._wholes[slot]
 
 
@@ -334,7 +334,7 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     compute = computes.pop() if len(computes) == 1 else None
     attach(Attached(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
     run_of(unit).statistics.watch(anchor)
-    for module in unit.at_rest.modules():
+    for module in unit.modules():
         if module is not anchor:
             attach(Attached(module, unit))
 
@@ -485,7 +485,7 @@ class _Donors:
         if slot is not None and unit is not None:
             self._released.add(slot)
             if self._released.issuperset(unit.slots):
-                unit.at_rest.vacate()
+                unit.groups.vacate()
 
 
 class Donated:

@@ -180,14 +180,14 @@ class NativeGatherPlan:
 class _Pack:
     """Segments that are gathered in one message, which has memory until its pieces are in their places."""
 
-    __slots__ = ("_is_on_host", "_nbytes", "_outs", "_own", "_parts", "_pieces", "_sizes", "_storage", "_whole")
+    __slots__ = ("_is_on_host", "_nbytes", "_outs", "_own", "_parts", "_sizes", "_storage", "_whole", "pieces")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
-        self._pieces = [segment.own(rank) for segment in segments]
-        self._own = _back_to_back(self._pieces)  # the same in one range of memory, or None
+        self.pieces = [segment.own(rank) for segment in segments]
+        self._own = _back_to_back(self.pieces)  # the same in one range of memory, or None
         self._sizes = [segment.piece_numel for segment in segments]
         self._outs = [segment.by_rank(size) for segment in segments]
-        self._whole = self._pieces[0].new_empty(size * sum(self._sizes))
+        self._whole = self.pieces[0].new_empty(size * sum(self._sizes))
         self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
         # A simulated tensor has no storage of its own, so it keeps its memory.
         self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
@@ -199,7 +199,7 @@ class _Pack:
         """Memory for the message, which holds the pieces of all ranks, those of one rank back to back; and this rank's."""
         if self._storage is not None:
             self._storage.resize_(self._nbytes)
-        return self._whole, self._own if self._own is not None else torch.cat(self._pieces)
+        return self._whole, self._own if self._own is not None else torch.cat(self.pieces)
 
     def finish(self) -> None:
         """Copies the pieces to their places, and frees the message."""

@@ -15,7 +15,7 @@ import zero_fn as zf
 from tests.support.groups import pretended
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.gathered import Gathered, Lent
-from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
@@ -68,8 +68,8 @@ def train(model: nn.Module, steps: int) -> None:
 
 def memory_of(unit: Unit) -> Gathered:
     """The memory of a unit at rest, to be used again."""
-    memory = unit.in_flight.memory
-    assert unit.in_flight.phase is Phase.AT_REST and memory is not None, "it was not kept"
+    memory = unit.groups.gathered
+    assert unit.groups.phase is Phase.AT_REST and memory is not None, "it was not kept"
     return memory
 
 
@@ -223,7 +223,7 @@ def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
     model, unit = build()
     train(model, 1)
     (pack,) = memory_of(unit).plan.packs
-    assert [piece is slot.flat for piece, slot in zip(pack._pieces, unit.slots, strict=True)] == [True, True]
+    assert [piece is slot.flat for piece, slot in zip(pack.pieces, unit.slots, strict=True)] == [True, True]
 
 
 def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.snapshot import assert_matches
 from zero_fn.runtime.gradients import Gradients, Reduction
-from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.passes import BackwardPass, Script, UnitUse
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.unit import Unit, unit_of
@@ -187,7 +187,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     enter, leave, reduce, settle = Run.enter, Run.leave, Gradients.reduce, Run.settle
 
     def note(event: Event, unit: Unit, *phases: Phase) -> None:
-        if not phases or unit.in_flight.phase in phases:
+        if not phases or unit.groups.phase in phases:
             done.append(event)
 
     def unshard_noted(unit: Unit) -> None:
