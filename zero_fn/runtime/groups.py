@@ -27,7 +27,7 @@ from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import Form
-from zero_fn.runtime.record import Record, record_of
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.transport.agree import Outcome
@@ -178,7 +178,7 @@ class Groups:
         for slot in self.slots if slots is None else slots:
             flat = slot.flat
             if isinstance(flat, TierTensor):
-                flat = record_of(flat).values(flat.number)
+                flat = flat.record.values(flat.number)
             elif slots is not None and not slot.is_current():  # values were assigned to it in a forward
                 flat = slot.path.flat_of(local_of(slot.parameter))
             flats.append(flat)
