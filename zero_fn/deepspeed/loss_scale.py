@@ -24,16 +24,15 @@ class Scaler(torch.amp.GradScaler):
     """torch's loss scaler with DeepSpeed's rule. `has_skipped` says whether the last step was skipped."""
 
     def __init__(
-        self, device: str, *, first: float, window: int | None, hysteresis: int, is_refilled: bool, least: float
+        self,
+        device: str,  # the type of that of the gradients
+        *,
+        first: float,
+        window: int | None,  # taken steps after which the scale doubles; None: it never changes
+        hysteresis: int,  # skipped steps after which it is halved
+        is_refilled: bool,  # whether each taken step resets the count of skipped steps; else only a doubling does
+        least: float,
     ) -> None:
-        """
-        Args:
-            device: Type of the device of the gradients.
-            first, least: The first scale, and the smallest.
-            window: Taken steps after which the scale doubles; None: the scale never changes.
-            hysteresis: Skipped steps after which the scale is halved.
-            is_refilled: Whether each taken step resets the count of skipped steps; else only a doubling does.
-        """
         super().__init__(device, init_scale=first)
         self._window, self._hysteresis, self._is_refilled, self._least = window, hysteresis, is_refilled, least
         self._left, self._steps, self._skipped_at = hysteresis, 0, -1

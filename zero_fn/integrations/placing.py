@@ -43,11 +43,7 @@ Place = Callable[[M], M]
 
 
 def all_ranks(device_type: str | None = None) -> DeviceMesh:
-    """The axis "dp" over all processes. Starts their process group if nobody has.
-
-    Args:
-        device_type: Where models rest; None: on the accelerator, if there is one.
-    """
+    """The axis "dp" over all processes, on the accelerator if there is one. Starts their process group if nobody has."""
     if not dist.is_initialized() and "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(store=store, rank=0, world_size=1)  # a process that nobody launched

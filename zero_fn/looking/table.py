@@ -8,12 +8,8 @@ __all__ = ["table"]
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int]) -> list[str]:
-    """One line a row, columns two spaces apart, without spaces at the end.
-
-    Args:
-        rows: Of equal length; the first may be a header.
-        right: Numbers of the columns that are aligned to the right.
-    """
+    """One line a row, columns two spaces apart, without spaces at the end. Rows are of equal length; columns with the numbers
+    in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
