@@ -61,25 +61,15 @@ class Rests(Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of a group have in common.
-
-    Attributes:
-        home: Where their state rests.
-        dtype: The dtype at rest.
-        device: The device of the resting memory; `meta` before there is any.
-        device_type: The type of the device that computes with them.
-        hops: For each axis that their gradients are summed over, its number and how much of the state it shards.
-        is_cut: Whether any axis cuts them.
-        travels: Whether their tensor subclass decides which bytes are sent for them. (extended.py)
-    """
+    """What the parameters of a group have in common."""
 
     home: Home
-    dtype: torch.dtype
-    device: torch.device
-    device_type: str
-    hops: tuple[tuple[int, Sharded], ...]
-    is_cut: bool
-    travels: bool = False
+    dtype: torch.dtype  # at rest
+    device: torch.device  # of the resting memory; `meta` before there is any
+    device_type: str  # of the device that computes with them
+    hops: tuple[tuple[int, Sharded], ...]  # each axis that gradients are summed over: its number, and what it shards
+    is_cut: bool  # by any axis
+    travels: bool = False  # their tensor subclass decides which bytes are sent for them (extended.py)
 
     @classmethod
     def of(cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device, *, travels: bool = False) -> Kind:

@@ -33,21 +33,15 @@ __all__ = ["Hop", "Path", "path_of"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One axis on the path of a parameter.
-
-    Attributes:
-        axis: The axis.
-        number: The number of the axis among the data axes of the module.
-        level: How much of the state it shards; NOTHING where it does not cut the parameter.
-        layout: How it cuts the part that the hops before it have left to this rank; None where it does not cut.
-        numel: Elements of that part.
-    """
+    """One axis on the path of a parameter."""
 
     axis: Axis
-    number: int
-    level: Sharded
-    layout: ShardLayout | None
-    numel: int
+    number: int  # of the axis among the data axes of the module
+    level: Sharded  # how much of the state it shards; NOTHING where it does not cut the parameter
+    layout: (
+        ShardLayout | None
+    )  # how it cuts the part that the hops before have left to this rank; None where it does not
+    numel: int  # of that part
 
     @property
     def piece_numel(self) -> int:
@@ -57,18 +51,12 @@ class Hop:
 
 @dataclass(frozen=True)
 class Path:
-    """Where the elements of one parameter are, between rest and whole, on this rank.
+    """Where the elements of one parameter are, between rest and whole, on this rank."""
 
-    Attributes:
-        shape, stride: Of the whole parameter on this rank of its model axes.
-        cut: The dims in the order in which they lie in memory, and the axes that cut the first of them; None if no axis cuts.
-        hops: One for each data axis that its gradients are summed over.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter on this rank of its model axes
     stride: tuple[int, ...]
-    cut: Cut | None
-    hops: tuple[Hop, ...]
+    cut: Cut | None  # the dims in the order in memory, and the axes that cut the first of them; None if no axis cuts
+    hops: tuple[Hop, ...]  # one for each data axis that its gradients are summed over
 
     @cached_property
     def numel(self) -> int:

@@ -115,35 +115,14 @@ def _aliases(module: nn.Module, parameter: nn.Parameter | None) -> Iterator[tupl
 
 
 class Slot:
-    """One distinct parameter of a unit.
-
-    Attributes:
-        fqn: Its first name, relative to the module that was transformed.
-        places: Every module attribute that holds it.
-        home: Where its state rests.
-        full_shape: The shape of the parameter on all ranks of all axes.
-        model: Its placements on model axes (tensor parallelism); None if it has none.
-        path: How it is cut over the data axes.
-        kind: What it has in common with the others of its group.
-        spec, gradient_spec: The DTensor placements of parameter and gradient at rest; None on no axis.
-        model_spec: Its DTensor placements while it is gathered, on model axes only.
-        parameter: The registered resting parameter.
-        local: The tensor of this rank in that.
-        flat: The same elements, flat, in storage order.
-        gradient_place: Where its gradient rests, flat, if that is in another tier than the memory of the device.
-        is_recast: Whether its dtype at rest has changed since the transform.
-        initial: A digest of the whole values it was cut from, equal on all ranks; None once they were replaced.
-        extension: How its tensor subclass makes what the module sees; None of plain tensors. (extended.py)
-        owner: Its unit, weakly.
-        deferred_in: The last backward (its graph task) whose calls of the user's hooks are to be ignored. (hooks.py)
-    """
+    """One distinct parameter of a unit."""
 
     def __init__(
         self, fqn: str, places: list[Place], home: Home, source: Tensor, grid: Grid, levels: tuple[Sharded, ...]
     ) -> None:
-        self.fqn, self.places, self.home, self._grid = fqn, places, home, grid
-        self.full_shape = tuple(source.shape)
-        self.model: DTensorSpec | None = model_of(source)
+        self.fqn, self.places, self.home, self._grid = fqn, places, home, grid  # its first name, and all that hold it
+        self.full_shape = tuple(source.shape)  # on all ranks of all axes
+        self.model: DTensorSpec | None = model_of(source)  # its placements on model axes; None if it has none
         known = slot_of(source)
         self.path: Path = path_of(
             grid,
@@ -156,18 +135,23 @@ class Slot:
             is_cuttable=not source.dtype.is_complex,
             before=known.path if known is not None else None,
         )
-        self.kind: Kind
-        self.spec: DTensorSpec | None = None
+        self.kind: Kind  # what it has in common with the others of its group
+        self.spec: DTensorSpec | None = None  # placements of parameter and gradient at rest; None on no axis
         self.gradient_spec: DTensorSpec | None = None
-        self.is_recast = False
-        self.initial: int | None = None
+        self.is_recast = False  # its dtype at rest has changed since the transform
+        self.initial: int | None = (
+            None  # a digest of the whole values, equal on all ranks; None once they were replaced
+        )
+        # How its tensor subclass makes what the module sees; None of plain tensors. (extended.py)
         self.extension: Any = known.extension if known is not None else getattr(source, EXTENSION, None)
         self.owner: Callable[[], Any] = _no_owner
-        self.deferred_in: int | None = None
-        self.parameter: nn.Parameter
-        self.local: Tensor
-        self.flat: Tensor
-        self.gradient_place: TierTensor | None = None
+        self.deferred_in: int | None = (
+            None  # the last backward (graph task) that is to ignore the user's hooks (hooks.py)
+        )
+        self.parameter: nn.Parameter  # the registered resting one
+        self.local: Tensor  # of this rank in that
+        self.flat: Tensor  # the same elements, flat, in storage order
+        self.gradient_place: TierTensor | None = None  # where its gradient rests, if that is in another tier
 
     def join(self, kind: Kind) -> None:
         """Makes it a parameter of this kind: sets its placements."""
