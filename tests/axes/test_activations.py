@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import zero_fn as zf
 from tests.axes.grids import Block, Decoder, differing, grid, loss_of, parallelized
 from tests.simulation import Simulated
 from tests.support.on_ranks import on_ranks
-from tests.support.programs import STAGES, gradients
-from tests.support.ranks import Ranks, axis
-from tests.support.wholes import full
+from tests.support.programs import STAGES
+from tests.support.ranks import axis
+from tests.support.wholes import full, fulls
+from tests.support.worlds import World, as_replicas, noise
 from zero_fn.transforms.parked import Parking
 
 
@@ -47,70 +47,60 @@ class Tower(nn.Module):
         return x.square().mean() + shift.mean()
 
 
-def _alike(stage: str, order: str) -> tuple[bool, list[int]]:
-    """Whether gradients and losses are those without checkpoints; and how often each block ran."""
-    given: list[Any] = []
-    model: Any = None
-    for is_checkpointed in (False, True):
-        torch.manual_seed(0)
-        model = Tower()
-        if is_checkpointed and order == "before":
-            model = zf.checkpoint_activations(model, units="blocks.*")
-        model = STAGES[stage](model, axis())
-        if is_checkpointed and order == "after":
-            model = zf.checkpoint_activations(model, units=Dropped)
-        if is_checkpointed and order == "twice":
-            model = zf.checkpoint_activations(zf.checkpoint_activations(model))
-        torch.manual_seed(5)
-        loss = model(torch.randn(4, 6))
-        loss.backward()
-        given.append((loss.item(), gradients(model)))
-    (one, one_grads), (other, other_grads) = given
-    is_equal = one == other and all(
-        grad is not None and torch.equal(grad, other_grads[name])  # type: ignore[arg-type]
-        for name, grad in one_grads.items()
-    )
-    return is_equal, [block.calls for block in model.blocks]
-
-
-@pytest.mark.parametrize(
-    ("stage", "order"),
-    [
-        ("replicate", "before"),
-        ("zero1", "after"),
-        ("zero2", "twice"),
-        *(("zero3", o) for o in ("before", "after", "twice")),
-    ],
-)
-def test_gradients_are_those_without_checkpoints(ranks: Ranks, stage: str, order: str) -> None:
-    assert ranks(2).run(_alike, stage, order) == [(True, [2, 2, 2])] * 2
+@pytest.mark.parametrize("order", ["before", "after", "twice"])
+@as_replicas(stages=["zero1", "zero2", "zero3"])
+def test_gradients_are_those_without_checkpoints(world: World, order: str) -> None:
+    """And each block runs twice."""
+    torch.manual_seed(0)
+    model = Tower()
+    if order == "before" and not world.is_replica:
+        model = zf.checkpoint_activations(model, units="blocks.*")
+    model = world.place(model)
+    if order == "after" and not world.is_replica:
+        model = zf.checkpoint_activations(model, units=Dropped)
+    if order == "twice" and not world.is_replica:
+        model = zf.checkpoint_activations(zf.checkpoint_activations(model))
+    torch.manual_seed(5)
+    loss = model(noise(4, 6, seed=0))
+    loss.backward()
+    world.reduce(model)
+    world.note("loss", loss)
+    world.note_model(model)
+    assert [block.calls for block in model.blocks] == [1 if world.is_replica else 2] * 3  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(4)
 def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(stage: str) -> None:
+    """Also inputs of an element for each rank."""
     mesh, seen = grid("dp", "tp"), []
     for partition in (None, mesh["tp"]):
-        model = STAGES[stage](parallelized(mesh["tp"]), mesh["dp"])
+        torch.manual_seed(0)
+        model, small = (
+            STAGES[stage](parallelized(mesh["tp"]), mesh["dp"]),
+            nn.Sequential(nn.Sequential(nn.Linear(2, 2))),
+        )
         if partition is not None:
             model = zf.checkpoint_activations(model, units=Block, partition=partition)
+            small = zf.checkpoint_activations(small, units="?", partition=partition)
         for number in range(2):
             loss_of(model, number, mesh["dp"].get_local_rank()).backward()
-        seen.append({name: full(p.grad) for name, p in model.named_parameters()})
+        small(torch.tensor([1.0, 2.0])).sum().backward()
+        seen.append({name: full(p.grad) for of in (model, small) for name, p in of.named_parameters()})
     assert differing(*seen) == []
 
 
-def _offloaded(stage: str, path: str, partition: bool) -> tuple[bool, list[int]]:
-    """Whether gradients are those of checkpoints that stay in memory, over two steps; and the bytes of activations that are
-    alive after forward, without and with offload."""
+@pytest.mark.parametrize(("stage", "partition"), [("zero1", False), ("zero3", False), ("zero3", True)])
+@on_ranks(4)
+def test_inputs_that_wait_on_a_disk_give_the_same_gradients(stage: str, partition: bool, folder: str) -> None:
+    """Over two steps; and no whole input is alive after forward, with a disk or with parts."""
     mesh = grid("dp", "tp")
     given, alive = [], []
-    for tier in (None, zf.nvme(path)):
+    for tier in (None, zf.nvme(folder)):
         torch.manual_seed(0)
-        model = STAGES[stage](Tower(), mesh["dp"])
-        model = zf.checkpoint_activations(
-            model, units=Dropped, partition=mesh["tp"] if partition else None, offload=tier
-        )
+        model: Any = STAGES[stage](Tower(), mesh["dp"])
+        parts = mesh["tp"] if partition else None
+        model = zf.checkpoint_activations(model, units=Dropped, partition=parts, offload=tier)
         inputs: list[weakref.ref[Tensor]] = []
         for block in model.blocks:
             block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))  # noqa: B023
@@ -118,27 +108,13 @@ def _offloaded(stage: str, path: str, partition: bool) -> tuple[bool, list[int]]
             torch.manual_seed(5 + step)
             inputs.clear()
             loss = model(torch.randn(6, 4).t())  # not contiguous: it comes back as it was
-            alive.append(sum(x().nbytes for x in inputs if x() is not None))  # type: ignore[union-attr]
+            alive.append(sum(x() is not None for x in inputs))
             loss.backward()
-            given.append(gradients(model))
+            given.append(fulls(p.grad for p in model.parameters()))
             model.zero_grad()
-    equal = all(
-        torch.equal(grad, other[name])
-        for one, other in zip(given[:2], given[2:], strict=True)
-        for name, grad in one.items()
-        if grad is not None
-    )
-    return equal, alive
-
-
-@pytest.mark.parametrize(("stage", "partition"), [("zero1", False), ("zero3", False), ("zero3", True)])
-def test_inputs_that_wait_on_a_disk_give_the_same_gradients(
-    ranks: Ranks, tmp_path: Path, stage: str, partition: bool
-) -> None:
-    for equal, alive in ranks(4).run(_offloaded, stage, str(tmp_path), partition):
-        assert equal
-        assert all(alive[:2]) != partition
-        assert alive[2:] == [0, 0]
+    assert all(map(torch.equal, given[0] + given[1], given[2] + given[3]))
+    assert all(alive[:2]) != partition
+    assert alive[2:] == [0, 0]
 
 
 def test_memory_of_the_host_is_the_devices_own_on_the_cpu() -> None:
@@ -202,53 +178,6 @@ def test_a_full_disk_is_told_on_every_rank(simulated: Simulated, tmp_path: Path)
     assert isinstance(there.error, zf.TierError)
     assert "activations" in str(there.error)
     assert isinstance(here.error, zf.LostRankError)
-
-
-def _kept(partition: bool) -> tuple[int, int]:
-    """Bytes of activations that wait for backward: what autograd saved, and whole inputs of blocks that are alive."""
-    mesh = grid("dp", "tp")
-    model = zf.checkpoint_activations(
-        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))),
-        units="?",
-        partition=mesh["tp"] if partition else None,
-    )
-    inputs: list[weakref.ref[Tensor]] = []
-    for block in model:
-        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
-    saved = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal saved
-        saved += tensor.nbytes
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(torch.ones(32, 64)).sum()
-    alive = sum(x().nbytes for x in inputs if x() is not None)  # type: ignore[union-attr]
-    loss.backward()
-    return saved, alive
-
-
-def test_partition_lets_go_of_whole_inputs(ranks: Ranks) -> None:
-    whole_nbytes = 32 * 64 * 4
-    for saved, alive in ranks(4).run(_kept, False):
-        assert saved == alive == 4 * whole_nbytes, "inputs, which torch keeps"
-    for saved, alive in ranks(4).run(_kept, True):
-        assert saved < whole_nbytes
-        assert alive == 0
-
-
-@on_ranks(4)
-def test_inputs_of_an_element_for_each_rank_come_back() -> None:
-    mesh, given = grid("dp", "tp"), []
-    for partition in (None, mesh["tp"]):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-        if partition is not None:
-            model = zf.checkpoint_activations(model, units="?", partition=partition)
-        model(torch.tensor([1.0, 2.0])).sum().backward()
-        given.append(model[0][0].weight.grad)
-    assert torch.equal(*given)
 
 
 @on_ranks(4)

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-import zero_fn as zf
 from tests.axes.grids import composed, loss_of
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import Ranks
 from tests.support.wholes import full
 
 READ: dict[str, Callable[[Tensor], Any]] = {
@@ -52,32 +49,3 @@ def test_a_number_is_that_of_the_whole_tensor_on_every_rank(ranks: Ranks, compos
     (wrong, values), *others = ranks(4).run(_read, composition)
     assert not wrong
     assert all(other == ([], values) for other in others)
-
-
-def _nan_on_one_rank() -> bool:
-    """Whether this rank skips a step, as loops without a scaler do."""
-    model = zf.zero3(torch.nn.Linear(4, 4), axis())
-    model(torch.ones(1, 4)).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    if dist.get_rank() == 1:
-        assert isinstance(grads[0], DTensor)
-        grads[0]._local_tensor[0] = torch.nan
-    return any(bool(grad.isnan().any()) for grad in grads if grad is not None)
-
-
-def test_ranks_take_the_same_branch(ranks: Ranks) -> None:
-    assert ranks(2).run(_nan_on_one_rank) == [True, True]
-
-
-def _one_rank_reads() -> None:
-    model = zf.zero3(torch.nn.Linear(4, 4), axis())
-    model(torch.ones(1, 4)).sum().backward()
-    if dist.get_rank() == 0:
-        model.weight.sum().item()
-    else:
-        model(torch.ones(1, 4))
-
-
-def test_a_rank_that_reads_alone_is_told(ranks: Ranks) -> None:
-    with pytest.raises(zf.DisagreementError, match="are at different collectives"):
-        ranks(2).run(_one_rank_reads)

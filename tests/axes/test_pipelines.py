@@ -31,7 +31,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import zero_fn as zf
-from tests.axes.grids import averaging, differing, grid, snapshot
+from tests.axes.grids import Block, averaging, differing, grid, snapshot
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
@@ -54,29 +54,14 @@ IN_V_SHAPE = not_in_2_11("its schedules send from a rank to itself, which gloo c
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, as parts of a pipeline need it
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
-
-
 def _chunks(schedule: str, mesh: DeviceMesh) -> dict[int, nn.Module]:
     """The plain stages of this rank, by their place in the pipeline."""
     seed_generator(0)
     number = 2 if schedule in SINGLE else 4
-    everything = [nn.Sequential(Block(), Block()) for _ in range(number)]
+    everything = [nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(number)]
     place = mesh["pp"].get_local_rank()
-    if schedule in SINGLE:
-        mine = [place]
-    elif schedule in V_SHAPED:
-        mine = [place, number - 1 - place]
-    else:
-        mine = [place, place + 2]
+    second = number - 1 - place if schedule in V_SHAPED else place + 2
+    mine = [place] if schedule in SINGLE else [place, second]
     return {index: everything[index] for index in mine}
 
 

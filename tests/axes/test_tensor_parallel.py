@@ -7,6 +7,7 @@ of the ranks; the whole is compared with one process in float64, where only erro
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.support.worlds import DAILY
+from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 
 KINDS = ("columns", "sequence")
@@ -95,53 +97,49 @@ def test_parameters_rest_on_the_full_mesh() -> None:
     mesh = grid("dp", "tp")
     plain = snapshot(parallelized(mesh["tp"], "sequence"))
     model = zf.zero3(parallelized(mesh["tp"], "sequence"), mesh["dp"])
-    placements = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        assert parameter.device_mesh == mesh
-        placements[name] = parameter.placements
-    assert placements["scale"] == (Replicate(), Replicate())
-    assert placements["mix.weight"] == (Shard(0), Replicate())
-    assert placements["blocks.0.norm.weight"] == (Shard(0), Replicate())
-    assert placements["blocks.0.down.weight"] == (Shard(0), Shard(1))
-    for name in ("embedding.weight", "head.bias", "blocks.0.up.weight"):
-        assert placements[name] == (_StridedShard(0, split_factor=2), Shard(0))
+    placed: dict[str, Any] = dict(model.named_parameters())
+    assert {parameter.device_mesh for parameter in placed.values()} == {mesh}
+    for name, placements in {
+        "scale": (Replicate(), Replicate()),
+        "mix.weight": (Shard(0), Replicate()),
+        "blocks.0.norm.weight": (Shard(0), Replicate()),
+        "blocks.0.down.weight": (Shard(0), Shard(1)),
+        **dict.fromkeys(
+            ("embedding.weight", "head.bias", "blocks.0.up.weight"), (_StridedShard(0, split_factor=2), Shard(0))
+        ),
+    }.items():
+        assert placed[name].placements == placements
     assert differing(plain, snapshot(model)) == []
     assert "S(0) S(0) S(0), tp: S(1)" in str(zf.describe(model))
 
 
 @on_ranks(4)
 def test_a_placed_parameter_is_a_view_in_flight_and_freed_after() -> None:
+    """Autograd remembers addresses, not DTensors: a block is freed before the next one runs, and both after backward."""
     mesh = grid("dp", "tp")
-    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
-    seen: list[object] = []
-    freed: list[bool] = []
+    model: Any = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     used: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def are_freed() -> list[bool]:
-        return [(storage := reference()) is None or not storage.nbytes() for reference in used]
+    def are_freed() -> bool:
+        return all((storage := reference()) is None or not storage.nbytes() for reference in used)
 
     def look(module: nn.Module, *_: object) -> None:
-        weight = module.weight
-        assert isinstance(weight, DTensor)
-        assert weight.device_mesh == mesh["tp"]
-        assert weight.placements == (Shard(0),)
+        assert are_freed()
+        weight: Any = module.weight
+        assert (type(weight), type(model.mix.weight)) == (DTensor, Tensor)
+        assert (weight.device_mesh, weight.placements) == (mesh["tp"], (Shard(0),))
         gathered = [unit.groups.gathered for unit in units_of(model) if unit.groups.gathered is not None]
         memory = [buffer.untyped_storage().data_ptr() for each in gathered for buffer in each.buffers]
-        assert weight.to_local().untyped_storage().data_ptr() in memory
-        seen.append(type(model.mix.weight))
-        freed.extend(are_freed())
-        used.append(weakref.ref(weight.to_local().untyped_storage()))
+        storage = weight.to_local().untyped_storage()
+        assert storage.data_ptr() in memory
+        used.append(weakref.ref(storage))
 
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         block.up.register_forward_pre_hook(look)
     for number in range(2):
         loss_of(model, number, 0).backward()
-        freed.extend(are_freed())
+        assert len(used) == 2 and are_freed()
         used.clear()
-    assert seen == [Tensor] * 4
-    # Autograd remembers addresses, not DTensors: a block is freed before the next one runs, and both after backward.
-    assert freed == [True] * 6
 
 
 @on_ranks(4)
@@ -160,37 +158,28 @@ def test_a_transform_without_an_axis_keeps_the_placements() -> None:
     placed = parallelized(mesh["tp"], "columns")
     model = zf.precision(placed, compute=torch.float32)
     assert differing(snapshot(placed), snapshot(model)) == []
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        assert parameter.device_mesh == mesh["tp"]
-    later = zf.zero2(model, mesh["dp"])
-    now = zf.zero2(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    assert all(parameter.device_mesh == mesh["tp"] for parameter in model.parameters())  # type: ignore[attr-defined]
+    later, now = zf.zero2(model, mesh["dp"]), zf.zero2(parallelized(mesh["tp"], "columns"), mesh["dp"])
     for one, other in zip(later.parameters(), now.parameters(), strict=True):
-        assert isinstance(one, DTensor)
-        assert isinstance(other, DTensor)
-        assert one.placements == other.placements
-        assert torch.equal(one.to_local(), other.to_local())
+        assert one.placements == other.placements  # type: ignore[attr-defined]
+        assert torch.equal(local_of(one), local_of(other))
 
 
 @on_ranks(4)
 def test_editing_and_loading_take_whole_parameters() -> None:
     mesh = grid("dp", "tp")
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
-    before = snapshot(model)
+    wholes: dict[str, Any] = snapshot(model)
     with zf.unsharded(model, writeback=True), torch.no_grad():
-        weight = model.get_parameter("blocks.0.up.weight")
-        assert isinstance(weight.data, DTensor)
+        weight: Any = model.get_parameter("blocks.0.up.weight")
         assert weight.data.device_mesh == mesh["tp"]
         weight.mul_(2)
-    doubled = before["blocks.0.up.weight"]
-    assert doubled is not None
-    assert differing({**before, "blocks.0.up.weight": 2 * doubled}, snapshot(model)) == []
-    wholes = {name: value + 1 for name, value in before.items() if value is not None}
+    assert differing({**wholes, "blocks.0.up.weight": 2 * wholes["blocks.0.up.weight"]}, snapshot(model)) == []
+    wholes = {name: value + 1 for name, value in wholes.items()}
     model.load_state_dict(wholes)
-    assert differing(wholes, snapshot(model)) == []
     other = zf.zero1(parallelized(mesh["tp"], "columns"), mesh["dp"])
     other.load_state_dict(model.state_dict())
-    assert differing(wholes, snapshot(other)) == []
+    assert differing(wholes, snapshot(model)) == differing(wholes, snapshot(other)) == []
 
 
 class Resettable(Decoder):
