@@ -128,7 +128,7 @@ class Backward(Forward):
             self._need_lenders(unit)
         return found
 
-    def enter_recomputation(self, unit: Unit, door: object) -> UnitUse:
+    def enter_recomputation(self, unit: Unit, door: object, _method: str) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
         backward = self.opened()
         assert backward is not None

@@ -58,9 +58,10 @@ def take_hooks_inside(inner: Iterable[weakref.ref[nn.Module]], called: nn.Module
     for reference in inner:
         module: Any = reference()
         if module is not None and module is not called:
-            module._forward_pre_hooks.pop(_KEY, None)
-            module._forward_pre_hooks_with_kwargs.pop(_KEY, None)  # where the compiler looks, too
-            module._forward_hooks.pop(_KEY, None)
+            # The second of them, too: the compiler looks there.
+            for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks):
+                if _KEY in hooks:
+                    del hooks[_KEY]
 
 
 def put_hooks_inside(inner: Iterable[weakref.ref[nn.Module]]) -> None:

@@ -22,18 +22,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.call_hooks import ATTACHED, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.gather import gather
+from zero_fn.runtime.odd import called_outside, is_odd, is_swapped, is_transforming, require_run
 from zero_fn.runtime.passes import UnitUse
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_hooks
-from zero_fn.runtime.swapped import called_outside, is_swapped, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import see_leaves, show_in_backward
@@ -50,13 +48,6 @@ __all__ = [
     "units_of",
     "with_parameters",
 ]
-
-
-_EXPORT = (
-    "export the plain module with the whole values: whole = get_model_state_dict(model, options=StateDictOptions("
-    "full_state_dict=True, cpu_offload=True)), of torch.distributed.checkpoint.state_dict, on every rank; "
-    "plain.load_state_dict(whole) on rank 0, which has them; or torch.compile the model"
-)
 
 
 class _Begun:
@@ -86,13 +77,13 @@ class _Begun:
         "use",
     )
 
-    def __init__(self, era: int, *, is_outermost: bool) -> None:
+    def __init__(self, era: int, *, is_outermost: bool, is_transforming: bool) -> None:
         self.era, self.is_outermost, self.depth = era, is_outermost, 0
         self.use: UnitUse | None = None
         self.tensors: list[Tensor] = []
         self.error_before = sys.exception()
         self.has_backward = self.is_packing = False
-        self.is_transforming = is_transforming()
+        self.is_transforming = is_transforming
 
 
 class Attached:
@@ -147,7 +138,8 @@ class Attached:
     @uncompiled
     def begin(self) -> bool:
         """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
-        unit, run, in_backward = self.unit, self.run, current_graph_task() != -1
+        unit, run, odd = self.unit, self.run, is_odd()
+        in_backward = odd and current_graph_task() != -1
         if run.call is not None and not in_backward:
             run.abandon()
         begun = self._begun
@@ -164,45 +156,33 @@ class Attached:
             run.call = sys._getframe(self._frames)
             if run.blocks:
                 run.leave_blocks()
+        begun = _Begun(run.era, is_outermost=is_outermost, is_transforming=odd and is_transforming())
+        # But a checkpoint may recompute a forward from before the block that registered whole parameters.
         if unit.shown.leaves is not None and not (in_backward and run.graphs.uses_of(unit.index)):
-            self._begin_with_leaves(is_outermost=is_outermost)
-            return (
-                True  # but a checkpoint may recompute a forward from before the block that registered whole parameters
-            )
+            self._begin_with_leaves(begun)
+            return True
         if in_backward and run.is_recomputing(unit, self):
             return False
-        self._require_run()
         try:
-            begun = self._entered(is_outermost)
+            if not odd:
+                use = run.enter(unit, self, self.attribute)
+            else:
+                require_run(unit.name, self.module)
+                use = called_outside(run.enter_recomputation if in_backward else run.enter, unit, self, self.attribute)
         except Exception:
             if is_outermost and run.forward is None:
                 run.call = None
             raise
+        begun.use, self._begun = use, begun
+        take_hooks_inside(unit.inner, self._module())
+        begun.tensors = called_outside(gather, use) if begun.is_transforming else gather(use)
+        unit.shown.show(begun.tensors)
         begun.has_backward = torch.is_grad_enabled() and not begun.is_transforming
         # What is kept between uses may be kept by autograd as well.
         packs = begun.has_backward and unit.groups.is_transient
         begun.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
         run.packed += begun.is_packing
         return True
-
-    def _entered(self, is_outermost: bool) -> _Begun:
-        """Gathers the parameters and shows them."""
-        unit = self.unit
-        begun = _Begun(self.run.era, is_outermost=is_outermost)
-        begun.use = use = called_outside(self._use) if begun.is_transforming else self._use()
-        self._begun = begun
-        take_hooks_inside(unit.inner, self._module())
-        begun.tensors = called_outside(gather, use) if begun.is_transforming else gather(use)
-        unit.shown.show(begun.tensors)
-        return begun
-
-    def _use(self) -> UnitUse:
-        unit, run = self.unit, self.run
-        if current_graph_task() != -1:
-            return run.enter_recomputation(unit, self)
-        if run.forward is None:
-            run.begin(unit, self.attribute)
-        return run.enter(unit, self)
 
     @uncompiled
     def end(self, output: Any, error: BaseException | None) -> Any:
@@ -239,7 +219,10 @@ class Attached:
                 self.unit.running -= 1
             else:
                 begun.tensors.clear()  # memory that somebody holds a part of is not used again
-                called_outside(run.leave, begun.use, failed=not is_done)
+                if begun.is_transforming:
+                    called_outside(run.leave, begun.use, failed=not is_done)
+                else:
+                    run.leave(begun.use, failed=not is_done)
             if begun.is_outermost and run.forward is None:
                 run.call = None
         return output
@@ -260,33 +243,14 @@ class Attached:
             unit.shown.require_unchanged(unit.name, begun.tensors)
         return output
 
-    def _begin_with_leaves(self, *, is_outermost: bool) -> None:
+    def _begin_with_leaves(self, begun: _Begun) -> None:
         """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_step.py)"""
         called_outside(self.run.agree)
-        begun = _Begun(self.run.era, is_outermost=is_outermost)
         begun.tensors = see_leaves(self.unit)
         self._begun = begun
         self.unit.running += 1
         take_hooks_inside(self.unit.inner, self._module())
         self.unit.shown.show(begun.tensors)
-
-    def _require_run(self) -> None:
-        """Raises inside torch.jit.trace and torch.export, which record a call rather than run it, and inside a selective
-        checkpoint, which would count a gather among the operations of the forward."""
-        if _depth() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
-            raise StateError(
-                "A unit was called inside a selective checkpoint.",
-                unit=self.unit.name or "root",
-                why="its gather would be saved, or be missing among the operations that are computed again",
-                fix="put the checkpoint inside the unit: call it in the forward of the module that units= names",
-            )
-        if torch._C._is_tracing() or torch.compiler.is_exporting():
-            raise StateError(
-                "A transformed module cannot be traced by torch.jit, or exported.",
-                module=type(self.module).__name__,
-                why="its forward gathers parameters from other ranks, which no file can hold",
-                fix=_EXPORT,
-            )
 
     def _is_called_again(self) -> bool:
         """Whether the call that has begun is still running, below this one."""
@@ -360,8 +324,6 @@ class Method(Attached):
 # -- hooks ----------------------------------------------------------------------------------------------------------
 
 _CALL = nn.Module._call_impl.__code__
-_SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
-_depth = torch._C._len_torch_dispatch_stack
 
 
 def attach(attached: Attached) -> None:

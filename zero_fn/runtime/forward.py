@@ -140,10 +140,9 @@ class Forward:
 
     # -- units ------------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, door: object) -> UnitUse:
-        """The forward of a unit begins at `door`: on return its gathered parameters may be read."""
-        forward = self.forward
-        assert forward is not None, "no forward has begun"
+    def enter(self, unit: Unit, door: object, method: str) -> UnitUse:
+        """The forward of a unit begins at a method of `door`: on return its gathered parameters may be read."""
+        forward = self.forward or self.begin(unit, method)
         use = UnitUse(unit, forward.next_number(unit.index), door)
         if forward.grad:
             unit.shown.last_entry = weakref.ref(door)
@@ -210,7 +209,7 @@ class Forward:
 
     # -- of the whole -----------------------------------------------------------------------------------------------
 
-    def begin(self, unit: Unit, method: str) -> None:
+    def begin(self, unit: Unit, method: str) -> ForwardPass:
         """A forward of the module begins at a method of this unit."""
         self.prepare()
         self.is_fresh = False
@@ -223,6 +222,7 @@ class Forward:
         offsets = self.graphs.offsets()
         self.forward = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
         watch_edits(self, is_open=True)
+        return self.forward
 
     def prepare(self) -> None:
         """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers."""

@@ -25,10 +25,10 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.groups import gather_wholes
 from zero_fn.runtime.hooks import defer_hooks
+from zero_fn.runtime.odd import is_transforming
 from zero_fn.runtime.on_model_axes import arrived, placed
 from zero_fn.runtime.passes import UnitUse, will_execute
 from zero_fn.runtime.slot import trained
-from zero_fn.runtime.swapped import is_transforming
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.agree import Bits

@@ -299,9 +299,10 @@ class BackwardPass:
         if use is not None:
             self._entered.add(use)
             at = self.script.enters.get(use, -1)
-            self._entered_to = max(self._entered_to, at)
-            if not recomputes:
-                self._reached_to = max(self._reached_to, at)
+            if at > self._entered_to:
+                self._entered_to = at
+            if at > self._reached_to and not recomputes:
+                self._reached_to = at
         return use
 
     def _next_use(self, unit: int) -> Use | None:

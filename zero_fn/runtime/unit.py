@@ -26,9 +26,9 @@ from zero_fn.runtime import moved
 from zero_fn.runtime.call_hooks import put_hooks_inside
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.groups import Groups, Phase
+from zero_fn.runtime.odd import is_swapped, partly_swapped
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.swapped import is_swapped, partly_swapped
 
 __all__ = ["Unit", "unit_of"]
 

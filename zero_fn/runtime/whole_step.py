@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import on_spec
+from zero_fn.runtime.odd import in_compute_dtype
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.swapped import in_compute_dtype
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 

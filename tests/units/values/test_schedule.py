@@ -202,8 +202,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         note(Reshard(unit.index), unit, Phase.GATHERING, Phase.GATHERED)
         reshard(unit)
 
-    def enter_noted(run: Run, unit: Unit, entry: Any) -> UnitUse:
-        use = enter(run, unit, entry)
+    def enter_noted(run: Run, unit: Unit, door: Any, method: str) -> UnitUse:
+        use = enter(run, unit, door, method)
         done.append(Enter(use.key))
         return use
 

@@ -1,7 +1,8 @@
-"""Calls of a module under torch.func.
+"""Calls of a module that are no plain forward: in a backward, under torch.func, in a dispatch mode, or while torch traces.
 
-`grad`, `vmap` and `jvp` wrap tensors, and know no saved-tensor hooks. Inside them nothing is packed, and parameters are
-gathered outside the wrappers. A unit in all of whose places `functional_call` has put whole tensors is left to them.
+A call asks one question, `is_odd`; only if the answer is yes, it asks which. `grad`, `vmap` and `jvp` of torch.func wrap
+tensors, and know no saved-tensor hooks. Inside them nothing is packed, and parameters are gathered outside the wrappers. A
+unit in all of whose places `functional_call` has put whole tensors is left to them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,64 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from zero_fn.errors import StateError
+from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.slot import Slot
 
-__all__ = ["called_outside", "in_compute_dtype", "is_swapped", "is_transforming", "partly_swapped"]
+__all__ = [
+    "called_outside",
+    "in_compute_dtype",
+    "is_odd",
+    "is_swapped",
+    "is_transforming",
+    "partly_swapped",
+    "require_run",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _peek = torch._C._functorch.peek_interpreter_stack
+_depth, _is_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+_EXPORT = (
+    "export the plain module with the whole values: whole = get_model_state_dict(model, options=StateDictOptions("
+    "full_state_dict=True, cpu_offload=True)), of torch.distributed.checkpoint.state_dict, on every rank; "
+    "plain.load_state_dict(whole) on rank 0, which has them; or torch.compile the model"
+)
+
+
+def is_odd() -> bool:
+    """Whether a call runs in a backward, under torch.func, in a dispatch mode, or while torch.jit or torch.export traces."""
+    return (
+        current_graph_task() != -1
+        or _peek() is not None
+        or _depth() != 0
+        or _is_tracing()
+        or torch.compiler._is_exporting_flag
+    )
+
+
+def require_run(unit: str, module: nn.Module) -> None:
+    """Raises inside torch.jit.trace and torch.export, which record a call rather than run it, and inside a selective
+    checkpoint, which would count a gather among the operations of the forward."""
+    if _depth() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
+        raise StateError(
+            "A unit was called inside a selective checkpoint.",
+            unit=unit or "root",
+            why="its gather would be saved, or be missing among the operations that are computed again",
+            fix="put the checkpoint inside the unit: call it in the forward of the module that units= names",
+        )
+    if _is_tracing() or torch.compiler.is_exporting():
+        raise StateError(
+            "A transformed module cannot be traced by torch.jit, or exported.",
+            module=type(module).__name__,
+            why="its forward gathers parameters from other ranks, which no file can hold",
+            fix=_EXPORT,
+        )
 
 
 def is_transforming() -> bool:
