@@ -41,17 +41,17 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-class _Buffer:
+class _GatheredBuffer:
     """A gathered buffer: its unit, weakly, and the places of the tensors on it that were packed before."""
 
     __slots__ = ("dtype", "group", "places", "unit")
 
     def __init__(self, unit: Any, group: int, dtype: torch.dtype) -> None:
         self.unit, self.group, self.dtype = weakref.ref(unit), group, dtype
-        self.places: dict[tuple[int, Sequence[int], Sequence[int]], _Place] = {}
+        self.places: dict[tuple[int, Sequence[int], Sequence[int]], _PackedPlace] = {}
 
 
-_live: dict[int, _Buffer] = {}  # by storage, also of a buffer that has lost its memory
+_live: dict[int, _GatheredBuffer] = {}  # by storage, also of a buffer that has lost its memory
 _REMEMBERED_PLACES = 256  # whoever cuts parameters anew in each step finds the places of none
 
 
@@ -61,11 +61,11 @@ def remember_buffer(buffer: Tensor, owner: object, unit: object, group: int) -> 
     Once it is gone, whoever still holds the buffer keeps it as an ordinary tensor.
     """
     key = buffer.untyped_storage()._cdata
-    _live[key] = _Buffer(unit, group, buffer.dtype)
+    _live[key] = _GatheredBuffer(unit, group, buffer.dtype)
     weakref.finalize(owner, _live.pop, key, None).atexit = False
 
 
-class _Place:
+class _PackedPlace:
     """Where a tensor lies in a gathered buffer; of a DTensor, its local tensor."""
 
     __slots__ = ("group", "offset", "size", "spec", "stride")
@@ -93,7 +93,7 @@ class _PackedParts:
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _Packed = tuple[Any, Any]
-"""A unit and a `_Place` in one of its gathered buffers; or a tensor that is not ours, with its version when it was saved."""
+"""A unit and a `_PackedPlace` in a gathered buffer of it; or a tensor that is not ours, and its version when it was saved."""
 
 
 @uncompiled
@@ -114,7 +114,7 @@ def _pack(tensor: Tensor) -> _Packed | _PackedParts:
     where: Any = (local.storage_offset(), local.size(), local.stride())
     if where in buffer.places and local is tensor:
         return unit, buffer.places[where]
-    place = _Place(buffer.group, *where)
+    place = _PackedPlace(buffer.group, *where)
     if local is not tensor:
         place.spec = tensor._spec  # type: ignore[attr-defined]
     elif len(buffer.places) < _REMEMBERED_PLACES:
@@ -135,7 +135,7 @@ def _packed_parts(tensor: Tensor) -> _Packed | _PackedParts:
 
 
 def _is_of_unit(packed: _Packed | _PackedParts) -> bool:
-    return type(packed) is _PackedParts or type(packed[1]) is _Place  # type: ignore[index]
+    return type(packed) is _PackedParts or type(packed[1]) is _PackedPlace  # type: ignore[index]
 
 
 @uncompiled

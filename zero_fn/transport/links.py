@@ -68,7 +68,7 @@ def line_over(axes: Sequence[Axis]) -> Line:
     return lines[0] if len(lines) == 1 else Lines(lines)
 
 
-class _Reduction:
+class _ReducePlans:
     """How contributions are summed over two axes: what each hop adds up, and in which buffers."""
 
     def __init__(self, lines: Sequence[Line], contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> None:
@@ -139,10 +139,10 @@ class Lines(Line):
             works = [line.all_gather(each, what) for line, each in last]
         return Work(finish=self._wait_for_all, kept=(works,))
 
-    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> _Reduction:
-        return _Reduction(self._lines, contributions, buffers)
+    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> _ReducePlans:
+        return _ReducePlans(self._lines, contributions, buffers)
 
-    def reduce_scatter(self, plan: _Reduction, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
+    def reduce_scatter(self, plan: _ReducePlans, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
         rooms = [*buffers, *(torch.empty(numel, dtype=dtype, device=device) for numel, dtype, device in plan.between)]
         with self._telling_others():
             heads = [
@@ -150,7 +150,7 @@ class Lines(Line):
             ]
         return Work(finish=self._reduce_later, kept=(plan, heads, rooms, what))
 
-    def _reduce_later(self, plan: _Reduction, heads: Sequence[Work], rooms: Sequence[Tensor], what: str) -> None:
+    def _reduce_later(self, plan: _ReducePlans, heads: Sequence[Work], rooms: Sequence[Tensor], what: str) -> None:
         self._wait_for_all(heads)
         for place, ranks in plan.means:
             place.of(rooms).div_(ranks)
