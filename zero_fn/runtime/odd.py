@@ -51,7 +51,7 @@ def is_odd() -> bool:
         or _peek() is not None
         or _depth() != 0
         or _is_tracing()
-        or torch.compiler._is_exporting_flag
+        or torch.compiler.is_exporting()
     )
 
 
