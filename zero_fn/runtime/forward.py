@@ -63,9 +63,8 @@ class Forward:
         self.transport, self.assignment = transport, assignment
         self.depth = PREFETCH_DEPTH  # how many units are gathered ahead of their use
         self.units: list[Callable[[], Unit | None]] = []  # weakly, by index
-        self.lenders: dict[
-            int, tuple[int, ...]
-        ] = {}  # for each unit, those around it that have parameters in it (ties)
+        # For each unit, those around it that have parameters in it (ties).
+        self.lenders: dict[int, tuple[int, ...]] = {}
         self.away = Away(transport)
         self.statistics = Statistics(transport, are_local=assignment.buffers == "local")
         self.graphs = Graphs()

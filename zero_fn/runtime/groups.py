@@ -55,9 +55,8 @@ class Groups:
         self.is_transient = False  # whether any gathered parameter is freed between uses
         self.reshards_after_backward = False  # gathered parameters stay from the forward to the end of the backward
         self.is_evicted = False  # `evict` has moved the parameters to another tier, so that they cannot be used
-        self.is_moved = (
-            False  # values were assigned to a parameter (`.data =`) in a forward: the next gather follows them
-        )
+        # Values were assigned to a parameter (`.data =`) in a forward: the next gather follows them.
+        self.is_moved = False
         # While moved parameters are taken over: each, and its values where it was moved to. An interrupt in the midst leaves
         # them here, and the next `follow` takes them over. (moved.py)
         self.moving: list[tuple[nn.Parameter, Tensor]] | None = None
@@ -108,9 +107,8 @@ class Groups:
     def vacate(self) -> None:
         """Drops the memory of the parameters, whose values were moved elsewhere."""
         self.is_evicted = True
-        if not all(
-            isinstance(slot.flat, TierTensor) for slot in self.slots
-        ):  # else the values are in another tier already
+        is_in_tier = all(isinstance(slot.flat, TierTensor) for slot in self.slots)
+        if not is_in_tier:
             for group in self.members:
                 group.vacate()
         self.gathered = None
@@ -212,11 +210,13 @@ class Groups:
         if self.is_away and any(group.may_fail for group in self.members):
             self._told = Outcome(self.line, self.failure, f"Fetching {self._unit}")
         gathered.fill_own(has_failed=self.failure is not None)
-        if gathered.plan is not None and gathered.beside is None:
-            self._pending = self.line.all_gather(gathered.plan, f"parameters of {self._unit}")
-        elif gathered.plan is not None and gathered.beside is not None:
-            with gathered.beside:  # it waits for the copies there; what computes waits for neither before `wait`
-                self._pending = self.line.all_gather(gathered.plan, f"parameters of {self._unit}")
+        if gathered.plan is not None:
+            what = f"parameters of {self._unit}"
+            if gathered.beside is None:
+                self._pending = self.line.all_gather(gathered.plan, what)
+            else:
+                with gathered.beside:  # it waits for the copies there; what computes waits for neither before `wait`
+                    self._pending = self.line.all_gather(gathered.plan, what)
         self.phase = Phase.GATHERING
         if self.is_away:
             self._let_go()

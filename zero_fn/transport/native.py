@@ -216,10 +216,8 @@ class _Room:
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
         self._place = segment.memory.as_strided((segment.numel,), (1,), segment.start)
-        self._own, self._numel = (
-            slice(rank * segment.piece_numel, (rank + 1) * segment.piece_numel),
-            size * segment.piece_numel,
-        )
+        self._own = slice(rank * segment.piece_numel, (rank + 1) * segment.piece_numel)
+        self._numel = size * segment.piece_numel
         self._whole: Tensor | None = None
 
     def begin(self) -> tuple[Tensor, Tensor]:
