@@ -108,18 +108,32 @@ def test_float16_that_accelerate_would_leave_out_is_refused(folder: str) -> None
         ZeroTrainer(model=llama(), args=args, train_dataset=Counting(), place=place())
 
 
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 @on_two_ranks
-def test_a_state_is_loaded_to_the_bit(folder: str) -> None:
-    parts = _parts(_accelerator(), llama())
-    _train(parts, 2)
+def test_a_state_is_loaded_to_the_bit(folder: str, dtype: str | None) -> None:
+    """With a config also its rates, masters of 16-bit weights on a disk, and the scale of losses, which has moved."""
+    said = _said(3, offload_optimizer={"device": "nvme", "nvme_path": folder})
+
+    def prepared(seed: int, overflows: int) -> Parts:
+        if dtype is None:
+            return _parts(_accelerator(), llama(seed))
+        return _configured(said, Overflowing(llama(seed).bfloat16(), overflows, 1), dtype=dtype)
+
+    def scale(parts: Parts) -> float | None:
+        return None if parts[0].scaler is None else parts[0].scaler.get_scale()
+
+    parts = prepared(0, overflows=4)
+    _train(parts, 6)
     for _ in range(2):  # the second takes the place of the first
         parts[0].save_state(folder)
     dist.barrier()  # rank 0 has removed the first
     assert [path.name for path in Path(folder, "zero_fn").glob("*-*")] == ["save-2"]
-    wanted = _train(parts, 2)
-    parts = _parts(_accelerator(), llama(seed=5))
+    saved, wanted = scale(parts), _train(parts, 4)
+    assert (saved is not None) == (dtype == "fp16") and saved != 256.0
+    parts = prepared(5, overflows=0)
     parts[0].load_state(folder)
-    assert _train(parts, 2) == wanted
+    assert scale(parts) == saved
+    assert _train(parts, 4) == wanted
     with pytest.raises(zf.CheckpointError, match="holds no states"):
         dist.barrier()
         shutil.rmtree(Path(folder, "zero_fn"), ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import axis, sent_by_value
+from tests.support.ranks import Ranks, axis, sent_by_value
 from tests.units.storage.disks import small_disk
 from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.local import blame
@@ -283,6 +284,29 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(zf.CheckpointError, match="of this name exists already"):
         saved(tmp_path, 1)
     assert loaded_step(tmp_path) == 1
+
+
+def _refused(folder: Path) -> list[str]:
+    """The disk of rank 1 refuses what a thread writes; what this rank is told by `wait`, the next save and a load."""
+    model = zf.zero3(nn.Linear(4, 4), axis())
+    zf.save(folder / "step-1", model)
+    full = {"side_effect": OSError(errno.ENOSPC, "full")} if dist.get_rank() == 1 else {"wraps": os.fsync}
+    said = []
+    for number in range(3):
+        with patch.object(os, "fsync", **full):
+            saving = zf.save(folder / "step-2", model, background=True)
+            asked = saving.wait, lambda: zf.save(folder / "step-3", model), lambda: zf.load(folder, model)
+            with pytest.raises(zf.StorageError) as caught:
+                asked[number]()
+        said.append(str(caught.value))
+    zf.save(folder / "step-4", model)
+    return said
+
+
+def test_a_write_in_the_background_that_fails_on_one_rank_is_told_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, said in enumerate(ranks(3).run(_refused, tmp_path)):
+        assert all("ENOSPC" in text and (rank == 1 or "failed on rank 1" in text) for text in said), said
+    assert [found.step for found in zf.checkpoints(tmp_path)] == [1, 4], "nothing else is left"
 
 
 def _ended_before(folder: Path, victim: int) -> None:
