@@ -1,0 +1,241 @@
+"""Which parameters take part in a backward: frozen ones, those that some ranks or none use, shared ones; in evaluation none.
+
+The laws draw all of it in combination, frozen and evaluated between steps. Here: at odd moments, and what differs by rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.models import Language, Layer, Stack
+from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import (
+    WIDTH,
+    Program,
+    Run,
+    Tower,
+    World,
+    as_replicas,
+    differences,
+    noise,
+    one_backward,
+    trained,
+)
+
+# -- frozen, and evaluated --------------------------------------------------------------------------------------------
+
+
+def _frozen_after_the_forward(model: Any, run: Run, number: int) -> object:
+    """A gradient had no place to rest, and an assertion failed. Inputs have their gradients, also of a frozen model."""
+    draw, xs = random.Random(number), [noise(3, 6, seed=number).requires_grad_() for _ in range(2)]
+    model.requires_grad_(True)
+    loss = model(xs[0]).square().mean()
+    model.layers[number].requires_grad_(False)
+    for parameter in (*model.enter.parameters(), *model.layers[number - 1].parameters(), *model.leave.parameters()):
+        parameter.requires_grad_(draw.random() < 0.5)
+    run.backward(loss)
+    run.backward(model.requires_grad_(False)(xs[1]).square().mean())
+    model.leave.requires_grad_(True)
+    one_backward(model, run, number)
+    return [x.grad for x in xs]
+
+
+class Adding(nn.Module):
+    """A frozen branch is added in place, without a graph, between uses of a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = Layer().requires_grad_(False), nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x += self.frozen(x)
+        for layer in self.trained:
+            x = layer(x)
+        with torch.no_grad():
+            y = self.frozen(x)
+        z: Tensor = self.trained[0](x) + y
+        return z
+
+
+def _evaluated(model: Any, run: Run, number: int) -> object:
+    """Before the very first forward, between a forward and its backward, and under `enable_grad`, which changes nothing."""
+    outputs = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            outputs.append(model.eval()(noise(2, WIDTH, seed=7)))
+        loss = model.train()(noise(4, WIDTH, seed=number)).square().mean()
+        with mode(), torch.enable_grad():
+            outputs.append(model.eval()(noise(1, WIDTH, seed=50 + number)).detach())
+        model.train()
+        run.backward(loss)
+    return [output.clone() for output in outputs]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@as_replicas()
+def test_a_model_that_is_transformed_or_moved_before_inference_trains_later(world: World, moves: bool) -> None:
+    """As in a server: transformed inside `inference_mode`, or moved before it."""
+    torch.manual_seed(0)
+    model = world.place(Tower()).double() if moves else Tower()
+    with torch.inference_mode():
+        model = model if moves else world.place(model)
+        world.note("output", model(noise(2, WIDTH, seed=1).to(model.enter.weight.dtype)).clone())
+    world.train(model.float(), torch.optim.SGD(model.parameters(), lr=1e-2), 0, 1)
+
+
+# -- used by some ranks, or by none -----------------------------------------------------------------------------------
+
+
+class Unused(Stack):
+    """A parameter of the root and one inside a unit are never used, one whole layer never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.turn = nn.Parameter(torch.randn(5, 3)), 0
+        self.layers[1].spare = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.layers[1](self.layers[0](self.enter(x))))
+
+
+class SomeRanks(Unused):
+    """All ranks run all layers; which outputs reach the loss depends on the rank and on the step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        outputs = [layer(x) for layer in self.layers]
+        number = (axis().get_local_rank() + self.turn) % 4
+        self.turn += 1
+        if axis().get_local_rank() == 1:
+            x = x * self.spare.sum()
+        return self.leave(outputs[number] if number < 3 else x)
+
+
+def _other_numbers_of_batches(model: Any, run: Run, number: int) -> None:
+    """In place of `Join`: a block takes what there is on each rank."""
+    with run.accumulate(unshard=True):
+        for microbatch in range(1 + 2 * axis().get_local_rank()):
+            one_backward(model, run, 10 * number + microbatch)
+
+
+def _one_of_two_losses(model: Any, run: Run, number: int) -> None:
+    """Each rank picks one of two losses, or backs through a head that others leave out.
+
+    A kept unit was gathered again between two uses, on the ranks that ran the second: the others hung.
+    """
+    rank = axis().get_local_rank()
+    first = model(noise(3, 6, seed=number))
+    second = model(noise(3, 6, seed=number + 50))
+    run.backward((first if (rank + number) % 2 else second).square().mean())
+    hidden = model.enter(noise(2, 6, seed=number))
+    outputs = [layer(hidden) for layer in model.layers]
+    head = model.leave(outputs[0]).sum()  # forwards are the same on all ranks
+    run.backward(outputs[rank % 3].sum() + (head if rank == number % 2 else 0))
+
+
+class Branches(Stack):
+    """Two layers side by side. A parameter of the root scales the first on even ranks, the second on odd ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        inputs = [x, x * self.scale]
+        odd = axis().get_local_rank() % 2
+        return self.layers[0](inputs[1 - odd]), self.layers[1](inputs[odd])
+
+
+def _one_by_one(model: Any, run: Run, number: int) -> None:
+    """What a rank would use only in the second backward was forgotten after the first, which other ranks ran it in."""
+    outputs = [output for turn in range(2) for output in model(noise(3, 6, seed=10 * number + turn))]
+    with run.accumulate():
+        for output in outputs:
+            run.backward(output.square().mean())
+
+
+# -- shared -----------------------------------------------------------------------------------------------------------
+
+
+class Shared(Stack):
+    """Weights are tied within a unit, across units and with the root; a layer and a linear run twice; a module and a buffer
+    have two names."""
+
+    scale: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.layers[0].second.weight = self.layers[0].first.weight
+        self.layers[1].first.weight, self.layers[1].second.weight = self.layers[0].first.weight, self.leave.weight
+        self.layers[2].second.bias, self.leave.bias = self.enter.bias, self.enter.bias
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        for layer in self.layers:
+            layer.register_buffer("scale", self.scale)
+            layer.again = layer.second
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.layers[0].scale is self.scale
+        for layer in (self.enter, *self.layers, self.layers[0], self.leave):
+            x = layer(x * self.scale)
+        return self.leave(x)
+
+
+def _wide_backward(model: Any, run: Run, number: int) -> None:
+    run.backward(model(noise(3, len(model.scale), seed=number)).square().mean())
+
+
+PROGRAMS: dict[str, tuple[int, Callable[[], nn.Module], Program, dict[str, Any]]] = {
+    "frozen after the forward": (2, Stack, _frozen_after_the_forward, {"steps": 3}),
+    "frozen after the forward, with gradients of before": (
+        2,
+        Stack,
+        _frozen_after_the_forward,
+        {"steps": 3, "optimizer": "adamw", "options": {"units": "*"}, "zeroes": False},
+    ),
+    "a frozen branch between uses of a trained one": (2, Adding, one_backward, {}),
+    "evaluated": (2, partial(Tower, dropout=0.2), _evaluated, {"optimizer": "adamw"}),
+    "used by no rank": (2, Unused, one_backward, {"optimizer": "adamw"}),
+    "used by some ranks": (3, SomeRanks, one_backward, {}),
+    "other numbers of batches": (2, Stack, _other_numbers_of_batches, {}),
+    "one of two losses": (2, Stack, _one_of_two_losses, {}),
+    "branches, one by one": (2, Branches, _one_by_one, {}),
+    "shared": (2, partial(Shared, 6), _wide_backward, {"optimizer": "adamw"}),
+    "shared, uneven rows": (3, partial(Shared, 17), _wide_backward, {"options": {"units": "*.first"}}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_takes_part_and_what_does_not_is_as_in_replicas(ranks: Ranks, name: str) -> None:
+    n, build, program, how = PROGRAMS[name]
+    assert ranks(n).run(differences, trained(build, program, **how)) == [[]] * n
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(stage: str) -> None:
+    """Transformed again, they rest as the whole was asked to: they were replicated, without a word."""
+    torch.manual_seed(0)
+    model: Any = zf.precision(STAGES[stage](Language(), axis()), output=torch.float64)
+    placements = [p.placements for p in model.blocks.parameters()]
+    part: Any = zf.precision(model.blocks)  # repeated: as it was asked for
+    assert [p.placements for p in part.parameters()] == placements
+    assert part[0](torch.ones(2, 4, 10)).dtype == torch.bfloat16
+    again: Any = STAGES[stage](nn.Sequential(part), axis())
+    assert [p.placements for p in again.parameters()] == placements
+    tied: Any = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10, bias=False))
+    tied[1].weight = tied[0].weight
+    whole: Any = STAGES[stage](tied, axis())
+    head: Any = zf.precision(whole[1], compute=torch.float32)
+    alone: Any = STAGES[stage](nn.Linear(10, 10), axis())
+    assert head.weight.placements == alone.weight.placements
