@@ -19,7 +19,7 @@ from tests.support.worlds import WIDTH, Tower, noise
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_different_initial_values_raise_on_every_rank(ranks: Ranks, stage: str) -> None:
+def test_different_values_at_first_or_loaded_raise_on_every_rank(ranks: Ranks, stage: str) -> None:
     def other_values() -> str:
         torch.manual_seed(dist.get_rank())
         model: Any = STAGES[stage](Tower(), axis())
@@ -30,6 +30,10 @@ def test_different_initial_values_raise_on_every_rank(ranks: Ranks, stage: str) 
         torch.manual_seed(0)
         model.load_state_dict(Tower().state_dict())  # one way out
         model(noise(2, WIDTH, seed=0)).sum().backward()
+        torch.manual_seed(dist.get_rank())
+        model.load_state_dict(Tower().state_dict())
+        with pytest.raises(zf.DisagreementError, match="initial values"):
+            model(noise(2, WIDTH, seed=0))
         return str(caught.value)
 
     (message,) = set(ranks(3).run(other_values))

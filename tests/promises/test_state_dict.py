@@ -1,4 +1,5 @@
-"""State dicts: what they hold before the first forward and what they alias; what `load_state_dict` takes and refuses."""
+"""State dicts: what those of models hold and alias; what `load_state_dict` takes and refuses; those of optimizers, by torch's
+own means. Checkpoints: `test_resume.py`, `axes/test_checkpoints.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +7,20 @@ import copy
 import io
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -19,12 +28,12 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.groups import pretended
-from tests.support.models import Odd
+from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.profiles import SIZES
-from tests.support.programs import STAGES
+from tests.support.programs import STAGES, loss_of, parameters
 from tests.support.ranks import Ranks, axis
-from tests.support.wholes import full, fulls, named_fulls
+from tests.support.wholes import full, named_fulls
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
 from zero_fn.checkpoint.live.load_plan import keeps_every_bit
 from zero_fn.resting import local_of
@@ -46,15 +55,16 @@ class Normalized(Tower):
         return super().forward(self.norm(x)) * self.scale
 
 
-def _before_the_first_forward(world: World) -> None:
-    model = world.build(Normalized)
-    saved = {key: value.clone() for key, value in model.state_dict().items()}
+def _saved_and_loaded(world: World) -> None:
+    """Saved before the first forward; loaded before it, and between steps, where kept gathered parameters are stale."""
+    saved = {key: value.clone() for key, value in world.build(Normalized).state_dict().items()}
     for key, value in saved.items():
         world.note(key, value)
-    other = world.build(Normalized, seed=1)
-    other.load_state_dict(saved)
-    for each in (model, other):
-        world.train(each, torch.optim.AdamW(each.parameters(), lr=1e-2), 0, 1)
+    model = world.build(Normalized, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, entries in enumerate((saved, _whole(Normalized), saved)):
+        model.load_state_dict(entries)
+        world.train(model, optimizer, step)
 
 
 def _aliasing(world: World) -> None:
@@ -74,13 +84,12 @@ def _aliasing(world: World) -> None:
 
 
 @pytest.mark.parametrize("stage", [*ALL, "hybrid"])
-def test_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(ranks: Ranks, stage: str) -> None:
-    """torch 2.13 takes a DTensor whose local tensor begins inside its memory for a plain one, and raised."""
-    ranks(4 if stage == "hybrid" else 2).run(_copied_and_pickled, stage)
+@on_ranks(4)
+def test_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(stage: str) -> None:
+    """As those who keep the best epoch in memory, and the last one in a file of each rank.
 
-
-def _copied_and_pickled(stage: str) -> None:
-    """The best epoch is kept in memory, and the last one in a file of each rank."""
+    torch 2.13 takes a DTensor whose local tensor begins inside its memory for a plain one, and raised.
+    """
     place: Any = STAGES.get(stage, zf.hybrid)
     mesh = axis() if stage in STAGES else grid("outer", "inner")
     model = place(Odd(), mesh)
@@ -113,39 +122,27 @@ def _whole(build: Callable[[], nn.Module] = Tower, seed: int = 5) -> dict[str, T
     return build().state_dict()
 
 
-def _loads_whole(world: World) -> None:
-    model = world.build(Tower)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        model.load_state_dict(_whole(seed=step))  # between steps: kept gathered parameters are stale
-        world.train(model, optimizer, step)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("replicate", "zero3"), ("zero1", "replicate"), ("zero1", "zero3"), ("zero3", "zero1"), ("zero3", "zero3")],
-)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("loaded", ["replicate", "zero1", "zero3"])
 @on_ranks(3)
-def test_shards_of_another_stage_are_redistributed_on_load(saved: str, loaded: str) -> None:
-    source, model = STAGES[saved](Odd(), axis()), STAGES[loaded](Odd(), axis())
-    model.load_state_dict(source.state_dict())
-    assert all(map(torch.equal, fulls(model.parameters()), fulls(source.parameters())))
-
-
-@on_ranks(3)
-def test_shards_of_another_layout_are_redistributed_on_load() -> None:
-    torch.manual_seed(0)
-    model = zf.zero3(Tower(), axis())
-    whole = _whole()
+def test_shards_of_another_layout_are_redistributed_on_load(loaded: str, assign: bool) -> None:
+    """Of other stages, and of another mesh, cut along another dim. Assigned ones are cut as the parameter is."""
+    model = STAGES[loaded](Odd(), axis())
+    placements = {name: parameter.placements for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model.load_state_dict({key: distribute_tensor(value, mesh, [Replicate()]) for key, value in whole.items()})
-    assert all(torch.equal(value, whole[key]) for key, value in named_fulls(model.state_dict()).items())
-    by_columns = {
-        key: distribute_tensor(value + 1, mesh, [Shard(value.ndim - 1) if value.ndim else Replicate()])
-        for key, value in whole.items()
-    }
-    model.load_state_dict(by_columns)
-    assert all(torch.equal(value, whole[key] + 1) for key, value in named_fulls(model.state_dict()).items())
+    for saved in ("replicate", "zero1", "zero3", "by columns"):
+        plain = Odd()
+        entries = plain.state_dict()
+        if saved == "by columns":
+            cuts = {key: Shard(value.ndim - 1) if value.numel() > 1 else Replicate() for key, value in entries.items()}
+            entries = {key: distribute_tensor(value, mesh, [cuts[key]]) for key, value in entries.items()}
+        else:
+            entries = STAGES[saved](plain, axis()).state_dict()
+        model.load_state_dict(entries, assign=assign)
+        found = dict(model.named_parameters())  # of a tie, more than plain names, until the next forward ties it again
+        wholes = named_fulls(found)
+        assert all(torch.equal(wholes[name], value) for name, value in plain.named_parameters()), saved
+        assert all(found[name].placements == placement for name, placement in placements.items()), saved  # type: ignore[attr-defined]
 
 
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -230,20 +227,6 @@ def test_missing_and_unexpected_keys_are_named() -> None:
     assert (found.missing_keys, found.unexpected_keys) == (["leave.bias"], ["extra"])
 
 
-@on_ranks(3)
-def test_ranks_that_load_different_tensors_get_an_error() -> None:
-    """The same: `test_same_values.py`."""
-    model = zf.zero3(Tower(), axis())
-    model(noise(2, WIDTH, seed=0)).sum().backward()
-    model.load_state_dict(_whole(seed=dist.get_rank()))
-    before = [local_of(parameter).clone() for parameter in model.parameters()]
-    with pytest.raises(zf.DisagreementError, match="initial values"):
-        model(noise(2, WIDTH, seed=0))
-    assert all(map(torch.equal, map(local_of, model.parameters()), before))
-    model.load_state_dict(_whole(seed=7))
-    model(noise(2, WIDTH, seed=0)).sum().backward()
-
-
 def _assigned(world: World) -> None:
     model = world.build(Tower)
     model.load_state_dict(_whole(), assign=True)
@@ -252,7 +235,7 @@ def _assigned(world: World) -> None:
     world.note_model(twin, copy.deepcopy(model))
 
 
-TRIALS = [_before_the_first_forward, _aliasing, _loads_whole, _casts, _assigned]
+TRIALS = [_saved_and_loaded, _aliasing, _casts, _assigned]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -286,9 +269,10 @@ def test_two_values_for_a_tied_parameter_are_not_assigned(stage: str) -> None:
         shards["leave.weight"].to_local().add_(1)
     both = torch.stack([whole["enter.weight"], whole["leave.weight"]])
     in_one_memory = {**whole, "enter.weight": both[0], "leave.weight": both[1]}
-    for entries in (whole, shards, in_one_memory):
+    some_are_missing = {key: value for key, value in whole.items() if key != "enter.bias"}
+    for entries in (whole, shards, in_one_memory, some_are_missing):
         with pytest.raises(zf.CheckpointError, match=r"enter.weight and leave.weight are one parameter"):
-            model.load_state_dict(entries, assign=True)
+            model.load_state_dict(entries, strict=entries is not some_are_missing, assign=True)
     assert torch.equal(model(x), before)
     for entries in (whole, shards):
         entries["leave.weight"] = entries["enter.weight"].clone()
@@ -319,20 +303,101 @@ def test_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before
     assert all(bool((local_of(parameter) == 1).all()) for parameter in model.parameters())
 
 
-def test_two_values_for_a_tie_are_not_assigned_where_entries_before_it_are_missing() -> None:
-    with pretended(2) as mesh:
-        model = zf.shard_params(Tied(), mesh)
-    entries = dict(Tied().state_dict())
-    del entries["enter.bias"]
-    entries["leave.weight"] = entries["leave.weight"] + 1
-    with pytest.raises(zf.CheckpointError, match=r"enter.weight and leave.weight are one parameter"):
-        model.load_state_dict(entries, strict=False, assign=True)
+# -- of optimizers ----------------------------------------------------------------------------------------------------
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def test_assigned_shards_of_another_layout_are_cut_as_the_parameter_is() -> None:
-    with pretended(2) as mesh:
-        model = zf.shard_params(nn.Linear(4, 4), mesh)
-        whole = zf.replicate(nn.Linear(4, 4), mesh)
-    model.load_state_dict(whole.state_dict(), assign=True)
-    assert all(parameter.placements == (Shard(0),) for parameter in model.parameters())
-    assert torch.equal(local_of(model.weight), local_of(whole.weight)[:2])
+def _built(stage: str, build: type[Language], streamed: bool = False) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = STAGES[stage](build(), axis())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, zf.streamed(optimizer, zf.cpu()) if streamed else optimizer
+
+
+def _step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = parameters(one), parameters(other)
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "first", "streamed"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@on_ranks(2)
+def test_shards_of_another_rank_are_refused(stage: str, what: str, folder: str) -> None:
+    """Of a file of the own rank, and of rank 0's; before a first step, too."""
+    model, optimizer = _built(stage, Odd, what == "streamed")
+    _step(model, optimizer, 0)
+    rank, state = dist.get_rank(), model if what == "model" else optimizer
+    torch.save(state.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    said = r"holds the shard of another rank[\s\S]*torch.distributed.checkpoint" if rank else "failed on rank 1"
+    for is_own in (True, False):
+        loaded = torch.load(f"{folder}/{rank if is_own else 0}.pt", weights_only=True)
+        state = torch.optim.AdamW(model.parameters(), lr=0.01) if what == "first" else state
+        is_refused = not is_own and (rank == 1 or what == "streamed")
+        with pytest.raises(zf.ZeroError, match=said) if is_refused else nullcontext():
+            state.load_state_dict(loaded)
+            if what == "first":
+                state.step()
+        dist.barrier()
+
+
+def _whole_states(optimizer: Any) -> dict[str, Any]:
+    state_dict = optimizer.state_dict()
+    states = {number: {name: full(value) for name, value in of.items()} for number, of in state_dict["state"].items()}
+    return {**state_dict, "state": states}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(  # NAdam has a second number for each parameter, which torch loads in the parameter's dtype
+    ("stage", "build", "kind"), [("zero1", Language, torch.optim.NAdam), ("zero3", Odd, torch.optim.AdamW)]
+)
+@on_ranks(2)
+def test_states_that_were_loaded_go_on(
+    stage: str, build: type[Language], kind: Callable[..., torch.optim.Optimizer], whole: bool
+) -> None:
+    """As they rest, or whole as those of plain modules: in memory, and streamed, before they are loaded or after."""
+    models = []
+    for loads, streams in ((False, False), (True, False), (True, True)):
+        model, optimizer = _built(stage, build)
+        optimizer = kind(model.parameters())
+        for seed in range(3):
+            if loads and seed:
+                saved = _whole_states(optimizer) if whole else optimizer.state_dict()
+                optimizer = kind(model.parameters())
+                optimizer = zf.streamed(optimizer, zf.cpu()) if streams and seed == 1 else optimizer
+                optimizer.load_state_dict(saved)
+                optimizer = zf.streamed(optimizer, zf.cpu()) if streams and seed == 2 else optimizer
+            _step(model, optimizer, seed)
+        models.append(model)
+    assert _same(models[0], models[1])
+    assert _same(models[0], models[2])
+
+
+@pytest.mark.parametrize("stage", ["replicate", "zero2"])
+@on_ranks(2)
+def test_states_of_rank_0_go_to_other_stages_whole(stage: str) -> None:
+    """The state of rank 0, whole and on the host, given to another stage, and to plain modules."""
+    first, optimizer = _built("zero3", Language)
+    for number in range(2):
+        _step(first, optimizer, number)
+    values = get_model_state_dict(first, options=WHOLE)
+    states = copy.deepcopy(get_optimizer_state_dict(first, optimizer, options=WHOLE))  # numbers of steps alias
+    assert bool(values) == (dist.get_rank() == 0)
+    values = {name: value.clone() for name, value in values.items()}
+    second, other = _built(stage, Language)
+    set_model_state_dict(second, dict(values), options=FROM_RANK_0)  # which it changes
+    set_optimizer_state_dict(second, other, states, options=FROM_RANK_0)
+    assert _same(first, second)
+    for model, its in ((first, optimizer), (second, other)):
+        _step(model, its, 5)
+    assert _same(first, second)
+    if dist.get_rank() == 0:
+        Language().load_state_dict(values)
