@@ -64,12 +64,16 @@ class Run(Backward):
         for unit in self.live_units():
             if unit in whole:
                 end_whole(unit)
-            if not accumulating:
+        self._close(drops_sums=not accumulating)
+        self.blocks, self.accumulating = still, accumulating
+
+    def _close(self, *, drops_sums: bool) -> None:
+        for unit in self.live_units():
+            if drops_sums:
                 unit.gradients.take()
             unit.mark_stale()
         self.drop_undecided()
         self.finish_unread()
-        self.blocks, self.accumulating = still, accumulating
 
     def begin_accumulation(self, block: UserBlock) -> None:
         """A block begins, which may be inside another."""
@@ -93,12 +97,7 @@ class Run(Backward):
         finally:
             if not is_reduced:
                 self.recover_backward()
-                self.drop_undecided()
-                self.finish_unread()
-                for unit in self.live_units():
-                    unit.gradients.take()
-            for unit in self.live_units():
-                unit.mark_stale()
+            self._close(drops_sums=not is_reduced)
         self.blocks.remove(block)
 
     def _reduce(self) -> None:
