@@ -63,14 +63,12 @@ class Away:
         self.shelf(what).stage(nbytes, stagings_for(device.type))
         return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
 
-    def add_gradients(self, slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> None:
-        """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier."""
+    def take_gradients(self, slots: Sequence[Slot], groups: Iterable[Group], grads: Sequence[Tensor | None]) -> None:
+        """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier. Begins to
+        write those that rest in another tier, one group for each staging buffer. On an accelerator the gradients of one group
+        come to the host while those of the group before are written."""
         failure = add_gradients(slots, grads)
         self._failure = self._failure or failure
-
-    def put_gradients(self, groups: Iterable[Group]) -> None:
-        """Begins to write gradients that rest in another tier, one group for each staging buffer. On an accelerator the
-        gradients of one group come to the host while those of the group before are written."""
         for group in groups:
             record = group.gradient_record
             values = _take_gradients(group) if record is not None else {}

@@ -227,11 +227,7 @@ class Backward(Forward):
         """Waits for a reduction, and settles the sharded gradients that this rank contributed to: these surely exist."""
         reduction.wait()
         self._undecided.append((unit, reduction))
-        at_once = reduction.local_at_once()
-        self.away.add_gradients(unit.slots, reduction.resting(at_once))
-        self.away.put_gradients(unit.groups.members)
-        if at_once.count(True) == reduction.trained_count:
-            reduction.release()
+        self.away.take_gradients(unit.slots, unit.groups.members, reduction.take(reduction.local_at_once))
 
     def decide(self) -> None:
         """Settles the others: replicated gradients, and those that only other ranks contributed to. A collective."""
@@ -240,20 +236,16 @@ class Backward(Forward):
         if not undecided:
             return
         union = self.any(local, "which parameters have gradients")
-        for _, reduction in undecided:
-            reduction.regather()
-        for _, reduction in undecided:
-            reduction.wait_regathered()  # all, before a hook of the user may raise
+        works = [reduction.regather() for _, reduction in undecided]
+        for work in works:  # all, before a hook of the user may raise
+            if work is not None:
+                work.wait()
         end = 0
         for unit, reduction in undecided:
             start, end = end, end + len(unit.slots)
-            if reduction.is_released:
-                continue
-            late = [
-                *map(gt, union[start:end], reduction.local_at_once())
-            ]  # some rank has one, and it is not at rest yet
-            self.away.add_gradients(unit.slots, reduction.resting(late))
-            self.away.put_gradients(unit.groups.members)
+            late = [*map(gt, union[start:end], reduction.local_at_once)]  # some rank has one, and it is not at rest yet
+            if True in late:
+                self.away.take_gradients(unit.slots, unit.groups.members, reduction.take(late))
 
     def drop_undecided(self) -> None:
         """Forgets the reductions that are not settled, after a backward that raised."""

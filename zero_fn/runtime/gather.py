@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
+from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.groups import gather_wholes
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.odd import is_transforming
@@ -173,12 +174,13 @@ class _ReturnReduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.unit = unit
-        reduction = unit.gradients.reduce_given(grads)
+        reduction = Reduction(unit.gradients.memory(), grads, exact=True)
         present = Bits(unit.run.transport, reduction.has_local, f"who has gradients of {unit}").read()
         reduction.wait()
-        reduction.regather()
-        reduction.wait_regathered()
-        return tuple(reduction.resting(present))
+        work = reduction.regather()
+        if work is not None:
+            work.wait()
+        return tuple(reduction.take(present))
 
     @staticmethod
     @uncompiled

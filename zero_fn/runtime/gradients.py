@@ -39,37 +39,16 @@ class Gradients:
 
     Where the gradient rests in a whole buffer (ZeRO-1 and replicas), exact sums are made in that buffer: accumulating takes
     no memory beyond it.
-
-    Attributes:
-        local: The sum for each slot; None if it has no gradient yet.
-        is_empty: Whether no gradient is waiting.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_buffers",
-        "_buffers_memory",
-        "_current",
-        "_is_owned",
-        "_marked",
-        "_markers",
-        "_memory",
-        "_slots",
-        "_trained",
-        "_transport",
-        "_unit",
-        "is_empty",
-        "local",
-    )
-
     def __init__(self, slots: Sequence[Slot], transport: Line, unit: str) -> None:
-        self._slots, self._transport, self._unit = slots, transport, unit
+        self._slots, self._line, self._unit = slots, transport, unit
         self._memory: GradientMemory | None = None
         self._trained: list[bool] = []  # the parameters that `_memory` is for
         self._current: GradientMemory | None = None  # of the parameters that were trained when the last gradients came
-        self.local: list[Tensor | None] = [None] * len(slots)
+        self.local: list[Tensor | None] = [None] * len(slots)  # the sum for each slot; None if it has no gradient yet
         self._is_owned = [False] * len(slots)
-        self.is_empty = True
+        self.is_empty = True  # no gradient is waiting
         self._buffers: list[Tensor] | None = None
         self._buffers_memory: GradientMemory | None = None  # whose layout the buffers have
         self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, each with the `flat` it was made for
@@ -80,7 +59,7 @@ class Gradients:
         now = trained(self._slots)
         if self._memory is None or self._trained != now:
             taken = self._memory.taken if self._memory is not None else []
-            self._memory, self._trained = GradientMemory(self._slots, now, taken), now
+            self._memory, self._trained = GradientMemory(self._slots, now, self._line, self._unit, taken), now
         return self._memory
 
     @property
@@ -172,14 +151,14 @@ class Gradients:
         self.forget_dropped()
         return not self.is_empty
 
-    def take(self) -> tuple[list[Tensor | None], list[Tensor] | None, GradientMemory | None]:
-        """Hands over the local sums, the buffers in which some of them lie, and the layout of these."""
+    def take(self) -> list[Tensor | None]:
+        """Hands over the local sums."""
         if self._marked:
             self.unmark()
-        taken = self.local, self._buffers, self._buffers_memory
-        self.local, self._buffers, self._buffers_memory = [None] * len(self._slots), None, None
+        taken, self.local = self.local, [None] * len(self._slots)
         self._is_owned = [False] * len(self._slots)
-        self.is_empty, self._current = True, None
+        self._buffers = self._buffers_memory = self._current = None
+        self.is_empty = True
         return taken
 
     def reduce(self, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
@@ -189,19 +168,13 @@ class Gradients:
             exact: See `Reduction`.
             present: For each parameter, whether any rank has a gradient of it. Parameters that were frozen since count, too.
         """
-        slots = self._slots
         memory = self._current if present is None and self._current is not None else self.memory()
         if present is not None:
             wanted = [has_any or place is not None for has_any, place in zip(present, memory.places, strict=True)]
             if wanted.count(True) > memory.count:  # some were frozen since their gradient came
-                memory = GradientMemory(slots, wanted)
-        local, buffers, theirs = self.take()
-        buffers = buffers if theirs is memory else None
-        return Reduction(slots, memory, local, self._transport, self._unit, exact=exact, buffers=buffers)
-
-    def reduce_given(self, grads: Sequence[Tensor | None]) -> Reduction:
-        """Issues the reduction of these gradients."""
-        return Reduction(self._slots, self.memory(), grads, self._transport, self._unit, exact=True)
+                memory = GradientMemory(self._slots, wanted, self._line, self._unit)
+        buffers = self._buffers if self._buffers_memory is memory else None
+        return Reduction(memory, self.take(), exact=exact, buffers=buffers)
 
     def _room(self, i: int, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
         place = memory.places[i]
@@ -226,55 +199,41 @@ def _zero_sum(gradients: Callable[[], Gradients | None], i: int) -> None:
 
 
 class _GradientPlace:
-    """Where the gradient of one slot lives in the gradient memory of its unit.
-
-    Attributes:
-        number, slot: The slot, and its number in the unit.
-        buffer: The number of the buffer.
-        offset, numel: The range in the buffer, in elements.
-        out: First element and number of elements that the reduction of this rank's piece fills.
-        resting: Size, stride and offset of the gradient as it rests.
-        is_quick: Whether DLPack puts it on a storage of its own.
-        dtypes: The dtype in which its addends travel: that of compute, and that of exact sums.
-    """
+    """Where the gradient of one slot lives in the gradient memory of its unit."""
 
     __slots__ = ("buffer", "dtypes", "is_quick", "number", "numel", "offset", "out", "resting", "slot")
 
     def __init__(self, number: int, slot: Slot, buffer: int, offset: int) -> None:
         path = slot.path
-        self.number, self.slot, self.buffer = number, slot, buffer
+        self.number, self.slot, self.buffer = number, slot, buffer  # numbers of the slot and of its buffer
         self.offset, self.numel = offset, path.gradient_room
         start, out_numel = 0, path.local_numel
         if path.layout is None:
             start, out_numel = path.segment(slot.flat).piece_bounds(path.rank)
         elif path.keeps_whole_gradient:
             start = path.start
-        self.out = offset + start, out_numel
+        self.out = offset + start, out_numel  # first element, and number, that the reduction of this rank's piece fills
         self.resting = path.local_shape, path.local_stride, offset if path.layout is None else offset + start
         self.is_quick = goes_through_dlpack(slot.flat, path.local_shape)
-        self.dtypes = slot.kind.compute_dtype, slot.kind.sum_dtype
+        self.dtypes = slot.kind.compute_dtype, slot.kind.sum_dtype  # in which addends travel, and those of exact sums
 
 
 class GradientMemory:
-    """The gradient memory of the trained slots of a unit: one buffer per dtype, in which they lie as `dense_offsets` says.
-
-    Attributes:
-        places: Where each slot of the unit has its gradient; None of frozen ones.
-        count: How many slots have one.
-        at_once: For each slot, whether its gradient is at rest after the reduction.
-        taken: Buffers, weakly; with those that the unit took before others of its parameters were trained.
-    """
+    """The gradient memory of the trained slots of a unit: one buffer per dtype, in which they lie as `dense_offsets` says."""
 
     def __init__(
         self,
         slots: Sequence[Slot],
         trained: Sequence[bool],
+        line: Line,
+        unit: str,
         taken: Sequence[weakref.ref[torch.UntypedStorage]] = (),
     ) -> None:
+        self._line, self._unit = line, unit
         self._plans: list[Any] = [None, None]  # of reductions that are not exact, and of those that are
         self._buffers: list[BufferPool] = []
-        self.taken = list(taken)
-        self.places: list[_GradientPlace | None] = [None] * len(slots)
+        self.taken = list(taken)  # buffers, weakly; with those from before others of the parameters were trained
+        self.places: list[_GradientPlace | None] = [None] * len(slots)  # None of frozen ones
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[Slot, int]] = {}
         for number, (slot, is_trained) in enumerate(zip(slots, trained, strict=True)):
             if is_trained:
@@ -287,9 +246,10 @@ class GradientMemory:
         self._placed = [place for place in self.places if place is not None]
         self._reduced = [place for place in self._placed if place.slot.path.numel]
         self.count = len(self._placed)
+        # For each slot, whether its gradient is at rest after the reduction.
         self.at_once = [place is not None and place.slot.path.is_reduced_at_once for place in self.places]
 
-    def rows(self, local: Sequence[Tensor | None], *, exact: bool) -> list[Tensor]:
+    def _rows(self, local: Sequence[Tensor | None], *, exact: bool) -> list[Tensor]:
         """What this rank contributes for each slot with elements, in order: zeros where it has no gradient."""
         rows: list[Tensor] = []
         for place in self._reduced:
@@ -301,16 +261,26 @@ class GradientMemory:
             rows.append(grad if path.is_in_order else path.rows_of(grad))
         return rows
 
-    def plan(self, transport: Line, rows: list[Tensor], buffers: list[Tensor], *, exact: bool) -> Any:
-        """How `rows` are summed, and those of other steps: made once. `exact`: see `Reduction`."""
-        if self._plans[exact] is None:
+    def reduce(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Work:
+        """Issues the reduce-scatter of local gradients into these buffers. `exact`: see `Reduction`."""
+        rows = self._rows(local, exact=exact)
+        if self._plans[exact] is None:  # made once
             contributions = []
             for place, own in zip(self._reduced, rows, strict=True):
                 start, numel = place.out
                 out = buffers[place.buffer].as_strided((numel,), (1,), start)
                 contributions.append(place.slot.path.contribution(own, out, place.slot.kind.sum_dtype))
-            self._plans[exact] = transport.reduce_plan(contributions, buffers)
-        return self._plans[exact]
+            self._plans[exact] = self._line.reduce_plan(contributions, buffers)
+        return self._line.reduce_scatter(self._plans[exact], rows, buffers, f"gradients of {self._unit}")
+
+    def regather(self, buffers: list[Tensor]) -> Work | None:
+        """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
+        segments = [
+            place.slot.path.segment(buffers[place.buffer].narrow(0, place.offset, place.numel))
+            for place in self._reduced
+            if place.slot.path.layout is None and place.slot.path.size > 1
+        ]
+        return self._line.all_gather(segments, f"replicated gradients of {self._unit}") if segments else None
 
     def resting(self, buffers: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients in these buffers as they rest, for each slot; None of those that are not wanted, or frozen."""
@@ -342,19 +312,12 @@ class GradientMemory:
 
 
 class Reduction:
-    """One reduction of the gradients of a unit, under way.
-
-    Attributes:
-        has_local: For each slot, whether this rank contributed a gradient.
-    """
+    """One reduction of the gradients of a unit, under way."""
 
     def __init__(
         self,
-        slots: Sequence[Slot],
         memory: GradientMemory,
         local: Sequence[Tensor | None],
-        transport: Line,
-        unit: str,
         *,
         exact: bool,
         buffers: list[Tensor] | None = None,
@@ -362,62 +325,32 @@ class Reduction:
         """Issues the reduce-scatter.
 
         Args:
-            slots: The parameters of a unit.
-            memory: Memory of its trained parameters; frozen ones are left out.
-            local: Local gradients of these parameters; None contributes zeros.
-            transport: The transport of the unit.
-            unit: Its name, for errors.
+            memory: Memory of the trained parameters of a unit; frozen ones are left out.
+            local: A gradient for each parameter of the unit; None contributes zeros.
             exact: Whether addends travel in the sum dtype, or in the compute dtype. The sum is made in the sum dtype anyway.
             buffers: The gradient memory, if some of `local` lie in it already.
         """
-        self.has_local = [grad is not None for grad in local]
-        self._slots, self._transport, self._memory, self._unit = slots, transport, memory, unit
-        self._buffers = memory.allocate() if buffers is None else buffers
-        self._regathered: Work | None = None
-        rows = memory.rows(local, exact=exact)
-        plan = memory.plan(transport, rows, self._buffers, exact=exact)
-        self._pending = transport.reduce_scatter(plan, rows, self._buffers, f"gradients of {unit}")
+        self.has_local = [grad is not None for grad in local]  # for each slot, whether this rank contributed
+        # And whether that is at rest after the reduction: there is a gradient, whatever other ranks have.
+        self.local_at_once = [*map(and_, self.has_local, memory.at_once)]
+        self._memory, self._buffers = memory, memory.allocate() if buffers is None else buffers
+        self._pending = memory.reduce(local, self._buffers, exact=exact)
 
     def wait(self) -> None:
         """Waits for the sums. Gradients that rest sharded are ready then."""
         self._pending.wait()
 
-    def regather(self) -> None:
-        """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
-        segments = [
-            slot.path.segment(self._buffers[place.buffer].narrow(0, place.offset, place.numel))
-            for slot, place in zip(self._slots, self._memory.places, strict=True)
-            if place is not None and slot.path.layout is None and slot.path.numel and slot.path.size > 1
-        ]
-        if segments:
-            self._regathered = self._transport.all_gather(segments, f"replicated gradients of {self._unit}")
+    def regather(self) -> Work | None:
+        """Issues the all-gather of gradients that rest replicated, which are ready after it. A collective."""
+        return self._memory.regather(self._buffers) if self._buffers else None
 
-    def wait_regathered(self) -> None:
-        """Waits for the all-gather of `regather`. Gradients that rest replicated are ready then."""
-        if self._regathered is not None:
-            self._regathered.wait()
-
-    def release(self) -> None:
-        """Lets go of the gradient memory, once every gradient was taken: those that went to another tier keep none of it."""
-        self._buffers = []
-
-    @property
-    def is_released(self) -> bool:
-        """Whether every gradient was taken."""
-        return not self._buffers
-
-    def resting(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients as they rest, for each slot; None of those that are not wanted, or frozen."""
-        return self._memory.resting(self._buffers, wanted)
-
-    def local_at_once(self) -> list[bool]:
-        """For each slot, whether this rank contributed a gradient that is at rest after the reduction: there is one."""
-        return [*map(and_, self.has_local, self._memory.at_once)]
-
-    @property
-    def trained_count(self) -> int:
-        """How many slots take part: those that are not frozen."""
-        return self._memory.count
+    def take(self, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients as they rest, for each slot; None of those that are not wanted, or frozen. Once all were taken, those
+        that go to another tier keep no memory."""
+        found = self._memory.resting(self._buffers, wanted)
+        if wanted.count(True) == self._memory.count:
+            self._buffers = []
+        return found
 
 
 def add_gradients(slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> StorageError | None:
