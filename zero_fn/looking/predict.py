@@ -32,7 +32,7 @@ from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.kind import Lifetime, Shelved
+from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import planned_parcels, record_nbytes
 from zero_fn.runtime.passes import Script
 from zero_fn.runtime.run import Run, run_of
@@ -240,7 +240,7 @@ def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: boo
             gathered = (piece if pads else own) * (size - 1)
             scattered = piece * (size - 1) if pads else numel - own
             if hop.layout is not None:
-                times = 1 if number and kind.inner is Lifetime.ALWAYS else times_gathered
+                times = 1 if number and kind.keeps_inner else times_gathered
                 own_nbytes = gathered * kind.compute_dtype.itemsize
                 if kind.travels and slot.extension.sent_nbytes is not None:
                     own_nbytes = slot.extension.sent_nbytes // size * (size - 1)

@@ -330,14 +330,10 @@ class Backward(Forward):
 
 
 class _Nested:
-    """Units that nested backwards of one transformed module have run through. [Note: nested backward]
-
-    Attributes:
-        left: The units among them that are still gathered.
-    """
+    """Units that nested backwards of one transformed module have run through. [Note: nested backward]"""
 
     def __init__(self) -> None:
-        self.left: list[Unit] = []
+        self.left: list[Unit] = []  # those that are still gathered
 
     def leave(self, unit: Unit) -> None:
         """Reshards a unit, now or when the backward that needed it goes on."""

@@ -21,16 +21,11 @@ Body = Generator[None, None, None]
 
 
 class UserBlock:
-    """One block.
-
-    Attributes:
-        units: The units whose parameters are whole inside.
-        accumulates: Whether gradients are summed up inside.
-    """
+    """One block."""
 
     def __init__(self, *, accumulates: bool) -> None:
-        self.accumulates = accumulates
-        self.units: Sequence[Unit] = ()
+        self.accumulates = accumulates  # whether gradients are summed up inside
+        self.units: Sequence[Unit] = ()  # those whose parameters are whole inside
         self.body: Callable[[], Body | None] = lambda: None
 
     @property

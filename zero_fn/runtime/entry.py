@@ -51,19 +51,7 @@ __all__ = [
 
 
 class _Begun:
-    """A call that entered its unit.
-
-    Attributes:
-        use: The use of the unit; None in a block in which whole parameters are registered.
-        tensors: The whole parameters, as modules see them.
-        error_before: The exception that was being handled when the call began.
-        has_backward: Whether a backward may come: the output is watched, and gathered memory that autograd saves is packed.
-        is_packing: Whether the packing was begun here.
-        is_transforming: Whether the call runs inside a transform of torch.func.
-        is_outermost: Whether the pass has begun with this call.
-        era: That of the forwards when it began. If they have another now, the call was left by them.
-        depth: Calls of the module inside this one.
-    """
+    """A call that entered its unit."""
 
     __slots__ = (
         "depth",
@@ -78,24 +66,21 @@ class _Begun:
     )
 
     def __init__(self, era: int, *, is_outermost: bool, is_transforming: bool) -> None:
-        self.era, self.is_outermost, self.depth = era, is_outermost, 0
-        self.use: UnitUse | None = None
-        self.tensors: list[Tensor] = []
-        self.error_before = sys.exception()
+        self.era = era  # that of the forwards: if they have another now, the call was left by them
+        self.is_outermost, self.is_transforming = (
+            is_outermost,
+            is_transforming,
+        )  # it began the pass; is inside torch.func
+        self.depth = 0  # calls of the module inside this one
+        self.use: UnitUse | None = None  # None in a block in which whole parameters are registered
+        self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
+        self.error_before = sys.exception()  # the one that is being handled
+        # Whether a backward may come: the output is watched, and gathered memory that autograd saves is packed; from here on.
         self.has_backward = self.is_packing = False
-        self.is_transforming = is_transforming
 
 
 class Attached:
-    """A unit and one of the modules at which it is entered.
-
-    Attributes:
-        unit: The unit.
-        run: The running state of the transformed module.
-        attribute: The name of the method: "forward" stands for calls of the module.
-        is_anchor: Whether the module is the anchor of the unit.
-        input_dtype, output_dtype: Floating point tensors are cast to these on the way in and out; None leaves them.
-    """
+    """A unit and one of the modules at which it is entered."""
 
     __slots__ = (
         "__weakref__",
@@ -122,7 +107,8 @@ class Attached:
     ) -> None:
         self._module = weakref.ref(module)
         self.unit, self.run = unit, run_of(unit)
-        self.attribute, self.is_anchor = attribute, is_anchor
+        self.attribute, self.is_anchor = attribute, is_anchor  # the method: "forward" stands for calls of the module
+        # Floating point tensors are cast to these on the way in and out; None leaves them.
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self._begun: _Begun | None = None
         if is_anchor:
@@ -186,12 +172,8 @@ class Attached:
 
     @uncompiled
     def end(self, output: Any, error: BaseException | None) -> Any:
-        """Leaves the unit, if `begin` entered it. Returns the output as the caller gets it.
-
-        Args:
-            output: What the call returned; None if it raised.
-            error: The exception that is being handled. If it is not the one from before the call, the call has failed.
-        """
+        """Leaves the unit, if `begin` entered it. Returns the output as the caller gets it. `error` is the exception that is
+        being handled: if it is not the one from before the call, the call has failed."""
         begun, run = self._begun, self.run
         if begun is None or begun.era != run.era:
             return output

@@ -113,17 +113,8 @@ class Forward:
     # -- what ranks tell one another --------------------------------------------------------------------------------
 
     def any(self, local: list[bool], what: str, *, check: str = "", second: Sequence[bool] = ()) -> list[bool]:
-        """Ors bits over ranks.
-
-        Args:
-            local: The bits of this rank. If all are set, the host does not wait for the message.
-            what: What the bits mean, in the words of an error.
-            check: A text that must be equal on all ranks.
-            second: More bits, appended to the result, but only if some of `local` are set on no rank.
-
-        Returns:
-            The union of `local`, and perhaps that of `second`.
-        """
+        """The bits `local`, or-ed over ranks. If some are set on no rank, those of `second` follow. If all are set on this
+        rank, the host does not wait. `what`: what they mean, for errors; `check`: a text that must be equal on all ranks."""
         message = Bits(self.transport, [*local, *second], what, check=check)
         if all(local):
             self._unread.append(message)  # the result is known: the host need not wait for it now

@@ -69,11 +69,7 @@ def gather_again(unit: Unit) -> list[Tensor]:
 
 
 def gather(use: UnitUse) -> list[Tensor]:
-    """The gathered parameters of a unit, connected to its resting parameters if gradients are recorded.
-
-    Args:
-        use: A use of the unit, whose parameters are gathered. Its `node` is set.
-    """
+    """The gathered parameters of a unit, connected to its resting ones if gradients are recorded: by the `node` of the use."""
     unit = use.unit
     tensors = unit.groups.tensors()
     flags = trained(unit.slots) if torch.is_grad_enabled() else []

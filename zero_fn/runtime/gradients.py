@@ -72,11 +72,8 @@ class Gradients:
         self._memory = self._current = None
 
     def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
-        """Adds the gradients of one use.
-
-        Args:
-            grads: One per slot. They belong to autograd and may be shared, so they are never written.
-            exact: Whether to sum in the sum dtype from the first addend on, because several uses will come.
+        """Adds the gradients of one use, which belong to autograd and may be shared: they are never written. `exact`: in the
+        sum dtype from the first addend on, because several uses will come.
 
         Raises:
             PlacementError: A gradient is sparse.
@@ -162,12 +159,8 @@ class Gradients:
         return taken
 
     def reduce(self, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
-        """Issues the reduction of the local sums, and lets go of them.
-
-        Args:
-            exact: See `Reduction`.
-            present: For each parameter, whether any rank has a gradient of it. Parameters that were frozen since count, too.
-        """
+        """Issues the reduction of the local sums, and lets go of them. `present`: whether any rank has a gradient, for each
+        parameter; those that were frozen since count, too. `exact`: see `Reduction`."""
         memory = self._current if present is None and self._current is not None else self.memory()
         if present is not None:
             wanted = [has_any or place is not None for has_any, place in zip(present, memory.places, strict=True)]
@@ -322,14 +315,9 @@ class Reduction:
         exact: bool,
         buffers: list[Tensor] | None = None,
     ) -> None:
-        """Issues the reduce-scatter.
-
-        Args:
-            memory: Memory of the trained parameters of a unit; frozen ones are left out.
-            local: A gradient for each parameter of the unit; None contributes zeros.
-            exact: Whether addends travel in the sum dtype, or in the compute dtype. The sum is made in the sum dtype anyway.
-            buffers: The gradient memory, if some of `local` lie in it already.
-        """
+        """Issues the reduce-scatter. Of `local`, which has a place for each parameter of the unit, None contributes zeros.
+        `exact`: addends travel in the sum dtype, in place of the compute dtype; the sum is made in the sum dtype anyway.
+        `buffers`: the gradient memory, if some of `local` lie in it already."""
         self.has_local = [grad is not None for grad in local]  # for each slot, whether this rank contributed
         # And whether that is at rest after the reduction: there is a gradient, whatever other ranks have.
         self.local_at_once = [*map(and_, self.has_local, memory.at_once)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.extended import travels
-from zero_fn.runtime.kind import Kind, Lifetime, Rests, Shelved
+from zero_fn.runtime.kind import Kind, Rests, Shelved
 from zero_fn.runtime.parcels import PARCEL_NBYTES, STEPPED_IN_PLACE_NBYTES, Form
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
@@ -37,12 +37,12 @@ class Buffer:
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        lifetime: Lifetime = Lifetime.ALWAYS,
+        *,
+        is_transient: bool = False,  # whether it has memory during a use only
     ) -> None:
         self.starts, self.numel, self.dtype, self.device = starts, numel, dtype, device
-        self._recurring = BufferPool(numel, dtype, device) if lifetime is Lifetime.USE else None
-        # None if it has memory during a use only.
-        self.memory: Tensor | None = self.allocate() if lifetime is Lifetime.ALWAYS else None
+        self._recurring = BufferPool(numel, dtype, device) if is_transient else None
+        self.memory: Tensor | None = None if is_transient else self.allocate()
 
     @property
     def nbytes(self) -> int:
@@ -80,10 +80,10 @@ class Group:
     def lay_out(self, make_record: MakeRecord) -> None:
         """Allocates the buffers, and points the `flat` of each slot at its resting elements."""
         kind, slots = self.kind, self.slots
-        if kind.whole is not Lifetime.NEVER:
+        if kind.has_whole:
             starts, numel = _aligned(slots, [slot.path.padded_numel for slot in slots], kind.compute_dtype)
-            self.whole = Buffer(starts, numel, kind.compute_dtype, kind.device, kind.whole)
-        if kind.inner is not Lifetime.NEVER:
+            self.whole = Buffer(starts, numel, kind.compute_dtype, kind.device, is_transient=self.is_transient)
+        if kind.keeps_inner:
             numels = [slot.path.sublayout.padded_numel for slot in slots if slot.path.sublayout is not None]
             starts, numel = _aligned(slots, numels, kind.compute_dtype)
             self.inner = Buffer(starts, numel, kind.compute_dtype, kind.device)
@@ -170,7 +170,7 @@ class Group:
     @property
     def is_transient(self) -> bool:
         """Whether the gathered parameters are freed between uses."""
-        return self.kind.whole is Lifetime.USE
+        return not self.kind.is_kept
 
     # -- other tiers ------------------------------------------------------------------------------------------------
 
@@ -199,11 +199,8 @@ class Group:
                 self._failure = error
 
     def arrive(self, *, exact: bool = False) -> StorageError | None:
-        """Waits until resting parameters in another tier can be read, and returns the failure, if any.
-
-        Args:
-            exact: Whether to read them in the dtype at rest; else their copies in the compute dtype serve as well.
-        """
+        """Waits until resting parameters in another tier can be read, and returns the failure, if any. `exact`: in the dtype
+        at rest; else their copies in the compute dtype serve as well."""
         failure, self._failure = self._failure, None
         if self.record is not None:
             try:
@@ -223,12 +220,7 @@ class Group:
 
 
 def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:
-    """The groups of a unit: its parameters by kind, in their order. The groups have no memory yet.
-
-    Args:
-        slots: The parameters of the unit.
-        dtypes, devices: The dtype and device of each parameter at rest.
-    """
+    """The parameters of a unit by kind, in their order; `dtypes` and `devices` at rest. The groups have no memory yet."""
     by_kind: dict[Kind, list[Slot]] = {}
     for slot, dtype, device in zip(slots, dtypes, devices, strict=True):
         by_kind.setdefault(Kind.of(slot.path, slot.home, dtype, device, travels=travels(slot)), []).append(slot)
@@ -241,15 +233,10 @@ def _aligned(slots: Sequence[Slot], numels: Sequence[int], dtype: torch.dtype) -
 
 
 def dense_offsets(slots: Sequence[Slot], numels: Sequence[int], itemsize: int) -> tuple[dict[Slot, int], int]:
-    """Where each slot begins in a buffer of these slots, and the elements of the buffer. The same on every rank.
+    """Where each slot begins in a buffer of these slots, of one dtype, and the elements of the buffer. Alike on every rank.
 
     Large slots lie on aligned boundaries, small ones back to back, because small ones travel in one message: their parameters
     are then sent from where they rest, and their gradients summed where they rest, without a copy on either side.
-
-    Args:
-        slots: Slots of one dtype.
-        numels: Elements of each slot.
-        itemsize: Bytes per element.
     """
     sizes = dict(zip(slots, numels, strict=True))
     small = [slot for slot in slots if _is_even_and_small(slot)]

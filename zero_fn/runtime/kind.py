@@ -33,18 +33,10 @@ from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Sharded
 from zero_fn.values.tiers import Tier, is_away
 
-__all__ = ["Kind", "Lifetime", "Rests", "Shelved", "dtypes_text"]
+__all__ = ["Kind", "Rests", "Shelved", "dtypes_text"]
 
 Shelved = tuple[str, Tier]
 """A kind of state ("parameters", their "compute copies", or "gradients") and the tier it rests in."""
-
-
-class Lifetime(Enum):
-    """How long a buffer has memory."""
-
-    NEVER = auto()
-    USE = auto()
-    ALWAYS = auto()
 
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
@@ -108,11 +100,9 @@ class Kind:
         return is_away(self.home.tiers.grads, self.device_type)
 
     @cached_property
-    def whole(self) -> Lifetime:
-        """How long the buffer of whole parameters has memory; NEVER where the resting parameters are whole already."""
-        if not self.is_cut and self.compute_dtype == self.dtype and not self.is_away:
-            return Lifetime.NEVER
-        return Lifetime.ALWAYS if self.is_kept else Lifetime.USE
+    def has_whole(self) -> bool:
+        """Whether whole parameters have a buffer of their own; if not, the resting parameters are whole already."""
+        return self.is_cut or self.compute_dtype != self.dtype or self.is_away
 
     @cached_property
     def is_kept(self) -> bool:
@@ -120,21 +110,19 @@ class Kind:
         return not self.is_away and all(level < Sharded.PARAMS for _, level in self.hops)
 
     @cached_property
-    def inner(self) -> Lifetime:
-        """How long the buffer of this rank's part on the first axis has memory: ALWAYS where the first axis shards parameters
-        and the second one less (hpZ)."""
+    def keeps_inner(self) -> bool:
+        """Whether this rank's part on the first axis stays in memory: that axis shards parameters, the second less (hpZ)."""
         levels = [level for _, level in self.hops if level > Sharded.NOTHING]
-        is_kept = len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
-        return Lifetime.ALWAYS if is_kept else Lifetime.NEVER
+        return len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
 
     @cached_property
     def rests(self) -> Rests:
         """Where the resting parameters have their memory."""
         if self.is_away and self.device.type != "meta":
             return Rests.ON_SHELF
-        if self.compute_dtype == self.dtype and self.whole is Lifetime.ALWAYS:
+        if self.compute_dtype == self.dtype and self.has_whole and self.is_kept:
             return Rests.IN_WHOLE
-        if self.compute_dtype == self.dtype and self.inner is Lifetime.ALWAYS:
+        if self.compute_dtype == self.dtype and self.keeps_inner:
             return Rests.IN_INNER
         return Rests.IN_OWN
 
@@ -168,7 +156,7 @@ class Kind:
         if self.is_away:
             return 0
         own = path.local_numel * self.dtype.itemsize
-        kept = path.numel if self.is_kept else path.inner_numel if self.inner is Lifetime.ALWAYS else 0
+        kept = path.numel if self.is_kept else path.inner_numel if self.keeps_inner else 0
         if self.compute_dtype != self.dtype:
             return own + kept * self.compute_dtype.itemsize
         return kept * self.dtype.itemsize or own

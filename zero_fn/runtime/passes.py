@@ -41,25 +41,19 @@ will_execute = torch._C._will_engine_execute_node
 
 
 class UnitUse:
-    """One forward of a unit.
-
-    Attributes:
-        unit: The unit.
-        key: Its name in the schedule; numbered -1 if it is in none.
-        generation: The generation of the unit when its parameters were read.
-        node: The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
-        has_graph: Whether a backward may pass through this use.
-        has_arrived: Whether the running backward has computed all its gradients, or has passed it if it has none to compute.
-        began_at: The entry whose module was called.
-    """
+    """One forward of a unit."""
 
     __slots__ = ("__weakref__", "began_at", "generation", "has_arrived", "has_graph", "key", "node", "unit")
 
     def __init__(self, unit: Unit, number: int, began_at: object = None) -> None:
-        self.unit, self.key, self.began_at = unit, Use(unit.index, number), began_at
-        self.generation = unit.generation
+        self.unit, self.generation = unit, unit.generation  # that of the parameters which were read
+        self.key = Use(unit.index, number)  # in the schedule; -1 if it is in none
+        self.began_at = began_at  # the entry whose module was called
+        # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         self.node: weakref.ref[Any] | None = None
-        self.has_graph = self.has_arrived = False
+        self.has_graph = False  # whether a backward may pass through it
+        # Whether the running backward has computed all its gradients, or has passed it if it has none to compute.
+        self.has_arrived = False
 
     @property
     def will_run(self) -> bool:
@@ -94,24 +88,15 @@ class UnitUse:
 
 
 class ForwardPass:
-    """A forward that follows the schedule of the last pass that began at the same unit.
-
-    Attributes:
-        entry: The unit that the forward began at, and the name of the method.
-        grad: Whether it records a graph.
-        trace: The brackets (Enter, Exit) of this pass so far.
-        uses: The uses of this pass.
-        depth: How many units are running.
-        failed: Whether an exception passed through the forward.
-    """
+    """A forward that follows the schedule of the last pass that began at the same unit."""
 
     def __init__(
         self, entry: tuple[int, str], legs: tuple[Leg, ...] | None, offsets: dict[int, int], *, grad: bool
     ) -> None:
-        self.entry, self.grad = entry, grad
+        self.entry, self.grad = entry, grad  # the unit and the method it began at; whether it records a graph
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}
-        self.depth = 0
+        self.depth = 0  # how many units are running
         self.failed = False
         self._legs = legs
         self._at = 0  # the leg that comes next
@@ -185,14 +170,7 @@ class _BackwardLeg(NamedTuple):
 
 
 class Script:
-    """The schedule of a backward, and the uses it was made from: the next backward through the same uses follows it, too.
-
-    Attributes:
-        events: The schedule.
-        enters: Its uses, each with the number of the event that enters it.
-        repeated: The units that have several of them, the same on every rank.
-        legs: The schedule, cut where it must wait for autograd.
-    """
+    """The schedule of a backward, and the uses it was made from: the next backward through the same uses follows it, too."""
 
     def __init__(
         self,
@@ -201,20 +179,17 @@ class Script:
         *,
         ahead: Callable[[tuple[Event, ...]], tuple[Event, ...]],
     ) -> None:
-        """Makes the schedule.
-
-        Args:
-            trace: The brackets of the forwards that the backward runs through.
-            reduced: Units whose gradients are reduced in it.
-            ahead: Moves gathers ahead of their uses.
-        """
+        """Makes the schedule of a backward through the forwards of `trace`, in which the gradients of the units `reduced` are
+        reduced. `ahead` moves gathers ahead of their uses."""
         self._made_from = (trace, reduced)
         events = ahead(backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__))
         events = limit_reductions(events, limit=REDUCTIONS_UNDER_WAY)
         self.events = events
-        self.enters = {event.use: at for at, event in enumerate(events) if isinstance(event, Enter)}
+        self.enters = {event.use: at for at, event in enumerate(events) if isinstance(event, Enter)}  # uses, and where
+        # Units with several uses, the same on every rank.
         units = [use.unit for use in self.enters]
         self.repeated = {unit for unit in units if units.count(unit) > 1} if len(set(units)) < len(units) else set()
+        # The schedule, cut where it must wait for autograd.
         self.legs = [_BackwardLeg(None, False, -1, [])]
         entered = iter(self.enters)
         following = next(entered, None)
@@ -235,19 +210,7 @@ class Script:
 
 
 class BackwardPass:
-    """A backward that follows its schedule as far as autograd has come.
-
-    Attributes:
-        ending: Tells when the backward has ended.
-        reductions: The reductions under way, oldest first.
-        recomputed: The uses that checkpoints ran again inside this backward.
-        waiting: The uses that a later backward may pass through, the same on every rank.
-        keeps_graph: Whether the graph may have another backward (`retain_graph=True`).
-        actions: What is left to do before it must look whether it may go on.
-        script: Its schedule.
-        closing: Whether autograd has run all nodes, so that nothing more will arrive.
-        failed: Whether the backward raised.
-    """
+    """A backward that follows its schedule as far as autograd has come."""
 
     def __init__(
         self,
@@ -259,22 +222,17 @@ class BackwardPass:
         waiting: set[Use],
         keeps_graph: bool,
     ) -> None:
-        """Begins a pass.
-
-        Args:
-            script: The schedule.
-            ending: Tells when it has ended.
-            awaited: The uses whose gradients will arrive on this rank.
-            passed_only: The uses that backward may pass through on this rank, without gradients of their own.
-            waiting, keeps_graph: See the attributes of the class.
-        """
-        self.ending = ending
-        self.reductions: list[tuple[Unit, Reduction]] = []
-        self.recomputed: list[UnitUse] = []
-        self.closing = self.failed = False
-        self.waiting, self.keeps_graph, self.script = waiting, keeps_graph, script
-        self.actions: Iterator[Action] = iter(())
+        self.script, self.ending = script, ending
+        self.reductions: list[tuple[Unit, Reduction]] = []  # under way, oldest first
+        self.recomputed: list[UnitUse] = []  # uses that checkpoints ran again inside it
+        self.closing = self.failed = (
+            False  # whether autograd has run all nodes, so that nothing more arrives; has raised
+        )
+        self.waiting = waiting  # the uses that a later backward may pass through, the same on every rank
+        self.keeps_graph = keeps_graph  # whether the graph may have another backward (`retain_graph=True`)
+        self.actions: Iterator[Action] = iter(())  # what is left to do before it must look whether it may go on
         self._left = deque(script.legs)
+        # The uses whose gradients arrive on this rank, and those that are passed without gradients of their own.
         self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
@@ -342,14 +300,10 @@ class BackwardPass:
 
 
 class Graphs:
-    """The graphs of one transformed module that a backward may pass through.
-
-    Attributes:
-        trace: The Enter and Exit brackets of the forwards.
-    """
+    """The graphs of one transformed module that a backward may pass through."""
 
     def __init__(self) -> None:
-        self.trace: list[Enter | Exit] = []
+        self.trace: list[Enter | Exit] = []  # of the forwards
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # a use is alive as long as its graph
         self._retained: set[Use] = set()  # uses whose backward has run and may run again (`retain_graph=True`)
 

@@ -25,15 +25,7 @@ _version = attrgetter("_version")
 
 
 class Shown:
-    """What modules see under the names of a unit's parameters.
-
-    Attributes:
-        leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
-        last_entry: The entry at which the last forward with gradients began, weakly.
-        backward_entry: While backward is in the unit, the entry at which its forward began; else None.
-        needed_in: The backward (its graph task) that `backward_entry` was set in.
-        is_left: Whether a backward nested in that one has run the unit's nodes: it is resharded once the outer one goes on.
-    """
+    """What modules see under the names of a unit's parameters."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -46,10 +38,14 @@ class Shown:
                     self._by_module.append((weakref.ref(place.module), []))
                 self._by_module[number][1].append((place.attribute, i))
         self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
+        # Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         self.leaves: list[nn.Parameter] | None = None
-        self.last_entry: Callable[[], object] = _no_entry
-        self.backward_entry: object = None
-        self.needed_in, self.is_left = -1, False
+        self.last_entry: Callable[[], object] = _no_entry  # at which the last forward with gradients began, weakly
+        self.backward_entry: object = None  # while backward is in the unit, the entry at which its forward began
+        self.needed_in = -1  # the backward (its graph task) that `backward_entry` was set in
+        self.is_left = (
+            False  # a backward nested in that one has run the unit's nodes: resharded once the outer one goes on
+        )
         self._in_backward: list[Tensor] = []
 
     @uncompiled
@@ -110,11 +106,8 @@ class Shown:
     def require_unchanged(self, unit: str, tensors: Sequence[Tensor]) -> None:
         """Refuses in-place changes of the tensors that modules saw under the names of parameters. [Note: changed values]
 
-        The whole parameters that a block has registered may be changed: they are the user's.
-
-        Args:
-            unit: The name of the unit whose forward or backward has ended.
-            tensors: The tensors that modules saw. Their version was 0 when the pass began.
+        The whole parameters that a block has registered may be changed: they are the user's. Others had version 0 when the
+        pass began.
 
         Raises:
             PlacementError: One was changed in place.

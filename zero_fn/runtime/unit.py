@@ -34,32 +34,21 @@ __all__ = ["Unit", "unit_of"]
 
 
 class Unit:
-    """The parameters of one anchor module over one or two axes.
-
-    Attributes:
-        name: Name of the anchor module in the transformed module; "" is the root.
-        index: Its number in schedules, the same on every rank.
-        run: The `Run` that holds it. (run.py)
-        slots: Its parameters, in registration order.
-        groups: The parameters by kind, with their buffers at rest and gathered.
-        shown: What modules see under the names of the parameters.
-        gradients: Local gradient sums that are not reduced yet.
-        generation: Counts optimizer steps: a gradient computed with older parameters is refused.
-        running: How many forwards of the unit are running (more than one when a module calls itself).
-        has_model_axes: Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
-        anchor: The anchor module, weakly.
-        inner: Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (call_hooks.py)
-    """
+    """The parameters of one anchor module over one or two axes."""
 
     def __init__(self, name: str, index: int, run: Any) -> None:
-        self.name, self.index, self.run = name, index, run
-        self.generation = self.running = 0
-        self.anchor: Callable[[], nn.Module | None] = _no_anchor
+        self.name, self.index = name, index  # of the anchor, "" at the root; in schedules, the same on every rank
+        self.run = run  # the `Run` that holds it (run.py)
+        self.generation = 0  # counts optimizer steps: a gradient computed with older parameters is refused
+        self.running = 0  # how many of its forwards are running: more than one when a module calls itself
+        self.anchor: Callable[[], nn.Module | None] = _no_anchor  # weakly
+        # Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (call_hooks.py)
         self.inner: list[weakref.ref[nn.Module]] = []
 
     def hold(self, slots: Sequence[Slot]) -> None:
         """Gives the unit its parameters, which have no memory yet. To be called before anything else."""
-        run, self.slots = self.run, slots
+        run, self.slots = self.run, slots  # in registration order
+        # Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.groups = Groups(str(self), slots, run.transport, run.away, self)
         self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
