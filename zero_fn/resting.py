@@ -87,11 +87,8 @@ _to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
 
 
 def rested(views: Iterable[tuple[Tensor, bool, DTensorSpec | None]]) -> list[Tensor]:
-    """Gradients at rest on views of a buffer, each on a storage of its own. The hot path of `on_spec(alone(view), spec)`.
-
-    Args:
-        views: Each with whether it `goes_through_dlpack`, and how it rests on the mesh (None: on no axis).
-    """
+    """Gradients at rest on views of a buffer, each on a storage of its own: `on_spec(alone(view), spec)` on the hot path.
+    Each comes with whether it `goes_through_dlpack`, and how it rests on the mesh (None: on no axis)."""
     new = DTensor.__new__
     locals_ = [(_from_dlpack(_to_dlpack(view)) if is_quick else alone(view), spec) for view, is_quick, spec in views]
     return [local if spec is None else new(DTensor, local, spec, requires_grad=False) for local, spec in locals_]

@@ -75,16 +75,12 @@ _ADAPTERS = "before the transform, or with zf.unsharded(base, writeback=True): m
 
 
 class Call(NamedTuple):
-    """A call of an operation.
-
-    Attributes:
-        ours: The DTensors on a mesh of ours among its arguments and in lists among them.
-    """
+    """A call of an operation."""
 
     operation: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    ours: list[DTensor]
+    ours: list[DTensor]  # those on a mesh of ours among its arguments, and in lists among them
 
     def named(self, name: str) -> Any:
         """The argument of this name, or its default; None if the operation has no such argument."""
@@ -98,23 +94,16 @@ Mend = Callable[[Call, Callable[..., Any]], object]
 
 @dataclass(frozen=True)
 class Row:
-    """Operations that torch does wrong with resting tensors, when, and the refusal or the right result.
+    """Operations that torch does wrong with resting tensors, when, and the refusal or the right result."""
 
-    Attributes:
-        names: The operations: overloads ("sum.dim_IntList"), or names that stand for all their overloads ("bernoulli").
-        when: Whether the result of a call would be wrong.
-        why: What torch does wrong.
-        fix: What to write instead; empty if the row mends the operation.
-        mend: Gives the right result; beside a `fix` it refuses in its own way, at once or when the result is written.
-        until: The first version of torch that is right, if there is one.
-    """
-
-    names: str
-    when: Callable[[Call], bool]
-    why: str
-    fix: str = ""
-    mend: Mend | None = None
-    until: str | None = None
+    names: str  # overloads ("sum.dim_IntList"), or names that stand for all their overloads ("bernoulli")
+    when: Callable[[Call], bool]  # whether the result of a call would be wrong
+    why: str  # what torch does wrong
+    fix: str = ""  # what to write instead; empty if the row mends the operation
+    mend: Mend | None = (
+        None  # gives the right result; beside a `fix` it refuses in its own way, at once or when written
+    )
+    until: str | None = None  # the first version of torch that is right, if there is one
 
 
 def _cut(tensor: DTensor) -> list[int]:
@@ -376,11 +365,7 @@ def _agreed(call: Call, go_on: Callable[..., Any]) -> Any:
 
 
 class Copied(Tensor):
-    """The local tensor of a view of a gathered copy: it is read as a plain tensor, and refuses to be written. [Note: copies]
-
-    Attributes:
-        plain: The plain tensor.
-    """
+    """The local tensor of a view of a gathered copy: read as a plain tensor, it refuses to be written. [Note: copies]"""
 
     plain: Tensor
 

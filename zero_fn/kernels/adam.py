@@ -35,58 +35,39 @@ __all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
 @dataclass(frozen=True, slots=True)
 class AdamRates:
-    """The numbers of a step that are the same for all elements, by torch's names.
-
-    Attributes:
-        is_decoupled: Whether weight decay shrinks the parameter (AdamW) or is added to the gradient (Adam).
-    """
+    """The numbers of a step that are the same for all elements, by torch's names."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    is_decoupled: bool
+    is_decoupled: bool  # whether weight decay shrinks the parameter (AdamW) or is added to the gradient (Adam)
     amsgrad: bool
     maximize: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AdamPiece:
-    """One tensor to step, with its states. All are dense tensors on the CPU with the same strides.
-
-    Attributes:
-        param: float32.
-        grad: float32 or bfloat16.
-        exp_avg, exp_avg_sq: float32.
-        max_exp_avg_sq: float32, with amsgrad.
-        step: The number of this step, from 1.
-        send: Receives the new parameter in bfloat16; None: not wanted.
-    """
+    """One tensor to step, with its states. All are dense tensors on the CPU with the same strides, and float32."""
 
     param: Tensor
-    grad: Tensor
+    grad: Tensor  # or bfloat16
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    step: float
-    send: Tensor | None = None
+    max_exp_avg_sq: Tensor | None  # with amsgrad
+    step: float  # the number of this step, from 1
+    send: Tensor | None = None  # receives the new parameter in bfloat16, if that is wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Which products are rounded together with the sum they are in. [Note: which roundings]
+    """Which products are rounded together with the sum they are in. [Note: which roundings]"""
 
-    Attributes:
-        fuses_lerp: `exp_avg + weight * (grad - exp_avg)`.
-        body, tail: Of `exp_avg_sq * beta2 + (weight * grad) * grad`: 0 neither, 1 the first product, 2 the second; in whole
-            vectors, and after them.
-        vector_numel: Elements of a vector.
-    """
-
-    fuses_lerp: bool
-    body: int
-    tail: int
+    fuses_lerp: bool  # `exp_avg + weight * (grad - exp_avg)`
+    # Of `exp_avg_sq * beta2 + (weight * grad) * grad`: 0 neither, 1 the first product, 2 the second.
+    body: int  # in whole vectors
+    tail: int  # after them
     vector_numel: int
 
 
@@ -106,14 +87,8 @@ class _RatesInC(ctypes.Structure):
 
 
 def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: int | None = None) -> None:
-    """Steps pieces by the compiled kernel, which must exist (`rounding()` was not None).
-
-    Args:
-        pieces: The tensors to step, which share no memory.
-        rates: The numbers of the step.
-        how: The roundings, from `rounding()`.
-        threads: How many threads do it; None: `threads_for` so many elements. The bits do not depend on it.
-    """
+    """Steps pieces, which share no memory, by the compiled kernel, which must exist (`rounding()` was not None). The bits do
+    not depend on `threads`; None: `threads_for` so many elements."""
     functions = library().functions
     assert functions is not None
     block_numel = int(functions.zero_fn_adam_block_numel())

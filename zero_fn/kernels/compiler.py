@@ -44,15 +44,10 @@ _DEADLINE_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The kernels of this process, or the reason why there are none. Printed, it says so.
+    """The kernels of this process, or the reason why there are none. Printed, it says so."""
 
-    Attributes:
-        functions: The loaded library, whose calls release the interpreter lock; None if there is none.
-        says: The version of the compiler, or the reason.
-    """
-
-    functions: ctypes.CDLL | None
-    says: str
+    functions: ctypes.CDLL | None  # the loaded library, whose calls release the interpreter lock; None if there is none
+    says: str  # the version of the compiler, or the reason
 
     def __str__(self) -> str:
         return f"compiled kernels ({self.says})" if self.functions is not None else f"no kernels: {self.says}"
@@ -130,15 +125,10 @@ class CompilerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C compiler.
-
-    Attributes:
-        command: The command that calls it.
-        version: The first line that it prints for `--version`.
-    """
+    """A C compiler."""
 
     command: tuple[str, ...]
-    version: str
+    version: str  # the first line that it prints for `--version`
 
     def key(self, sources: Sequence[Path]) -> str:
         """A digest of all that decides what it makes of these sources: them, the flags, itself, and the processor."""

@@ -48,13 +48,8 @@ def copy(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
-    """Adds up some parts in their order and divides by their number.
-
-    Args:
-        into: Receives the mean; may be one of the parts.
-        parts: Two or more tensors of the shape of `into`, of any strides and dtypes. They are only read.
-        sum_dtype: The dtype of the running sum, and of the mean until it is rounded to the dtype of `into`.
-    """
+    """Adds up two or more parts in their order and writes the mean into `into`, which may be one of them. The parts have its
+    shape, and any strides and dtypes. The sum, and the mean until it is rounded to the dtype of `into`, have `sum_dtype`."""
     dtype = parts[0].dtype
     functions = _functions_for(into, parts)
     if (

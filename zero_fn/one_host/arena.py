@@ -24,18 +24,12 @@ _TOKEN_NBYTES = 16
 
 
 class Mapped:
-    """The memory of an arena, this rank's or a peer's, as this process sees it.
-
-    Attributes:
-        memory: All of the memory, as bytes.
-        words: The same memory as words of 64 bits, for single values.
-        address: The address in this process at which it begins.
-    """
+    """The memory of an arena, this rank's or a peer's, as this process sees it."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._file = mmap.mmap(fd, nbytes)
         self.memory = torch.frombuffer(self._file, dtype=torch.uint8)
-        self.words = memoryview(self._file).cast("q")
+        self.words = memoryview(self._file).cast("q")  # the same memory, for single values
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._file))
 
     def discard(self, start: int) -> None:
@@ -46,25 +40,15 @@ class Mapped:
 
 
 class Arena:
-    """This rank's own arena.
-
-    Attributes:
-        mapped: Its memory.
-        fd: The open file, until `close_file`. Peers map it through /proc.
-        token: The first bytes of the memory, by which a peer knows that it mapped the right file.
-    """
+    """This rank's own arena."""
 
     def __init__(self, head_nbytes: int = 0) -> None:
-        """Makes an arena.
-
-        Args:
-            head_nbytes: Bytes from `ALIGNMENT_NBYTES` on that are not given out as blocks.
-        """
+        """Makes an arena. `head_nbytes` from byte `ALIGNMENT_NBYTES` on are not given out as blocks."""
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        self.fd = os.memfd_create("zero_fn", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("zero_fn", os.MFD_CLOEXEC)  # open until `close_file`; peers map it through /proc
         os.ftruncate(self.fd, capacity)
         self.mapped = Mapped(self.fd, capacity)
-        self.token = os.urandom(_TOKEN_NBYTES)
+        self.token = os.urandom(_TOKEN_NBYTES)  # the first bytes: a peer knows by them that it mapped the right file
         self.mapped.memory[:_TOKEN_NBYTES] = torch.frombuffer(bytearray(self.token), dtype=torch.uint8)
         self._blocks = [(0, ALIGNMENT_NBYTES + head_nbytes)]  # (start, end), in order of address
         self._capacity = capacity

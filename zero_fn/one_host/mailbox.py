@@ -50,11 +50,7 @@ class Mailbox:
     """Headers, of two numbers each, to and from one peer. Both ranks count theirs from 0, and header k answers header k."""
 
     def __init__(self, own: Mapped, rank: int, peer: Mapped, source: int, pid: int) -> None:
-        """Opens the boxes of this rank and of a peer for each other.
-
-        Args:
-            own, rank: The arena of this rank, and its number.
-            peer, source, pid: The arena of the peer, its number, and its process.
+        """Opens the boxes of this rank (`own`, `rank`) and of a peer (`peer`, `source`, `pid`) for each other.
 
         Raises:
             OSError: The process of the peer cannot be watched.

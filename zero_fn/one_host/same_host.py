@@ -76,28 +76,10 @@ class SameHost(Exchange):
 
 
 class _Message:
-    """One message of this rank to its peers, and the messages of the peers that answer it.
+    """One message of this rank to its peers, and the messages of the peers that answer it."""
 
-    Attributes:
-        nbytes: Bytes that this rank sends, without padding.
-    """
-
-    def __init__(
-        self,
-        transport: SameHost,
-        shared: Shared,
-        direction: int,
-        mark: int,
-        parts: _Parts,
-    ) -> None:
-        """Writes the message, and tells the peers where it is.
-
-        Args:
-            transport: The transport of the ranks.
-            shared: Their shared memory.
-            direction: The kind of the operation.
-            mark: The mark of the operation. [Note: in step]
-            parts: The tensors to send.
+    def __init__(self, transport: SameHost, shared: Shared, direction: int, mark: int, parts: _Parts) -> None:
+        """Writes the message, and tells the peers where it is. `mark`: [Note: in step].
 
         Raises:
             TierError: The arena has no room for it.
@@ -114,7 +96,7 @@ class _Message:
             starts[peer] = start
             _write(shared.arena.mapped.memory, start, runs)
             start += rooms[peer]
-        self.nbytes = 0
+        self.nbytes = 0  # that this rank sends, without padding
         for target, _ in transport._peers:
             peer = target if target in parts else None
             shared.boxes[target].send(mark, starts[peer])
@@ -126,11 +108,7 @@ class _Message:
             self._shared.boxes[source].drop(self._header, *self._place)
 
     def read(self, source: int, kinds: list[tuple[torch.dtype, int]]) -> list[Tensor]:
-        """The runs that a peer sent, as tensors in its arena, which are valid until `close`. Waits.
-
-        Args:
-            source: The peer.
-            kinds: The dtype and the elements of each run.
+        """The runs that a peer sent, of these dtypes and elements, as tensors in its arena, valid until `close`. Waits.
 
         Raises:
             OutOfStep: The peer was at another operation.

@@ -26,13 +26,7 @@ __all__ = ["Shared", "shared_by"]
 
 
 class Shared:
-    """The arenas and mailboxes of the ranks of a group.
-
-    Attributes:
-        arena: This rank's arena.
-        peers: The arenas of the other ranks, by rank.
-        boxes: The mailboxes with the other ranks, by rank.
-    """
+    """This rank's arena, and the arenas of the other ranks of a group and the mailboxes with them, by rank."""
 
     def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
         self.arena, self.peers, self.boxes = arena, peers, boxes

@@ -110,17 +110,13 @@ def steps_locally(optimizer: Optimizer) -> None:
 
 
 class _LocalGroups:
-    """Stands in for `_init_group` of one optimizer.
-
-    Attributes:
-        replaced: The parameters that local tensors replace in the running step of SGD, by identity.
-    """
+    """Stands in for `_init_group` of one optimizer."""
 
     __slots__ = ("_optimizer", "replaced")
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)  # it holds this: a cycle would keep both until garbage collection
-        self.replaced: dict[int, DTensor] = {}
+        self.replaced: dict[int, DTensor] = {}  # what local tensors replace in the running step of SGD, by identity
 
     def __call__(self, group: dict[str, Any], parameters: list[Any], *lists: list[Any]) -> Any:
         optimizer: Any = self._optimizer()

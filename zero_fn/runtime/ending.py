@@ -50,15 +50,9 @@ class Ending:
         give_up: Callable[[T, Ending], None],
         show_resting: Callable[[T, Ending], None],
     ) -> None:
-        """Queues a callback in the engine.
-
-        Args:
-            owner: The one to tell, by one of the methods that follow; held weakly.
-            caller: The thread that called the backward.
-            finish: All nodes have run.
-            give_up: The engine has dropped the backward, whether or not it raised; called in the thread `caller`.
-            show_resting: The same, in a thread of the engine. [Note: threads of the engine]
-        """
+        """Queues a callback in the engine. Of the owner, held weakly, it calls `finish` when all nodes have run. When the
+        engine drops the backward, whether or not it raised, it calls `give_up` in the thread `caller`, or `show_resting` in
+        another. [Note: threads of the engine]"""
         self._caller, self._thread = caller, get_ident()
         held = weakref.ref(owner)
         callback = _Callback(held, finish, self)

@@ -32,19 +32,13 @@ _PRODUCT = "_zero_fn_product"  # an attribute of a tensor
 
 @dataclass(eq=False)
 class Extension:
-    """How a parameter of a tensor subclass is made of the one plain tensor in it.
+    """How a parameter of a tensor subclass is made of the one plain tensor in it."""
 
-    Attributes:
-        kind, part, context: The class, the name of the plain tensor in it, and the context of `__tensor_flatten__`.
-        module: The module that holds the parameter.
-        sent_nbytes: Bytes of the whole parameter as it travels; None before the first gather.
-    """
-
-    kind: Any
-    part: str
-    context: Any
-    module: Callable[[], nn.Module | None] = lambda: None
-    sent_nbytes: int | None = None
+    kind: Any  # the class
+    part: str  # the name of the plain tensor in it
+    context: Any  # of `__tensor_flatten__`
+    module: Callable[[], nn.Module | None] = lambda: None  # that holds the parameter
+    sent_nbytes: int | None = None  # of the whole parameter as it travels; None before the first gather
 
     def rebuilt(self, part: Tensor) -> Any:
         """The tensor of the class on the memory of a plain tensor."""

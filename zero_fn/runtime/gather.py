@@ -69,7 +69,7 @@ def gather_again(unit: Unit) -> list[Tensor]:
 
 
 def gather(use: UnitUse) -> list[Tensor]:
-    """The gathered parameters of a unit, connected to its resting ones if gradients are recorded: by the `node` of the use."""
+    """The gathered parameters of a unit, connected to its resting ones if gradients are recorded. Sets `use.node`."""
     unit = use.unit
     tensors = unit.groups.tensors()
     flags = trained(unit.slots) if torch.is_grad_enabled() else []

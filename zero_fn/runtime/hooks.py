@@ -51,11 +51,7 @@ def defer_hooks(slots: Sequence[Slot]) -> None:
 
 
 class _Deferred:
-    """A user's hook. Autograd calls it with a gradient, or with the parameter if it is a post-accumulate hook.
-
-    Attributes:
-        given: The function that the user registered.
-    """
+    """A user's hook. Autograd calls it with a gradient, or with the parameter if it is a post-accumulate hook."""
 
     __slots__ = ("given",)
 

@@ -244,16 +244,9 @@ def path_of(
     is_cuttable: bool,
     before: Path | None,
 ) -> Path:
-    """The path of a parameter over the data axes of a module.
-
-    Args:
-        grid: The axes of the module.
-        shape, stride: Shape and strides of the parameter on this rank of its model axes.
-        model: Where it lies on its model axes.
-        levels: How much of its state each data axis shards.
-        is_cuttable: Whether any axis may cut it.
-        before: Its path by earlier transforms: over the same axes it stays cut along the same dim.
-    """
+    """The path of a parameter over the data axes of a module. Its shape and strides are those on this rank of its `model`
+    axes; `levels` is how much of its state each data axis shards. Over the axes of its path `before`, by earlier transforms,
+    it stays cut along the same dim."""
     cut: Cut | None = None
     if is_cuttable:
         cut = grid.cut(shape if model is None else _largest(model), stride, model, levels)

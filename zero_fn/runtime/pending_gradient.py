@@ -25,17 +25,11 @@ _aten = torch.ops.aten
 
 
 class PendingGradient(Tensor):
-    """Stands as `.grad` of a parameter; it has the form of the gradient at rest, and no values.
+    """Stands as `.grad` of a parameter; it has the form of the gradient at rest, and no values."""
 
-    Attributes:
-        earlier: The resting gradient that was there before, to which the reduced one will be added.
-        zero_sum: Zeroes the local sum.
-        parameter_name: The name of the parameter, for messages.
-    """
-
-    earlier: Tensor | None
-    zero_sum: Callable[[], None]
-    parameter_name: str
+    earlier: Tensor | None  # the resting gradient that was there before, to which the reduced one will be added
+    zero_sum: Callable[[], None]  # of the gradients on this rank
+    parameter_name: str  # for messages
 
     @staticmethod
     def __new__(cls, slot: Slot, zero_sum: Callable[[], None]) -> PendingGradient:

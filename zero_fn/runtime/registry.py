@@ -21,15 +21,10 @@ __all__ = ["Replacement", "call_site", "note_replacement", "replacement_of"]
 
 
 class Replacement:
-    """The replacement of a parameter by a transform.
-
-    Attributes:
-        fqn: The name of the parameter in the module.
-        site: The transform, and the place from which it was called.
-    """
+    """The replacement of a parameter by a transform."""
 
     def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
-        self.fqn, self.site = fqn, site
+        self.fqn, self.site = fqn, site  # of the parameter; the transform, and the place from which it was called
         self._successor: weakref.ref[Slot | nn.Parameter] = weakref.ref(slot_of(parameter) or parameter)
 
     def parameter(self) -> nn.Parameter | None:

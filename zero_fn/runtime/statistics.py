@@ -30,12 +30,7 @@ _Modes = tuple[bool, ...]
 
 
 class Statistics:
-    """The buffers of one transformed module.
-
-    Attributes:
-        is_active: Whether buffers are broadcast at all: the module has some, and there are ranks to send them to.
-        is_due: Whether a buffer may have changed on some rank since the last broadcast.
-    """
+    """The buffers of one transformed module."""
 
     def __init__(self, transport: Line, *, are_local: bool) -> None:
         self._transport, self._has_peers = transport, transport.size > 1 and not are_local
@@ -45,8 +40,8 @@ class Statistics:
         self._untold: dict[_Modes, bool] = {}  # ... on this rank, where the ranks have not told one another
         self._before = ""  # a digest of all buffers before the forward that runs in such modes
         self._versions: list[tuple[int, int]] = []  # ... in modes whose forwards change none
-        self.is_due = False
-        self.is_active = False
+        self.is_due = False  # a buffer may have changed on some rank since the last broadcast
+        self.is_active = False  # buffers are broadcast at all: there are some, and ranks to send them to
 
     def watch(self, anchor: nn.Module) -> None:
         """Adds the buffers of a module and of everything below it."""

@@ -67,13 +67,10 @@ def warn_of_unwritten_buffers(root: nn.Module) -> None:
 
 
 def require_memory(names: Sequence[str]) -> None:
-    """Checks that no parameter is on `meta`: it cannot be sent, and what ranks send next would not be what others wait for.
-
-    Args:
-        names: Those that are.
+    """Refuses parameters on `meta`, by name: they cannot be sent, and what ranks send next would not be what others wait for.
 
     Raises:
-        StateError: Some are.
+        StateError: There are some.
     """
     if names:
         raise StateError(

@@ -66,12 +66,8 @@ def materialize(module: M, device: torch.device | str | None = None) -> M:
 
 
 def allocate(module: nn.Module, device: torch.device | str | None, is_read: Callable[[Tensor], bool]) -> None:
-    """`materialize` for a module whose values are read from files next: only what the files lack is drawn.
-
-    Args:
-        module, device: See `materialize`.
-        is_read: Whether this parameter or buffer is read from files afterwards. A unit whose parameters all are is never
-            whole.
+    """`materialize` for a module whose values are read from files next: only what is not (`is_read`) is drawn. A unit whose
+    parameters all are is never whole.
 
     Raises:
         StateError: Nothing gives values to a parameter or buffer that is not read.

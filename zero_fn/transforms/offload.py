@@ -116,13 +116,7 @@ def offload(
 def offloaded(
     module: M, home: Home, *, units: Units = None, where: Where = None, donate: bool = False, reserves: bool = True
 ) -> M:
-    """`offload`, by what it asks of a home.
-
-    Args:
-        module, units, where, donate: See `offload`.
-        home: The tiers, and when parameters are freed.
-        reserves: Make room in the tiers. Without, for a module on `meta` that will only be planned, no path is looked at.
-    """
+    """`offload`, by what it asks of a home. Without `reserves` no path is looked at: a module on `meta` is only planned."""
     homes = {parameter.fqn: home for parameter in selected(distinct_parameters(module), where)}
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(homes=homes, anchors=anchors)

@@ -37,14 +37,8 @@ class Bits:
     __slots__ = ("_bits", "_end", "_work")
 
     def __init__(self, line: Line, bits: Sequence[bool], what: str, *, check: str = "") -> None:
-        """Sends the message: a byte for each bit, to each peer. All ranks send one of the same length.
-
-        Args:
-            line: Where it is sent.
-            bits: The bits of this rank.
-            what: For errors.
-            check: A text that must be the same on every rank.
-        """
+        """Sends the message: a byte for each bit, to each peer. All ranks send one of the same length, with the same text
+        `check`. `what` it says is for errors."""
         self._work: Work | None = None
         self._end: torch.Event | None = None
         if line.device.type == "cpu":

@@ -54,15 +54,9 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def agree(exchange: Exchange, what: str, rows: Sequence[str], *, why: str, fix: str) -> None:
-    """Raises on every rank if any rank holds other rows.
+    """Raises on every rank if any rank holds other rows. `what` they describe ("layout"), `why` and `fix` are for the error.
 
     Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
-
-    Args:
-        exchange: The exchange between all ranks that must agree.
-        what: What the rows describe, for the error: "layout", "initial values".
-        rows: One line per parameter, in the same order on every rank.
-        why, fix: For the error: what would go wrong, and what to do.
 
     Raises:
         DisagreementError: Names two ranks and the first row that differ.
@@ -80,14 +74,9 @@ def agree_along(
     fix: str,
 ) -> None:
     """`agree` for rows that need not be the same along every axis: experts differ along theirs, shards along those that cut.
+    Each row comes with the axes along which it must be. Ranks of the first of `axes` have consecutive numbers in `exchange`.
 
     Communicates 16 bytes for each axis to each peer, if there are rows. Waits.
-
-    Args:
-        exchange: The exchange between all ranks of the axes, in which ranks of the first axis have consecutive numbers.
-        axes: The axes along which ranks are compared.
-        what, why, fix: See `agree`.
-        rows: For each parameter, in the same order on every rank, the axes along which ranks must agree, and a line.
     """
     along = [[row for alike, row in rows if axis in alike] for axis in axes]
     if any(along):

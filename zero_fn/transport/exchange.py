@@ -82,12 +82,8 @@ class ReducePlan:
         return [[rows[at].narrow(0, *bounds[at]) for at in run] for run in self._runs]
 
     def add(self, rows: Sequence[Tensor], buffers: Sequence[Tensor], arrived: Mapping[int, Sequence[Tensor]]) -> None:
-        """Adds up this rank's pieces in the order of the ranks, from where they lie, and writes the means.
-
-        Args:
-            rows, buffers: The addends of this rank, and where the means go.
-            arrived: For each peer, the message of each run.
-        """
+        """Adds up this rank's pieces in the order of the ranks, from where they lie, and writes the means into `buffers`.
+        `arrived` has the message of each run, by peer."""
         own_pieces = self.pieces(rows, self._rank)
         for number, (run, pieces, dtype) in enumerate(zip(self._runs, own_pieces, self._dtypes, strict=True)):
             outs = [self._places[at].of(buffers) for at in run]

@@ -48,13 +48,7 @@ _groups: WeakKeyDictionary[Any, _GroupState] = WeakKeyDictionary()
 
 
 class Work:
-    """A collective under way.
-
-    Attributes:
-        kept: Objects that must live until it is done.
-        nbytes: Bytes of payload that this rank sends for it.
-        line, name: The line on which it was issued, and what an error says of it: number, text, elements, check.
-    """
+    """A collective under way."""
 
     __slots__ = ("finish", "kept", "line", "name", "nbytes", "on_stream", "works")
 
@@ -67,16 +61,14 @@ class Work:
         *,
         on_stream: bool = False,
     ) -> None:
-        """
-        Args:
-            works: What to wait for, each with the peer at its other end; None for collectives of the backend.
-            finish: What is left to do once they are done. It is called with `kept`.
-            kept, nbytes: See the attributes.
-            on_stream: A stream waits, not the host, which would wait as well if a deadline were passed on.
-        """
-        self.works, self.finish, self.kept, self.nbytes, self.on_stream = works, finish, kept, nbytes, on_stream
-        self.line: Line | None = None
-        self.name: tuple[int, str, int, str] = (0, "", 0, "")
+        self.works = works  # each with the peer at its other end; None for collectives of the backend
+        self.finish, self.kept = finish, kept  # called with what must live until then, once they are done
+        self.nbytes = nbytes  # of payload that this rank sends
+        self.on_stream = (
+            on_stream  # a stream waits, not the host, which would wait as well if a deadline were passed on
+        )
+        self.line: Line | None = None  # on which it was issued
+        self.name: tuple[int, str, int, str] = (0, "", 0, "")  # what an error says of it: number, text, elements, check
 
     def wait(self) -> None:
         """Waits until the result may be used. May be called again. On CUDA the current stream waits, not the host.
@@ -144,20 +136,12 @@ class Line:
 
     `what` names the tensors in errors: "parameters of unit layers.0". After a failure every collective on the same process
     group raises it again: peers and this rank are out of step.
-
-    Attributes:
-        axes: The axes, the innermost first.
-        raw: The transport.
-        pads: Whether the memory of a `Segment` must have room for `n` full pieces.
-        device: The device of the memory that collectives read and write.
-        rank, size: This rank's number among the ranks of all axes, and how many these are. Ranks of the first axis have
-            consecutive numbers.
-        shared: What all lines on the process group share.
     """
 
     def __init__(self, raw: Transport, axis: Axis | None) -> None:
         self.raw, self.pads = raw, raw.pads
-        self.axes: tuple[Axis, ...] = () if axis is None else (axis,)
+        self.axes: tuple[Axis, ...] = () if axis is None else (axis,)  # the innermost first
+        # Among the ranks of all axes, of which those of the first have consecutive numbers.
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
         self.device = torch.device(axis.device_type if axis is not None else "cpu")
         self.shared = _GroupState() if axis is None else _groups.setdefault(axis.group, _GroupState())

@@ -71,12 +71,7 @@ _TAG = 0x7A66
 
 def gather(group: dist.ProcessGroup, message: Tensor, seconds: float, tag: int = 0) -> Tensor:
     """The messages of all ranks on rank 0, one row each; no rows on the others. Each rank sends one message; rank 0 waits.
-
-    Args:
-        group: The result of `meeting_group`.
-        message: uint8 in host memory, of one length on all ranks.
-        seconds: How long to wait for each of the others.
-        tag: What tells these messages from others in the group.
+    Messages are uint8 in host memory, of one length on all ranks; `tag` tells them from others in the group.
 
     Raises:
         LostRankError: A rank has ended, or did not come.
@@ -91,12 +86,7 @@ def gather(group: dist.ProcessGroup, message: Tensor, seconds: float, tag: int =
 
 def scatter(group: dist.ProcessGroup, rows: Tensor, seconds: float, tag: int = 0) -> Tensor:
     """This rank's row of the rows on rank 0. Rank 0 sends one message to each of the others, which wait.
-
-    Args:
-        group: The result of `meeting_group`.
-        rows: On rank 0, uint8 in host memory, a row for each rank. On the others only the number of columns counts.
-        seconds: How long to wait for rank 0.
-        tag: What tells these messages from others in the group.
+    Rows are uint8 in host memory; on the others only the number of columns counts.
 
     Raises:
         LostRankError: Rank 0 has ended, or did not come. On rank 0: another has ended, and the rest were sent their rows.

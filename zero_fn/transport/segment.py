@@ -27,16 +27,7 @@ _ONE_HOP: Route = ((0, None),)
 
 
 class Segment:
-    """Memory for a whole tensor, in which an all-gather completes what each rank has of it.
-
-    Attributes:
-        memory, start: The tensor lies in the storage of `memory`, from the element `start` on.
-        numel: Elements of the tensor.
-        piece_numel: Elements of the largest piece. Rank `r` owns those from `r * piece_numel` on, cut at `numel`.
-        route: The hops by which the tensor travels; the segment describes the first. Left out for one axis.
-        source: This rank's piece, if it lies elsewhere: an all-gather reads it there, for the peers and for `memory`.
-        is_tight: Whether `memory` has room for `numel` elements only, whatever the transport.
-    """
+    """Memory for a whole tensor, in which an all-gather completes what each rank has of it."""
 
     __slots__ = ("is_tight", "memory", "numel", "piece_numel", "route", "source", "start")
 
@@ -51,16 +42,17 @@ class Segment:
         source: Tensor | None = None,
         is_tight: bool = False,
     ) -> None:
-        """Describes a range of memory.
-
-        Args:
-            memory: A flat tensor with `numel` elements from `start` on, or `n * piece_numel` for a transport that pads.
-            numel, piece_numel, route, source, is_tight: See the attributes.
-            start: The first element, in the storage of `memory`; left out, the first of `memory`.
-        """
+        # Flat; from the element `start` of its storage on it has `numel`, or `n * piece_numel` for a transport that pads.
         self.memory, self.start = memory, memory.storage_offset() if start is None else start
-        self.numel, self.piece_numel, self.route, self.source = numel, piece_numel, route, source
-        self.is_tight = is_tight
+        self.numel, self.piece_numel = (
+            numel,
+            piece_numel,
+        )  # rank `r` owns those from `r * piece_numel` on, cut at `numel`
+        self.route = route  # the hops by which the tensor travels; the segment describes the first
+        self.source = (
+            source  # this rank's piece, if it lies elsewhere: it is read there, for the peers and for `memory`
+        )
+        self.is_tight = is_tight  # whether `memory` has room for `numel` elements only, whatever the transport
 
     def piece_bounds(self, rank: int) -> tuple[int, int]:
         """First element and number of elements that `rank` owns; the number may be 0."""
@@ -100,23 +92,16 @@ class Segment:
 
 
 class Contribution:
-    """A tensor to sum over ranks, and the place for the mean of this rank's piece.
-
-    Attributes:
-        rows: This rank's addend, which pieces cut along the first dim. It is only read, and may have any strides: a gradient
-            often comes transposed.
-        piece_rows, piece_numel: Rows and elements of the largest piece.
-        out: A flat tensor that receives the mean of this rank's piece.
-        sum_dtype: Dtype of the running sum.
-        route: The hops by which it travels; see `Segment`.
-    """
+    """A tensor to sum over ranks, and the place for the mean of this rank's piece."""
 
     __slots__ = ("out", "piece_numel", "piece_rows", "route", "rows", "sum_dtype")
 
     def __init__(
         self, rows: Tensor, piece_rows: int, out: Tensor, sum_dtype: torch.dtype, route: Route = _ONE_HOP
     ) -> None:
-        self.rows, self.piece_rows, self.out, self.sum_dtype, self.route = rows, piece_rows, out, sum_dtype, route
+        self.rows = rows  # this rank's addend. It is only read, and has any strides: a gradient often comes transposed
+        self.out, self.sum_dtype, self.route = out, sum_dtype, route  # `out` is flat; `route`: see `Segment`
+        self.piece_rows = piece_rows  # of the largest piece: pieces are cut along the first dim
         self.piece_numel = piece_rows * (rows.numel() // max(rows.shape[0], 1))
 
     def piece_bounds(self, rank: int) -> tuple[int, int]:

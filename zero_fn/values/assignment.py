@@ -91,13 +91,8 @@ class Assignment:
         return self._renamed(lambda name: f"{prefix}.{name}".strip("."))
 
     def of_part(self, path: str, tied: Mapping[str, str]) -> Assignment:
-        """The same assignment, seen from the module that this one holds under the name `path`.
-
-        Args:
-            path: The name of the part.
-            tied: For parameters of the part that are tied to ones outside it: their first name, which is outside, and their
-                name in the part.
-        """
+        """The same assignment, seen from the module that this one holds under the name `path`. `tied`: of its parameters that
+        are tied to ones outside, the first name, which is outside, and the name in the part."""
 
         def in_part(name: str) -> str | None:
             if name == path:

@@ -23,18 +23,12 @@ GRAIN_NUMEL = 1024
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of one parameter that are stepped together.
+    """Elements of one parameter that are stepped together."""
 
-    Attributes:
-        parameter: The number of the parameter.
-        start, stop: The first element, and the one after the last.
-        is_whole: Whether the piece is the whole parameter.
-    """
-
-    parameter: int
+    parameter: int  # its number
     start: int
     stop: int
-    is_whole: bool
+    is_whole: bool  # whether the piece is the whole parameter
 
     @property
     def numel(self) -> int:

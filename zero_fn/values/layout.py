@@ -121,17 +121,12 @@ def is_shardable(shape: Sequence[int]) -> bool:
 
 
 def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> ShardLayout:
-    """How to cut a parameter.
+    """How to cut a parameter for which `is_shardable` holds.
 
     The sharded dim is the outermost in memory, and the other dims keep their order. So a gathered parameter has the strides
     that it had: with others a kernel may round differently. One case is cut otherwise: if the outermost dim has fewer rows
     than there are ranks and the padding would be large (stacked experts), another dim is cut and becomes the outermost. That
     is the largest dim, but the innermost only if no other has enough rows.
-
-    Args:
-        shape: Shape of the parameter, for which `is_shardable` holds.
-        stride: Strides of the parameter, in elements.
-        shards: Number of ranks.
     """
     order = list(range(len(shape)))
     if not _is_dense(shape, stride, order):
@@ -159,11 +154,6 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int])
 
 
 def aligned_offsets(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Where ranges start that lie back to back on aligned boundaries, in elements. One more entry at the end: the total.
-
-    Args:
-        numels: Elements of each range.
-        itemsize: Bytes per element.
-    """
+    """Where ranges start that lie back to back on aligned boundaries, in elements. One more entry at the end: the total."""
     unit = max(ALIGNMENT_NBYTES // itemsize, 1)
     return (0, *accumulate(-(-numel // unit) * unit for numel in numels))

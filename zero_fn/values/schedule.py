@@ -117,25 +117,15 @@ Trace = tuple[Enter | Exit, ...]
 
 
 def forward_schedule(trace: Trace, *, keeps_last: bool) -> tuple[Event, ...]:
-    """The schedule of a forward: a unit is gathered before each use and freed after it.
-
-    Args:
-        trace: Brackets of the forward.
-        keeps_last: Whether a backward follows. Then units that end after the last Enter (the last block and the modules
-            around it) stay gathered: the backward begins with them.
-    """
+    """The schedule of a forward: a unit is gathered before each use and freed after it. `keeps_last`: a backward follows, and
+    begins with the units that end after the last Enter (the last block and the modules around it): they stay gathered."""
     last_enter = max((i for i, bracket in enumerate(trace) if isinstance(bracket, Enter)), default=-1)
     return _around(trace, stays=lambda i: keeps_last and i > last_enter, reduces=lambda unit: False)
 
 
 def _around(trace: Trace, *, stays: Callable[[int], bool], reduces: Callable[[int], bool]) -> tuple[Event, ...]:
-    """The brackets of a trace with the events around them.
-
-    Args:
-        trace: The brackets.
-        stays: Whether a unit stays gathered after the bracket of this number.
-        reduces: Whether the gradients of a unit are reduced after its last Exit.
-    """
+    """The brackets of a trace with the events around them. `stays`: whether a unit stays gathered after the bracket of this
+    number; `reduces`: whether the gradients of a unit are reduced after its last Exit."""
     events: list[Event] = []
     running: list[int] = []  # units that were entered and not left, once for each use
     last_exit = {bracket.use.unit: i for i, bracket in enumerate(trace) if isinstance(bracket, Exit)}
@@ -190,12 +180,8 @@ def backward_trace(trace: Trace) -> Trace:
 
 
 def backward_schedule(trace: Trace, *, reduces: Callable[[int], bool]) -> tuple[Event, ...]:
-    """The schedule of a backward: a unit is gathered before each use, freed after it, and reduced after its last use.
-
-    Args:
-        trace: Brackets of the backward.
-        reduces: Whether the gradients of a unit are reduced in this backward (not while accumulating, not if frozen).
-    """
+    """The schedule of a backward: a unit is gathered before each use, freed after it, and reduced after its last use, if it
+    `reduces` in this backward (not while accumulating, not if frozen)."""
     return _around(trace, stays=lambda i: False, reduces=reduces)
 
 

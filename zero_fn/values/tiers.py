@@ -71,19 +71,12 @@ Tier = Cpu | Nvme
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of the three states of a parameter; None is the memory of the device.
+    """The tiers of the three states of a parameter; None is the memory of the device."""
 
-    Attributes:
-        params: Where the resting parameter is between uses.
-        grads: Where its gradient is from backward to the step.
-        optim: Where the states of its optimizer are between steps.
-        fraction: The part of the bytes of those states that is in that tier; the rest stays on the device.
-    """
-
-    params: Tier | None = None
-    grads: Tier | None = None
-    optim: Tier | None = None
-    fraction: float = 1.0
+    params: Tier | None = None  # between uses
+    grads: Tier | None = None  # from backward to the step
+    optim: Tier | None = None  # between steps
+    fraction: float = 1.0  # of the bytes of the optimizer's states that is in that tier; the rest stays on the device
 
     def join(self, other: Tiers) -> Tiers:
         """The tiers that both ask for.

@@ -38,11 +38,7 @@ def is_tile(module: nn.Module) -> bool:
 
 
 class Tiled(nn.Module):
-    """A module that holds its parameters in parts, cut by rows.
-
-    Attributes:
-        tiles: The parts, in the order of their rows.
-    """
+    """A module that holds its parameters in parts, cut by rows, in their order."""
 
     def __init__(self, tiles: list[nn.Module]) -> None:
         super().__init__()
