@@ -45,18 +45,6 @@ def test_rates_are_those_of_deepspeed(case: dict[str, Any]) -> None:
         assert math.isclose(found, golden, rel_tol=1e-15, abs_tol=0)
 
 
-@pytest.mark.parametrize("case", GOLDEN["rates"][::4], ids=lambda case: case["type"])
-def test_rates_go_on_where_they_were_saved(case: dict[str, Any], tmp_path: Path) -> None:
-    optimizer, rates = scheduled(case)
-    stepped(optimizer, rates, 7)
-    torch.save((optimizer.state_dict(), rates.state_dict()), tmp_path / "state.pt")
-    other, resumed = scheduled(case)
-    states, saved = torch.load(tmp_path / "state.pt")
-    other.load_state_dict(states)
-    resumed.load_state_dict(saved)
-    assert stepped(other, resumed, 10) == stepped(optimizer, rates, 10)
-
-
 def scaler_of(case: dict[str, Any]) -> Scaler:
     rule = {name: case[name] for name in ("first", "window", "hysteresis", "least")}
     return Scaler("cpu", is_refilled=case["consecutive"], **rule)
