@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import (
     STAGES,
     Counting,
     adapted,
-    arguments,
     llama,
     lora,
     needs,
@@ -26,10 +24,7 @@ from tests.outside.integrations.worlds import (
     on_a_disk,
     on_two_ranks,
     place,
-    read,
-    require_close,
     start,
-    written,
     zero_trainer,
 )
 from tests.support.ranks import axis
@@ -191,31 +186,6 @@ def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder:
     merged = place()(with_adapter("lora")).merge_and_unload()  # type: ignore[operator]
     with pytest.raises(zf.PlacementError, match=r"merge_adapter\(\)"):
         merged(input_ids=Counting(4).tokens)
-
-
-@on_two_ranks
-def test_adapters_come_after_a_base_that_was_read_into_shards(folder: str) -> None:
-    """The base is read straight into shards, then come adapters, then the Trainer places these: the numbers of replicas."""
-    import peft
-    from transformers import Trainer
-
-    from zero_fn.integrations.transformers import ZeroTrainer, placed
-
-    written(f"{folder}/base")
-    data = {"train_dataset": Counting()}
-    plain = adapted(read(f"{folder}/base"), *_TARGETS)
-    wanted = numbers(Trainer(model=plain, args=arguments(folder), **data))
-    with placed(place()):
-        base = read(f"{folder}/base")
-    ours = ZeroTrainer(model=adapted(base, *_TARGETS), args=arguments(folder), place=place(), **data)  # type: ignore[arg-type]
-    require_close(numbers(ours), wanted)
-    assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
-    ours.save_model(f"{folder}/out")
-    trained = _logits(ours.model.eval())
-    with placed(place()):
-        base = read(f"{folder}/base")
-    again = place()(peft.PeftModel.from_pretrained(base, f"{folder}/out"))
-    torch.testing.assert_close(_logits(again.eval()), trained)
 
 
 _READ: dict[str, dict[str, Any]] = {

@@ -300,7 +300,10 @@ def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder: str) -> 
 
 @on_two_ranks
 def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
-    """Of a frozen base in 16 bits, after it was placed: over an axis that `placed` has made."""
+    """Of a frozen base in 16 bits, after it was placed: over an axis that `placed` has made. They are saved alone, and loaded
+    over such a base again."""
+    from peft import PeftModel
+
     from zero_fn.integrations.transformers import placed
 
     written(folder, dtype=torch.bfloat16, max_shard_size="20KB")
@@ -308,14 +311,21 @@ def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
 
     qv = "q_proj", "v_proj"
     wanted = numbers(_trainer(folder, config, adapted(read(folder), *qv), bf16=True))
-    with placed(config, auto={"bf16.enabled": True, "fp16.enabled": False}, frozen=True):
-        base = read(folder)
-    assert {parameter.dtype for parameter in base.parameters()} == {torch.bfloat16}
-    trainer = _trainer(folder, config, adapted(base, *qv), bf16=True)
+    bases = []
+    for _ in range(2):
+        with placed(config, auto={"bf16.enabled": True, "fp16.enabled": False}, frozen=True):
+            bases.append(read(folder))
+    assert {parameter.dtype for parameter in bases[0].parameters()} == {torch.bfloat16}
+    trainer = _trainer(folder, config, adapted(bases[0], *qv), bf16=True)
     assert numbers(trainer) == wanted
     rests = {name: (p.dtype, p.placements) for name, p in trainer.model.named_parameters()}
     assert all(dtype == (torch.float32 if "lora" in name else torch.bfloat16) for name, (dtype, _) in rests.items())
     assert all(placements[0].is_shard() for _, placements in rests.values())
+    trainer.save_model(f"{folder}/out")
+    again = dict(PeftModel.from_pretrained(bases[1], f"{folder}/out").named_parameters())
+    assert all(
+        torch.equal(p.full_tensor(), again[name]) for name, p in trainer.model.named_parameters() if "lora" in name
+    )
 
 
 @on_two_ranks

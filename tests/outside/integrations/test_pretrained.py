@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
@@ -169,19 +167,6 @@ def test_a_folder_that_was_written_from_shards_is_read_by_transformers_and_into_
     for (name, buffer), plain in zip(again.named_buffers(), loaded.buffers(), strict=True):
         assert torch.equal(buffer, plain), name
     again.train()(input_ids=tokens, labels=tokens).loss.backward()
-
-
-@on_two_ranks
-def test_a_whole_state_dict_of_torch_is_written_by_transformers(folder: str) -> None:
-    start()
-    plain: Any = tied()
-    model: Any = zf.zero3(tied(), axis())
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
-    dist.barrier()
-    loaded = type(plain).from_pretrained(folder)
-    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), loaded.parameters(), strict=True))
 
 
 @on_two_ranks

@@ -120,31 +120,22 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @on_two_ranks
-def test_an_adapter_is_trained_and_resumed(folder: str) -> None:
-    """SFT of an adapter that the trainer makes: the numbers of replicas, and a checkpoint that is taken up."""
-    from peft import LoraConfig
-
-    _written(folder, "SFTTrainer")
-    options = {"max_length": 16, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
-    wanted = numbers(_trainer(folder, "SFTTrainer", "replicas", options, **adapter))
-    require_close(numbers(_trainer(folder, "SFTTrainer", "mixin", options, **adapter)), wanted, 5e-5)
-    resumed = _trainer(folder, "SFTTrainer", "mixin", options, **adapter)
-    require_close(numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
-
-
-@on_two_ranks
-def test_an_adapter_is_preferred_over_a_base_that_was_read_into_shards(folder: str) -> None:
-    """DPO of an adapter: its reference is the base without it, which no rank has read whole."""
+def test_an_adapter_is_trained_and_resumed_over_a_base_that_was_read_into_shards(folder: str) -> None:
+    """DPO of an adapter that the trainer makes: its reference is the base without it, which no rank has read whole."""
     from peft import LoraConfig
 
     _written(folder, "DPOTrainer")
-    found = {}
-    for kind in ("replicas", "placed"):
+    options = {"max_length": 16, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+    def trainer(kind: str) -> Any:
         torch.manual_seed(3)
-        adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
-        found[kind] = numbers(_trainer(folder, "DPOTrainer", kind, {"max_length": 16}, **adapter))
-    require_close(found["placed"], found["replicas"], 5e-5)
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        return _trainer(folder, "DPOTrainer", kind, options, peft_config=adapter)
+
+    wanted = numbers(trainer("replicas"))
+    for kind in ("mixin", "placed"):
+        require_close(numbers(trainer(kind)), wanted, 5e-5)
+    require_close(numbers(trainer("placed"), resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
 
 
 @pytest.mark.parametrize("trainer", CASES)
