@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.seeds import seed_generator
 
-__all__ = ["KINDS", "OUTPUTS", "Model", "Opaque", "Part", "build_model", "called_parts", "inputs", "outputs_of"]
+__all__ = ["KINDS", "OUTPUTS", "Model", "Opaque", "Part", "build_model", "inputs", "outputs_of", "part_of"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Part:
     frozen: bool = False
     wrap: str = ""
     children: tuple[Part, ...] = ()
+
+    def kinds(self) -> set[str]:
+        """The kinds and wraps of this and all below."""
+        return {self.kind, self.wrap}.union(*(child.kinds() for child in self.children))
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,7 @@ class Model:
 
     def kinds(self) -> set[str]:
         """The kinds of all parts."""
-        found: set[str] = set()
-        stack = list(self.parts)
-        while stack:
-            part = stack.pop()
-            found |= {part.kind, part.wrap}
-            stack += part.children
-        return found
+        return set().union(*(part.kinds() for part in self.parts))
 
 
 @dataclass
@@ -327,9 +325,10 @@ def build_model(model: Model, seed: int = 0) -> Root:
     return root
 
 
-def called_parts(root: nn.Module) -> list[nn.Module]:
-    """The parts that run in every forward on every rank."""
-    return list(root.parts)  # type: ignore[attr-defined, arg-type]
+def part_of(root: Any, number: int) -> nn.Module:
+    """One of the parts, which run in every forward on every rank."""
+    part: nn.Module = root.parts[number % len(root.parts)]
+    return part
 
 
 def inputs(model: Model, seed: int, rank: int) -> Tensor:

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from property_tests.modules import Model, build_model, called_parts, inputs, outputs_of
+from property_tests.modules import Model, build_model, inputs, outputs_of, part_of
 from property_tests.programs import Chain, apply
 from tests.simulation import axis as simulated_axis
 from tests.support.seeds import seed_generator
+from tests.support.wholes import held
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,7 @@ def evaluated(model: nn.Module, spec: Model, mode: str, seed: int, rank: int) ->
 
 def set_frozen(model: nn.Module, rule: Freeze) -> None:
     """Freezes a part or trains its floating point parameters."""
-    parts = called_parts(model)
-    for parameter in parts[rule.part % len(parts)].parameters():
+    for parameter in part_of(model, rule.part).parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(not rule.frozen)
 
@@ -225,8 +225,7 @@ class Failed(Exception):
 @contextmanager
 def failing(model: nn.Module, rule: Fail) -> Iterator[None]:
     """In this block a part raises `Failed`."""
-    parts = called_parts(model)
-    part = parts[rule.part % len(parts)]
+    part = part_of(model, rule.part)
 
     def in_forward(*_: object) -> None:
         raise Failed
@@ -255,13 +254,6 @@ def failing(model: nn.Module, rule: Fail) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def expecting_failure() -> Iterator[None]:
-    """Swallows `Failed`: the program goes on."""
-    with suppress(Failed):
-        yield
 
 
 # -- ranks that follow them ---------------------------------------------------------------------------------------------
@@ -331,7 +323,7 @@ class OnRank:
             call()
 
     def _accumulate(self, rule: Accumulate, seed: int) -> None:
-        with expecting_failure(), zf.accumulate(self.model):
+        with suppress(Failed), zf.accumulate(self.model):
             for number, microbatch in enumerate(rule.microbatches):
                 if number == rule.fails_at:
                     raise Failed
@@ -365,7 +357,7 @@ class OnRank:
 
     def _fail(self, rule: Fail, seed: int) -> None:
         block = zf.accumulate(self.model) if rule.accumulating else nullcontext()
-        with expecting_failure(), failing(self.model, rule), block:
+        with suppress(Failed), failing(self.model, rule), block:
             self._backward(Backward(), seed)
         self.model.zero_grad()
 
@@ -384,17 +376,9 @@ def _held(model: nn.Module) -> dict[str, Held]:
     """Asks nothing of other ranks: whole tensors are put together by who looks at all ranks."""
     found: dict[str, Held] = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if isinstance(parameter, DTensor):
-            (placement,) = parameter.placements
-            assert grad is None or (isinstance(grad, DTensor) and grad.placements == parameter.placements), name
-            local_grad = grad._local_tensor.detach().clone() if isinstance(grad, DTensor) else None
-            dim = placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
-            found[name] = Held(parameter._local_tensor.detach().clone(), dim, local_grad, parameter.requires_grad)
-        else:
-            found[name] = Held(
-                parameter.detach().clone(), None, None if grad is None else grad.clone(), parameter.requires_grad
-            )
+        (values, dim), (grad, grad_dim) = held(parameter), held(parameter.grad)
+        assert values is not None and (grad is None or grad_dim == dim), name
+        found[name] = Held(values, dim, grad, parameter.requires_grad)
     return found
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_fn as zf
 from property_tests.programs import Chain, Link, Tree, apply, batch, build
-from property_tests.strategies import STAGES, chains, links, trees
+from property_tests.strategies import STAGES, chains, links, trees, without_units
 from tests.support.groups import alone, pretended
 from zero_fn.errors import LayoutError, ZeroError
 
@@ -209,7 +209,7 @@ def test_the_argument_is_unchanged_and_still_runs(programs: list[tuple[Tree, Cha
             assert is_same(gradients(plain), slopes)
             assert resting(plain) == before
             described = zf.describe(model)
-            further = apply(tuple(Link(link.verb, without_units(link)) for link in more), model, mesh)
+            further = apply(without_units(more), model, mesh)
             gradients(further)
             with torch.no_grad():
                 for parameter in further.parameters():
@@ -218,10 +218,6 @@ def test_the_argument_is_unchanged_and_still_runs(programs: list[tuple[Tree, Cha
             assert is_same(outputs(model), expected)
             assert is_same(gradients(model), slopes)
             assert is_same(outputs(plain), expected)
-
-
-def without_units(link: Link) -> dict[str, object]:
-    return {name: value for name, value in link.options.items() if name != "units"}
 
 
 # -- found here ---------------------------------------------------------------------------------------------------------
