@@ -168,7 +168,6 @@ class Entries:
         return path in self._taken
 
     def is_auto(self, path: str) -> bool:
-        """Whether an entry is `"auto"`."""
         return path in self._found and self._found[path][1] == "auto"
 
     def given_under(self, section: str) -> dict[str, object]:

@@ -116,7 +116,6 @@ class Attached:
 
     @property
     def module(self) -> nn.Module:
-        """The module."""
         module = self._module()
         assert module is not None, "a module is called that is gone"
         return module

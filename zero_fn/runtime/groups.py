@@ -76,7 +76,6 @@ class Groups:
         return iter(self.members)
 
     def of(self, slot: Slot) -> Group:
-        """The group of a parameter."""
         return next(group for group in self.members if group.kind is slot.kind)
 
     # -- memory -----------------------------------------------------------------------------------------------------

@@ -244,7 +244,6 @@ class BackwardPass:
         return use in self.script.enters and use not in self._arrived
 
     def has_met(self, use: Use) -> bool:
-        """Whether the use is in the schedule."""
         return use in self.script.enters
 
     def enter(self, unit: int, use: Use | None, *, recomputes: bool) -> Use | None:

@@ -39,7 +39,6 @@ _replaced: dict[int, tuple[weakref.ref[Tensor], Replacement]] = {}
 
 
 def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:
-    """Remembers the replacement of `old`."""
     key = id(old)
     _replaced[key] = (weakref.ref(_anchor(old), lambda _: _replaced.pop(key, None)), replacement)
 

@@ -85,7 +85,6 @@ class Place:
         return module._parameters.get(self.attribute)
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Makes `parameter` the registered one."""
         self.module._parameters[self.attribute] = parameter
         self.set_aliases(parameter)
 

@@ -166,7 +166,6 @@ class Threads:
         return f"{_THREADS} threads"
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begins requests."""
         self._begun = [request for request in self._begun if not request.is_done]
         self.wait([other for other in self._begun if any(map(other.meets, requests))])
         for request in requests:

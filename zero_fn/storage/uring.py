@@ -85,7 +85,6 @@ class Uring:
         return "io_uring"
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begins requests."""
         with self._lock:
             left = [*self._waiting, *(request for request, _ in self._under_way.values())]
             self._finish([other for other in left if any(map(other.meets, requests))])

@@ -71,7 +71,6 @@ class Bits:
 
 @cache
 def _stream_of(device: torch.device) -> torch.Stream:
-    """The stream of messages of a device."""
     return torch.Stream(device)
 
 

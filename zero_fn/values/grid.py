@@ -51,7 +51,6 @@ class Cut:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut."""
         return self.order[0]
 
 

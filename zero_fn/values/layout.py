@@ -54,7 +54,6 @@ class ShardLayout:
 
     @property
     def dim(self) -> int:
-        """The sharded dim."""
         return self.order[0]
 
     @cached_property
@@ -69,7 +68,6 @@ class ShardLayout:
 
     @cached_property
     def row_numel(self) -> int:
-        """Elements of one row."""
         return prod(self.shape[dim] for dim in self.order[1:])
 
     @cached_property
@@ -98,11 +96,9 @@ class ShardLayout:
         return start, min(self.shard_rows, self.rows - start)
 
     def owned_numel(self, rank: int) -> int:
-        """Elements that `rank` owns."""
         return self.owned_rows(rank)[1] * self.row_numel
 
     def local_shape(self, rank: int) -> Shape:
-        """Shape of the shard of `rank`."""
         rows = self.owned_rows(rank)[1]
         return tuple(rows if dim == self.dim else size for dim, size in enumerate(self.shape))
 

@@ -75,7 +75,6 @@ class Contents:
     # -- elements ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes all files."""
         while self._readers:
             self._readers.popitem()[1].close()
 

@@ -197,7 +197,6 @@ class TensorFile:
         return {"nbytes": self.nbytes, "begin": self._begin, "xxh3": self._digest, "tensors": tensors}
 
     def close(self) -> None:
-        """Closes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -276,7 +275,6 @@ class TensorReader:
         return self._room[:nbytes]
 
     def close(self) -> None:
-        """Closes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -73,7 +73,6 @@ _FORM = {"id": str, "ranks": int, "names?": {str: int}, "saved_at_ns": int, "mad
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads the manifest of a checkpoint."""
     manifest = read_json(folder / MANIFEST, {"format": str, "version": int})
     if manifest["format"] != "zero_fn checkpoint" or manifest["version"] > VERSION:
         raise CheckpointError(
