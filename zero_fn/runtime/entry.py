@@ -15,6 +15,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from types import FrameType, ModuleType
@@ -50,49 +51,24 @@ __all__ = [
 ]
 
 
+@dataclass(slots=True)
 class _Begun:
     """A call that entered its unit."""
 
-    __slots__ = (
-        "depth",
-        "era",
-        "error_before",
-        "has_backward",
-        "is_outermost",
-        "is_packing",
-        "is_transforming",
-        "tensors",
-        "use",
-    )
-
-    def __init__(self, era: int, *, is_outermost: bool, is_transforming: bool) -> None:
-        self.era = era  # that of the forwards: if they have another now, the call was left by them
-        self.is_outermost, self.is_transforming = (
-            is_outermost,
-            is_transforming,
-        )  # it began the pass; is inside torch.func
-        self.depth = 0  # calls of the module inside this one
-        self.use: UnitUse | None = None  # None in a block in which whole parameters are registered
-        self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
-        self.error_before = sys.exception()  # the one that is being handled
-        # Whether a backward may come: the output is watched, and gathered memory that autograd saves is packed; from here on.
-        self.has_backward = self.is_packing = False
+    era: int  # that of the forwards: if they have another now, the call was left by them
+    is_outermost: bool  # whether it began the pass
+    is_transforming: bool  # whether it runs inside a transform of torch.func
+    use: UnitUse | None = None  # None in a block in which whole parameters are registered
+    tensors: list[Tensor] = field(default_factory=list)  # the whole parameters, as modules see them
+    error_before: BaseException | None = field(default_factory=sys.exception)  # which is being handled
+    has_backward: bool = False  # one may come: the output is watched, and gathered memory that autograd saves is packed
+    is_packing: bool = False  # it has begun that
+    depth: int = 0  # calls of the module inside this one
 
 
 class Attached:
     """A unit and one of the modules at which it is entered."""
 
-    __slots__ = (
-        "__weakref__",
-        "_begun",
-        "_module",
-        "attribute",
-        "input_dtype",
-        "is_anchor",
-        "output_dtype",
-        "run",
-        "unit",
-    )
     _frames: ClassVar[int] = 2  # from `begin` to the frame that stays until the call has ended
 
     def __init__(
@@ -270,7 +246,6 @@ class Attached:
 class Method(Attached):
     """Callable in place of a method of a module, which enters a unit."""
 
-    __slots__ = ()
     _frames = 1
 
     @property

@@ -63,7 +63,7 @@ def gather_again(unit: Unit) -> list[Tensor]:
         use = UnitUse(weakref.proxy(unit), -1)  # the unit holds these tensors, their node holds this
         with torch.enable_grad():
             lent = Lent(gather(use), now, use)
-        gathered.lend(lent)
+        gathered.lent = lent
     lent.use.generation, lent.use.has_arrived, lent.is_shown = unit.generation, False, True
     return lent.tensors
 

@@ -89,7 +89,7 @@ class Gathered:
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         segments: list[Segment] = []
         views: dict[Slot, Tensor] = {}
-        transient: list[Tensor] = []
+        transient: list[tuple[Tensor, int]] = []  # buffers, and how many parameters each has
         with torch.inference_mode(False):  # the buffers outlive the forward that asks for them
             for group in groups:
                 if group.whole is None or group.kind.travels:
@@ -97,7 +97,7 @@ class Gathered:
                 buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
                 if group.is_transient:
                     remember_buffer(buffer, self, unit, len(self.buffers))
-                    transient.append(buffer)
+                    transient.append((buffer, len(group.slots)))
                 self.buffers.append(buffer)
                 if group.record is not None and group.inner is None:
                     records = [record for record in group.records() if record is not group.gradient_record]
@@ -115,12 +115,13 @@ class Gathered:
         self.plan = line.gather_plan(segments) if segments else None
         self._inner: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.inner_plan = self._inner_plan(groups, line)
-        # Storages that lose their memory between uses, each with its bytes and the number of references to it from here.
-        self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = None
-        storages = [buffer.untyped_storage() for buffer in transient]
+        # Storages that lose their memory between uses, each with its bytes, and the numbers of references to it from here and
+        # from tensors that are lent.
+        self._freed: list[tuple[torch.UntypedStorage, int, int, int]] | None = None
         # Not those of simulated tensors, memory that torch's allocator did not give, and what a subclass allocates.
-        if all(type(b) is Tensor and b.untyped_storage().resizable() for b in transient) and not self.travelling:
-            self._freed = [(storage, storage.nbytes(), _references(storage._cdata)) for storage in storages]
+        if all(type(b) is Tensor and b.untyped_storage().resizable() for b, _ in transient) and not self.travelling:
+            storages = [(buffer.untyped_storage(), lent) for buffer, lent in transient]
+            self._freed = [(each, each.nbytes(), _references(each._cdata), lent) for each, lent in storages]
         for travelling in self.travelling.values():
             self._add(travelling.outputs)
 
@@ -202,16 +203,6 @@ class Gathered:
             return [Travelling.shown(v) if i in self.travelling else v.data for i, v in enumerate(self._views)]
         return [view.data for view in self._views]
 
-    def lend(self, lent: Lent | None) -> None:
-        """Keeps these tensors on the buffers for the next backward, in place of those kept before."""
-        for sign, other in ((-1, self.lent), (1, lent)):
-            storages = [tensor.untyped_storage()._cdata for tensor in other.tensors] if other is not None else []
-            self._freed = [
-                (storage, nbytes, references + sign * storages.count(storage._cdata))
-                for storage, nbytes, references in self._freed or ()
-            ]
-        self.lent = lent
-
     def free(self) -> bool:
         """Takes the memory from the buffers, until `renew`.
 
@@ -221,11 +212,12 @@ class Gathered:
         if self._freed is None:
             return False
         if self.lent is not None and not self.lent.is_untouched():
-            self.lend(None)
-        for storage, _, references in self._freed:
-            if _references(storage._cdata) != references or not storage.resizable():
+            self.lent = None
+        lends = self.lent is not None
+        for storage, _, references, lent in self._freed:
+            if _references(storage._cdata) != references + lends * lent or not storage.resizable():
                 return False  # storages that numpy has seen are not resizable: an array must not lose its memory
-        for storage, _, _ in self._freed:
+        for storage, *_ in self._freed:
             storage.resize_(0)
         return True
 
@@ -237,7 +229,7 @@ class Gathered:
     def renew(self) -> None:
         """Gives the buffers memory again."""
         assert self._freed is not None, "buffers that cannot be freed were kept"
-        for storage, nbytes, _ in self._freed:
+        for storage, nbytes, *_ in self._freed:
             storage.resize_(nbytes)
 
 
