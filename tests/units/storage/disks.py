@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from zero_fn.storage import TierStorage
-from zero_fn.storage.io import Request
+from zero_fn.storage import Slab, TierStorage
+from zero_fn.storage.files import SpillFile
+from zero_fn.storage.io import Request, Threads
+from zero_fn.values.tiers import cpu
 
-__all__ = ["answers", "failing", "old_disk", "reserved", "small_disk"]
+__all__ = ["Lazy", "answers", "failing", "filled", "old_disk", "overwrite", "reserved", "small_disk"]
+
+
+class Lazy(Threads):
+    """Begins requests when somebody waits for them."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._begun.extend(requests)
 
 
 def reserved(shelf: TierStorage, nbytes: int) -> int:
     """The place of a range of its own."""
     (place,) = shelf.reserve([nbytes])
     return place
+
+
+def filled(nbytes: int, seed: int = 0) -> Slab:
+    """Memory with random bytes."""
+    slab = Slab(nbytes, cpu(), "test")
+    slab.memory.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return slab
+
+
+def overwrite(file: SpillFile, values: bytes | bytearray | memoryview, offset: int = 0) -> None:
+    """What flips bits, or another program, does to a file without a name."""
+    with open(f"/proc/self/fd/{file.fd}", "r+b", buffering=0) as opened:
+        os.pwrite(opened.fileno(), values, offset)
+        os.fsync(opened.fileno())
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.units.storage.disks import answers, old_disk, reserved, small_disk
+from tests.units.storage.disks import Lazy, answers, filled, old_disk, overwrite, reserved, small_disk
 from zero_fn.errors import StorageError, TierError
 from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
-from zero_fn.storage.io import IoBackend, Request, Threads, Transfer
+from zero_fn.storage.io import IoBackend, Threads, Transfer
 from zero_fn.storage.pool import BufferPool
 from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
 from zero_fn.storage.uring import Uring, _of_process, io_backend
@@ -36,16 +37,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["uring", "threads"])
+@pytest.fixture(params=[Uring, Threads])
 def carrier(request: pytest.FixtureRequest) -> IoBackend:
-    carrier: IoBackend
-    if request.param == "threads":
-        carrier = Threads()
-    else:
-        try:
-            carrier = Uring()
-        except OSError as error:
-            pytest.skip(f"no io_uring here: {error}")
+    try:
+        carrier: IoBackend = request.param()
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error}")
     return carrier
 
 
@@ -54,41 +51,22 @@ def disk(tmp_path: Path, carrier: IoBackend) -> DiskStorage:
     return DiskStorage(nvme(tmp_path), "states", carrier)
 
 
-def filled(nbytes: int, seed: int = 0) -> Slab:
-    slab = Slab(nbytes, cpu(), "test")
-    slab.memory.copy_(torch.randint(256, (slab.nbytes,), dtype=torch.uint8, generator=torch.manual_seed(seed)))
-    return slab
-
-
-def test_blocks_come_back_to_the_bit(disk: DiskStorage, carrier: IoBackend) -> None:
-    slab = filled(2 * BLOCK_NBYTES + 3 * PAGE_NBYTES)
-    expected = slab.memory.clone()
-    first, second = reserved(disk, slab.nbytes), reserved(disk, slab.nbytes)
-    transfers = [disk.write(first, slab.memory), disk.write(second, slab.memory)]
-    for transfer in transfers:
-        transfer.wait()
-    slab.memory.zero_()
-    disk.read(second, slab.memory).wait()
+@pytest.mark.parametrize("sizes", [[2 * BLOCK_NBYTES + 3 * PAGE_NBYTES] * 2, [PAGE_NBYTES] * 300])
+def test_ranges_come_back_to_the_bit(disk: DiskStorage, sizes: list[int]) -> None:
+    """Of several blocks; and more of them than a ring has entries."""
+    slab = filled(sum(sizes))
+    expected, views, places = slab.memory.clone(), torch.split(slab.memory, sizes), disk.reserve(sizes)
+    for act in (disk.write, disk.read):
+        for transfer in reversed(list(map(act, places, views))):
+            transfer.wait()
+        if act == disk.write:
+            slab.memory.zero_()
     assert torch.equal(slab.memory, expected)
-    slab.memory.zero_()
-    disk.read(first, slab.memory).wait()
-    assert torch.equal(slab.memory, expected)
-
-
-class Slow(Threads):
-    """A carrier that has not begun yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[Request] = []
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.waiting.extend(requests)
 
 
 def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_path: Path) -> None:
     """An interrupt drops them; the memory was that of the next tensor then, and the disk wrote into it."""
-    carrier, buffers = Slow(), BufferPool(2 * BLOCK_NBYTES, torch.uint8, torch.device("cpu"))
+    carrier, buffers = Lazy(), BufferPool(2 * BLOCK_NBYTES, torch.uint8, torch.device("cpu"))
     disk = DiskStorage(nvme(tmp_path), "states", carrier)
     offset = reserved(disk, 2 * BLOCK_NBYTES)
     memory = buffers.take()
@@ -97,7 +75,7 @@ def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_
     del memory
     other = buffers.take()
     assert other.data_ptr() != taken
-    carrier.waiting.clear()
+    carrier._begun.clear()
     assert buffers.take().data_ptr() == taken
 
 
@@ -112,26 +90,18 @@ def test_io_uring_carries_where_the_kernel_has_it() -> None:
     assert isinstance(_of_process.__wrapped__(os.getpid()), Uring) is is_new
 
 
-class Late(Threads):
-    """Begins to write when somebody waits."""
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        if requests[0].is_write:
-            self._begun.extend(requests)
-        else:
-            super().submit(requests)
-
-
 def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_path: Path) -> None:
     """An interrupt may come before anybody waits: the disk would get the bytes of whoever borrows it next."""
-    disk = DiskStorage(nvme(tmp_path), "states", Late())
+    disk = DiskStorage(nvme(tmp_path), "states", Lazy())
     place, other = reserved(disk, BLOCK_NBYTES), reserved(disk, BLOCK_NBYTES)
     disk.stage(BLOCK_NBYTES, 1)
+    transfers = []
     for place_of_it, value in ((place, 1), (other, 2)):
         memory = disk.borrow(place_of_it, BLOCK_NBYTES).fill_(value)
-        disk.write(place_of_it, memory)
+        transfers.append(disk.write(place_of_it, memory))
         disk.give_back(memory)
-    for place_of_it, value in ((place, 1), (other, 2)):
+    for (place_of_it, value), written in zip(((place, 1), (other, 2)), transfers, strict=True):
+        written.wait()
         found = filled(BLOCK_NBYTES)
         disk.read(place_of_it, found.memory).wait()
         assert torch.equal(found.memory, torch.full_like(found.memory, value))
@@ -208,25 +178,20 @@ def test_an_error_of_the_disk_names_file_range_and_errno(
 
 
 def test_errors_of_the_kernel_itself_reach_the_caller(disk: DiskStorage) -> None:
-    """No injection: the descriptor is closed, as a failed mount would do."""
-    slab = filled(PAGE_NBYTES)
-    offset = reserved(disk, slab.nbytes)
-    keep = os.dup(disk.files[0].fd)
-    os.close(disk.files[0].fd)
-    with pytest.raises(StorageError, match="EBADF"):
-        disk.write(offset, slab.memory).wait()
-    os.dup2(keep, disk.files[0].fd)
-    os.close(keep)
-
-
-def test_a_file_that_was_cut_raises(disk: DiskStorage) -> None:
+    """No injection: something cut the file, and the descriptor is closed, as a failed mount would do."""
     slab = filled(4 * PAGE_NBYTES)
-    offset = reserved(disk, slab.nbytes)
+    offset, fd = reserved(disk, slab.nbytes), disk.files[0].fd
     disk.write(offset, slab.memory).wait()
-    os.ftruncate(disk.files[0].fd, 2 * PAGE_NBYTES)
+    os.ftruncate(fd, 2 * PAGE_NBYTES)
     with pytest.raises(StorageError, match="stopped short") as raised:
         disk.read(offset, slab.memory).wait()
     assert f"{2 * PAGE_NBYTES} B" in str(raised.value.facts["why"])
+    keep = os.dup(fd)
+    os.close(fd)
+    with pytest.raises(StorageError, match="EBADF"):
+        disk.write(offset, slab.memory).wait()
+    os.dup2(keep, fd)
+    os.close(keep)
 
 
 @given(
@@ -245,12 +210,10 @@ def test_any_flipped_bit_and_swapped_words_are_found(at: int, bit: int, word: in
         flipped[at] ^= 1 << bit
         words[[word, (word + apart) % 512]] = words[[(word + apart) % 512, word]]
         for wrong in (flipped, words.numpy().data):
-            with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
-                file.write(wrong)
+            overwrite(disk.files[0], wrong)
             with pytest.raises(StorageError, match=r"(?s)does not hold what was written.*flipped bits"):
                 disk.read(offset, slab.memory).wait()
-        with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
-            file.write(written)
+        overwrite(disk.files[0], written)
         disk.read(offset, slab.memory).wait()
 
 
@@ -260,28 +223,35 @@ def test_a_lost_write_is_told_from_damage(disk: DiskStorage) -> None:
     disk.write(offset, slab.memory).wait()
     slab.memory.add_(1)
     disk.write(offset, slab.memory).wait()
-    with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
-        file.write(old)
+    overwrite(disk.files[0], old)
     with pytest.raises(StorageError, match=r"(?s)the bytes of generation 1.*lost a write"):
         disk.read(offset, slab.memory).wait()
-    with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
-        file.write(b"neither")
+    overwrite(disk.files[0], b"neither")
     with pytest.raises(StorageError, match=r"(?s)found    : checksum.*flipped bits"):
         disk.read(offset, slab.memory).wait()
 
 
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, carrier: IoBackend) -> None:
-    with small_disk(tmp_path / "disk") as path:
-        disk = DiskStorage(nvme(path), "states", carrier)
-        offset = reserved(disk, MIB // 2)
-        slab = filled(MIB // 2)
+@pytest.mark.parametrize(
+    ("made", "nbytes", "more", "told"),
+    [
+        (small_disk, MIB // 2, 2 * MIB, r"(?s)states in .* need 2\.50 MiB of disk, 1\.00 MiB can be taken.*No space"),
+        (old_disk, 3 * MIB + PAGE_NBYTES, 61 * MIB - PAGE_NBYTES, r"(?s)64\.00 MiB of disk.*No space left"),
+    ],
+)
+def test_a_full_disk_is_found_before_anything_is_written(
+    tmp_path: Path, carrier: IoBackend, made: Any, nbytes: int, more: int, told: str
+) -> None:
+    """A file system that cannot reserve has its room written; it failed with EINVAL and the advice to check the disk."""
+    with made(tmp_path / "disk") as path:
+        disk, slab = DiskStorage(nvme(path), "states", carrier), filled(nbytes)
+        offset, expected = reserved(disk, nbytes), slab.memory.clone()
+        assert os.fstat(disk.files[0].fd).st_blocks * 512 >= nbytes
         disk.write(offset, slab.memory).wait()
-        with pytest.raises(
-            TierError, match=r"(?s)states in .* need 2\.50 MiB of disk, 1\.00 MiB can be taken.*No space"
-        ):
-            reserved(disk, 2 * MIB)
-        disk.read(offset, slab.memory).wait()  # what was there is there
-        assert reserved(disk, MIB // 2) == MIB // 2  # and what fits, fits
+        with pytest.raises(TierError, match=told):
+            reserved(disk, more)
+        disk.read(offset, slab.memory.zero_()).wait()
+        assert torch.equal(slab.memory, expected)
+        assert reserved(disk, MIB // 2) == nbytes  # what fits, fits
 
 
 def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk: DiskStorage) -> None:
@@ -315,20 +285,6 @@ def test_a_limit_of_the_process_on_open_files_is_named(
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert "open files of the process (ulimit -n)" in str(raised.value.facts["bound"])
     assert "ulimit -n" in raised.value.fix
-
-
-def test_a_file_system_that_cannot_reserve_has_its_room_written(tmp_path: Path, carrier: IoBackend) -> None:
-    """It failed with EINVAL and the advice to check the disk."""
-    with old_disk(tmp_path / "disk") as path:
-        disk, slab = DiskStorage(nvme(path), "states", carrier), filled(3 * MIB + PAGE_NBYTES)
-        offset, expected = reserved(disk, slab.nbytes), slab.memory.clone()
-        assert os.fstat(disk.files[0].fd).st_blocks * 512 >= slab.nbytes
-        disk.write(offset, slab.memory).wait()
-        with pytest.raises(TierError, match=r"(?s)64\.00 MiB of disk.*No space left"):
-            reserved(disk, 61 * MIB - PAGE_NBYTES)
-        disk.read(offset, slab.memory.zero_()).wait()
-        assert torch.equal(slab.memory, expected)
-        assert reserved(disk, MIB) == slab.nbytes
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
@@ -365,8 +321,6 @@ def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path: Path, carrier: IoB
     folder.rmdir()
     disk.read(offset, slab.memory.zero_()).wait()
     assert torch.equal(slab.memory, expected)
-    with pytest.raises(StorageError, match="ENOENT"):
-        DiskStorage(nvme(folder), "states", carrier)
 
 
 @pytest.mark.parametrize("has_unnamed", [True, False])
@@ -375,17 +329,15 @@ def test_jobs_on_one_path_share_no_file(
 ) -> None:
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    one, other = (DiskStorage(nvme(tmp_path), "states", carrier) for _ in range(2))
+    disks = [DiskStorage(nvme(tmp_path), "states", carrier) for _ in range(2)]
     first, second = filled(PAGE_NBYTES, seed=1), filled(PAGE_NBYTES, seed=2)
     expected = first.memory.clone()
-    one.write(reserved(one, PAGE_NBYTES), first.memory).wait()
-    other.write(reserved(other, PAGE_NBYTES), second.memory).wait()
-    one.read(0, first.memory.zero_()).wait()
-    assert torch.equal(first.memory, expected)
-    for disk in (one, other):
+    for disk, slab in zip(disks, (first, second), strict=True):
+        disk.write(reserved(disk, PAGE_NBYTES), slab.memory).wait()
         status = os.fstat(disk.files[0].fd)
-        assert stat.S_IMODE(status.st_mode) == 0o600
-        assert status.st_nlink == 0
+        assert stat.S_IMODE(status.st_mode) == 0o600 and status.st_nlink == 0
+    disks[0].read(0, first.memory.zero_()).wait()
+    assert torch.equal(first.memory, expected)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -434,21 +386,6 @@ def test_threads_carry_requests_where_io_uring_is_refused(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("zero_fn.storage.uring.Uring", refused)
     assert str(_of_process.__wrapped__(0)) == "4 threads"
-
-
-def test_a_full_ring_takes_more_requests_than_it_has_entries(disk: DiskStorage) -> None:
-    slab = filled(300 * PAGE_NBYTES)
-    expected = slab.memory.clone()
-    reserved(disk, slab.nbytes)
-    views = torch.split(slab.memory, PAGE_NBYTES)
-    transfers = [disk.write(i * PAGE_NBYTES, view) for i, view in enumerate(views)]
-    for transfer in reversed(transfers):
-        transfer.wait()
-    slab.memory.zero_()
-    transfers = [disk.read(i * PAGE_NBYTES, view) for i, view in enumerate(views)]
-    for transfer in transfers:
-        transfer.wait()
-    assert torch.equal(slab.memory, expected)
 
 
 ENDED = """

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.units.storage.disks import reserved, small_disk
-from zero_fn.storage.files import STRIPE_NBYTES, SpillFile, extents_of, share_of
+from tests.units.storage.disks import answers, filled, overwrite, reserved, small_disk
+from zero_fn.storage.files import STRIPE_NBYTES, extents_of, share_of
 from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
-from zero_fn.storage.io import Request
 from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
 from zero_fn.values.tiers import Nvme, cpu
 
@@ -33,12 +32,6 @@ def disks(tmp_path: Path) -> list[str]:
     for path in paths:
         path.mkdir()
     return [str(path) for path in paths]
-
-
-def filled(nbytes: int, seed: int) -> Slab:
-    slab = Slab(nbytes, cpu(), "test", forked=False)
-    slab.memory.random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return slab
 
 
 @given(
@@ -93,20 +86,11 @@ def test_a_fault_is_named_with_its_path(disks: list[str], monkeypatch: pytest.Mo
     slab = filled(6 * STRIPE_NBYTES, 0)
     offset = reserved(disk, slab.nbytes)
     disk.write(offset, slab.memory).wait()
-    second: SpillFile = disk.files[1]
-    with open(f"/proc/self/fd/{second.fd}", "r+b", buffering=0) as file:
-        file.seek(STRIPE_NBYTES + 100)
-        byte = file.read(1)
-        file.seek(STRIPE_NBYTES + 100)
-        file.write(bytes([byte[0] ^ 4]))
+    overwrite(disk.files[1], b"neither", STRIPE_NBYTES + 100)
     with pytest.raises(zf.StorageError, match=r"block of states in \S*second does not hold"):
         disk.read(offset, slab.memory).wait()
-    advance = Request.advance
-
-    def failing(request: Request, result: int) -> None:
-        advance(request, -errno.EIO if request.file is disk.files[2] else result)
-
-    monkeypatch.setattr(Request, "advance", failing)
+    third = disk.files[2]
+    answers(monkeypatch, lambda request, result: -errno.EIO if request.file is third else result)
     with pytest.raises(zf.StorageError, match=r"Writing to states in \S*third failed"):
         disk.write(offset, slab.memory).wait()
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import copy
 import errno
-import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import fulls
-from tests.units.storage.disks import answers, failing
+from tests.units.storage.disks import answers, failing, overwrite
 from zero_fn.storage import tier_storage
 from zero_fn.storage.io import Request
 
@@ -133,9 +131,7 @@ def test_a_flipped_bit_is_not_computed_with(tmp_path: Path, kind: str) -> None:
 
     def flip() -> None:
         (disk,) = (each for each in tier_storage._disks if each.tier == tier)
-        with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, 777)[0] ^ 4]), 777)
-            os.fsync(file.fileno())
+        overwrite(disk.files[0], b"other", 777)
 
     moment = {"gradients": "backward", "activations": "forward"}.get(kind, "zero_grad")
     with pytest.raises(zf.StorageError, match="does not hold what was written to it"):
@@ -278,14 +274,3 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_and_the_step_may_be_ta
     assert re.fullmatch(rf"{failure.other} failed on rank 1 of axis 'dp' \(2\)\.", here.pop(0))
     assert here == there[1:] == list(failure.after)
     assert good == good_there == (not failure.after)
-
-
-@on_ranks(2)
-def test_states_that_every_rank_has_are_read_without_the_others(folder: str) -> None:
-    model: Any = zf.replicate(Language(dim=30), axis())
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(folder), buffer="12KiB")
-    model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
-    optimizer.step()
-    fails = axis().get_local_rank() == 1
-    with failing(where=fails), pytest.raises(zf.StorageError, match=r"^Reading from") if fails else nullcontext():
-        optimizer.state_dict()

@@ -8,7 +8,6 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,48 +17,61 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.support.models import Language
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
-from tests.units.storage.disks import failing
-from zero_fn.runtime.record import Record
-from zero_fn.streamed.pipeline import Waiting
+from tests.support.wholes import fulls
+from tests.units.storage.disks import Lazy, failing
+from zero_fn.streamed.pipeline import ChunkPipeline, Waiting
+
+KINDS = ("params", "grads", "optim")
 
 
 def tokens(seed: int) -> Tensor:
     return torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
 
 
+def backward(model: nn.Module, seed: int) -> None:
+    model(tokens(seed)).logsumexp(-1).mean().backward()
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    backward(model, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 class Pair:
     """A model in tiers whose steps wait, and the same in memory."""
 
-    def __init__(self, path: Path, **how: Any) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        transform: Callable[[nn.Module], nn.Module] = lambda model: model,
+        kinds: tuple[str, ...] = KINDS,
+        finish: str = "forward",
+    ) -> None:
         seed_generator(0)
         self.plain: Any = Language(blocks=4)
-        disk = zf.nvme(path)
-        self.model: Any = zf.offload(copy.deepcopy(self.plain), params=disk, grads=disk, optim=disk)
+        self.model: Any = zf.offload(transform(copy.deepcopy(self.plain)), **dict.fromkeys(kinds, zf.nvme(path)))  # type: ignore[arg-type]
         self.stock = torch.optim.AdamW(self.plain.parameters(), lr=0.01)
-        self.optimizer = zf.streamed(torch.optim.AdamW(self.model.parameters(), lr=0.01), finish="forward", **how)
+        self.optimizer = zf.streamed(torch.optim.AdamW(self.model.parameters(), lr=0.01), finish=finish)
 
-    def backward(self, seed: int = 0) -> None:
-        for model in (self.model, self.plain):
-            model(tokens(seed)).logsumexp(-1).mean().backward()
+    @property
+    def both(self) -> tuple[tuple[Any, Any], ...]:
+        return (self.model, self.optimizer), (self.plain, self.stock)
 
     def step(self, seed: int = 0) -> None:
-        self.backward(seed)
-        for optimizer in (self.optimizer, self.stock):
-            optimizer.step()
-            optimizer.zero_grad()
+        for model, optimizer in self.both:
+            step(model, optimizer, seed)
 
     @property
     def waiting(self) -> Waiting | None:
         return self.optimizer._steps.waiting
 
     def require_same(self) -> None:
-        for one, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            assert torch.equal(one.detach().clone(), other)
+        assert all(map(torch.equal, fulls(self.model.parameters()), self.plain.parameters()))
         states, golden = self.optimizer.state_dict()["state"], self.stock.state_dict()["state"]
-        for number in golden:
-            assert all(torch.equal(states[number][name], golden[number][name]) for name in golden[number])
+        assert all(torch.equal(*fulls([states[i][name], golden[i][name]])) for i in golden for name in golden[i])
 
 
 @pytest.fixture
@@ -69,6 +81,7 @@ def pair(tmp_path: Path) -> Pair:
 
 def test_a_step_is_taken_unit_by_unit_by_the_forward_that_reads_it(pair: Pair) -> None:
     pair.step()
+    assert "before the next forward" in str(pair.optimizer)
     assert pair.waiting is not None
     chunks = len(pair.optimizer.states.chunks)
     assert pair.waiting.progress == f"0 of {chunks} chunks"
@@ -83,26 +96,38 @@ def test_a_step_is_taken_unit_by_unit_by_the_forward_that_reads_it(pair: Pair) -
     pair.require_same()
 
 
-def unsharded(pair: Pair) -> None:
-    with zf.unsharded(pair.model), torch.no_grad():
-        for whole, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-            assert torch.equal(whole, plain)
+@pytest.mark.parametrize("kinds", [("optim",), ("params", "optim"), ("grads", "optim")])
+def test_what_is_in_memory_is_stepped_at_once(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """Anybody can read it."""
+    pair = Pair(tmp_path, kinds=kinds)
+    pair.step()
+    assert pair.waiting is None
 
 
 def edited_whole(pair: Pair) -> None:
     with zf.unsharded(pair.model, writeback=True), torch.no_grad():
-        pair.model.blocks[1].up.weight.mul_(0.5)
-    with torch.no_grad():
-        pair.plain.blocks[1].up.weight.mul_(0.5)
+        assert all(map(torch.equal, pair.model.parameters(), pair.plain.parameters()))
+        for model in (pair.model, pair.plain):
+            model.blocks[1].up.weight.mul_(0.5)
 
 
 def saved(pair: Pair) -> None:
+    read = Language(blocks=4)
     with tempfile.TemporaryDirectory() as folder:
-        zf.save(f"{folder}/step-1", pair.model)
-        read = Language(blocks=4)
+        zf.save(f"{folder}/step-2", pair.model)
         zf.load(folder, read)
-    for one, other in zip(read.parameters(), pair.plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, read.parameters(), pair.plain.parameters()))
+
+
+def loaded(pair: Pair) -> None:
+    """States of before, which come after the step that waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        zf.save(f"{folder}/step-2", pair.model, pair.optimizer)
+        states = copy.deepcopy(pair.stock.state_dict())
+        pair.step(3)
+        assert pair.waiting is not None
+        zf.load(folder, pair.model, pair.optimizer, only="optimizer")
+    pair.stock.load_state_dict(states)
 
 
 def inferred(pair: Pair) -> None:
@@ -119,11 +144,11 @@ READS: dict[str, Callable[[Pair], object]] = {
     "a copy": lambda pair: copy.deepcopy(pair.model),
     "evaluation": lambda pair: pair.model(tokens(9)),
     "evaluation in inference mode, and a step": inferred,
-    "whole parameters": unsharded,
-    "an edit of whole parameters": edited_whole,
+    "whole parameters, and an edit of them": edited_whole,
     "another transform": lambda pair: zf.precision(pair.model, compute=torch.bfloat16),
     "eviction": lambda pair: zf.evict(pair.model, pair.optimizer, to=zf.cpu()).restore(),
     "a checkpoint of the weights": saved,
+    "states that are loaded": loaded,
     "the next step": lambda pair: pair.step(7),
 }
 
@@ -136,65 +161,36 @@ def test_whoever_reads_finds_it_stepped(pair: Pair, reads: str) -> None:
     pair.require_same()
 
 
-def test_states_that_are_loaded_come_after_the_step_that_waits(pair: Pair, tmp_path: Path) -> None:
-    pair.step(1)
-    zf.save(tmp_path / "step-1", pair.model, pair.optimizer)
-    states = copy.deepcopy(pair.stock.state_dict())
-    pair.step(2)
-    assert pair.waiting is not None
-    zf.load(tmp_path, pair.model, pair.optimizer, only="optimizer")
-    pair.stock.load_state_dict(states)
-    pair.require_same()
-
-
 @pytest.mark.parametrize("rate", [float, torch.tensor])
 def test_edits_and_gradients_after_a_step_are_those_of_one_that_was_finished(
     pair: Pair, rate: Callable[[float], Any]
 ) -> None:
-    for group in (*pair.optimizer.param_groups, *pair.stock.param_groups):
-        group["lr"] = rate(0.01)
-    pair.backward(1)
-    for optimizer in (pair.optimizer, pair.stock):
+    for model, optimizer in pair.both:
+        for group in optimizer.param_groups:
+            group["lr"] = rate(0.01)
+        backward(model, 1)
         optimizer.step()  # gradients stay, are added to, scaled, and cleared in place
-    for group in (*pair.optimizer.param_groups, *pair.stock.param_groups):
-        group["lr"] *= 100.0
-    pair.backward(2)
-    for model in (pair.model, pair.plain):
+        for group in optimizer.param_groups:
+            group["lr"] *= 100.0
+        backward(model, 2)
         with torch.no_grad():
             model.blocks[2].up.weight.mul_(0.5)
             model.blocks[1].up.weight.grad.mul_(2.0)
-    for optimizer in (pair.optimizer, pair.stock):
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    for model in (pair.model, pair.plain):
         with torch.no_grad():
             model.norm.weight.fill_(0.25)
     pair.require_same()
 
 
-def test_nothing_is_read_that_is_still_being_written(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_that_is_still_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the disk does first: a read may pass a write, which is under way until somebody has waited for it."""
-    write, read = Record.write_parcel, Record.read_parcel
-    under_way: set[Any] = set()
-    reads: list[bool] = []
-
-    def written(self: Record, parcel: Any, memory: Tensor, version: int | None = None) -> Any:
-        transfer, key = write(self, parcel, memory, version), (self, parcel.start)
-        under_way.add(key)
-        return SimpleNamespace(wait=lambda: (transfer.wait(), under_way.discard(key)))  # type: ignore[func-returns-value, union-attr]
-
-    def read_after(self: Record, parcel: Any, memory: Tensor) -> Any:
-        reads.append((self, parcel.start) not in under_way)
-        return read(self, parcel, memory)
-
-    monkeypatch.setattr(Record, "write_parcel", written)
-    monkeypatch.setattr(Record, "read_parcel", read_after)
+    monkeypatch.setattr("zero_fn.storage.tier_storage.io_backend", Lazy)
+    pair = Pair(tmp_path)
     for seed in range(3):
         pair.step(seed)
     pair.model(tokens(3))
     pair.require_same()
-    assert len(reads) > 8
-    assert all(reads)
 
 
 @pytest.mark.parametrize("is_in_a_cycle", [False, True])
@@ -203,20 +199,16 @@ def test_parameters_outlive_their_optimizer(pair: Pair, is_in_a_cycle: bool) -> 
     scheduler = torch.optim.lr_scheduler.LambdaLR(pair.optimizer, lambda _: 1.0) if is_in_a_cycle else None
     del pair.optimizer, scheduler
     gc.collect()
-    assert all(map(torch.equal, (p.detach().clone() for p in pair.model.parameters()), pair.plain.parameters()))
+    assert all(map(torch.equal, fulls(pair.model.parameters()), pair.plain.parameters()))
 
 
 def test_a_model_that_is_gone_is_not_stepped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: list[int] = []
-    reach = Waiting.reach
-    monkeypatch.setattr(Waiting, "reach", lambda self, count: (reached.append(count), reach(self, count)))
     pair.step(1)
-    waiting = weakref.ref(pair.waiting)
-    reached.clear()
+    waiting, reached = weakref.ref(pair.waiting), []
+    monkeypatch.setattr(ChunkPipeline, "reach", lambda _, count: reached.append(count))
     gc.disable()
     try:
-        del pair.model
-        del pair.optimizer
+        del pair.model, pair.optimizer
         assert waiting() is None, "it keeps the memory of a model that nobody has"
     finally:
         gc.enable()
@@ -225,91 +217,52 @@ def test_a_model_that_is_gone_is_not_stepped(pair: Pair, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("finishes", [("forward", "forward"), ("forward", "step"), ("step", "forward")])
 @pytest.mark.parametrize("second", ["every other parameter", "one of the second unit"])
-def test_two_optimizers_may_step_the_same_parcels(tmp_path: Path, second: str, finishes: Any) -> None:
-    seed_generator(0)
-    plain: Any = Language()
-    disk = zf.nvme(tmp_path)
-    model = zf.offload(copy.deepcopy(plain), params=disk, grads=disk, optim=disk)
-
-    def halves(of: nn.Module, *, waits: bool) -> list[Any]:
-        named = list(of.named_parameters())
+def test_two_optimizers_may_step_the_same_parcels(pair: Pair, second: str, finishes: Any) -> None:
+    for model in (pair.model, pair.plain):
+        named = list(model.named_parameters())
         of_second = [name for name, _ in named[1::2]] if "other" in second else ["blocks.0.up.weight"]
         parts = [[p for name, p in named if (name in of_second) == is_second] for is_second in (False, True)]
-        stock = [torch.optim.AdamW(parts[0], lr=0.01), torch.optim.SGD(parts[1], lr=0.1, momentum=0.9)]
-        return [zf.streamed(each, finish=how) for each, how in zip(stock, finishes, strict=True)] if waits else stock
-
-    pairs = (model, halves(model, waits=True)), (plain, halves(plain, waits=False))
-    for step in range(3):
-        for module, optimizers in pairs:
-            module(tokens(step)).logsumexp(-1).mean().backward()
+        optimizers: list[Any] = [torch.optim.AdamW(parts[0], lr=0.01), torch.optim.SGD(parts[1], lr=0.1, momentum=0.9)]
+        if model is pair.model:
+            optimizers = [zf.streamed(each, finish=how) for each, how in zip(optimizers, finishes, strict=True)]
+        for seed in range(3):
+            backward(model, seed)
             for optimizer in optimizers * 2:  # and again, with no forward between
                 optimizer.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-    assert all(torch.equal(p.detach().clone(), q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-def _failing(path: str, moment: str) -> str:
-    seed_generator(0)
-    disk = zf.nvme(path)
-    model: Any = zf.offload(zf.zero3(Language(blocks=4), axis()), params=disk, grads=disk, optim=disk)
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=0.01), finish="forward")
-
-    def step(seed: int) -> None:
-        model(tokens(seed)).logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0)
-    step(1)
-    saved = copy.deepcopy(optimizer.state_dict()), {key: value.clone() for key, value in model.state_dict().items()}
-    step(2)
-    acts: dict[str, Callable[[], object]] = {
-        "forward": lambda: model(tokens(7)), "the next step": optimizer.step, "states": optimizer.state_dict
-    }  # fmt: skip
-    with failing(where=axis().get_local_rank() == 1), pytest.raises(zf.StorageError) as caught:
-        acts[moment]()
-    for _ in range(2):  # the disk is well again: what is half stepped stays so
-        with pytest.raises((zf.StorageError, zf.StateError)):
-            optimizer.step()
-    optimizer.load_state_dict(saved[0])
-    model.load_state_dict(saved[1])
-    step(2)
-    assert all(bool(parameter.full_tensor().isfinite().all()) for parameter in model.parameters())
-    return caught.value.summary
+    assert all(map(torch.equal, fulls(pair.model.parameters()), pair.plain.parameters()))
 
 
 @pytest.mark.parametrize("moment", ["forward", "the next step", "states"])
-def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(
-    ranks: Ranks, tmp_path: Path, moment: str
-) -> None:
-    here, there = ranks(2).run(_failing, str(tmp_path), moment)
-    assert "failed on rank 1" in here
-    assert "failed on rank" not in there
-
-
 @on_ranks(2)
-def test_one_rank_may_save_what_every_rank_has_whole(folder: str) -> None:
-    disk = zf.nvme(folder)
-    model: Any = zf.offload(zf.replicate(Language(), axis()), params=disk, grads=disk, optim=disk)
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
-    for step in range(2):
-        model(tokens(step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == axis().get_local_rank() == 0:
-            assert optimizer.state_dict()["state"]
+def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(folder: str, moment: str) -> None:
+    pair = Pair(folder, lambda model: zf.zero3(model, axis()))
+    pair.step(1)
+    states = copy.deepcopy(pair.optimizer.state_dict())
+    values = {key: value.clone() for key, value in pair.model.state_dict().items()}
+    pair.step(2)
+    acts: dict[str, Callable[[], object]] = {
+        "forward": lambda: pair.model(tokens(7)), "the next step": pair.optimizer.step, "states": pair.optimizer.state_dict
+    }  # fmt: skip
+    fails = axis().get_local_rank() == 1
+    told = "^(Reading from|Writing to)" if fails else "failed on rank 1"
+    with failing(where=fails), pytest.raises(zf.StorageError, match=told):
+        acts[moment]()
+    for _ in range(2):  # the disk is well again: what is half stepped stays so
+        with pytest.raises((zf.StorageError, zf.StateError)):
+            pair.optimizer.step()
+    pair.optimizer.load_state_dict(states)
+    pair.model.load_state_dict(values)
+    step(pair.model, pair.optimizer, 2)
+    pair.require_same()
 
 
-def test_what_is_in_memory_is_stepped_at_once(tmp_path: Path) -> None:
-    """Anybody can read it."""
-    for kinds in (("optim",), ("params", "optim"), ("grads", "optim")):
-        model: Any = zf.offload(Language(), **{kind: zf.nvme(tmp_path) for kind in kinds})
-        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
-        model(tokens(0)).sum().backward()
-        optimizer.step()
-        assert optimizer._steps.waiting is None
-
-
-def test_it_says_when_it_is_stepped(pair: Pair) -> None:
-    assert "before the next forward" in str(pair.optimizer)
+@pytest.mark.parametrize("finish", ["step", "forward"])
+@on_ranks(2)
+def test_one_rank_may_read_states_that_every_rank_has_whole(folder: str, finish: str) -> None:
+    pair = Pair(folder, lambda model: zf.replicate(model, axis()), finish=finish)
+    pair.step(1)
+    if axis().get_local_rank() == 0:
+        pair.require_same()
+    pair.step(2)
