@@ -135,7 +135,7 @@ def test_a_hook_that_raises_leaves_nothing(world: World, where: str, inside: str
     world.train(model, optimizer, 3)
 
 
-@pytest.mark.parametrize("then", ["a backward of before", "a step", "a verb", "a child"])
+@pytest.mark.parametrize("then", ["a backward of before", "a step", "an edit", "a load", "a child"])
 @as_replicas()
 def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(world: World, then: str) -> None:
     model = world.build(Tower)
@@ -153,9 +153,11 @@ def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(world: World,
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-    elif then == "a verb":
-        with world.unsharded(model):
-            pass
+    elif then == "an edit":
+        with world.unsharded(model), torch.no_grad():
+            model.leave.weight.mul_(0.5)
+    elif then == "a load":
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
     else:
         model.blocks[2](noise(4, 7, seed=3)).sum()
     world.train(model, optimizer, 4)
