@@ -28,7 +28,7 @@ from property_tests.rules import (
     ZeroGrad,
 )
 from tests.simulation import Fault
-from zero_fn.values.home import Home, ReshardAfter, Sharded
+from zero_fn.values.home import Home, ReshardAfter, Stage
 from zero_fn.values.schedule import Enter, Exit, Trace, Use
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -77,7 +77,7 @@ def homes(*, compatible: bool = False) -> st.SearchStrategy[Home]:
     sums = (None, torch.float32) if compatible else (None, torch.float32, torch.float64)
     return st.builds(
         Home,
-        st.sampled_from(Sharded),
+        st.sampled_from(Stage),
         compute=st.sampled_from(dtypes),
         reduce=st.sampled_from(sums),
         grads=st.sampled_from(dtypes),

@@ -21,7 +21,7 @@ from property_tests.strategies import axis_sizes, homes, memory_orders, shapes, 
 from tests.support.profiles import examples
 from zero_fn.errors import LayoutError
 from zero_fn.values.assignment import Assignment
-from zero_fn.values.home import Home, Sharded
+from zero_fn.values.home import Home, Stage
 from zero_fn.values.layout import (
     ALIGNMENT_NBYTES,
     TOLERATED_PADDING_NUMEL,
@@ -78,7 +78,7 @@ def test_join_is_associative(triple: tuple[T, T, T]) -> None:
 def test_join_is_monotone(one: Home, other: Home) -> None:
     """A join asks for all that each side asks for; that it absorbs what it contains, the three laws above say."""
     joined = one.join(other)
-    assert joined.sharded >= one.sharded
+    assert joined.stage >= one.stage
     assert joined.reshard_after >= one.reshard_after
     assert one.compute is None or joined.compute == one.compute
     assert one.reduce is None or joined.reduce == one.reduce
@@ -105,7 +105,7 @@ def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home: Home, re
     computed, summed = home.compute_dtype(resting), home.sum_dtype(resting)
     assert computed.is_floating_point == resting.is_floating_point
     assert home.reduce is not None or summed.itemsize >= computed.itemsize
-    assert Home(Sharded.PARAMS).join(home).sum_dtype(resting) == summed
+    assert Home(Stage.PARAMS).join(home).sum_dtype(resting) == summed
 
 
 @given(homes(), st.sampled_from([torch.float32, torch.int64, torch.complex64]))

@@ -182,8 +182,8 @@ BUGS: tuple[Bug, ...] = (
         "join-takes-the-less",
         "Home.join",
         "a stage absorbs the stages below it",
-        "max(self.sharded, other.sharded)",
-        "min(self.sharded, other.sharded)",
+        "max(self.stage, other.stage)",
+        "min(self.stage, other.stage)",
         "property_tests/test_value_laws.py",
     ),
     Bug(

@@ -225,7 +225,7 @@ def _homes(model: nn.Module, named: ModelTensors) -> dict[str, str]:
     for parameter in model.parameters():
         slot, held = slot_of(parameter), named.parameters.get(id(parameter))
         if slot is not None and held is not None:
-            found[held.name] = f"{slot.levels_text} over {', '.join(map(str, slot.path.axes)) or 'no axis'}"
+            found[held.name] = f"{slot.stages_text} over {', '.join(map(str, slot.path.axes)) or 'no axis'}"
     return found
 
 

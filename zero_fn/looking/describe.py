@@ -14,7 +14,7 @@ from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.slot import Slot
 from zero_fn.streamed import Streamed
-from zero_fn.values.home import Sharded
+from zero_fn.values.home import Stage
 from zero_fn.values.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Description", "UnitRow", "describe", "home_of"]
@@ -124,17 +124,17 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
 
 def home_of(slot: Slot, tiers: Tiers) -> str:
     """Where a parameter rests, in words that are those of any other that rests alike, over axes of the same names."""
-    stages = " and ".join(f"stage {int(hop.level)} over {hop.axis}" for hop in slot.path.hops)
+    stages = " and ".join(f"stage {int(hop.stage)} over {hop.axis}" for hop in slot.path.hops)
     return f"{stages}, rest/compute/sum {dtypes_text(slot.kind)}, {str(tiers) or 'on the device'}"
 
 
 def _placement(slot: Slot) -> str:
     """P G O on the data axis; on each of several, by name; and on the model axes, where the parameter does not change."""
     cut = "R" if slot.path.cut is None else f"S({slot.path.cut.dim})"
-    states = (Sharded.PARAMS, Sharded.GRADS, Sharded.OPTIMIZER)
+    states = (Stage.PARAMS, Stage.GRADS, Stage.OPTIMIZER)
     found = []
     for hop in slot.path.hops:
-        text = " ".join(cut if hop.level >= state else "R" for state in states)
+        text = " ".join(cut if hop.stage >= state else "R" for state in states)
         found.append(text if len(slot.path.hops) == 1 else f"{hop.axis.name}: {text}")
     if slot.model is not None:
         names = slot.model.mesh.mesh_dim_names or ()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.segment import Segment
-from zero_fn.values.home import Sharded
+from zero_fn.values.home import Stage
 
 __all__ = ["Extension", "Travelling", "is_product", "travels"]
 
@@ -55,7 +55,7 @@ def travels(slot: Slot) -> bool:
     extension, path = slot.extension, slot.path
     if extension is None or not hasattr(extension.kind, "fsdp_pre_all_gather"):
         return False
-    if slot.model is not None or slot.home.tiers.params is not None or path.levels != (Sharded.PARAMS,):
+    if slot.model is not None or slot.home.tiers.params is not None or path.stages != (Stage.PARAMS,):
         return False
     return path.is_in_order and path.numel == path.piece_numel * path.size
 

@@ -31,7 +31,7 @@ def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
         transport.exchange,
         "layouts",
         [
-            f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}, {dtypes_text(slot.kind)}"
+            f"{slot} in unit {unit.name or 'root'!r}, {slot.stages_text}, {dtypes_text(slot.kind)}"
             for unit, slot in slots
         ],
         why="the next all-gather would hang or mix parameters",

@@ -30,7 +30,7 @@ from functools import cached_property
 import torch
 
 from zero_fn.runtime.path import Path
-from zero_fn.values.home import Home, Sharded
+from zero_fn.values.home import Home, Stage
 from zero_fn.values.tiers import Tier, is_away
 
 __all__ = ["Kind", "Rests", "Shelved", "dtypes_text"]
@@ -59,7 +59,7 @@ class Kind:
     dtype: torch.dtype  # at rest
     device: torch.device  # of the resting memory; `meta` before there is any
     device_type: str  # of the device that computes with them
-    hops: tuple[tuple[int, Sharded], ...]  # each axis that gradients are summed over: its number, and what it shards
+    hops: tuple[tuple[int, Stage], ...]  # each axis that gradients are summed over: its number, and what it shards
     is_cut: bool  # by any axis
     travels: bool = False  # their tensor subclass decides which bytes are sent for them (extended.py)
 
@@ -69,7 +69,7 @@ class Kind:
         device_type = path.hops[0].axis.device_type if path.hops else device.type
         if device.type not in (device_type, "meta"):
             device = torch.empty(0, device=device_type).device  # with its index
-        hops = tuple((hop.number, hop.level) for hop in path.hops)
+        hops = tuple((hop.number, hop.stage) for hop in path.hops)
         return cls(home, dtype, device, device_type, hops, path.layout is not None, travels)
 
     @cached_property
@@ -107,13 +107,13 @@ class Kind:
     @cached_property
     def is_kept(self) -> bool:
         """Whether whole parameters stay in memory between uses: no axis shards the parameters themselves."""
-        return not self.is_away and all(level < Sharded.PARAMS for _, level in self.hops)
+        return not self.is_away and all(stage < Stage.PARAMS for _, stage in self.hops)
 
     @cached_property
     def keeps_inner(self) -> bool:
         """Whether this rank's part on the first axis stays in memory: that axis shards parameters, the second less (hpZ)."""
-        levels = [level for _, level in self.hops if level > Sharded.NOTHING]
-        return len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
+        stages = [stage for _, stage in self.hops if stage > Stage.NOTHING]
+        return len(stages) > 1 and stages[0] == Stage.PARAMS > stages[1] and not self.is_away
 
     @cached_property
     def rests(self) -> Rests:

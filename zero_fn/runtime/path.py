@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.transport.segment import Contribution, Route, Segment
 from zero_fn.values.grid import Cut, Grid
-from zero_fn.values.home import Sharded
+from zero_fn.values.home import Stage
 from zero_fn.values.layout import ShardLayout
 from zero_fn.values.mesh import Axis
 
@@ -37,7 +37,7 @@ class Hop:
 
     axis: Axis
     number: int  # of the axis among the data axes of the module
-    level: Sharded  # how much of the state it shards; NOTHING where it does not cut the parameter
+    stage: Stage  # how much of the state it shards; NOTHING where it does not cut the parameter
     layout: (
         ShardLayout | None
     )  # how it cuts the part that the hops before have left to this rank; None where it does not
@@ -137,9 +137,9 @@ class Path:
         return tuple(hop.axis for hop in self.hops if hop.layout is not None)
 
     @cached_property
-    def levels(self) -> tuple[Sharded, ...]:
+    def stages(self) -> tuple[Stage, ...]:
         """How much of its state each axis that cuts it shards."""
-        return tuple(hop.level for hop in self.hops if hop.layout is not None)
+        return tuple(hop.stage for hop in self.hops if hop.layout is not None)
 
     @cached_property
     def is_spread(self) -> bool:
@@ -151,7 +151,7 @@ class Path:
     @cached_property
     def keeps_whole_gradient(self) -> bool:
         """Whether the gradient lives in a whole buffer, of which `.grad` is a view or all."""
-        return self.layout is None or max(self.levels) == Sharded.OPTIMIZER
+        return self.layout is None or max(self.stages) == Stage.OPTIMIZER
 
     @cached_property
     def is_reduced_at_once(self) -> bool:
@@ -239,28 +239,28 @@ def path_of(
     shape: Sequence[int],
     stride: Sequence[int],
     model: DTensorSpec | None,
-    levels: Sequence[Sharded],
+    stages: Sequence[Stage],
     *,
     is_cuttable: bool,
     before: Path | None,
 ) -> Path:
     """The path of a parameter over the data axes of a module. Its shape and strides are those on this rank of its `model`
-    axes; `levels` is how much of its state each data axis shards. Over the axes of its path `before`, by earlier transforms,
+    axes; `stages` is how much of its state each data axis shards. Over the axes of its path `before`, by earlier transforms,
     it stays cut along the same dim."""
     cut: Cut | None = None
     if is_cuttable:
-        cut = grid.cut(shape if model is None else _largest(model), stride, model, levels)
+        cut = grid.cut(shape if model is None else _largest(model), stride, model, stages)
         axes = () if cut is None else tuple(grid.axes[number] for number in cut.axes)
         if cut is not None and before is not None and before.cut is not None and before.axes == axes:
             cut = Cut(before.cut.order, cut.axes)
     hops: list[Hop] = []
     left = tuple(shape)
-    for number in grid.order(levels, model):
+    for number in grid.order(stages, model):
         axis = grid.axes[number]
-        layout, level = None, Sharded.NOTHING
+        layout, stage = None, Stage.NOTHING
         if cut is not None and number in cut.axes:
-            layout, level = ShardLayout(left, cut.order, axis.size), levels[number]
-        hops.append(Hop(axis, number, level, layout, prod(left)))
+            layout, stage = ShardLayout(left, cut.order, axis.size), stages[number]
+        hops.append(Hop(axis, number, stage, layout, prod(left)))
         left = left if layout is None else layout.local_shape(axis.rank)
     first = hops[0].layout if hops else None
     stride = first.stride if first is not None else _dense_stride(tuple(shape), tuple(stride))

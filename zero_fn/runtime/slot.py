@@ -18,7 +18,7 @@ from zero_fn.runtime.kind import Kind
 from zero_fn.runtime.path import Path, path_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
 from zero_fn.values.grid import Grid, local_part
-from zero_fn.values.home import Home, Sharded
+from zero_fn.values.home import Home, Stage
 from zero_fn.values.layout import ShardLayout
 
 EXTENSION = "_zero_fn_extension"
@@ -117,7 +117,7 @@ class Slot:
     """One distinct parameter of a unit."""
 
     def __init__(
-        self, fqn: str, places: list[Place], home: Home, source: Tensor, grid: Grid, levels: tuple[Sharded, ...]
+        self, fqn: str, places: list[Place], home: Home, source: Tensor, grid: Grid, stages: tuple[Stage, ...]
     ) -> None:
         self.fqn, self.places, self.home, self._grid = fqn, places, home, grid  # its first name, and all that hold it
         self.full_shape = tuple(source.shape)  # on all ranks of all axes
@@ -128,7 +128,7 @@ class Slot:
             known.path.shape if known is not None else tuple(local_of(source).shape),
             known.path.stride if known is not None else tuple(local_of(source).stride()),
             self.model,
-            levels,
+            stages,
             # torch's optimizers update a complex parameter through view_as_real, which loses the writes to a sharded DTensor
             # (Adam, 2.13), so complex parameters rest replicated.
             is_cuttable=not source.dtype.is_complex,
@@ -179,12 +179,12 @@ class Slot:
         return ShardLayout(self.full_shape, self.path.cut.order, 1).stride
 
     @property
-    def levels_text(self) -> str:
+    def stages_text(self) -> str:
         """How much of its state is sharded, as text; with the axes, if there are several."""
         hops = self.path.hops
         if len(hops) < 2:
-            return self.home.sharded.name
-        return ", ".join(f"{hop.level.name} over {hop.axis}" for hop in hops)
+            return self.home.stage.name
+        return ", ".join(f"{hop.stage.name} over {hop.axis}" for hop in hops)
 
     def adopt(self, parameter: nn.Parameter, flat: Tensor) -> None:
         """Makes `parameter` the resting parameter. `flat` is its memory on this rank."""

@@ -30,7 +30,7 @@ from zero_fn.errors import LayoutError
 from zero_fn.transforms.selection import Where, selected
 from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
-from zero_fn.values.home import Home, ReshardAfter, Sharded
+from zero_fn.values.home import Home, ReshardAfter, Stage
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.units import Units, anchors_of, distinct_parameters
 
@@ -59,7 +59,7 @@ def replicate(
 
     Args, Returns, Raises: those of `shard_params`.
     """
-    return _join(module, mesh, "replicate", Home(Sharded.NOTHING), units, where, 0, buffers, donate)
+    return _join(module, mesh, "replicate", Home(Stage.NOTHING), units, where, 0, buffers, donate)
 
 
 def shard_optimizer(
@@ -87,7 +87,7 @@ def shard_optimizer(
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.1 (P_os) and 7.2.1 (volume 2Ψ).
     """
-    return _join(module, mesh, "shard_optimizer", Home(Sharded.OPTIMIZER), units, where, persist_below, buffers, donate)
+    return _join(module, mesh, "shard_optimizer", Home(Stage.OPTIMIZER), units, where, persist_below, buffers, donate)
 
 
 def shard_grads(
@@ -112,7 +112,7 @@ def shard_grads(
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.2 (P_os+g) and 7.2.1 (volume 2Ψ).
     """
-    return _join(module, mesh, "shard_grads", Home(Sharded.GRADS), units, where, persist_below, buffers, donate)
+    return _join(module, mesh, "shard_grads", Home(Stage.GRADS), units, where, persist_below, buffers, donate)
 
 
 def shard_params(
@@ -177,7 +177,7 @@ def shard_params(
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.3 (P_os+g+p) and 7.2.2 (volume 3Ψ).
     """
-    home = Home(Sharded.PARAMS, reshard_after=ReshardAfter.named(reshard_after))
+    home = Home(Stage.PARAMS, reshard_after=ReshardAfter.named(reshard_after))
     return _join(module, mesh, "shard_params", home, units, where, persist_below, buffers, donate)
 
 

@@ -155,7 +155,7 @@ def _checked(module: nn.Module, assignment: Assignment, verb: str) -> tuple[list
     _require_own_memory(named)
     _require_buffers_apart(module, named)
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in named)
-    grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
+    grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.stages)
     if grid.mesh is not None:
         note_mesh(grid.mesh)
     return named, grid
@@ -236,8 +236,8 @@ def _unit_of(
     sources = [parameter.parameter for parameter in chosen]
     for parameter, source in zip(chosen, sources, strict=True):
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
-        home, levels = assignment.home(parameter.fqn), assignment.levels(parameter.fqn)
-        slot = Slot(parameter.fqn, places, home, source, grid, levels)
+        home, stages = assignment.home(parameter.fqn), assignment.stages(parameter.fqn)
+        slot = Slot(parameter.fqn, places, home, source, grid, stages)
         if slot.extension is not None:  # the parameter of a list of parametrizations, which a module holds
             slot.extension = slot.extension.held_by(modules[parameter.places[0][0].rpartition(".parametrizations.")[0]])
         slots.append(slot)

@@ -10,7 +10,7 @@ import torch
 
 from zero_fn.errors import LayoutError, MeshError, UnitError
 from zero_fn.values.agreed import agreed
-from zero_fn.values.home import Home, Sharded
+from zero_fn.values.home import Home, Stage
 from zero_fn.values.mesh import Axis, axes_text, dims_in, root_of
 
 __all__ = ["Assignment"]
@@ -54,9 +54,9 @@ class Assignment:
             home = home.join(homes.get(fqn, Home()))
         return home
 
-    def levels(self, fqn: str) -> tuple[Sharded, ...]:
+    def stages(self, fqn: str) -> tuple[Stage, ...]:
         """How much of the state of one parameter is sharded over each of `axes`."""
-        return tuple(homes.get(fqn, Home()).sharded for _, homes in self.over)
+        return tuple(homes.get(fqn, Home()).stage for _, homes in self.over)
 
     def join(self, other: Assignment) -> Assignment:
         """The least assignment that gives both what they ask for.

@@ -34,7 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import MeshError, PlacementError
-from zero_fn.values.home import Sharded
+from zero_fn.values.home import Stage
 from zero_fn.values.layout import TOLERATED_PADDING_NUMEL, ShardLayout, is_shardable, shard_layout
 from zero_fn.values.mesh import Axis, axes_text, cut_from, dims_in, joined_mesh, root_of
 
@@ -64,20 +64,20 @@ class Grid:
     # For each dim of `mesh`, the number of the data axis or the name of the model axis.
     dims: tuple[int | str, ...] = ()
 
-    def order(self, levels: Sequence[Sharded], model: DTensorSpec | None = None) -> tuple[int, ...]:
+    def order(self, stages: Sequence[Stage], model: DTensorSpec | None = None) -> tuple[int, ...]:
         """Numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]
 
         A data axis among the model axes is left out. [Note: a model axis of some]"""
         along = [number for number, axis in enumerate(self.axes) if axis.name not in _by_axis(model)]
-        return tuple(sorted(along, key=lambda number: (-levels[number], number)))
+        return tuple(sorted(along, key=lambda number: (-stages[number], number)))
 
     def cut(
-        self, shape: Sequence[int], stride: Sequence[int], model: DTensorSpec | None, levels: Sequence[Sharded]
+        self, shape: Sequence[int], stride: Sequence[int], model: DTensorSpec | None, stages: Sequence[Stage]
     ) -> Cut | None:
         """How to cut a parameter; None if it rests whole on every data axis.
 
         `shape`, `stride`: of its part on the first ranks of its model axes, which have the largest."""
-        sharding = [number for number in self.order(levels, model) if levels[number] > Sharded.NOTHING]
+        sharding = [number for number in self.order(stages, model) if stages[number] > Stage.NOTHING]
         if not sharding or not is_shardable(shape):
             return None
         order = shard_layout(shape, stride, self.axes[sharding[0]].size).order
@@ -143,9 +143,7 @@ class Grid:
         return len(order) == 1 or _reads_alike(rows, left_to_right, order, sizes)
 
 
-def grid_of(
-    axes: Sequence[Axis], models: Mapping[str, DTensorSpec], levels: Callable[[str], Sequence[Sharded]]
-) -> Grid:
+def grid_of(axes: Sequence[Axis], models: Mapping[str, DTensorSpec], stages: Callable[[str], Sequence[Stage]]) -> Grid:
     """The axes of a module. `models`: where its DTensors lie on model axes, by name.
 
     Raises:
@@ -159,7 +157,7 @@ def grid_of(
     used = {dim: str(axis) for axis in axes for dim in dims_in(root, axis.mesh)}
     for fqn, model in models.items():
         # [Note: a model axis of some]
-        free = {str(axis) for axis, level in zip(axes, levels(fqn), strict=True) if level is Sharded.NOTHING}
+        free = {str(axis) for axis, stage in zip(axes, stages(fqn), strict=True) if stage is Stage.NOTHING}
         _add_model_axes(fqn, model, root, used, submeshes, free if len(axes) > 1 else set())
     keys = sorted(submeshes, key=lambda key: min(dims_in(root, submeshes[key]), default=root.ndim))
     return Grid(tuple(axes), joined_mesh([submeshes[key] for key in keys]), tuple(keys))

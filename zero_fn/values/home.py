@@ -27,10 +27,10 @@ from zero_fn.errors import LayoutError
 from zero_fn.values.agreed import agreed
 from zero_fn.values.tiers import IN_MEMORY, Tiers
 
-__all__ = ["Home", "ReshardAfter", "Sharded"]
+__all__ = ["Home", "ReshardAfter", "Stage"]
 
 
-class Sharded(IntEnum):
+class Stage(IntEnum):
     """How much of a parameter's state is sharded; each member includes those before it."""
 
     NOTHING = 0
@@ -64,7 +64,7 @@ class Home:
     """Where P, G and O of one parameter rest, in which tiers, and the dtypes they have in flight.
 
     Attributes:
-        sharded: How much of the state is sharded over the axis.
+        stage: How much of the state is sharded over the axis.
         compute: Dtype of the gathered parameter; None: the dtype at rest.
         reduce: Dtype in which gradients are summed over ranks and microbatches; None: float32 for gradients of 16 bits or
             less, their own dtype for others.
@@ -73,7 +73,7 @@ class Home:
         tiers: The tiers in which P, G and O rest.
     """
 
-    sharded: Sharded = Sharded.NOTHING
+    stage: Stage = Stage.NOTHING
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     grads: torch.dtype | None = None
@@ -87,7 +87,7 @@ class Home:
             LayoutError: The two ask for different dtypes or tiers.
         """
         return Home(
-            max(self.sharded, other.sharded),
+            max(self.stage, other.stage),
             _dtype("compute", self.compute, other.compute),
             _dtype("reduce", self.reduce, other.reduce),
             _dtype("grads", self.grads, other.grads),

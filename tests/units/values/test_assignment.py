@@ -10,7 +10,7 @@ import torch
 from tests.support.groups import pretended_grid
 from zero_fn.errors import LayoutError, UnitError
 from zero_fn.values.assignment import Assignment
-from zero_fn.values.home import Home, Sharded
+from zero_fn.values.home import Home, Stage
 from zero_fn.values.mesh import Axis, mesh_axis
 
 
@@ -21,16 +21,16 @@ def axes() -> Iterator[tuple[Axis, Axis]]:
 
 
 def test_join_joins_homes_by_name() -> None:
-    one = Assignment(homes={"a": Home(Sharded.GRADS), "b": Home(Sharded.OPTIMIZER)})
-    other = Assignment(homes={"b": Home(Sharded.PARAMS), "c": Home(compute=torch.bfloat16)})
+    one = Assignment(homes={"a": Home(Stage.GRADS), "b": Home(Stage.OPTIMIZER)})
+    other = Assignment(homes={"b": Home(Stage.PARAMS), "c": Home(compute=torch.bfloat16)})
     joined = one.join(other)
     assert joined.homes == {
-        "a": Home(Sharded.GRADS),
-        "b": Home(Sharded.PARAMS),
+        "a": Home(Stage.GRADS),
+        "b": Home(Stage.PARAMS),
         "c": Home(compute=torch.bfloat16),
     }
     assert joined == other.join(one)
-    assert one.homes["b"] == Home(Sharded.OPTIMIZER)
+    assert one.homes["b"] == Home(Stage.OPTIMIZER)
 
 
 def test_join_keeps_what_only_one_side_says(axes: tuple[Axis, Axis]) -> None:
@@ -47,16 +47,16 @@ def test_no_units_asked_for_are_not_the_same_as_the_empty_choice() -> None:
 
 def test_two_axes_are_joined_in_any_order(axes: tuple[Axis, Axis]) -> None:
     outer, inner = axes
-    one = Assignment(over=((inner, {"a": Home(Sharded.PARAMS), "b": Home(Sharded.GRADS)}),))
-    other = Assignment(over=((outer, {"a": Home(Sharded.OPTIMIZER), "c": Home(Sharded.GRADS)}),))
+    one = Assignment(over=((inner, {"a": Home(Stage.PARAMS), "b": Home(Stage.GRADS)}),))
+    other = Assignment(over=((outer, {"a": Home(Stage.OPTIMIZER), "c": Home(Stage.GRADS)}),))
     other = other.join(Assignment({"a": Home(compute=torch.bfloat16)}))
     joined = one.join(other)
     assert joined == other.join(one) == joined.join(one) == other.join(joined)
     assert joined.axes == (inner, outer)
-    assert joined.levels("a") == (Sharded.PARAMS, Sharded.OPTIMIZER)
-    assert joined.levels("c") == (Sharded.NOTHING, Sharded.GRADS)
-    assert joined.home("a") == Home(Sharded.PARAMS, compute=torch.bfloat16)
-    assert joined.below("x").levels("x.a") == joined.levels("a")
+    assert joined.stages("a") == (Stage.PARAMS, Stage.OPTIMIZER)
+    assert joined.stages("c") == (Stage.NOTHING, Stage.GRADS)
+    assert joined.home("a") == Home(Stage.PARAMS, compute=torch.bfloat16)
+    assert joined.below("x").stages("x.a") == joined.stages("a")
 
 
 def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
@@ -74,22 +74,22 @@ def test_join_names_the_parameter_whose_dtypes_differ() -> None:
 
 
 def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:
-    part = Assignment(homes={"weight": Home(Sharded.GRADS)}, anchors=("", "layers.0"))
+    part = Assignment(homes={"weight": Home(Stage.GRADS)}, anchors=("", "layers.0"))
     whole = part.below("head")
-    assert whole.homes == {"head.weight": Home(Sharded.GRADS)}
+    assert whole.homes == {"head.weight": Home(Stage.GRADS)}
     assert whole.anchors == ("head", "head.layers.0")
     assert part.below("") == part
 
 
 def test_a_part_keeps_what_was_asked_of_itself() -> None:
     whole = Assignment(
-        {"head.weight": Home(Sharded.GRADS), "token.weight": Home()},
+        {"head.weight": Home(Stage.GRADS), "token.weight": Home()},
         anchors=("", "head", "head.layers.0"),
         outputs={"head": torch.float32, "token": torch.float32},
         methods=("head.encode", "token.encode"),
     )
     part = whole.of_part("head", {"token.weight": "tied"})
-    assert part.homes == {"weight": Home(Sharded.GRADS), "tied": Home()}
+    assert part.homes == {"weight": Home(Stage.GRADS), "tied": Home()}
     assert part.anchors == ("", "layers.0")
     assert part.outputs == {"": torch.float32}
     assert part.methods == ("encode",)

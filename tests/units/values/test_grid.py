@@ -15,11 +15,11 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.support.groups import pretended_grid
 from zero_fn.values.grid import Grid, _reads_alike, grid_of, local_part
-from zero_fn.values.home import Sharded
+from zero_fn.values.home import Stage
 from zero_fn.values.layout import TOLERATED_PADDING_NUMEL
 from zero_fn.values.mesh import mesh_axis
 
-NOTHING, OPTIMIZER, GRADS, PARAMS = Sharded
+NOTHING, OPTIMIZER, GRADS, PARAMS = Stage
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def _over(mesh: DeviceMesh, *names: str, **models: DTensorSpec) -> Grid:
 
 
 def _placements(
-    grid: Grid, shape: tuple[int, ...], levels: tuple[Sharded, ...], model: DTensorSpec | None = None
+    grid: Grid, shape: tuple[int, ...], stages: tuple[Stage, ...], model: DTensorSpec | None = None
 ) -> tuple[Placement, ...]:
     local = local_part(torch.empty(shape, device="meta"), model)
-    return grid.placements(model, grid.cut(tuple(local.shape), local.contiguous().stride(), model, levels))
+    return grid.placements(model, grid.cut(tuple(local.shape), local.contiguous().stride(), model, stages))
 
 
 def test_one_axis_is_its_own_mesh(mesh: DeviceMesh) -> None:
