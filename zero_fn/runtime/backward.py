@@ -82,9 +82,9 @@ class Backward(Forward):
             self._pump(backward)
         unit.require_gathered()
         shown = unit.shown
-        began_at = use.began_at if use is not None else shown.last_entry()
-        if began_at is not None and backward is not None and shown.backward_entry is None and not unit.running:
-            shown.show_in_backward(gather_again(unit), began_at)  # [Note: recomputation in a unit]
+        door = use.door if use is not None else shown.last_door()
+        if door is not None and backward is not None and shown.backward_door is None and not unit.running:
+            shown.show_in_backward(gather_again(unit), door)  # [Note: recomputation in a unit]
             shown.needed_in = current_graph_task()
 
     def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
@@ -117,15 +117,15 @@ class Backward(Forward):
         if current_graph_task() == -1:
             return False
         began, shown = self.graphs.uses_of(unit.index), unit.shown
-        if any(use.began_at is door for use in began):
+        if any(use.door is door for use in began):
             return False  # the checkpoint is around the unit, which was entered here
-        if shown.backward_entry is None and any(use.is_awaited for use in began):
+        if shown.backward_door is None and any(use.is_awaited for use in began):
             self.need_in_backward(
                 unit, recomputes=True
             )  # the recomputation is ahead of backward, which reached no output
-        found = shown.backward_entry is not None and shown.backward_entry is not door
+        found = shown.backward_door is not None and shown.backward_door is not door
         if found:
-            self._need_lenders(unit)
+            self._need_units_around(unit)
         return found
 
     def enter_recomputation(self, unit: Unit, door: object, _method: str) -> UnitUse:
@@ -133,18 +133,18 @@ class Backward(Forward):
         backward = self.opened()
         assert backward is not None
         self.need_in_backward(unit, recomputes=True)
-        self._need_lenders(unit)
+        self._need_units_around(unit)
         use = UnitUse(unit, -1, door)
         backward.recomputed.append(use)
         unit.running += 1
         return use
 
-    def _need_lenders(self, unit: Unit) -> None:
-        """Gathers the units around one whose parameters its recomputed forward may read: ties (`lenders`)."""
-        for index in self.lenders.get(unit.index, ()):
-            lender = self.units[index]()
-            if lender is not None and lender.shown.backward_entry is None and not lender.running:
-                self.need_in_backward(lender, recomputes=True)
+    def _need_units_around(self, unit: Unit) -> None:
+        """Gathers the units around one whose parameters its recomputed forward may read: ties."""
+        for index in self.tied_around.get(unit.index, ()):
+            around = self.units[index]()
+            if around is not None and around.shown.backward_door is None and not around.running:
+                self.need_in_backward(around, recomputes=True)
 
     # -- the schedule -----------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class _Nested:
 
     def leave(self, unit: Unit) -> None:
         """Reshards a unit, now or when the backward that needed it goes on."""
-        if unit.shown.backward_entry is not None and current_graph_task() > unit.shown.needed_in:
+        if unit.shown.backward_door is not None and current_graph_task() > unit.shown.needed_in:
             self.left.append(unit)
             unit.shown.is_left = True
         elif not unit.running:

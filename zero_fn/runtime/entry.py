@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.call_hooks import ATTACHED, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
+from zero_fn.runtime.call_hooks import DOORS, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.gather import gather
 from zero_fn.runtime.odd import called_outside, is_odd, is_swapped, is_transforming, require_run
@@ -38,11 +38,11 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import see_leaves, show_in_backward
 
 __all__ = [
-    "Attached",
+    "Door",
     "Method",
     "attach",
-    "attached_below",
     "detach",
+    "doors_below",
     "methods_of",
     "require_idle",
     "runs_of",
@@ -66,7 +66,7 @@ class _Begun:
     depth: int = 0  # calls of the module inside this one
 
 
-class Attached:
+class Door:
     """A unit and one of the modules at which it is entered."""
 
     _frames: ClassVar[int] = 2  # from `begin` to the frame that stays until the call has ended
@@ -219,7 +219,7 @@ class Attached:
             frame = frame.f_back
         return found == 2
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
         module = copy.deepcopy(self.module, memo)
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -243,7 +243,7 @@ class Attached:
         )
 
 
-class Method(Attached):
+class Method(Door):
     """Callable in place of a method of a module, which enters a unit."""
 
     _frames = 1
@@ -282,31 +282,31 @@ class Method(Attached):
 _CALL = nn.Module._call_impl.__code__
 
 
-def attach(attached: Attached) -> None:
+def attach(door: Door) -> None:
     """Lets calls of a module enter a unit, before the units that were attached to it earlier."""
-    module = attached.module
-    earlier = module.__dict__.get(ATTACHED, ())
-    module.__dict__[ATTACHED] = (attached, *earlier)
+    module = door.module
+    earlier = module.__dict__.get(DOORS, ())
+    module.__dict__[DOORS] = (door, *earlier)
     if not earlier:
         put_hooks(module)
     for other in earlier:  # at this module two units are entered: its hooks stay
         other.unit.inner = [reference for reference in other.unit.inner if reference is not other._module]
-    if not attached.is_anchor and not earlier:
-        attached.unit.inner.append(attached._module)
+    if not door.is_anchor and not earlier:
+        door.unit.inner.append(door._module)
 
 
 def detach(module: nn.Module) -> None:
     """Lets calls of a module enter no unit any more."""
-    if module.__dict__.pop(ATTACHED, None) is not None:
+    if module.__dict__.pop(DOORS, None) is not None:
         drop_hooks(module)
 
 
 # -- what a model has ----------------------------------------------------------------------------------------------
 
 
-def attached_below(module: nn.Module) -> list[tuple[str, Attached]]:
-    """What is attached at a module and below it, with module names: two at an anchor with a parameter of another unit."""
-    return [(name, attached) for name, child in module.named_modules() for attached in child.__dict__.get(ATTACHED, ())]
+def doors_below(module: nn.Module) -> list[tuple[str, Door]]:
+    """The doors at a module and below it, with module names: two at an anchor with a parameter of another unit."""
+    return [(name, door) for name, child in module.named_modules() for door in child.__dict__.get(DOORS, ())]
 
 
 def methods_of(module: nn.Module) -> list[Method]:
@@ -316,7 +316,7 @@ def methods_of(module: nn.Module) -> list[Method]:
 
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of everything below it, each once."""
-    return list({id(attached.unit): attached.unit for _, attached in attached_below(module)}.values())
+    return list({id(door.unit): door.unit for _, door in doors_below(module)}.values())
 
 
 def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:

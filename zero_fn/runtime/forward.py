@@ -64,7 +64,7 @@ class Forward:
         self.depth = PREFETCH_DEPTH  # how many units are gathered ahead of their use
         self.units: list[Callable[[], Unit | None]] = []  # weakly, by index
         # For each unit, those around it that have parameters in it (ties).
-        self.lenders: dict[int, tuple[int, ...]] = {}
+        self.tied_around: dict[int, tuple[int, ...]] = {}
         self.away = Away(transport)
         self.statistics = Statistics(transport, are_local=assignment.buffers == "local")
         self.graphs = Graphs()
@@ -135,7 +135,7 @@ class Forward:
         forward = self.forward or self.begin(unit, method)
         use = UnitUse(unit, forward.next_number(unit.index), door)
         if forward.grad:
-            unit.shown.last_entry = weakref.ref(door)
+            unit.shown.last_door = weakref.ref(door)
         leg = forward.note(Enter, use)
         try:
             for action in leg.before if leg else ():

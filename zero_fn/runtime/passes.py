@@ -43,12 +43,12 @@ will_execute = torch._C._will_engine_execute_node
 class UnitUse:
     """One forward of a unit."""
 
-    __slots__ = ("__weakref__", "began_at", "generation", "has_arrived", "has_graph", "key", "node", "unit")
+    __slots__ = ("__weakref__", "door", "generation", "has_arrived", "has_graph", "key", "node", "unit")
 
-    def __init__(self, unit: Unit, number: int, began_at: object = None) -> None:
+    def __init__(self, unit: Unit, number: int, door: object = None) -> None:
         self.unit, self.generation = unit, unit.generation  # that of the parameters which were read
         self.key = Use(unit.index, number)  # in the schedule; -1 if it is in none
-        self.began_at = began_at  # the entry whose module was called
+        self.door = door  # whose module was called
         # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         self.node: weakref.ref[Any] | None = None
         self.has_graph = False  # whether a backward may pass through it

@@ -19,7 +19,7 @@ class Run(Backward):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         memo[id(self)] = twin = Run(self.transport, self.assignment)
-        twin.depth, twin.lenders = self.depth, self.lenders
+        twin.depth, twin.tied_around = self.depth, self.tied_around
         twin.units = [no_unit] * len(self.units)
         return twin
 

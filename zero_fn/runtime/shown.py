@@ -40,9 +40,9 @@ class Shown:
         self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
         # Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         self.leaves: list[nn.Parameter] | None = None
-        self.last_entry: Callable[[], object] = _no_entry  # at which the last forward with gradients began, weakly
-        self.backward_entry: object = None  # while backward is in the unit, the entry at which its forward began
-        self.needed_in = -1  # the backward (its graph task) that `backward_entry` was set in
+        self.last_door: Callable[[], object] = _no_door  # at which the last forward with gradients began, weakly
+        self.backward_door: object = None  # while backward is in the unit, the door at which its forward began
+        self.needed_in = -1  # the backward (its graph task) that `backward_door` was set in
         self.is_left = (
             False  # a backward nested in that one has run the unit's nodes: resharded once the outer one goes on
         )
@@ -68,26 +68,26 @@ class Shown:
         else:
             self._show_registered()
 
-    def show_in_backward(self, tensors: list[Tensor], entry: object) -> None:
-        """Lets modules see `tensors` until `leave_backward`, in the backward of a forward that began at `entry`."""
-        self._in_backward, self.backward_entry = tensors, entry
+    def show_in_backward(self, tensors: list[Tensor], door: object) -> None:
+        """Lets modules see `tensors` until `leave_backward`, in the backward of a forward that began at `door`."""
+        self._in_backward, self.backward_door = tensors, door
         self.show(tensors)
 
     def leave_backward(self) -> list[Tensor]:
         """Undoes `show_in_backward`. Returns the tensors that were shown."""
         tensors, self._in_backward = self._in_backward, []
-        self.backward_entry, self.is_left = None, False
+        self.backward_door, self.is_left = None, False
         self.hide()
         return tensors
 
     def hide_from_backward(self) -> None:
         """Lets modules see resting parameters, in place of the tensors of `show_in_backward`."""
-        if self.backward_entry is not None:
+        if self.backward_door is not None:
             self._show_registered()
 
     def start_over(self) -> None:
         """Lets modules see registered parameters, whatever an interrupted pass lets them see."""
-        self._in_backward, self.backward_entry, self.is_left = [], None, False
+        self._in_backward, self.backward_door, self.is_left = [], None, False
         self._show_registered()
 
     def _show_registered(self) -> None:
@@ -130,5 +130,5 @@ class Shown:
             )
 
 
-def _no_entry() -> None:
-    """The last entry of a unit that has not run."""
+def _no_door() -> None:
+    """The last door of a unit that has not run."""

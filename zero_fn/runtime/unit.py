@@ -117,7 +117,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        if self.shown.backward_entry is not None:
+        if self.shown.backward_door is not None:
             self.leave_backward()
         if self.groups.phase is not Phase.AT_REST or self.groups.is_away:
             self.groups.free()
@@ -136,7 +136,7 @@ class Unit:
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
-        is_seen = self.running or self.shown.backward_entry is not None
+        is_seen = self.running or self.shown.backward_door is not None
         if self.groups.phase is not Phase.GATHERED or not is_seen:
             self.run.need_in_backward(self)
         gathered = self.groups.gathered
@@ -145,7 +145,7 @@ class Unit:
 
     def leave_backward(self) -> None:
         """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
-        if self.shown.backward_entry is not None:
+        if self.shown.backward_door is not None:
             tensors = self.shown.leave_backward()
             if self.groups.phase is Phase.GATHERED and self.shown.leaves is None:
                 self.shown.require_unchanged(self.name, tensors)

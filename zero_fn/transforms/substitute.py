@@ -22,7 +22,7 @@ from zero_fn.dtensor.refused import note_mesh
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
+from zero_fn.runtime.entry import Door, Method, attach, detach, doors_below, methods_of, require_idle, units_of
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
@@ -62,8 +62,8 @@ def _assignment_of(module: nn.Module) -> Assignment:
         module.forward()
     joined = Assignment()
     runs: dict[int, tuple[str, Run]] = {}
-    for name, attached in attached_below(module):
-        runs.setdefault(id(attached.run), (name, attached.run))
+    for name, door in doors_below(module):
+        runs.setdefault(id(door.run), (name, door.run))
     anchors: list[str] = []
     for name, run in runs.values():
         root = run.root()
@@ -177,7 +177,7 @@ def _units_made(
         if chosen or not anchor or anchor in assignment.outputs
     ]
     _note_initial([pair for unit, chosen in units for pair in zip(unit.slots, chosen, strict=True)])
-    _note_lenders(run, [unit for unit, _ in units], modules)
+    _note_ties(run, [unit for unit, _ in units], modules)
     return units
 
 
@@ -293,12 +293,12 @@ def move_buffers(root: nn.Module, device_type: str) -> None:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device_type))
 
 
-def _note_lenders(run: Run, units: Sequence[Unit], modules: dict[str, nn.Module]) -> None:
+def _note_ties(run: Run, units: Sequence[Unit], modules: dict[str, nn.Module]) -> None:
     """For each unit, notes the units around it with a parameter that a module inside it holds, too: ties."""
     names = {id(module): name for name, module in modules.items()}
     for unit in units:
         inside = f"{unit.name}." if unit.name else ""
-        run.lenders[unit.index] = tuple(
+        run.tied_around[unit.index] = tuple(
             other.index
             for other in units
             if other is not unit
@@ -332,11 +332,11 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
         slot.kind.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
     }
     compute = computes.pop() if len(computes) == 1 else None
-    attach(Attached(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
+    attach(Door(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
     run_of(unit).statistics.watch(anchor)
     for module in unit.modules():
         if module is not anchor:
-            attach(Attached(module, unit))
+            attach(Door(module, unit))
 
 
 def _require_untouched_ties(named: list[NamedParameter]) -> None:
@@ -402,7 +402,7 @@ def _addresses(tensor: Tensor) -> range:
 def copied(module: M, parameters: list[NamedParameter]) -> tuple[M, dict[int, Any]]:
     """A deep copy that shares the parameters and enters no units; and the copies, by the `id` of what was copied."""
     memo: dict[int, Any] = {id(named.parameter): named.parameter for named in parameters}
-    memo.update((id(attached), attached) for _, attached in attached_below(module))
+    memo.update((id(door), door) for _, door in doors_below(module))
     memo.update((id(method), method) for method in methods_of(module))
     memo.update((id(group), group) for group in _world.pg_map)  # handles: `self.group = mesh.get_group("sp")`
     for child in module.modules():
