@@ -546,7 +546,7 @@ def streamed_gradient_rests_elsewhere(one: DeviceMesh) -> object:
 
 def streamed_state_of_another_shape() -> object:
     saved = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu()).state_dict()
-    saved["state"][0]["sum"] = torch.zeros(4)
+    saved["state"][0]["sum"] = torch.zeros(2, 4)
     optimizer = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu())
     return optimizer.load_state_dict(saved)
 

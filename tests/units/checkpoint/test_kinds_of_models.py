@@ -36,6 +36,15 @@ def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     assert torch.equal(apart["b"].weight, model.a.weight)
 
 
+def test_what_was_saved_apart_is_loaded_into_a_tie_if_it_is_equal(tmp_path: Path) -> None:
+    apart, tied = (nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}) for _ in range(2))
+    apart["b"].weight.data.copy_(apart["a"].weight)
+    tied["b"].weight = tied["a"].weight
+    zf.save(tmp_path / "apart", apart)
+    zf.load(tmp_path / "apart", tied)
+    assert all(torch.equal(value, apart.state_dict()[name]) for name, value in tied.state_dict().items())
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @on_ranks(2)
 def test_tiles_are_saved_as_if_they_were_whole(folder: str, streams: bool) -> None:

@@ -87,7 +87,7 @@ def test_a_slab_is_refused_when_the_memory_of_the_job_is_bounded(monkeypatch: py
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_tightest_cgroup_on_the_way_to_the_root_bounds(tmp_path: Path, version: int) -> None:
     process = tmp_path / "cgroup"
-    process.write_text("0::/job/task\n" if version == 2 else "4:cpu,memory:/job/task\n1:pids:/x\n")
+    process.write_text("0::/job/task\n" if version == 2 else "5:pids:/x\n4:cpu,memory:/job/task\n")
     root = tmp_path / "fs"
     names = ("memory.max", "memory.current", "inactive_file")
     if version == 1:
