@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+import zero_fn as zf
+from tests.support.groups import pretended
 from tests.support.models import Layer, Stack
 from tests.support.ranks import Ranks
 from tests.support.worlds import Run, as_replicas, differences, noise, trained
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.groups import Phase
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -141,3 +146,29 @@ def test_a_loss_made_inside_and_returned_in_an_object(model: Any, run: Run, numb
     run.backward(outputs["loss"], retain_graph=True)
     run.backward(outputs["hidden"][0].sum())
     return outputs["logits"]
+
+
+class Hidden(nn.Module):
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.linear, self.note = nn.Linear(4, 4), note
+
+    def forward(self, x: Opaque) -> Opaque:
+        y = self.linear(x._hidden).tanh()
+        y.register_hook(self.note)
+        return Opaque(y)
+
+
+def test_two_frozen_units_at_most_are_whole_whatever_their_outputs_are_in() -> None:
+    """No gradient of theirs tells that backward has left them; only their outputs do."""
+    whole: list[int] = []
+
+    def note(_: Tensor) -> None:
+        whole.append(sum(unit.groups.phase is Phase.GATHERED for unit in units_of(model)))
+
+    with pretended(2) as mesh:
+        layers = nn.Sequential(*(Hidden(note) for _ in range(5))).requires_grad_(False)
+        model = zf.zero3(layers, mesh, units=Hidden)
+        for _ in range(2):
+            model(Opaque(torch.ones(2, 4, requires_grad=True)))._hidden.sum().backward()
+    assert max(whole) == 2

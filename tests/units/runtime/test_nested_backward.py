@@ -30,3 +30,17 @@ def test_a_unit_is_reduced_once_when_a_checkpoint_inside_it_has_a_backward_of_it
             with zf.traffic() as sent:
                 model(torch.ones(2, 4, requires_grad=True)).sum().backward()
         assert sent.calls["reduce-scatter"] == 2
+
+
+def test_units_are_reduced_while_the_backwards_of_others_are_to_come() -> None:
+    """All whole gradients would be in memory at once."""
+    issued: list[int] = []
+    with pretended(2) as mesh:
+        model = zf.zero3(nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), mesh, units=nn.Linear)
+        with zf.traffic() as sent:
+            x = start = torch.ones(2, 4, requires_grad=True)
+            start.register_hook(lambda _: issued.append(sent.calls["reduce-scatter"]))
+            for layer in model:
+                x = checkpoint(layer, x, use_reentrant=True)
+            x.sum().backward()
+    assert issued == [6]
