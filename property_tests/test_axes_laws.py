@@ -25,7 +25,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.values.mesh import root_of
 

@@ -387,7 +387,7 @@ def test_autograd_accepts_a_buffer_refilled_between_forward_and_backward() -> No
     assert torch.equal(x.grad, torch.full((2,), 5.0))  # type: ignore[arg-type]
 
 
-# -- modules (runtime/entry.py, runtime/slot.py) ---------------------------------------------------------------------
+# -- modules (runtime/door.py, runtime/slot.py) ---------------------------------------------------------------------
 
 
 def test_an_instance_attribute_shadows_a_registered_parameter() -> None:

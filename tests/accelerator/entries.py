@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, all_away, batches, net, require_same, trained, values
-from zero_fn.runtime.entry import runs_of
+from zero_fn.runtime.door import runs_of
 from zero_fn.transport.agree import Bits
 from zero_fn.values.tiers import Tier
 

@@ -25,7 +25,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, World, as_replicas, noise
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
 
 

@@ -30,7 +30,7 @@ from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.one_host.arena import Arena
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Buffer
 
 # -- with the step, and with the model --------------------------------------------------------------------------------

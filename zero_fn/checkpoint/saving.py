@@ -30,7 +30,7 @@ from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, Parce
 from zero_fn.checkpoint.live.streamed_states import each_state, held_in_chunks, states_in_chunks
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import Slab

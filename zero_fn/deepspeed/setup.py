@@ -22,7 +22,7 @@ from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.looking.describe import home_of
 from zero_fn.looking.table import table
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import CheckpointError, LayoutError, PlacementError, StateError, UnitError
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement
 from zero_fn.transforms.captured import follow_forwards, refuse_captured
 from zero_fn.transforms.selection import Where, selected

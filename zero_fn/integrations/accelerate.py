@@ -42,7 +42,7 @@ from zero_fn.integrations.states import (
     whole_state,
 )
 from zero_fn.integrations.window import AccumulationWindow
-from zero_fn.runtime.entry import runs_of
+from zero_fn.runtime.door import runs_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.slot import slot_of
 

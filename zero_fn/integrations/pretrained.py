@@ -27,7 +27,7 @@ from zero_fn.deepspeed.setup import agreed_settings, placed_by
 from zero_fn.integrations.placing import Place, all_ranks, place_module
 from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.resting import alone, on_spec
-from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.substitute import move_buffers
 from zero_fn.values.units import subclass_of

@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StaleError
+from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.elementwise import require_elementwise
-from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.members import refuse_late
 from zero_fn.runtime.optimizers import say_if_alone
 from zero_fn.runtime.registry import replacement_of

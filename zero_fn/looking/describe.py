@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from zero_fn.looking.held import padding_nbytes
 from zero_fn.looking.table import table
-from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.slot import Slot
 from zero_fn.streamed import Streamed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
-from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import planned_parcels, record_nbytes

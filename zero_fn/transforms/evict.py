@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError
 from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_local
-from zero_fn.runtime.entry import require_idle, units_of
+from zero_fn.runtime.door import require_idle, units_of
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Slab

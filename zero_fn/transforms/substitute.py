@@ -22,7 +22,7 @@ from zero_fn.dtensor.refused import note_mesh
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.entry import Door, Method, attach, detach, doors_below, methods_of, require_idle, units_of
+from zero_fn.runtime.door import Door, Method, attach, detach, doors_below, methods_of, require_idle, units_of
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.groups import pretended
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.gathered import Gathered, Lent
 from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.run import run_of

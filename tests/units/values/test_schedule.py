@@ -155,7 +155,7 @@ def test_second_step_of_a_recipe_is_golden(
     axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str, depth: int
 ) -> None:
     model = RECIPES[recipe](Root(), axis)
-    zf.runtime.entry.runs_of(model, verb="test")[0].depth = depth
+    zf.runtime.door.runs_of(model, verb="test")[0].depth = depth
     done = record(monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

@@ -21,7 +21,7 @@ from zero_fn.checkpoint.format.box import Box, Holding, holding_of, holding_of_s
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.parcels import Parcel
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.run import run_of

@@ -20,7 +20,7 @@ from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, Parce
 from zero_fn.checkpoint.live.streamed_states import StateFields, end_step, fill_states, held_in_chunks, room_of_states
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed
 from zero_fn.transforms.unsharded import refresh
