@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 import zero_fn as zf
 from tests.axes.grids import grid
+from tests.support.models import Language
 from tests.support.ranks import Ranks
 
 WIDTH, HEADS, LENGTH, VOCABULARY, STEPS = 8, 2, 8, 11, 3
@@ -98,18 +99,15 @@ class Attention(nn.Module):
         return y
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+def _decoder() -> Language:
+    torch.manual_seed(0)
+    model = Language(VOCABULARY, WIDTH)
+    model.blocks = nn.ModuleList(Attention() for _ in range(2))
+    return model.double()
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+def _loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def _batch(step: int, row: int) -> tuple[Tensor, Tensor]:
@@ -118,12 +116,11 @@ def _batch(step: int, row: int) -> tuple[Tensor, Tensor]:
 
 
 def _alone() -> list[float]:
-    torch.manual_seed(0)
-    model = Decoder().double()
+    model = _decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     seen: list[float] = []
     for step in range(STEPS):
-        loss = torch.stack([model(*_batch(step, row)) for row in range(2)]).mean()
+        loss = torch.stack([_loss(model, *_batch(step, row)) for row in range(2)]).mean()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -134,13 +131,12 @@ def _alone() -> list[float]:
 
 def _together(stage: int, is_flat: bool, is_ring: bool) -> list[float]:
     mesh = grid("dp", "cp")
-    torch.manual_seed(0)
-    model: Any = Decoder().double()
+    model: Any = _decoder()
     shard: Any = (zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params)[stage]
     axes = [mesh["dp", "cp"]._flatten("dp_cp")] if is_flat else [mesh["cp"], mesh["dp"]]
     for axis in axes:
         model = shard(model, axis)
-    for layer in model.layers:
+    for layer in model.blocks:
         layer.mesh, layer.is_ring = mesh["cp"], is_ring
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rank = mesh["cp"].get_local_rank()
@@ -150,7 +146,7 @@ def _together(stage: int, is_flat: bool, is_ring: bool) -> list[float]:
     for step in range(STEPS):
         tokens, targets = _batch(step, mesh["dp"].get_local_rank())
         with patch.object(ring._cp_options, "convert_to_f32", False):  # would sum in float32
-            loss = model(tokens[:, own], targets[:, own])
+            loss = _loss(model, tokens[:, own], targets[:, own])
             loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

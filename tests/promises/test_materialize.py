@@ -44,24 +44,10 @@ class Positions(nn.Module):
         return x + self.angles.unsqueeze(-1)
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(37, 10), Positions()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 10)) for _ in range(3))
-        self.head = nn.Linear(10, 37)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.positions(self.embedding(tokens))
-        for block in self.blocks:
-            x = x + block(x)
-        output: Tensor = self.head(x)
-        return output
-
-
 def _on_meta(stage: str) -> nn.Module:
     with torch.device("meta"):
-        model = STAGES[stage](Small(), axis())
+        blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 10)) for _ in range(3)))
+        model = STAGES[stage](nn.Sequential(nn.Embedding(37, 10), Positions(), blocks, nn.Linear(10, 37)), axis())
     assert all(parameter.is_meta for parameter in model.parameters())
     assert zf.held(model).parameters == 0
     return model

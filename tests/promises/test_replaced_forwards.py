@@ -23,25 +23,16 @@ from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from tests.support.worlds import WIDTH, World, as_replicas, noise
+from tests.support.worlds import WIDTH, Tower, World, as_replicas, noise
 
 
-class Model(nn.Module):
+class Model(Tower):
     """Blocks that are units, a weight that is tied across them, and a head that computes its weight in a hook."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
         self.blocks[2].up.weight = self.blocks[0].up.weight  # the unit of the root holds it: two entries in one module
-        self.leave = nn.utils.spectral_norm(nn.Linear(WIDTH, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        output: Tensor = self.leave(x)
-        return output
+        self.leave = nn.utils.spectral_norm(nn.Linear(7, 2))
 
 
 calls: list[str] = []
@@ -111,7 +102,7 @@ def test_a_forward_replaced_after_the_transform_gathers(world: World, way: str) 
     if not world.is_replica:
         assert [str(zf.plan(model)), str(zf.describe(model))] == before
     _train(world, model, seed=10)
-    model.blocks[0](noise(4, WIDTH, seed=20)).sum().backward()  # called alone
+    model.blocks[0](noise(4, 7, seed=20)).sum().backward()  # called alone
     world.reduce(model)
     world.note_model(model)
     model.zero_grad()
@@ -135,7 +126,7 @@ def test_a_replaced_forward_in_a_block_gathers(world: World, way: str, unshard: 
         world.note_model(model)
         model.zero_grad()
     with world.unsharded(model.blocks[1]), torch.no_grad():
-        model.blocks[1].up.weight.mul_(torch.arange(15.0)[:, None])
+        model.blocks[1].up.weight.mul_(torch.arange(17.0)[:, None])
     _train(world, model)
 
 
@@ -216,26 +207,10 @@ def test_a_replaced_forward_of_the_root_stays(world: World) -> None:
     _train(world, model)
 
 
-class Head(nn.Module):
-    """A model with a head that a trainer replaces by a fused loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
-        self.lm_head = nn.Linear(WIDTH, 5, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        output: Tensor = self.lm_head(x)
-        return output
-
-
-def _fused(self: Head, x: Tensor) -> Tensor:
+def _fused(self: Tower, x: Tensor) -> Tensor:
     """As trl's `add_fused_lm_head`: it never calls the old forward, nor the head, and takes the whole weight by itself."""
-    for block in self.blocks:
-        x = block(x)
-    weight: Any = self.lm_head.weight
+    x = self.blocks[0](self.enter(x))
+    weight: Any = self.leave.weight
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
     output: Tensor = x @ weight.t()
@@ -249,7 +224,7 @@ def test_a_replaced_forward_that_takes_the_whole_weight_has_the_gradients_of_all
     world: World, units: Any, runs_before: bool
 ) -> None:
     """The gradient of the head was that of one rank, silently."""
-    model = world.build(Head, units=units)
+    model = world.build(Tower, units=units)
     if runs_before:
         _train(world, model)
     model.forward = MethodType(_fused, model)  # type: ignore[method-assign]
@@ -261,11 +236,11 @@ def test_a_replaced_forward_that_takes_the_whole_weight_has_the_gradients_of_all
 @on_ranks(2)
 def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage: str, past_call: bool) -> None:
     """The head is a unit that nothing enters; or nothing at all is entered. Its gradient was that of one rank, silently."""
-    model: Any = STAGES[stage](Head(), axis(), units=[Block, nn.Linear] if not past_call else Block)
+    model: Any = STAGES[stage](Tower(), axis(), units=[Block, nn.Linear] if not past_call else Block)
     model.forward = MethodType(_fused, model)
     x, call = noise(4, WIDTH, seed=0), model.forward if past_call else model
     for _ in range(2):
-        with pytest.raises(zf.ShardedAccessError, match=r"'lm_head.weight' was made whole by hand in a forward"):
+        with pytest.raises(zf.ShardedAccessError, match=r"'leave.weight' was made whole by hand in a forward"):
             call(x)
     with torch.no_grad():
         call(x)
@@ -274,7 +249,7 @@ def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage: str, past
 def _in_another_dtype(way: str, *, replaced_first: bool, unshard: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model: Any = Model()
-    model.leave = nn.Linear(WIDTH, 2)  # the buffers of a norm would keep their dtype
+    model.leave = nn.Linear(7, 2)  # the buffers of a norm would keep their dtype
     if replaced_first:
         WAYS[way](model)
     model = zf.precision(zf.zero3(model, axis()))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_fn as zf
 from tests.axes.grids import differing
 from tests.support.groups import alone
-from tests.support.models import Odd
+from tests.support.models import Odd, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, gradients, loss_of, parameters
 from tests.support.ranks import axis
@@ -21,24 +21,18 @@ from tests.support.wholes import full, means
 from tests.support.worlds import noise
 
 
-class Mixed(nn.Module):
+class Mixed(Stack):
     """Ties across units, a frozen layer, a parameter that nothing uses, and statistics."""
 
     def __init__(self, *, has_statistics: bool = True) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
+        super().__init__(5, 5)
         self.norm = nn.BatchNorm1d(5) if has_statistics else nn.LayerNorm(5)
-        self.leave.weight = self.enter.weight
-        self.blocks[1].requires_grad_(False)
+        self.leave.weight = self.layers[2].first.weight = self.enter.weight
+        self.layers[1].requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.leave(self.norm(x))
-        return y
+        return super().forward(self.norm(x))
 
 
 class Gated(nn.Module):
