@@ -69,13 +69,6 @@ def test_any_module_is_an_entry_in_any_order(ranks: Ranks, order: list[tuple[str
     assert ranks(2).run(differences, trained(Nested, program, options={"units": units})) == [[]] * 2
 
 
-def _child_first(model: Any, run: Run, number: int) -> None:
-    child = model.layers[number]
-    run.backward(child.second(torch.tanh(child.first(noise(3, 6, seed=number)))).square().mean())
-    run.backward(child(noise(3, 6, seed=number)).square().mean())
-    run.backward(forward(model, number))
-
-
 def _layers_taken_out(model: Any, run: Run, number: int) -> None:
     """Schedules were recorded with them, forward and backward."""
     if number == 2:
@@ -162,7 +155,6 @@ def _without_inputs(model: Any, run: Run, number: int) -> None:
 
 
 PROGRAMS: dict[str, tuple[type[nn.Module], Program, int]] = {
-    "the first call is of a child": (Stack, _child_first, 3),
     "layers are taken out": (Stack, _layers_taken_out, 5),
     "another order in each step": (Stack, _another_order, 5),
     "three forwards, a backward each, in another order": (Stack, _a_backward_each, 2),

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import lr_scheduler
 
@@ -26,7 +26,7 @@ from tests.support.groups import alone
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
-from tests.support.wholes import full, named_fulls
+from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from tests.units.checkpoint.worlds import WORLDS, differing, everything, made, stepped
 
@@ -68,21 +68,17 @@ class Run:
 
     def save_and_go_on(self, folder: str, how: str) -> None:
         own = {"schedule": self.schedule, "random": torch.get_rng_state(), "step": self.step}
-        if how in ("dcp", "dcp, flat"):
-            dcp.save(self._states(), checkpoint_id=folder)
-        elif how == "dcp, async":
+        wait: Callable[[], object] = lambda: None  # noqa: E731
+        if how == "dcp, async":
             own_group = dist.new_group(backend="gloo")  # its thread communicates while this one trains
-            written = dcp.async_save(self._states(), checkpoint_id=folder, process_group=own_group)
-            self.train()  # changes everything that is being saved
-            written.result()  # type: ignore[union-attr]
-            return
+            wait = dcp.async_save(self._states(), checkpoint_id=folder, process_group=own_group).result  # type: ignore[union-attr]
+        elif "dcp" in how:
+            dcp.save(self._states(), checkpoint_id=folder)
         else:
-            is_async = how == "async"
-            saving = zf.save(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=own, background=is_async)
-            self.train()  # changes everything that is being saved
-            saving.wait()
-            return
-        self.train()
+            step = f"{folder}/step-{self.step}"
+            wait = zf.save(step, self.model, self.optimizer, extra=own, background=how == "async").wait
+        self.train()  # changes everything that is being saved
+        wait()
 
     def load(self, folder: str, how: str) -> None:
         if "dcp" in how:
@@ -103,22 +99,22 @@ class Run:
         own = {"random": torch.get_rng_state(), "step": self.step, "schedule": self.schedule.state_dict()}
         return {"model": model, "optimizer": optimizer, f"rank {dist.get_rank()}": own}
 
-    def result(self) -> dict[str, Tensor]:
-        found: dict[str, Any] = dict(self.model.state_dict())
-        for number, states in self.optimizer.state_dict()["state"].items():
-            found |= {f"{number} {name}": value for name, value in states.items()}
-        found = named_fulls({name: value for name, value in found.items() if isinstance(value, Tensor)})
-        return {**found, "random": torch.get_rng_state(), "lr": torch.tensor(self.schedule.get_last_lr())}
+    def result(self) -> dict[str, Any]:
+        return {
+            **everything(self.model, self.optimizer),
+            "random": torch.get_rng_state(),
+            "lr": self.schedule.get_last_lr(),
+        }
 
 
-def _uninterrupted(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Tensor]:
+def _uninterrupted(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Any]:
     run = Run(stage, dtype, folder, how, seed=0)
     run.train()
     run.save_and_go_on(folder, how)
     return run.result()
 
 
-def _resumed(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Tensor]:
+def _resumed(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Any]:
     run = Run(stage, dtype, folder, how, seed=7)
     if "dcp" not in how:  # what has been stepped is replaced, too
         run.train(1)

@@ -17,7 +17,7 @@ from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import held, wholes
 
-__all__ = ["OPTIMIZERS", "STAGES", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
+__all__ = ["OPTIMIZERS", "STAGES", "gradients", "loss_of", "parameters", "train", "train_ddp"]
 
 STAGES: dict[str, Callable[..., nn.Module]] = {
     "replicate": zf.replicate,
@@ -97,11 +97,3 @@ def train_ddp(
         trained.step()
         trained.zero_grad()
     return parameters(model)
-
-
-def gradients_of_ddp(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor | None]:
-    """The gradients of one backward under DistributedDataParallel."""
-    seed_generator(0)
-    model = DistributedDataParallel(build(), find_unused_parameters=True)
-    loss_of(model, seed).backward()
-    return gradients(model)
