@@ -37,7 +37,6 @@ from tests.units.storage.disks import answers
 from zero_fn.kernels import Library
 from zero_fn.kernels.adam import Rounding
 from zero_fn.storage.host_memory import Available
-from zero_fn.storage.io import Request
 
 KIB = 1024
 one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.streamed` is the function
@@ -96,6 +95,14 @@ def make(name: str, shapes: list[tuple[int, ...]], turned: bool = False) -> tupl
     values = [value.t() if turned and value.dim() == 2 else value for value in values]
     parameters = [nn.Parameter(value) for value in values]
     return parameters, over(name, parameters)
+
+
+def beside(
+    path: Path, name: str, shapes: list[tuple[int, ...]], **options: Any
+) -> tuple[Any, Optimizer, Any, Optimizer]:
+    """Parameters and a streamed optimizer, and the same in memory."""
+    (parameters, inner), (twins, stock) = make(name, shapes), make(name, shapes)
+    return parameters, zf.streamed(inner, zf.nvme(path), **options), twins, stock
 
 
 def over(name: str, parameters: list[nn.Parameter]) -> Optimizer:
@@ -206,34 +213,24 @@ def test_a_flattened_checkpoint_of_an_optimizer_without_states_is_loaded(tmp_pat
     assert fresh.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_schedules_drive_a_streamed_optimizer(tmp_path: Path, before: bool) -> None:
+@pytest.mark.parametrize("driver", ["a schedule of before", "a schedule", "a compiler"])
+def test_what_drives_an_optimizer_drives_a_streamed_one(tmp_path: Path, driver: str) -> None:
+    """A compiler traced the pipeline of chunks: values were wrong, or it failed inside."""
+    torch._dynamo.reset()
     found = []
     for stream in (False, True):
-        parameters, optimizer = make("adamw", [(30, 40)])
-        early = CosineAnnealingLR(optimizer, 4) if before else None
-        optimizer = zf.streamed(optimizer, zf.nvme(tmp_path)) if stream else optimizer
-        schedule = early or CosineAnnealingLR(optimizer, 4)
-        for step in range(4):
-            run(parameters, optimizer, [step])
-            schedule.step()
-        found.append((parameters, optimizer.param_groups[0]["lr"]))
+        parameters, optimizer = make("adamw", [(120, 130), (7, 5)])
+        early = CosineAnnealingLR(optimizer, 4) if driver == "a schedule of before" else None
+        optimizer = zf.streamed(optimizer, zf.nvme(tmp_path), buffer="20KiB") if stream else optimizer
+        late = CosineAnnealingLR(optimizer, 4) if driver == "a schedule" else None
+        step = torch.compile(optimizer.step, backend="eager") if stream and driver == "a compiler" else optimizer.step
+        driven: Any = SimpleNamespace(step=step, param_groups=optimizer.param_groups)
+        for number in range(4):
+            run(parameters, driven, [number])
+            for schedule in filter(None, (early, late)):
+                schedule.step()
+        found.append((parameters, optimizer.state_dict()["param_groups"]))
     assert same(*found)
-
-
-def test_a_compiled_step_is_run_as_it_is(tmp_path: Path) -> None:
-    """The compiler traced the pipeline of chunks: values were wrong, or it failed inside."""
-    torch._dynamo.reset()
-    shapes: list[tuple[int, ...]] = [(120, 130), (7, 5)]
-    expected, stock = make("adamw", shapes)
-    parameters, inner = make("adamw", shapes)
-    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="20KiB")
-    compiled: Any = SimpleNamespace(
-        step=torch.compile(optimizer.step, backend="eager"), param_groups=optimizer.param_groups
-    )
-    run(parameters, compiled, range(3))
-    run(expected, stock, range(3))
-    assert same(expected, parameters)
 
 
 @pytest.mark.parametrize("first", [1, 2, 7])
@@ -368,35 +365,13 @@ def test_memory_too_small_for_the_buffers_is_refused(tmp_path: Path, monkeypatch
     zf.streamed(inner, zf.nvme(tmp_path), buffer="16KiB")
 
 
-def test_states_that_could_not_be_read_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that failed leaves its memory with any bytes, and the next one may not take it for the states."""
-    parameters, inner = make("adamw", [(100, 100)] * 8)
-    run(parameters, inner, [0])
-    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
-    expected = optimizer.state_dict()
-    failures = [-errno.EIO]
-
-    def fails_once(request: Request, result: int) -> int:
-        if not failures or request.is_write:
-            return result
-        request.memory.zero_()  # whatever a disk that fails may leave there
-        return failures.pop()
-
-    answers(monkeypatch, fails_once)
-    with pytest.raises(zf.StorageError, match="EIO"):
-        optimizer.state_dict()
-    assert same(optimizer.state_dict(), expected)
-
-
 @pytest.mark.parametrize(("chunks", "expected"), [(3, [0, 0, 0, 0]), (9, [0, 5, 5, 5])])
 def test_a_step_begins_with_what_is_in_memory_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, expected: list[int]
 ) -> None:
     """The four chunks that the step before computed last are not read. Whatever comes between leaves the bits alone."""
     reads: list[int] = []
-    parameters, inner = make("adamw", [(100, 100)] * chunks)
-    twins, stock = make("adamw", [(100, 100)] * chunks)
-    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+    parameters, optimizer, twins, stock = beside(tmp_path, "adamw", [(100, 100)] * chunks, buffer="128KiB")
     answers(monkeypatch, lambda request, result: reads.append(not request.is_write) or result)  # type: ignore[func-returns-value]
     found = []
     for step in range(4):
@@ -414,14 +389,12 @@ def test_a_step_begins_with_what_is_in_memory_still(
 
 def test_optimizers_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     matrix = nn.Parameter(torch.randn(64, 64))
-    for inner in (torch.optim.Muon([matrix]), torch.optim.Adafactor([matrix])):
+    whole = {torch.optim.Muon: ".*at whole tensors", torch.optim.Adafactor: ".*at whole tensors"}
+    for kind in (*whole, torch.optim.LBFGS, torch.optim.SparseAdam):
+        told = f"(?s)The states of {kind.__name__} cannot be streamed{whole.get(kind, '')}"
         for word in (False, True):
-            with pytest.raises(zf.PlacementError, match=r"(?s)The states of .* cannot be streamed.*at whole tensors"):
-                zf.streamed(inner, zf.nvme(tmp_path), elementwise=word)
-    for inner in (torch.optim.LBFGS([matrix]), torch.optim.SparseAdam([matrix])):
-        for word in (False, True):
-            with pytest.raises(zf.PlacementError, match=f"The states of {type(inner).__name__} cannot be streamed"):
-                zf.streamed(inner, zf.nvme(tmp_path), elementwise=word)
+            with pytest.raises(zf.PlacementError, match=told):
+                zf.streamed(kind([matrix]), zf.nvme(tmp_path), elementwise=word)
 
 
 def test_states_are_read_through_the_state_dict(tmp_path: Path) -> None:
@@ -461,10 +434,8 @@ def test_the_optimizer_that_was_given_is_not_used_any_more(
     parameters, inner = make("adamw", [(3, 4)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
     run(parameters, optimizer, range(2))
-    before = [p.detach().clone() for p in parameters]
     with pytest.raises(zf.StateError, match=r"(?s)This AdamW was given to streamed\(\).*step, save and load what it"):
         use(inner, optimizer.state_dict())
-    assert all(map(torch.equal, parameters, before))
     twins, stock = make("adamw", [(3, 4)])
     run(twins, stock, range(3))
     run(parameters, optimizer, range(2, 3))
@@ -494,9 +465,7 @@ def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(
 ) -> None:
     if not has_kernels:
         monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
-    expected, stock = make("adamw, fused", [(70, 100), (9973,)])
-    parameters, inner = make("adamw, fused", [(70, 100), (9973,)])
-    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
+    parameters, optimizer, expected, stock = beside(tmp_path, "adamw, fused", [(70, 100), (9973,)], buffer="31KiB")
     for step in range(3):
         for number, (parameter, twin) in enumerate(zip(parameters, expected, strict=True)):
             generator = torch.Generator().manual_seed(100 * step + number)
@@ -517,30 +486,27 @@ def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch: pytest.Monkey
     class Mine(torch.optim.AdamW):
         pass
 
-    def stepped(kind: type[Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
-        parameter = nn.Parameter(torch.ones(8, 4, dtype=dtype))
-        optimizer: Any = zf.streamed(kind([parameter], **options), zf.cpu(), elementwise=kind is Mine)  # type: ignore[call-arg]
-        parameter.grad = torch.ones_like(parameter)
+    def made(kind: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return kind([nn.Parameter(torch.ones(8, 4, dtype=dtype))], **options)
+
+    def stepped(inner: Any, grad: Tensor | None = None, **scales: Tensor) -> list[int]:
+        (parameter,) = inner.param_groups[0]["params"]
+        optimizer = zf.streamed(inner, zf.cpu(), elementwise=type(inner) is Mine)
+        vars(inner).update(scales)
+        parameter.grad = torch.ones_like(parameter) if grad is None else grad
         calls.clear()
         optimizer.step()
         return calls
 
     for kind in (torch.optim.AdamW, torch.optim.Adam):
-        assert stepped(kind, fused=True) == [1]
-    others: list[tuple[Any, ...]] = [(torch.optim.AdamW,), (Mine,), (torch.optim.SGD,)]
-    others += [(torch.optim.AdamW, dtype) for dtype in (torch.float64, torch.bfloat16)]
-    assert not any(stepped(*other, fused=len(other) > 1 or other[0] is not torch.optim.AdamW) for other in others)
-    assert not stepped(torch.optim.AdamW, foreach=True)
-    parameter = nn.Parameter(torch.ones(8, 4))
-    inner: Any = torch.optim.AdamW([parameter], fused=True)
-    optimizer = zf.streamed(inner, zf.cpu())
-    parameter.grad = torch.ones(4, 8).t()
-    optimizer.step()
-    inner.found_inf, inner.grad_scale = torch.ones(()), torch.ones(())
-    parameter.grad = torch.ones(8, 4)
-    before = parameter.detach().clone()
-    optimizer.step()
-    assert calls == [] and torch.equal(parameter, before)
+        assert stepped(made(kind, fused=True)) == [1]
+    others = [made(), made(foreach=True), made(Mine, fused=True), made(torch.optim.SGD, fused=True)]
+    others += [made(dtype=dtype, fused=True) for dtype in (torch.float64, torch.bfloat16)]
+    assert not any(map(stepped, others))
+    assert not stepped(made(fused=True), torch.ones(4, 8).t())
+    overflown = made(fused=True)
+    assert not stepped(overflown, found_inf=torch.ones(()), grad_scale=torch.ones(()))
+    assert torch.equal(overflown.param_groups[0]["params"][0], torch.ones(8, 4))
 
 
 def test_an_optimizer_says_who_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
