@@ -29,7 +29,7 @@ MakeRecord = Callable[[Shelved, list[Form], torch.device, type[Record]], Record]
 class Buffer:
     """One placement of a group in memory of the device."""
 
-    __slots__ = ("_recurring", "device", "dtype", "memory", "numel", "starts")
+    __slots__ = ("_pool", "device", "dtype", "memory", "numel", "starts")
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Buffer:
         is_transient: bool = False,  # whether it has memory during a use only
     ) -> None:
         self.starts, self.numel, self.dtype, self.device = starts, numel, dtype, device
-        self._recurring = BufferPool(numel, dtype, device) if is_transient else None
+        self._pool = BufferPool(numel, dtype, device) if is_transient else None
         self.memory: Tensor | None = None if is_transient else self.allocate()
 
     @property
@@ -51,8 +51,8 @@ class Buffer:
 
     def allocate(self) -> Tensor:
         """Fresh memory for the whole buffer."""
-        if self._recurring is not None:
-            return self._recurring.take()
+        if self._pool is not None:
+            return self._pool.take()
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def range(self, slot: Slot, start: int, numel: int) -> Tensor:

@@ -32,7 +32,7 @@ from zero_fn.values.tiers import is_accelerator
 __all__ = ["Window", "Windows"]
 
 
-class Visit:
+class DeviceCopy:
     """A copy between the host and an accelerator, under way beside the computation."""
 
     __slots__ = ("_end",)
@@ -89,7 +89,7 @@ class Window:
         flat = self._for_copies[:nbytes].view(there.dtype)
         self._for_copies = self._for_copies[padded_nbytes(there.numel(), there.itemsize) :]
         copy = flat.view(there.shape) if not is_dense(there) else flat.as_strided(there.shape, there.stride())
-        self.arriving.append(Visit(copy, there))
+        self.arriving.append(DeviceCopy(copy, there))
         return copy
 
 
@@ -133,7 +133,7 @@ class Windows:
             transfers.append(window.record.write_parcel(window.record.parcels[chunk.parcel], window.parcel))
             if window.copy.numel():
                 transfers.append(window.record.write_copy(chunk.parcel, window.copy))
-        return [*transfers, *(Visit(there, copy) for there, copy in window.leaving)]
+        return [*transfers, *(DeviceCopy(there, copy) for there, copy in window.leaving)]
 
     def forget(self) -> None:
         """Nothing to do: a window is made anew in every pass."""

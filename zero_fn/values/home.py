@@ -61,23 +61,14 @@ class ReshardAfter(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where P, G and O of one parameter rest, in which tiers, and the dtypes they have in flight.
+    """Where P, G and O of one parameter rest, in which tiers, and the dtypes they have in flight."""
 
-    Attributes:
-        stage: How much of the state is sharded over the axis.
-        compute: Dtype of the gathered parameter; None: the dtype at rest.
-        reduce: Dtype in which gradients are summed over ranks and microbatches; None: float32 for gradients of 16 bits or
-            less, their own dtype for others.
-        grads: Dtype in which gradients rest; None: that of their parameter.
-        reshard_after: When the gathered parameter is freed.
-        tiers: The tiers in which P, G and O rest.
-    """
-
-    stage: Stage = Stage.NOTHING
-    compute: torch.dtype | None = None
+    stage: Stage = Stage.NOTHING  # how much of the state is sharded over the axis
+    compute: torch.dtype | None = None  # of the gathered parameter; None: the dtype at rest
+    # Of sums of gradients over ranks and microbatches; None: float32 for gradients of 16 bits or less, else their own.
     reduce: torch.dtype | None = None
-    grads: torch.dtype | None = None
-    reshard_after: ReshardAfter = ReshardAfter.FORWARD
+    grads: torch.dtype | None = None  # of gradients at rest; None: that of their parameter
+    reshard_after: ReshardAfter = ReshardAfter.FORWARD  # when the gathered parameter is freed
     tiers: Tiers = IN_MEMORY
 
     def join(self, other: Home) -> Home:

@@ -73,8 +73,8 @@ def test_a_copy_is_made_by_the_streams_of_the_device(monkeypatch: pytest.MonkeyP
     streams = SimpleNamespace(copy=lambda to, source: None)
     monkeypatch.setattr(windows, "side_stream", lambda device: asked.append(device.type) or streams)
     here, there = torch.empty(1), torch.empty(1, device="meta")
-    windows.Visit(here, there)
-    windows.Visit(there, here)
+    windows.DeviceCopy(here, there)
+    windows.DeviceCopy(there, here)
     assert asked == ["meta", "meta"]
 
 
