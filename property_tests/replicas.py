@@ -116,7 +116,7 @@ class Replicas:
         if rule.clip is not None:
             norm = seen[0].norm
             assert norm is not None
-            if not all(same(other.norm, norm) for other in seen if other.norm is not None):
+            if not all(same(other.norm, norm) for other in seen):
                 found.append("ranks clip with different norms")
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             found += _norm_differs(grads, rule.norm, norm)
@@ -216,7 +216,7 @@ class Replicas:
             if any(one.trained != parameter.requires_grad for one in held):
                 found.append(f"requires_grad of {name} differs")
             values = whole([one.values for one in held], held[0].dim)
-            if values is None or not same(values, parameter):
+            if not same(values, parameter):
                 found.append(f"{name} differs{_by_how_much(values, parameter)}")
             grads = [one.grad for one in held if one.grad is not None]
             if len(grads) not in (0, len(held)):
@@ -229,7 +229,7 @@ class Replicas:
 
     def _compare_grad(self, name: str, grad: Tensor | None, parameter: nn.Parameter) -> list[str]:
         assert parameter.grad is not None
-        if grad is not None and same(grad, parameter.grad):
+        if same(grad, parameter.grad):
             return []
         if self.is_reordered and grad is not None and grad.shape == parameter.shape:
             grads = [

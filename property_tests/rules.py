@@ -389,8 +389,10 @@ def whole(parts: list[Tensor], dim: int | None) -> Tensor | None:
     return parts[0] if all(same(part, parts[0]) for part in parts) else None
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are equal; NaN is equal to NaN. Programs may train until their numbers overflow."""
+    if one is None or other is None:
+        return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

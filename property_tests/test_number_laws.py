@@ -61,18 +61,7 @@ STEPS: dict[str, Act] = {
     **{
         f"{name}({dim})": lambda v, name=name, dim=dim: getattr(v, name)(*dim)
         for name in (
-            "sum",
-            "mean",
-            "std",
-            "var",
-            "prod",
-            "amax",
-            "amin",
-            "argmax",
-            "argmin",
-            "nansum",
-            "nanmean",
-            "all",
+            *("sum", "mean", "std", "var", "prod", "amax", "amin", "argmax", "argmin", "nansum", "nanmean", "all"),
         )
         for dim in ((), (0,), (-1,))
         if dim or name != "nanmean"

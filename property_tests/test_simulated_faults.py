@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zero_fn as zf
 from property_tests.modules import Model, Part
 from property_tests.programs import Chain, Link
-from property_tests.rules import Accumulate, Backward, Evaluate, Held, Program, Seen, Step, run_program
+from property_tests.rules import Accumulate, Backward, Evaluate, Held, Program, Seen, Step, run_program, same
 from property_tests.strategies import backwards, chains_for, faults, models, schedules, steps
 from tests.simulation import Fault, Report, Simulated
 from tests.support.profiles import examples
@@ -38,13 +37,9 @@ def trainings(draw: st.DrawFn) -> Program:
 
 def is_same(one: Seen, other: Seen) -> bool:
     return one.held.keys() == other.held.keys() and all(
-        _is_same_tensor(a.values, other.held[name].values) and _is_same_tensor(a.grad, other.held[name].grad)
-        for name, a in one.held.items()
+        same(a.values, b.values) and same(a.grad, b.grad)
+        for a, b in zip(one.held.values(), other.held.values(), strict=True)
     )
-
-
-def _is_same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def assert_right_or_told(report: Report[list[Seen]], expected: list[list[Seen]]) -> None:

@@ -291,9 +291,6 @@ FOUND: dict[str, Case] = {
         )
         for output in ("record", "opaque")
     },
-    # `copy.deepcopy` raised once, on a gradient that is a view beyond the start of its buffer; and copied gradients,
-    # which the copy of a parameter never has.
-    "a model is copied while it has gradients": case(EMPTY_SHARD, "replicate", Backward(), Copy(), Backward(), Step()),
     # The weight of `expert0` belongs to the unit of the root, which output 1 uses only on ranks that chose this expert. The
     # second backward of several forwards was on no schedule, so what it reduced depended on the rank.
     **in_stages(

@@ -103,7 +103,8 @@ def test_an_assignment_seen_from_above_gives_every_parameter_the_same_home(
 )
 def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home: Home, resting: torch.dtype) -> None:
     computed, summed = home.compute_dtype(resting), home.sum_dtype(resting)
-    assert computed.is_floating_point == resting.is_floating_point
+    assert computed == (home.compute or resting if resting.is_floating_point else resting)
+    assert resting.is_floating_point or summed == resting
     assert home.reduce is not None or summed.itemsize >= computed.itemsize
     assert Home(Stage.PARAMS).join(home).sum_dtype(resting) == summed
 

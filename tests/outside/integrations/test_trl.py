@@ -163,17 +163,14 @@ def test_a_reference_model_is_placed_and_evicted_by_itself(folder: str) -> None:
 
     wanted = numbers(_trainer(folder, "DPOTrainer", "replicas", options, ref_model=reference()))
     ours = place("zero3")(reference())
-    held = zf.held(ours).parameters
     away = evicted(ours)
-    assert held > 0 == zf.held(ours).parameters
     for _ in range(2):
+        assert zf.held(ours).parameters == 0
         away.restore()
-        assert zf.held(ours).parameters == held
         trainer = _trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)
         require_close(numbers(trainer), wanted, 5e-5)
         assert zf.is_transformed(trainer.ref_model)
         away = evicted(ours)
-        assert zf.held(ours).parameters == 0
 
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])

@@ -18,19 +18,6 @@ def test_join_refuses_two_dtypes_for_one_parameter(name: str) -> None:
     assert caught.value.facts == {"first": torch.bfloat16, "second": torch.float16}
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64])
-def test_only_floating_point_is_cast(dtype: torch.dtype) -> None:
-    home = Home(compute=torch.bfloat16, reduce=torch.float64)
-    assert home.compute_dtype(dtype) == dtype
-    assert home.sum_dtype(dtype) == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_compute_dtype_is_the_one_asked_for_or_the_one_at_rest(dtype: torch.dtype) -> None:
-    assert Home().compute_dtype(dtype) == dtype
-    assert Home(compute=torch.bfloat16).compute_dtype(dtype) == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("resting", "home", "expected"),
     [
