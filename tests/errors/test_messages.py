@@ -107,6 +107,14 @@ def test_two_dtypes_in_a_forward_have_a_note(filters: bool) -> None:
             assert getattr(caught.value, "__notes__", []) == notes
 
 
+def test_another_error_in_a_forward_has_no_note() -> None:
+    with alone() as mesh:
+        model = zf.precision(zf.shard_params(nn.Linear(4, 4), mesh), compute=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            model(torch.ones(2, 5))
+        assert not hasattr(caught.value, "__notes__")
+
+
 # -- errors that need ranks ------------------------------------------------------------------------------------------
 
 

@@ -76,3 +76,10 @@ def test_what_a_fork_gives_up_stays_with_its_parent(tmp_path: Path) -> None:
             _step(each)
     for mine, its in zip(held["model"].parameters(), replica["model"].parameters(), strict=True):
         assert torch.equal(mine.clone(), its.clone())
+
+
+def test_a_fork_may_use_what_is_in_memory_of_the_host() -> None:
+    model = nn.Linear(8, 8)
+    held: dict[str, Any] = {"model": model, "optimizer": zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu())}
+    _step(held)
+    assert _in_a_fork(lambda: held["optimizer"].state_dict()) == "nothing"
