@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -29,6 +30,12 @@ def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with alone() as axis:
+        yield axis
+
+
 def trained(model: nn.Module, optimizer: Optimizer) -> None:
     for _ in range(2):
         model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).float().sum().backward()
@@ -37,74 +44,59 @@ def trained(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_a_streamed_adam_that_is_not_fused_says_so_once(kind: Any) -> None:
-    with alone() as mesh:
-        model = zf.zero3(nn.Linear(4, 4), mesh)
-        with pytest.warns(UserWarning, match=f"{kind.__name__} {SLOW}") as said:
-            optimizer = zf.streamed(kind(model.parameters()), zf.cpu())
-        assert len(said) == 1
-        assert said[0].filename == __file__
-        assert "..., fused=True)" in str(said[0].message)
-        trained(model, optimizer)
-        zf.streamed(kind(model.parameters()), zf.cpu())
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_streamed_adam_that_says_whether_it_is_fused_is_not_warned_about(fused: bool) -> None:
-    with alone() as mesh:
-        model = zf.zero3(nn.Linear(4, 4), mesh)
-        trained(model, zf.streamed(AdamW(model.parameters(), fused=fused), zf.cpu()))
-        trained(model, zf.streamed(SGD(model.parameters(), lr=0.1), zf.cpu()))
+def test_a_streamed_adam_that_is_not_fused_says_so_once(mesh: DeviceMesh, kind: Any) -> None:
+    model = zf.zero3(nn.Linear(4, 4), mesh)
+    with pytest.warns(UserWarning, match=f"{kind.__name__} {SLOW}") as said:
+        optimizer = zf.streamed(kind(model.parameters()), zf.cpu())
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert "..., fused=True)" in str(said[0].message)
+    trained(model, optimizer)
+    zf.streamed(kind(model.parameters()), zf.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_adam_over_parameters_that_rest_in_few_bits_says_so_at_its_first_step(dtype: torch.dtype) -> None:
-    with alone() as mesh:
-        model = zf.zero3(nn.Linear(4, 4).to(dtype), mesh)
-        with pytest.warns(UserWarning, match=f"AdamW trains parameters that rest in .*{ROUNDED}") as said:
-            trained(model, AdamW(model.parameters()))
-        assert len(said) == 1
-        assert "weight" in str(said[0].message)
-        assert "zf.precision" in str(said[0].message)
-
-
-def test_a_streamed_adam_over_parameters_that_rest_in_few_bits_says_so() -> None:
-    with alone() as mesh:
-        model = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
-        with pytest.warns(UserWarning, match=ROUNDED):
-            zf.streamed(AdamW(model.parameters(), fused=True), zf.cpu())
-
-
-def test_masters_in_float32_and_what_is_frozen_are_not_warned_about() -> None:
-    with alone() as mesh:
-        model = zf.precision(zf.zero3(nn.Linear(4, 4), mesh))
+def test_adam_over_parameters_that_rest_in_few_bits_says_so(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """At its first step, and where it is streamed."""
+    model = zf.zero3(nn.Linear(4, 4).to(dtype), mesh)
+    with pytest.warns(UserWarning, match=f"AdamW trains parameters that rest in .*{ROUNDED}") as said:
         trained(model, AdamW(model.parameters()))
-        frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        frozen[0].bfloat16().requires_grad_(False)
-        frozen = zf.zero3(frozen, mesh)
-        AdamW(frozen.parameters()).step()
-        rounded = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
-        trained(rounded, SGD(rounded.parameters(), lr=0.1))
+    assert len(said) == 1
+    assert "weight" in str(said[0].message)
+    assert "zf.precision" in str(said[0].message)
+    errors._said.clear()
+    with pytest.warns(UserWarning, match=ROUNDED):
+        zf.streamed(AdamW(model.parameters(), fused=True), zf.cpu())
+    errors._said.clear()
+    warnings.filterwarnings("ignore", ".*without float32 masters")  # as it says
+    trained(model, AdamW(model.parameters()))
 
 
-def test_the_warning_about_few_bits_is_silenced_as_it_says() -> None:
-    with alone() as mesh:
-        model = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
-        warnings.filterwarnings("ignore", ".*without float32 masters")
-        trained(model, AdamW(model.parameters()))
+def test_nothing_is_said_of_what_is_right(mesh: DeviceMesh) -> None:
+    """An optimizer that says whether it is fused, or is not Adam; masters in float32; what is frozen."""
+    model = zf.precision(zf.zero3(nn.Linear(4, 4), mesh))
+    trained(model, AdamW(model.parameters()))
+    for optimizer in (*(AdamW(model.parameters(), fused=fused) for fused in (True, False)), SGD(model.parameters())):
+        trained(model, zf.streamed(optimizer, zf.cpu()))
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    frozen[0].bfloat16().requires_grad_(False)
+    AdamW(zf.zero3(frozen, mesh).parameters()).step()
+    rounded = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
+    trained(rounded, SGD(rounded.parameters(), lr=0.1))
+
+
+MADE: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "replicated": lambda loss: zf.replicate(loss, axis()),
+    "ddp": DistributedDataParallel,
+    "frozen": lambda loss: loss.requires_grad_(False),
+}
 
 
 def _beside(how: str) -> list[str]:
     """What is said of a loss with a parameter that is in the optimizer beside the model."""
     torch.manual_seed(0)
     model = zf.zero3(nn.Linear(4, 4), axis())
-    loss: nn.Module = nn.Linear(4, 1)
-    if how == "replicated":
-        loss = zf.replicate(loss, axis())
-    elif how == "ddp":
-        loss = DistributedDataParallel(loss)
-    elif how == "frozen":
-        loss.requires_grad_(False)
+    loss = MADE.get(how, lambda loss: loss)(nn.Linear(4, 1))
     optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -113,10 +105,8 @@ def _beside(how: str) -> list[str]:
         elif how == "checked":
             zf.check(model, optimizer)
         else:
-            if how != "not trained":
-                loss(model(torch.ones(2, 4))).sum().backward()
-            else:
-                model(torch.ones(2, 4)).sum().backward()
+            y = model(torch.ones(2, 4))
+            (y if how == "not trained" else loss(y)).sum().backward()
             optimizer.step()
             optimizer.step()
     errors._said.clear()
@@ -136,16 +126,15 @@ def test_plain_parameters_beside_a_transformed_model_are_told_where_ranks_would_
         assert all("loss = zf.replicate(loss, mesh['dp'])" in one and "of 2" in one for one in said)
 
 
-def test_an_optimizer_over_two_transformed_modules_is_right() -> None:
+def test_an_optimizer_over_two_transformed_modules_is_right(mesh: DeviceMesh) -> None:
     """`check` knew one module only, and said that the other was stale."""
-    with alone() as mesh:
-        first, second = zf.zero3(nn.Linear(4, 4), mesh), zf.replicate(nn.Linear(4, 4), mesh)
-        optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    first, second = zf.zero3(nn.Linear(4, 4), mesh), zf.replicate(nn.Linear(4, 4), mesh)
+    optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    zf.check(first, optimizer)
+    zf.check(second, optimizer)
+    with pytest.raises(zf.StaleError, match="lacks 2 trained"):
+        zf.check(first, SGD(second.parameters(), lr=0.1))
+    later = zf.replicate(second, mesh)
+    with pytest.raises(zf.StaleError, match="holds 2 parameters that the model does not have"):
         zf.check(first, optimizer)
-        zf.check(second, optimizer)
-        with pytest.raises(zf.StaleError, match="lacks 2 trained"):
-            zf.check(first, SGD(second.parameters(), lr=0.1))
-        later = zf.replicate(second, mesh)
-        with pytest.raises(zf.StaleError, match="holds 2 parameters that the model does not have"):
-            zf.check(first, optimizer)
-        zf.check(later, SGD([*first.parameters(), *later.parameters()], lr=0.1))
+    zf.check(later, SGD([*first.parameters(), *later.parameters()], lr=0.1))
