@@ -8,6 +8,8 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,9 +21,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 import zero_fn as zf
+from tests.support.groups import alone
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 
 WIDTH = 16
 
@@ -86,8 +89,8 @@ class Adapted(nn.Module):
         return y
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(*(Adapted() for _ in range(3)))
 
 
@@ -119,15 +122,15 @@ def test_adapters_on_weights_of_a_subclass_train_as_alone() -> None:
     for name, make in WORLDS.items():
         model = make(zf.flatten_subclasses(_model()))
         for _ in range(2):
-            found = _trained(copy.deepcopy(model))
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), name
+            assert all(map(torch.equal, _trained(copy.deepcopy(model)), expected)), name
         with zf.unsharded(model) if name != "alone" else nullcontext():
             weight: Any = model[1].weight  # type: ignore[index]
             assert type(weight) is Scaled
             assert not weight.requires_grad
 
 
-def _bytes() -> None:
+@on_ranks(2)
+def test_they_rest_and_wait_for_backward_in_their_own_bytes() -> None:
     model: Any = zf.zero3(zf.flatten_subclasses(_model()), axis())
     elements, scales, trained = 3 * WIDTH * WIDTH, 3 * WIDTH, 3 * 4 * WIDTH
     assert 2 * sum(p.to_local().nbytes for p in model.parameters()) == elements + 4 * (scales + trained)
@@ -138,10 +141,6 @@ def _bytes() -> None:
     whole = {values.data_ptr() for made in _made if (values := made()) is not None}
     assert len(whole) <= 1, "autograd keeps gathered weights; that of the last block stays anyway"
     loss.backward()
-
-
-def test_they_rest_and_wait_for_backward_in_their_own_bytes(ranks: Ranks) -> None:
-    ranks(2).run(_bytes)
 
 
 @on_ranks(2)
@@ -159,14 +158,11 @@ def test_precision_leaves_parts_in_their_dtypes() -> None:
 
 @on_ranks(2)
 def test_parts_are_saved_and_loaded_between_stages(folder: str) -> None:
-    model = zf.zero3(zf.flatten_subclasses(_model()), axis())
-    zf.save(f"{folder}/one", model)
-    torch.manual_seed(1)
-    other: Any = zf.zero1(zf.flatten_subclasses(nn.Sequential(*(Adapted() for _ in range(3)))), axis())
+    expected = _model()
+    zf.save(f"{folder}/one", zf.zero3(zf.flatten_subclasses(expected), axis()))
+    other = zf.zero1(zf.flatten_subclasses(_model(seed=1)), axis())
     zf.load(f"{folder}/one", other)
-    x = torch.ones(2, WIDTH)
-    assert torch.equal(other(x), model(x))
-    assert torch.equal(other(x), _model()(x))
+    assert torch.equal(other(torch.ones(2, WIDTH)), expected(torch.ones(2, WIDTH)))
 
 
 def test_tied_weights_are_made_of_the_same_parts() -> None:
@@ -180,14 +176,6 @@ def test_tied_weights_are_made_of_the_same_parts() -> None:
     assert isinstance(model[0], Adapted)
 
 
-def test_a_module_without_such_parameters_is_copied() -> None:
-    plain = nn.Linear(2, 2)
-    model = zf.flatten_subclasses(plain)
-    assert type(model) is nn.Linear
-    assert model is not plain
-    assert model.weight is plain.weight
-
-
 def test_a_text_of_a_module_may_hold_the_module_of_before() -> None:
     """torchao leaves one at each linear that it quantizes. It is printed, and computes nothing."""
 
@@ -196,14 +184,18 @@ def test_a_text_of_a_module_may_hold_the_module_of_before() -> None:
 
     plain = nn.Linear(2, 2)
     plain.extra_repr = types.MethodType(functools.partial(text, plain.extra_repr), plain)  # type: ignore[method-assign]
-    assert "quantized" in repr(zf.precision(zf.flatten_subclasses(plain)))
+    model = zf.flatten_subclasses(plain)
+    assert "quantized" in repr(zf.precision(model))
+    assert (
+        type(model) is nn.Linear and model is not plain and model.weight is plain.weight
+    )  # no parameter is of a subclass
 
 
 class Opaque(nn.Parameter):
     """A class that says nothing of what it is made of."""
 
 
-def test_what_cannot_be_flattened_is_refused(ranks: Ranks) -> None:
+def test_what_cannot_be_flattened_is_refused() -> None:
     trained = Adapted()
     values, scale = torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)
     trained.weight.requires_grad_(True)
@@ -214,20 +206,21 @@ def test_what_cannot_be_flattened_is_refused(ranks: Ranks) -> None:
         with pytest.raises(zf.PlacementError, match=f"'weight' cannot be kept as plain tensors: it is .*{reason}"):
             zf.flatten_subclasses(module)
 
-    def late() -> None:
+    with alone() as mesh:
         placed = nn.Module()
         two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
-        placed.weight = nn.Parameter(DTensor.from_local(two, axis(), [Replicate()]))
+        placed.weight = nn.Parameter(DTensor.from_local(two, mesh, [Replicate()]))
         with pytest.raises(zf.PlacementError, match="placed on a mesh already"):
             zf.flatten_subclasses(placed)
         with pytest.raises(zf.StateError, match="comes before other transforms"):
-            zf.flatten_subclasses(zf.zero3(nn.Linear(2, 2), axis()))
-
-    ranks(2).run(late)
+            zf.flatten_subclasses(zf.zero3(nn.Linear(2, 2), mesh))
 
 
-def _torchao(kind: str) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@on_ranks(2)
+def test_weights_that_torchao_has_quantized_train_adapters_as_alone(kind: str) -> None:
+    quantization: Any = import_module("torchao.quantization")
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -241,11 +234,4 @@ def _torchao(kind: str) -> None:
 
     expected = _trained(build())
     for stage in ("zero1", "zero3"):
-        found = _trained(STAGES[stage](zf.flatten_subclasses(build()), axis()))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_weights_that_torchao_has_quantized_train_adapters_as_alone(ranks: Ranks, kind: str) -> None:
-    pytest.importorskip("torchao")
-    ranks(2).run(_torchao, kind)
+        assert all(map(torch.equal, _trained(STAGES[stage](zf.flatten_subclasses(build()), axis())), expected))
