@@ -174,26 +174,6 @@ def test_calls_and_backwards_of_any_order_are_those_of_replicas(ranks: Ranks, na
     assert ranks(2).run(differences, trained(build, program, steps=steps)) == [[]] * 2
 
 
-def exact() -> nn.Module:
-    """Whole numbers: no order of summation rounds."""
-    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).double()
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data.copy_(torch.randint(-1, 2, parameter.shape, generator=torch.Generator().manual_seed(number)))
-    return model
-
-
-@pytest.mark.parametrize(("parts", "accumulates"), [((5,), False), ((3, 1, 4), True)])
-@as_replicas(exact, n=3, steps=1)
-def test_any_number_of_forwards_share_a_backward(
-    model: Any, run: Run, number: int, parts: tuple[int, ...], accumulates: bool
-) -> None:
-    """Sums of more than two uses may be made in another order than autograd's: in whole numbers they are the same."""
-    with run.accumulate() if accumulates else nullcontext():
-        for i, forwards in enumerate(parts):
-            xs = [noise(2, 5, seed=10 * i + j, dtype=torch.float64).sign() for j in range(forwards)]
-            run.backward(sum(model(x).sum() for x in xs))  # type: ignore[arg-type]
-
-
 # -- backwards inside a forward ---------------------------------------------------------------------------------------
 
 

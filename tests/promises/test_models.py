@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
 from tests.axes.grids import parallelized
+from tests.errors.mistakes import SparseInFunction
 from tests.support.groups import pretended, pretended_grid
 from tests.support.models import Odd, Recomputed
 from tests.support.on_ranks import on_ranks
@@ -257,28 +257,16 @@ def test_parameters_of_subclasses_are_refused_by_name() -> None:
         assert type(zf.zero3(plain, mesh).weight0) is TwoTensor
 
 
-class Functional(nn.Module):
-    """A sparse gradient that no module announces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(9, 4))
-        self.bias = nn.Parameter(torch.zeros(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.table, sparse=True) + self.bias
-
-
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
 def test_sparse_gradients_are_refused_by_name(stage: str) -> None:
-    for module in (nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True, mode="sum")):
-        with pytest.raises(zf.PlacementError, match=r"module +: 0: Embedding[\s\S]*sparse=False"):
-            STAGES[stage](nn.Sequential(module, nn.Linear(4, 4)), axis())
-    model: Any = STAGES[stage](Functional(), axis())
+    """Of an embedding, when it is transformed: errors/mistakes.py."""
+    with pytest.raises(zf.PlacementError, match=r"module +: : EmbeddingBag[\s\S]*sparse=False"):
+        STAGES[stage](nn.EmbeddingBag(8, 4, sparse=True, mode="sum"), axis())
+    model: Any = STAGES[stage](nn.Sequential(SparseInFunction(), nn.Linear(4, 3)), axis())
     with pytest.raises(zf.PlacementError, match=r"table[\s\S]*sparse=False"):
         model(torch.tensor([[1, 2]])).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-    model.table.requires_grad_(False)
+    model[0].table.requires_grad_(False)
     model(torch.tensor([[1, 2]])).sum().backward()
-    assert torch.equal(full(model.bias.grad), torch.full((4,), 2.0))
+    assert torch.equal(full(model[1].bias.grad), torch.full((3,), 2.0))
