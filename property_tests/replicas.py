@@ -54,7 +54,7 @@ class Replicas:
         self.spec, self.program, self.n = program.model, program, n
         self.models: list[nn.Module] = [build_model(program.model) for _ in range(n)]
         self.is_reordered = is_reordered
-        self._new_optimizer()
+        self.stepper = self.program.optimizer.of(self.models[0])
 
     def follow(self, rule: Rule, seed: int, seen: Sequence[Seen]) -> list[str]:
         """Runs a rule. Returns a line for each difference between the replicas and what the ranks held after it."""
@@ -71,7 +71,7 @@ class Replicas:
             case Step():
                 found += self._step(rule, seen)
             case ZeroGrad():
-                self.optimizer.zero_grad(set_to_none=rule.to_none)
+                self.stepper.optimizer.zero_grad(set_to_none=rule.to_none)
             case Freeze():
                 for model in self.models:
                     set_frozen(model, rule)
@@ -81,7 +81,7 @@ class Replicas:
                 self._load()
             case Transform() | Copy():
                 self.models[0].zero_grad()
-                self._new_optimizer()
+                self.stepper = self.program.optimizer.of(self.models[0])
             case Fail():
                 self._fail(rule, seed)
         return found + self._compare(seen)
@@ -122,11 +122,7 @@ class Replicas:
             found += _norm_differs(grads, rule.norm, norm)
             if grads:
                 nn.utils.clip_grads_with_norm_(parameters, rule.clip, norm)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        if not rule.keeps:
-            self.optimizer.zero_grad()
+        self.stepper.step(rule)
         self._share()
         return found
 
@@ -149,7 +145,7 @@ class Replicas:
         self.models = [build_model(self.spec, seed=1) for _ in self.models]
         for model, state in zip(self.models, states, strict=True):
             model.load_state_dict(state)
-        self._new_optimizer()
+        self.stepper = self.program.optimizer.of(self.models[0])
 
     def _fail(self, rule: Fail, seed: int) -> None:
         for rank, model in enumerate(self.models):
@@ -191,10 +187,6 @@ class Replicas:
             for model in self.models[1:]:
                 for parameter, source in zip(model.parameters(), self.models[0].parameters(), strict=True):
                     parameter.copy_(source)
-
-    def _new_optimizer(self) -> None:
-        self.optimizer = self.program.optimizer.build(list(self.models[0].parameters()))
-        self.scheduler = self.program.optimizer.schedule(self.optimizer)
 
     # -- comparison -------------------------------------------------------------------------------------------------
 

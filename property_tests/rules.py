@@ -7,7 +7,7 @@ compared after every one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,18 +124,29 @@ class Optimizer:
     foreach: bool = True
     scheduled: bool = False
 
-    def build(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of some parameters."""
-        match self.kind:
-            case "adam":
-                return torch.optim.Adam(parameters, lr=1e-2, foreach=self.foreach)
-            case "adamw":
-                return torch.optim.AdamW(parameters, lr=1e-2, foreach=self.foreach)
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=self.foreach)
+    def of(self, model: nn.Module) -> Stepper:
+        """The optimizer of a model."""
+        parameters = list(model.parameters())
+        options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9} if self.kind == "sgd" else {"lr": 1e-2}
+        kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        made = kinds[self.kind](parameters, foreach=self.foreach, **options)
+        return Stepper(made, torch.optim.lr_scheduler.ExponentialLR(made, 0.7) if self.scheduled else None)
 
-    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The schedule of the learning rate; None without one."""
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if self.scheduled else None
+
+@dataclass(frozen=True)
+class Stepper:
+    """An optimizer of a model, and the schedule of its learning rate, if it has one."""
+
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler | None
+
+    def step(self, rule: Step) -> None:
+        """A step, once gradients are clipped."""
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        if not rule.keeps:
+            self.optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -285,7 +296,7 @@ class OnRank:
         self.spec, self.program, self.axis = program.model, program, axis
         self.rank = axis.get_local_rank()
         self.model: nn.Module = apply(program.chain, build_model(program.model), axis)
-        self._new_optimizer()
+        self.stepper = self.program.optimizer.of(self.model)
 
     def do(self, rule: Rule, seed: int) -> Seen:
         """Runs a rule, and looks at what is held then."""
@@ -301,7 +312,7 @@ class OnRank:
             case Step():
                 norm = self._step(rule)
             case ZeroGrad():
-                self.optimizer.zero_grad(set_to_none=rule.to_none)
+                self.stepper.optimizer.zero_grad(set_to_none=rule.to_none)
             case Freeze():
                 set_frozen(self.model, rule)
             case Edit():
@@ -310,10 +321,10 @@ class OnRank:
                 self._load(rule)
             case Transform():
                 self.model = apply(rule.chain, self.model, self.axis)
-                self._new_optimizer()
+                self.stepper = self.program.optimizer.of(self.model)
             case Copy():
                 self.model = copy.deepcopy(self.model)
-                self._new_optimizer()
+                self.stepper = self.program.optimizer.of(self.model)
             case Fail():
                 self._fail(rule, seed)
         return Seen(_held(self.model), outputs, norm)
@@ -336,11 +347,7 @@ class OnRank:
         if rule.clip is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), rule.clip, norm_type=rule.norm)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        if not rule.keeps:
-            self.optimizer.zero_grad()
+        self.stepper.step(rule)
         return norm
 
     def _edit(self, rule: Edit, seed: int) -> list[Tensor]:
@@ -353,17 +360,13 @@ class OnRank:
             state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model = apply(rule.chain, build_model(self.spec, seed=1), self.axis)
         self.model.load_state_dict(state)
-        self._new_optimizer()
+        self.stepper = self.program.optimizer.of(self.model)
 
     def _fail(self, rule: Fail, seed: int) -> None:
         block = zf.accumulate(self.model) if rule.accumulating else nullcontext()
         with suppress(Failed), failing(self.model, rule), block:
             self._backward(Backward(), seed)
         self.model.zero_grad()
-
-    def _new_optimizer(self) -> None:
-        self.optimizer = self.program.optimizer.build(list(self.model.parameters()))
-        self.scheduler = self.program.optimizer.schedule(self.optimizer)
 
 
 def run_program(program: Program, axis: Callable[[], DeviceMesh] = simulated_axis) -> list[Seen]:

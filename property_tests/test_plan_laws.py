@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,9 @@ def measured(programs: list[Program]) -> list[tuple[zf.Held, zf.Plan, int]]:
 
 
 def backward(model: nn.Module, step: int, backwards: int) -> None:
-    rank = axis().get_local_rank()
-    if backwards == 1:
-        model(batch(step, rank).detach()).sum().backward()
-        return
-    with zf.accumulate(model):
+    with zf.accumulate(model) if backwards > 1 else nullcontext():
         for microbatch in range(backwards):
-            model(batch(10 * step + microbatch, rank).detach()).sum().backward()
+            model(batch(10 * step + microbatch, axis().get_local_rank()).detach()).sum().backward()
 
 
 def programs_of(tree: st.SearchStrategy[Tree], chain: st.SearchStrategy[Chain]) -> st.SearchStrategy[list[Program]]:
