@@ -16,7 +16,7 @@ from tests.support.groups import pretended
 from tests.support.models import Layer, Stack
 from tests.support.ranks import Ranks
 from tests.support.worlds import Run, as_replicas, differences, noise, trained
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
 
 Pair = namedtuple("Pair", ["left", "right"])
