@@ -10,7 +10,6 @@ MAY_BE_LACKING = (
     "no network namespace",
     "no io_uring here",  # where a container forbids it
     "cannot mount",  # without the rights of root
-    "cannot make an old file system",
 )
 """How the reasons of skips begin that are allowed."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from zero_fn.storage.files import SpillFile
 from zero_fn.storage.io import Request, Threads
 from zero_fn.values.tiers import cpu
 
-__all__ = ["Lazy", "answers", "failing", "filled", "old_disk", "overwrite", "reserved", "small_disk"]
+__all__ = ["Lazy", "answers", "failing", "filled", "limited", "old_disk", "overwrite", "reserved", "small_disk"]
 
 
 class Lazy(Threads):
@@ -48,30 +49,37 @@ def overwrite(file: SpillFile, values: bytes | bytearray | memoryview, offset: i
 
 
 @contextmanager
-def small_disk(path: Path, options: str = "size=1m") -> Iterator[Path]:
-    """A file system in memory of its own at `path`; skips the test where mounting is not allowed."""
-    path.mkdir(exist_ok=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+def limited(what: int, value: int) -> Iterator[None]:
+    """Inside, the process has this soft limit: a number of `resource`."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (value, before[1]))
     try:
-        yield path
+        yield
     finally:
-        subprocess.run(["umount", "-l", path], check=True)
+        resource.setrlimit(what, before)
+
+
+def small_disk(path: Path, options: str = "size=1m") -> AbstractContextManager[Path]:
+    """A file system in memory of its own at `path`; skips the test where mounting is not allowed."""
+    return _mounted(path, ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path])
+
+
+def old_disk(path: Path) -> AbstractContextManager[Path]:
+    """A file system of 16 MB that takes direct I/O and cannot reserve room (ext2, as NFS before 4.2 and some of FUSE); skips
+    the test where it cannot be made."""
+    image = path.with_suffix(".image")
+    image.write_bytes(bytes(16 << 20))
+    return _mounted(path, ["mkfs.ext2", "-q", image], ["mount", "-o", "loop", image, path])
 
 
 @contextmanager
-def old_disk(path: Path) -> Iterator[Path]:
-    """A file system of 16 MB that takes direct I/O and cannot reserve room (ext2, as NFS before 4.2 and some of FUSE); skips
-    the test where it cannot be made."""
+def _mounted(path: Path, *commands: list[str | Path]) -> Iterator[Path]:
     path.mkdir(exist_ok=True)
-    image = path.with_suffix(".image")
-    image.write_bytes(bytes(16 << 20))
-    for command in (["mkfs.ext2", "-q", image], ["mount", "-o", "loop", image, path]):
+    for command in commands:
         try:
             subprocess.run(command, capture_output=True, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"cannot make an old file system: {error}")
+            pytest.skip(f"cannot mount: {error}")
     try:
         yield path
     finally:
@@ -80,25 +88,11 @@ def old_disk(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def failing(code: int = errno.EIO, *, reads: bool = True, writes: bool = True, where: bool = True) -> Iterator[None]:
-    """Inside, the kernel refuses what any engine asks for.
-
-    Args:
-        code: Its answer, a number of `errno`.
-        reads: Whether it refuses reads.
-        writes: Whether it refuses writes.
-        where: False changes nothing: to be said on the ranks whose disk is well.
-    """
-    advance = Request.advance
-
-    def refused(request: Request, result: int) -> None:
-        advance(request, -code if (writes if request.is_write else reads) else result)
-
-    if where:
-        Request.advance = refused  # type: ignore[method-assign]
-    try:
+    """Inside, the kernel refuses what any engine asks for, except where the disk is well (`where=False`)."""
+    with pytest.MonkeyPatch.context() as patched:
+        if where:
+            answers(patched, lambda request, result: -code if (writes if request.is_write else reads) else result)
         yield
-    finally:
-        Request.advance = advance  # type: ignore[method-assign]
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Request, int], int]) -> list[int]:

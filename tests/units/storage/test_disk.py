@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.units.storage.disks import Lazy, answers, filled, old_disk, overwrite, reserved, small_disk
+from tests.units.storage.disks import Lazy, answers, filled, limited, old_disk, overwrite, reserved, small_disk
 from zero_fn.errors import StorageError, TierError
 from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
 from zero_fn.storage.io import IoBackend, Threads, Transfer
@@ -257,14 +257,10 @@ def test_a_full_disk_is_found_before_anything_is_written(
 def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk: DiskStorage) -> None:
     """It said that all that is free on the disk can be taken."""
     reserved(disk, MIB // 2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, MIB):
         with pytest.raises(TierError, match=r"(?s)1\.00 MiB can be taken.*File too large.*ulimit -f"):
             reserved(disk, 2 * MIB)
         reserved(disk, MIB // 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("has_unnamed", [True, False])
@@ -274,15 +270,11 @@ def test_a_limit_of_the_process_on_open_files_is_named(
     """It said to give another folder."""
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     disks = [DiskStorage(nvme(tmp_path), "states")]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
-    try:
-        with pytest.raises(StorageError, match=r"EMFILE") as raised:
-            while True:
-                disks.append(DiskStorage(nvme(tmp_path), "states"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    allowed = len(os.listdir("/proc/self/fd")) + 20
+    with limited(resource.RLIMIT_NOFILE, allowed), pytest.raises(StorageError, match=r"EMFILE") as raised:
+        while True:
+            disks.append(DiskStorage(nvme(tmp_path), "states"))
     assert "open files of the process (ulimit -n)" in str(raised.value.facts["bound"])
     assert "ulimit -n" in raised.value.fix
 

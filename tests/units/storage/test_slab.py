@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.units.storage.disks import limited
 from zero_fn.errors import TierError
 from zero_fn.storage.host_memory import PAGE_NBYTES, Available, Slab, _cgroups
 from zero_fn.storage.tier_storage import storage_on
@@ -107,14 +108,10 @@ def test_the_tightest_cgroup_on_the_way_to_the_root_bounds(tmp_path: Path, versi
 def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit: int, row: str) -> None:
     match = re.search(rf"{row}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
-    before = resource.getrlimit(limit)
-    resource.setrlimit(limit, (int(match[1]) * 1024 + (64 << 20), before[1]))
-    try:
+    with limited(limit, int(match[1]) * 1024 + (64 << 20)):
         with pytest.raises(TierError, match="of the process"):
             Slab(80 << 20, cpu(), "states")
         Slab(16 << 20, cpu(), "states")
-    finally:
-        resource.setrlimit(limit, before)
 
 
 def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -130,16 +129,12 @@ def run(parameters: list[nn.Parameter], optimizer: Optimizer, steps: Iterable[in
 def same(one: Any, other: Any) -> bool:
     """Whether two state dicts, lists or values are equal to the bit."""
     if isinstance(one, Tensor):
-        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(_local(one), _local(other))
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 shapes = st.lists(
