@@ -23,16 +23,12 @@ from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
+from tests.support.wholes import full
 from tests.support.worlds import DAILY, Run, differences, trained
 from tests.units.storage.disks import answers
 from zero_fn.runtime.tier_tensor import TierTensor
 
 MIB = 1 << 20
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The values of a parameter or state, wherever it rests, in memory."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def tokens(seed: int) -> Tensor:
@@ -90,7 +86,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(whole(a), whole(b)) and a.dtype == b.dtype for a, b in pairs)
+    return all(torch.equal(full(a), full(b)) and a.dtype == b.dtype for a, b in pairs)
 
 
 def test_reading_a_parameter_reads_the_tier_and_writing_writes_it(pair: Any) -> None:
@@ -108,7 +104,7 @@ def test_reading_a_parameter_reads_the_tier_and_writing_writes_it(pair: Any) -> 
         penalty: Any = sum(p.square().sum() for p in module.parameters())
         penalty.backward()
     assert all(
-        torch.equal(whole(a.grad), b.grad) for a, b in zip(away.parameters(), model.parameters(), strict=True)
+        torch.equal(full(a.grad), b.grad) for a, b in zip(away.parameters(), model.parameters(), strict=True)
     )  # fmt: skip
 
 
@@ -130,7 +126,7 @@ def test_state_dicts_are_saved_and_loaded(pair: Any, tmp_path: Path) -> None:
     torch.save(away.state_dict(), file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert all(torch.equal(whole(value), model.state_dict()[key]) for key, value in loaded.items())
+    assert all(torch.equal(full(value), model.state_dict()[key]) for key, value in loaded.items())
     other = offload(Language())
     other.load_state_dict(away.state_dict())
     assert equal(other, model)
@@ -213,12 +209,12 @@ def test_the_host_is_the_own_memory_of_a_model_on_the_cpu() -> None:
 
 def test_a_stock_optimizer_is_refused_before_it_updates(tmp_path: Path) -> None:
     model = zf.offload(Language(), params=zf.nvme(tmp_path))
-    before = [whole(p) for p in model.parameters()]
+    before = [full(p) for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(tokens(0)).sum().backward()
     with pytest.raises(zf.StateError, match=r"(?s)SGD was to step.*zf\.streamed"):
         optimizer.step()
-    assert all(torch.equal(whole(p), value) for p, value in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(full(p), value) for p, value in zip(model.parameters(), before, strict=True))
     with pytest.raises(zf.PlacementError, match="The states of Muon cannot be streamed"):
         wide = zf.offload(nn.Linear(1 << 20, 2, bias=False), params=zf.nvme(tmp_path))
         zf.streamed(torch.optim.Muon(wide.parameters()), zf.nvme(tmp_path))
