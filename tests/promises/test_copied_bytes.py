@@ -31,13 +31,8 @@ from zero_fn.kernels import nontemporal
 
 WIDTH, LAYERS = 512, 3
 PIECES = {2: WIDTH * WIDTH // 2, 4: WIDTH * WIDTH // 4}
-COPYING = (
-    "copy",
-    "cat",
-    "clone",
-    "contiguous",
-    "stack",
-)  # in _foreach_copy_, _to_copy, split_with_sizes_copy, _chunk_cat, ...
+# In _foreach_copy_, _to_copy, split_with_sizes_copy, _chunk_cat, ...
+COPYING = ("copy", "cat", "clone", "contiguous", "stack")
 
 
 class Copies(TorchDispatchMode):

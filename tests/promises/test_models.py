@@ -227,14 +227,6 @@ def _two() -> Tensor:
     return TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
 
 
-class WithWeights(nn.Module):
-    def __init__(self, *weights: nn.Parameter) -> None:
-        super().__init__()
-        self.leave = nn.Linear(WIDTH, 4)
-        for number, weight in enumerate(weights):
-            self.register_parameter(f"weight{number}", weight)
-
-
 def test_parameters_of_subclasses_are_refused_by_name() -> None:
     """They were taken for plain memory: one of two parts. As buffers they may stand beside what is transformed."""
     with pretended(2) as mesh:
@@ -245,14 +237,14 @@ def test_parameters_of_subclasses_are_refused_by_name() -> None:
             lambda: nn.Parameter(DTensor.from_local(_two(), mesh, [Replicate()], run_check=False)),
         ):
             for count in (1, 2):  # several of them were said to share memory
-                model = WithWeights(*(make() for _ in range(count)))
+                model = nn.ParameterDict({f"weight{number}": make() for number in range(count)})
                 before = list(model.parameters())
                 verbs = [partial(STAGES[stage], mesh=mesh) for stage in ALL]
                 for verb in (*verbs, zf.precision, partial(zf.offload, optim=zf.cpu())):
                     with pytest.raises(zf.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"):
                         verb(model)
                 assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
-        plain = WithWeights()
+        plain = nn.Linear(WIDTH, 4)
         plain.register_buffer("weight0", _two())
         assert type(zf.zero3(plain, mesh).weight0) is TwoTensor
 

@@ -295,25 +295,19 @@ def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(stag
 
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @as_replicas(n=3, stages=["replicate"])
-def test_an_optimizer_over_whole_tensors_is_exact_over_replicated_parameters(world: World, kind: str) -> None:
-    model = world.build(Tower)
-    world.train(model, WHOLE_TENSOR[kind](list(model.parameters())), 0, 1, 2)
-
-
-@as_replicas(n=3, stages=["replicate"])
-def test_what_the_error_advises_is_exact(world: World) -> None:
-    """Matrices replicated for Muon, all else sharded under AdamW."""
+def test_an_optimizer_over_whole_tensors_is_exact_over_those_that_are_replicated(world: World, kind: str) -> None:
+    """As the error advises: matrices are replicated, all else is sharded under AdamW."""
     torch.manual_seed(0)
     model: nn.Module = Tower()
     if not world.is_replica:
         model = zf.replicate(zf.shard_params(model, axis(), where=lambda name, p: p.ndim < 2), axis())
-    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2)
+    whole = WHOLE_TENSOR[kind]([p for p in model.parameters() if p.ndim == 2])
     adam = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=1e-2)
     for step in range(3):
         _loss(model, step).backward()
         world.reduce(model)
         world.note_model(model)
-        for optimizer in (muon, adam):
+        for optimizer in (whole, adam):
             optimizer.step()
             optimizer.zero_grad()
 

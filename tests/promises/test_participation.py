@@ -196,13 +196,8 @@ def _wide_backward(model: Any, run: Run, number: int) -> None:
 
 
 PROGRAMS: dict[str, tuple[int, Callable[[], nn.Module], Program, dict[str, Any]]] = {
-    "frozen after the forward": (2, Stack, _frozen_after_the_forward, {"steps": 3}),
-    "frozen after the forward, with gradients of before": (
-        2,
-        Stack,
-        _frozen_after_the_forward,
-        {"steps": 3, "optimizer": "adamw", "options": {"units": "*"}, "zeroes": False},
-    ),
+    "frozen late": (2, Stack, _frozen_after_the_forward, {"steps": 3, "optimizer": "adamw", "options": {"units": "*"}}),
+    "frozen late, gradients stay": (2, Stack, _frozen_after_the_forward, {"steps": 3, "zeroes": False}),
     "a frozen branch between uses of a trained one": (2, Adding, one_backward, {}),
     "evaluated": (2, partial(Tower, dropout=0.2), _evaluated, {"optimizer": "adamw"}),
     "used by no rank": (2, Unused, one_backward, {"optimizer": "adamw"}),

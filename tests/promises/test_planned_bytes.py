@@ -53,3 +53,20 @@ def test_resting_bytes_are_those_of_the_shards() -> None:
         sizes = [p.numel() if keeps_whole else local_of(p).numel() for p in model.parameters()]
         padding = sum(4 * p.numel() // len(p) + 64 for p in model.parameters()) * axis().size()
         assert 4 * sum(sizes) <= zf.held(model).parameters <= 4 * sum(sizes) + padding, stage
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@on_ranks(2)
+def test_only_adapters_are_reduced_and_a_frozen_base_is_sharded_in_its_dtype(stage: str) -> None:
+    """LoRA, Hu et al. 2021, beside a base of 8 bits."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 2, False), nn.Linear(2, 6, False)) for _ in range(3)))
+    for layer in layers:
+        layer.base = nn.Parameter(torch.ones(6, 6, dtype=torch.int8), requires_grad=False)
+    model = STAGES[stage](nn.Sequential(nn.Linear(6, 6).requires_grad_(False), layers), axis(), units="1.*")
+    for _ in range(2):
+        with zf.traffic() as sent:
+            model(torch.ones(2, 6)).sum().backward()
+    assert sent.by_collective["reduce-scatter"] == 3 * 4 * (2 * 6 + 6 * 2) / 2, "each sends half of them"
+    bases = [parameter for name, parameter in model.named_parameters() if name.endswith("base")]
+    assert {base.dtype for base in bases} == {torch.int8}
+    assert sum(local_of(base).numel() for base in bases) == 3 * 6 * 6 / 2
