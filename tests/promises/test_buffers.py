@@ -73,10 +73,6 @@ class Unseen(nn.Module):
         return self.linear(self.observed(x - self.mean))  # type: ignore[operator, no-any-return]
 
 
-def buffers_of(model: Any) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
-
-
 def stepped(model: Any, microbatches: int, then: str) -> list[dict[str, Tensor]]:
     """Buffers and parameters of this rank after each step, and what an evaluation after it gave."""
     is_ddp = isinstance(model, DistributedDataParallel)
@@ -87,7 +83,7 @@ def stepped(model: Any, microbatches: int, then: str) -> list[dict[str, Tensor]]
             for i in range(microbatches):
                 with model.no_sync() if is_ddp and i < microbatches - 1 else nullcontext():
                     model(noise(5, 6, seed=10 * step + i)).square().mean().backward()
-        state = buffers_of(model)
+        state = {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():

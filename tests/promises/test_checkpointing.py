@@ -31,12 +31,12 @@ from tests.support.worlds import Run, differences, noise, trained
 class Around(Stack):
     """Each layer, a unit, is a checkpoint."""
 
-    def __init__(self, reentrant: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
-        self.reentrant, self.dropout = reentrant, dropout
+        self.reentrant = reentrant
 
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(layer, nn.functional.dropout(x, self.dropout), use_reentrant=self.reentrant)
+        return checkpoint(layer, x, use_reentrant=self.reentrant)
 
 
 class InnerLayer(Layer):
@@ -105,7 +105,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "inside and around": (lambda: Inside(around=True), True),
     "over all": (OneOverAll, True),
     "over all, to the end": (OneOverAll, False),
-    "dropout": (lambda: Around(dropout=0.5), False),
     "selective, inside": (SelectiveInside, True),
 }
 

@@ -7,7 +7,6 @@ and what the model computes is compared with a plain model. One model is interru
 from __future__ import annotations
 
 import copy
-import functools
 import linecache
 import os
 import random
@@ -15,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,7 +40,7 @@ Line = tuple[str, int]  # file and number
 Moment = tuple[Line, int]  # a line, and how often it had been run before
 
 
-@functools.cache
+@cache
 def _is_of_a_mode(file: str, line: int) -> bool:
     """Whether a line enters and leaves a mode of torch: one that is interrupted as it leaves stays on, here as anywhere."""
     text = linecache.getline(file, line)
@@ -172,28 +172,32 @@ class Patient:
                 own.copy_(full(parameter))
             return torch.equal(found, self.plain(_batch(5)))
 
+    def goes_on(self, then: str) -> bool:
+        """Whether the steps after a load are those of a run without interrupts."""
+        getattr(self, then)()
+        return all(torch.equal(self.step(number), wanted) for number, wanted in zip((2, 3), self.wanted, strict=True))
+
     def is_right(self, then: str) -> bool:
-        """Whether nothing is wrong in silence: as it is, the model is consistent or raises; one of three loads gives steps
-        that are those of a run without interrupts."""
+        """Whether nothing is wrong in silence: as it is, the model is consistent or raises; one of three loads works."""
         if then == "nothing":
-            try:
-                if not self.is_consistent():
-                    return False
-            except _OUT_OF_STEP:
-                raise
-            except Exception:
-                pass  # it has said so
+            if _found(self.is_consistent) is False:
+                return False
             then = "load_states"
-        for attempt in range(3):
-            try:
-                getattr(self, then)()
-                return all(torch.equal(self.step(at), wanted) for at, wanted in zip((2, 3), self.wanted, strict=True))
-            except _OUT_OF_STEP:
-                raise
-            except Exception:
-                if attempt == 2:
-                    raise
-        raise AssertionError
+        for _ in range(3):
+            found = _found(partial(self.goes_on, then))
+            if isinstance(found, bool):
+                return found
+        raise AssertionError(f"{then}: {found!r}")
+
+
+def _found(act: Callable[[], object]) -> object:
+    """What an action gives, or raises, unless ranks are told that they are out of step."""
+    try:
+        return act()
+    except _OUT_OF_STEP:
+        raise
+    except (Exception, KeyboardInterrupt) as error:  # code around an interrupt may make another error of it
+        return error
 
 
 WHERE = ("stage 1", "stage 3", "disk", "waiting")
@@ -217,13 +221,8 @@ def interrupted(where: str, act: str, count: int, number: int, folder: Path) -> 
             moment, then = draw.choice(moments), draw.choice(THEN)
             patient.load_states()
             tracer = _Tracer(moment)
-            try:
-                tracer.run(getattr(patient, act))
-            except _OUT_OF_STEP:
-                raise
-            except (Exception, KeyboardInterrupt):
-                pass  # code around it may make an error of an interrupt
-            assert patient.is_right(then), (act, moment, then)
+            came = _found(partial(tracer.run, getattr(patient, act)))
+            assert patient.is_right(then), (act, moment, came, then)
             hits += tracer.is_hit
             if hits == count:
                 break
