@@ -237,6 +237,7 @@ def test_a_lost_write_is_told_from_damage(disk: DiskStorage) -> None:
         (small_disk, MIB // 2, 2 * MIB, r"(?s)states in .* need 2\.50 MiB of disk, 1\.00 MiB can be taken.*No space"),
         (old_disk, 3 * MIB + PAGE_NBYTES, 61 * MIB - PAGE_NBYTES, r"(?s)64\.00 MiB of disk.*No space left"),
     ],
+    ids=["small", "old"],
 )
 def test_a_full_disk_is_found_before_anything_is_written(
     tmp_path: Path, carrier: IoBackend, made: Any, nbytes: int, more: int, told: str
