@@ -98,20 +98,18 @@ class Table(nn.Module):
         self.used.fill_(1)
 
 
-class Shared(nn.Module):
+def _shared() -> nn.Module:
     """Two blocks whose linears share a weight: it belongs to the root, the biases to the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
-        self.blocks[1][0].weight = self.blocks[0][0].weight  # type: ignore[index]
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)))
+    blocks[1][0].weight = blocks[0][0].weight  # type: ignore[index]
+    return blocks
 
 
 @on_ranks(2)
 def test_materialize_names_what_nobody_wrote() -> None:
     """And what owns a parameter and cannot reset it: errors/mistakes.py."""
     with torch.device("meta"):
-        table, shared = zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis()), zf.zero3(Shared(), axis())
+        table, shared = zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis()), zf.zero3(_shared(), axis())
     with pytest.raises(zf.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
         zf.materialize(table, "cpu")
     table[1].left_out.fill_(2)  # type: ignore[operator]

@@ -138,22 +138,10 @@ def _elementwise(world: World) -> None:
             world.note(f"{name}: {fqn}", parameter)
 
 
-class Narrow(nn.Module):
-    """Ends in a head of one row, as a regression does; no number of ranks divides its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Layer(6, 7), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.body(x))
-        return y
-
-
 def _closures(world: World) -> None:
-    """LBFGS calls it several times, and flattens gradients and directions, of which a rank may hold nothing."""
+    """LBFGS calls it several times, and flattens gradients and directions, of which a rank may hold nothing (of one row)."""
     for make in (torch.optim.SGD, torch.optim.LBFGS):
-        model = world.build(Narrow).double()
+        model = world.build(lambda: nn.Sequential(Layer(6, 7), nn.Linear(6, 1))).double()
         optimizer = make(model.parameters(), lr=0.1)
 
         def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
