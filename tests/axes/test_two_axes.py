@@ -88,9 +88,12 @@ def test_collectives_that_pad_give_the_same() -> None:
 
 
 @on_ranks(4)
-def test_computing_in_bf16_over_two_axes_is_casting_by_hand() -> None:
-    mesh = grid("outer", "inner")
-    expected = cast_by_hand(_built, averaging(mesh["inner"], mesh["outer"]), dist.get_rank())
+def test_computing_in_bf16_is_casting_by_hand() -> None:
+    """Over one axis, too: the same casts, the same order of summation."""
+    mesh, rank = grid("outer", "inner"), dist.get_rank()
+    one = zf.precision(zf.zero3(_built(), axis()), compute=torch.bfloat16)
+    assert unlike("one axis", one, cast_by_hand(_built, averaging(axis()), rank), rank) == []
+    expected = cast_by_hand(_built, averaging(mesh["inner"], mesh["outer"]), rank)
     for inner, outer in (("zero3", "replicate"), ("zero3", "zero2"), ("zero1", "zero1")):
         model = zf.precision(_over(inner, outer), compute=torch.bfloat16)
         assert _wrong(f"{inner}, {outer}", model, expected) == []

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_fn as zf
-from tests.axes import grids
 from tests.support.models import Language, Odd, Stack
-from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, train, train_ddp
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import noise
@@ -88,19 +86,6 @@ def _variants() -> list[list[str]]:
 
 def test_options_never_change_the_numbers(ranks: Ranks) -> None:
     assert ranks(3).run(_variants) == [[[]] * 9] * 3
-
-
-@on_ranks(3)
-def test_mixed_precision_equals_the_same_casts_by_hand() -> None:
-    """bf16 compute with fp32 masters, written out: the same casts, the same order of summation."""
-    rank = dist.get_rank()
-    expected = grids.cast_by_hand(_decoder, grids.averaging(axis()), rank)
-    assert grids.unlike("zero3", zf.precision(zf.zero3(_decoder(), axis())), expected, rank) == []
-
-
-def _decoder() -> nn.Module:
-    torch.manual_seed(0)
-    return grids.Decoder()
 
 
 def _gradients_over(mesh: DeviceMesh) -> list[Tensor]:
