@@ -29,7 +29,8 @@ class Leaf:
 
     def values(self) -> Tensor:
         """Random values with the strides asked for."""
-        stored = torch.randn([self.shape[dim] for dim in self.order], dtype=torch.float64)
+        wide = torch.complex128 if self.dtype.is_complex else torch.float64
+        stored = torch.randn([self.shape[dim] for dim in self.order], dtype=wide)
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
             stored = stored * 3
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
