@@ -100,9 +100,8 @@ class Row:
     when: Callable[[Call], bool]  # whether the result of a call would be wrong
     why: str  # what torch does wrong
     fix: str = ""  # what to write instead; empty if the row mends the operation
-    mend: Mend | None = (
-        None  # gives the right result; beside a `fix` it refuses in its own way, at once or when written
-    )
+    # Gives the right result; beside a `fix` it refuses in its own way, at once or when written.
+    mend: Mend | None = None
     until: str | None = None  # the first version of torch that is right, if there is one
 
 

@@ -22,9 +22,8 @@ from zero_fn.runtime.unit import unit_of
 
 __all__ = ["watch_modules"]
 
-_HIDDEN = (
-    "_zero_fn_hidden"  # in the `__dict__` of a list of parametrizations: the resting parameters of the module, in order
-)
+# In the `__dict__` of a list of parametrizations: the resting parameters of the module, in order.
+_HIDDEN = "_zero_fn_hidden"
 
 _apply: Callable[..., nn.Module] = nn.Module._apply
 _register: Callable[..., nn.Module] = parametrize.register_parametrization

@@ -52,9 +52,8 @@ __all__ = [
 ]
 
 _LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped: its hook for loaded states
-_STEPS_IN_BACKWARD = (
-    "_in_backward_optimizers"  # where `_apply_optimizer_in_backward` of torch puts the optimizers of a parameter
-)
+# Where `_apply_optimizer_in_backward` of torch puts the optimizers of a parameter.
+_STEPS_IN_BACKWARD = "_in_backward_optimizers"
 
 _WIDENED = TORCH_ELEMENTWISE - {Rprop}  # which makes its states in the dtype of gradients, before they are widened
 

@@ -225,9 +225,8 @@ class BackwardPass:
         self.script, self.ending = script, ending
         self.reductions: list[tuple[Unit, Reduction]] = []  # under way, oldest first
         self.recomputed: list[UnitUse] = []  # uses that checkpoints ran again inside it
-        self.closing = self.failed = (
-            False  # whether autograd has run all nodes, so that nothing more arrives; has raised
-        )
+        self.closing = False  # whether autograd has run all nodes, so that nothing more arrives
+        self.failed = False  # whether it has raised
         self.waiting = waiting  # the uses that a later backward may pass through, the same on every rank
         self.keeps_graph = keeps_graph  # whether the graph may have another backward (`retain_graph=True`)
         self.actions: Iterator[Action] = iter(())  # what is left to do before it must look whether it may go on

@@ -43,9 +43,8 @@ class Shown:
         self.last_door: Callable[[], object] = _no_door  # at which the last forward with gradients began, weakly
         self.backward_door: object = None  # while backward is in the unit, the door at which its forward began
         self.needed_in = -1  # the backward (its graph task) that `backward_door` was set in
-        self.is_left = (
-            False  # a backward nested in that one has run the unit's nodes: resharded once the outer one goes on
-        )
+        # A backward nested in that one has run the unit's nodes: it is resharded once the outer one goes on.
+        self.is_left = False
         self._in_backward: list[Tensor] = []
 
     @uncompiled

@@ -138,15 +138,13 @@ class Slot:
         self.spec: DTensorSpec | None = None  # placements of parameter and gradient at rest; None on no axis
         self.gradient_spec: DTensorSpec | None = None
         self.is_recast = False  # its dtype at rest has changed since the transform
-        self.initial: int | None = (
-            None  # a digest of the whole values, equal on all ranks; None once they were replaced
-        )
+        # A digest of the whole values, equal on all ranks; None once they were replaced.
+        self.initial: int | None = None
         # How its tensor subclass makes what the module sees; None of plain tensors. (extended.py)
         self.extension: Any = known.extension if known is not None else getattr(source, EXTENSION, None)
         self.owner: Callable[[], Any] = _no_owner
-        self.deferred_in: int | None = (
-            None  # the last backward (graph task) that is to ignore the user's hooks (hooks.py)
-        )
+        # The last backward (graph task) that is to ignore the user's hooks. (hooks.py)
+        self.deferred_in: int | None = None
         self.parameter: nn.Parameter  # the registered resting one
         self.local: Tensor  # of this rank in that
         self.flat: Tensor  # the same elements, flat, in storage order

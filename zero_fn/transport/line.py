@@ -64,9 +64,8 @@ class Work:
         self.works = works  # each with the peer at its other end; None for collectives of the backend
         self.finish, self.kept = finish, kept  # called with what must live until then, once they are done
         self.nbytes = nbytes  # of payload that this rank sends
-        self.on_stream = (
-            on_stream  # a stream waits, not the host, which would wait as well if a deadline were passed on
-        )
+        # A stream waits, not the host, which would wait as well if a deadline were passed on.
+        self.on_stream = on_stream
         self.line: Line | None = None  # on which it was issued
         self.name: tuple[int, str, int, str] = (0, "", 0, "")  # what an error says of it: number, text, elements, check
 

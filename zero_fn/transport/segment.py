@@ -49,9 +49,8 @@ class Segment:
             piece_numel,
         )  # rank `r` owns those from `r * piece_numel` on, cut at `numel`
         self.route = route  # the hops by which the tensor travels; the segment describes the first
-        self.source = (
-            source  # this rank's piece, if it lies elsewhere: it is read there, for the peers and for `memory`
-        )
+        # This rank's piece, if it lies elsewhere: it is read there, for the peers and for `memory`.
+        self.source = source
         self.is_tight = is_tight  # whether `memory` has room for `numel` elements only, whatever the transport
 
     def piece_bounds(self, rank: int) -> tuple[int, int]:

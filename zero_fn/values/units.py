@@ -110,7 +110,7 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         raise PlacementError(
             "Sparse gradients cannot be reduced over an axis.",
-            module=f"{name}: {module}",
+            module=f"{name or 'root'}: {module}",
             fix="build the embedding with sparse=False",
         )
 
