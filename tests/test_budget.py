@@ -32,20 +32,20 @@ BUDGET = {
 """Most lines of each folder of the package; "" is the package itself: 25,560 together. A later feature has its own budget."""
 
 DEBT = {
-    "": 76,
-    "checkpoint": 859,
-    "deepspeed": 162,
-    "dtensor": 347,
+    "": 73,
+    "checkpoint": 855,
+    "deepspeed": 161,
+    "dtensor": 331,
     "integrations": 318,
-    "kernels": 41,
+    "kernels": 1,
     "local": 19,
     "looking": 176,
-    "runtime": 1630,
-    "storage": 135,
+    "runtime": 1322,
+    "storage": 133,
     "streamed": 244,
-    "transforms": 415,
-    "transport": 494,
-    "values": 152,
+    "transforms": 405,
+    "transport": 427,
+    "values": 90,
 }
 """Lines above the budget today, of folders that are still to be rewritten. Each may fall and none may grow; the last to
 fall takes this table along."""
@@ -53,7 +53,7 @@ fall takes this table along."""
 TESTS = 33_000
 """Most lines of Python in `tests` and `property_tests`."""
 
-TESTS_DEBT = 8_700
+TESTS_DEBT = 7_530
 """... and as many above it today."""
 
 MOST = 15
