@@ -14,6 +14,7 @@ import inspect
 import pickle
 import re
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def test_message_is_the_snapshot(name: str) -> None:
     mistake = CASES[name]
     with contextlib.ExitStack() as stack, pytest.raises(ZeroError) as caught:
         mistake(*(stack.enter_context(PLACES[place]()) for place in inspect.signature(mistake).parameters))
+    traceback.clear_frames(caught.tb)  # torch 2.11 closes the context of a checkpoint when its frame is dropped
     assert_says(name, caught.value)
 
 
