@@ -61,9 +61,8 @@ class Key:
     kind: EntryKind
     default: object  # its value in a config that does not have it
     role: Role  # hint: checked, but changes nothing; refused: unless it has its default
-    became: (
-        str | Mapping[str, str]
-    )  # its meaning, why it changes nothing, or what to write instead; may go by its value
+    # Its meaning, why it changes nothing, or what to write instead; may go by its value.
+    became: str | Mapping[str, str]
     auto: str  # the meaning of "auto"; empty if a value has to be filled in
 
 

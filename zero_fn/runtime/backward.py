@@ -120,9 +120,8 @@ class Backward(Forward):
         if any(use.door is door for use in began):
             return False  # the checkpoint is around the unit, which was entered here
         if shown.backward_door is None and any(use.is_awaited for use in began):
-            self.need_in_backward(
-                unit, recomputes=True
-            )  # the recomputation is ahead of backward, which reached no output
+            # The recomputation is ahead of backward, which reached no output.
+            self.need_in_backward(unit, recomputes=True)
         found = shown.backward_door is not None and shown.backward_door is not door
         if found:
             self._need_units_around(unit)

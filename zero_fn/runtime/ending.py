@@ -73,9 +73,8 @@ class Ending:
         """Whether the backward may still be running. If it raised, the engine has dropped the callback by now."""
         if self._callback() is None:
             return False
-        has_returned = (
-            get_ident() == self._caller != self._thread and current_graph_task() == -1
-        )  # [Note: threads of the engine]
+        # [Note: threads of the engine]
+        has_returned = get_ident() == self._caller != self._thread and current_graph_task() == -1
         return not has_returned
 
     @property

@@ -38,9 +38,8 @@ class Hop:
     axis: Axis
     number: int  # of the axis among the data axes of the module
     stage: Stage  # how much of the state it shards; NOTHING where it does not cut the parameter
-    layout: (
-        ShardLayout | None
-    )  # how it cuts the part that the hops before have left to this rank; None where it does not
+    # How it cuts the part that the hops before have left to this rank; None where it does not.
+    layout: ShardLayout | None
     numel: int  # of that part
 
     @property

@@ -73,9 +73,8 @@ def stand_in(optimizer: O, groups: list[dict[str, Any]], state: Mapping[Any, Any
     other = object.__new__(type(optimizer))
     # To those who watch optimizers a step of `super()` in its own is one of the streamed optimizer.
     vars(other).update({**vars(optimizer), "param_groups": groups, "state": state, "takes_from_tiers": True})
-    vars(other).pop(
-        "_init_group", None
-    )  # that of the one that was given: it steps over local tensors anyway (elementwise.py)
+    # That of the one that was given: it steps over local tensors anyway. (elementwise.py)
+    vars(other).pop("_init_group", None)
     return other
 
 

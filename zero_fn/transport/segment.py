@@ -44,10 +44,8 @@ class Segment:
     ) -> None:
         # Flat; from the element `start` of its storage on it has `numel`, or `n * piece_numel` for a transport that pads.
         self.memory, self.start = memory, memory.storage_offset() if start is None else start
-        self.numel, self.piece_numel = (
-            numel,
-            piece_numel,
-        )  # rank `r` owns those from `r * piece_numel` on, cut at `numel`
+        # Rank `r` owns those from `r * piece_numel` on, cut at `numel`.
+        self.numel, self.piece_numel = numel, piece_numel
         self.route = route  # the hops by which the tensor travels; the segment describes the first
         # This rank's piece, if it lies elsewhere: it is read there, for the peers and for `memory`.
         self.source = source

@@ -39,9 +39,8 @@ class LoadPlan:
     model: nn.Module | None
     optimizer: Optimizer | None = None
     rounds: bool = False  # whether floating-point numbers may lose bits in the dtype that they rest in
-    todo: list[tuple[Key, HeldTensor]] = field(
-        default_factory=list
-    )  # tensors to be filled, and what of the files fills them
+    # Tensors to be filled, and what of the files fills them.
+    todo: list[tuple[Key, HeldTensor]] = field(default_factory=list)
     twins: list[tuple[Key, Key, HeldTensor]] = field(default_factory=list)  # tied here, saved separately: must be equal
     stepped: set[str] = field(default_factory=set)  # names in the files of the parameters that it steps
     then: list[Callable[[], object]] = field(default_factory=list)  # what is to be done once the tensors are filled
