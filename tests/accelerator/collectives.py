@@ -80,7 +80,7 @@ def numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def require_same(found: Tensor, expected: Tensor, what: object) -> None:
-    found = found.cpu().contiguous()
+    found = found.cpu().clone(memory_format=torch.contiguous_format)  # strides too, where there is one element
     if not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
         wrong = (found != expected).nonzero().flatten()[:4].tolist() if found.dtype in FLOATS else "?"
         raise AssertionError(f"{what}: wrong from element {wrong} of {expected.numel()}")
@@ -157,6 +157,23 @@ def of_first(ranks: Ranks) -> None:
         memory = whole.to(device.NAME) if ranks.rank == 0 else torch.zeros(numel, device=device.NAME)
         ranks.done(partial(gather, ranks.transport), [Segment(memory, numel, numel)])
         require_same(memory, whole, numel)
+
+
+@case("all-to-all of several dtypes, from every rank, from one and from none")
+def to_others(ranks: Ranks) -> None:
+    others, here = [rank for rank in range(ranks.size) if rank != ranks.rank], torch.device(device.NAME)
+    for senders in (range(ranks.size), (0,), ()):
+        dtypes = [(*FLOATS, *OTHERS) if rank in senders else () for rank in range(ranks.size)]
+        sends: list[list[Tensor]] = [[] for _ in range(ranks.size)]
+        places: list[list[Tensor]] = [[] for _ in range(ranks.size)]
+        for rank in others:
+            own, theirs = dtypes[ranks.rank], dtypes[rank]
+            sends[rank] = [numbers(ranks.rank, numel, dtype).to(here) for dtype in own for numel in NUMELS]
+            places[rank] = [torch.zeros(numel, 2, dtype=d, device=here)[:, 1] for d in theirs for numel in NUMELS]
+        ranks.done(partial(ranks.transport.all_to_all, places=places, device=here), sends)
+        for rank in others:
+            for place in places[rank]:
+                require_same(place, numbers(rank, len(place), place.dtype), place.dtype)
 
 
 @case("any")

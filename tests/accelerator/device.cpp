@@ -415,6 +415,12 @@ struct Collectives final : c10d::Backend {
     auto outputs_there = all_on_cpu(outputs), inputs_there = all_on_cpu(inputs);
     return inner_->allgather_into_tensor_coalesced(outputs_there, inputs_there, options);
   }
+  c10::intrusive_ptr<Work> alltoall_base(
+      Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+      const c10d::AllToAllOptions& options) override {
+    auto output_there = all_on_cpu({output})[0], input_there = all_on_cpu({input})[0];
+    return inner_->alltoall_base(output_there, input_there, output_sizes, input_sizes, options);
+  }
   c10::intrusive_ptr<Work> _reduce_scatter_base(
       Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     auto output_there = all_on_cpu({output})[0], input_there = all_on_cpu({input})[0];

@@ -152,7 +152,14 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return Work([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
+    def all_to_all_single(
+        self, out: Tensor, own: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
+    ) -> Work:
+        # Sizes differ between ranks: none is noted.
+        return self._exchange("all_to_all_single", own[:0], own.split(sizes), out.split(out_sizes))
+
     # Their names before torch 2.13.
+    alltoall_base = all_to_all_single
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -92,6 +92,9 @@ def test_collectives_of_the_group_do_what_their_names_say(simulated: Simulated, 
         piece = torch.empty(2)
         _reduce_scatter(piece, torch.arange(2.0 * n) + rank)
         assert piece.tolist() == [n * (2 * rank + i) + n * (n - 1) / 2 for i in range(2)]
+        mine, sizes = torch.empty(n * rank), [rank] * n  # from each rank as many as this rank's number
+        dist.all_to_all_single(mine, torch.full((n * (n - 1) // 2,), 1.0 + rank), sizes, list(range(n)))
+        assert mine.tolist() == [1.0 + r for r in range(n) for _ in range(rank)]
         told, handed = torch.tensor([float(rank)]), torch.empty(1)
         dist.broadcast(told, src=n - 1)
         dist.scatter(handed, [torch.tensor([float(r)]) for r in range(n)] if rank == 0 else None, src=0)

@@ -39,6 +39,7 @@ class Traces:
 _SHAPES: dict[str, Callable[[Any], list[object]]] = {
     "gather_plan": lambda segments: [(each.numel, each.piece_numel, each.kind) for each in segments],
     "reduce_plan": lambda several: [(each.rows.numel(), each.piece_numel, each.kind) for each in several],
+    "all_to_all": lambda sends: [len(sends)],
     "any": lambda bits: [bits.numel()],
     "exchange": lambda rows: [rows.shape],
 }
@@ -69,4 +70,4 @@ class Recorded:
             self._note((name, mark, *shapes))
             return found(what, *others)
 
-        return noted if name in ("all_gather", "reduce_scatter", "any", "exchange") else found
+        return noted if name in ("all_gather", "reduce_scatter", "all_to_all", "any", "exchange") else found

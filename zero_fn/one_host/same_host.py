@@ -20,14 +20,15 @@ from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
 from zero_fn.one_host.shared import Shared, shared_by
-from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange, GatherPlan, ReducePlan, flat
+from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, TO_ALL, Exchange, GatherPlan, ReducePlan, flat
 from zero_fn.transport.line import Work
+from zero_fn.transport.segment import ByRank
 from zero_fn.transport.waiting import Failure, OutOfStep
 from zero_fn.values.layout import ALIGNMENT_NBYTES
 
 __all__ = ["SameHost"]
 
-_CHANNELS = {GATHER: 0, REDUCE: 1, CONTROL: 2}
+_CHANNELS = {GATHER: 0, REDUCE: 1, CONTROL: 2, TO_ALL: 1}
 
 _Parts = Mapping[int | None, list[list[Tensor]]]
 """Runs of tensors, by the peer that they are for; under None those that are for all peers."""
@@ -51,6 +52,24 @@ class SameHost(Exchange):
 
     def _add(self, message: _Message, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         plan.add(rows, buffers, {source: message.read(source, plan.kinds) for _, source in self._peers})
+        message.close()
+
+    def all_to_all(self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0) -> Work:
+        shared = self._shared
+        if shared is None:
+            return super().all_to_all(sends, places, device, mark)
+        parts: _Parts = {peer: [[tensor.detach()] for tensor in sends[peer]] for peer, _ in self._peers}
+        message = _Message(self, shared, TO_ALL, mark, parts)
+        if message.is_answered:  # as in reduce_scatter
+            self._fill(message, places)
+            return Work(nbytes=message.nbytes)
+        return Work(finish=self._fill, kept=(message, places), nbytes=message.nbytes)
+
+    def _fill(self, message: _Message, places: ByRank) -> None:
+        for _, source in self._peers:
+            into = [place.detach() for place in places[source]]
+            arrived = message.read(source, [(place.dtype, place.numel()) for place in into])
+            copy(into, [piece.view(place.shape) for piece, place in zip(arrived, into, strict=True)])
         message.close()
 
     def give_up(self, failure: Failure | None = None) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy, mean
 from zero_fn.transport.line import Work
-from zero_fn.transport.segment import BufferPlace, Contribution, Segment, runs_of
+from zero_fn.transport.segment import BufferPlace, ByRank, Contribution, Parcels, Segment, runs_of
 from zero_fn.transport.waiting import Failure, PeerLost, lost
 
 __all__ = ["Alone", "Exchange", "GatherPlan", "ReducePlan", "flat"]
 
 # Tags of messages. Each kind of operation has its own, and users' messages on the same group have others. The low bits are
 # the mark of the operation, so a message of another operation is never taken for the one awaited.
-GATHER, REDUCE, CONTROL = 0x10000000, 0x20000000, 0x30000000
+GATHER, REDUCE, CONTROL, TO_ALL = 0x10000000, 0x20000000, 0x30000000, 0x40000000
 MARK_BITS = 0x0FFFFFFF
 
 MOST_DROPPED_NBYTES = 1 << 30
@@ -159,6 +159,15 @@ class Exchange:
                 _begin(self._group.send, message, target, tag, works)
         nbytes = sum([message.nbytes for runs in messages.values() for message in runs])
         return _Messages(works, _add, (plan, rows, buffers, arrived, messages), nbytes)
+
+    def all_to_all(self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0) -> Work:
+        out, into = Parcels(sends, device), Parcels(places, device)
+        out.pack()
+        works: list[tuple[Any, int | None]] = []
+        for target, source in self._peers:
+            _begin(self._group.recv, into.messages[source], source, TO_ALL | mark & MARK_BITS, works)
+            _begin(self._group.send, out.messages[target], target, TO_ALL | mark & MARK_BITS, works)
+        return _Messages(works, into.unpack, (into, out), out.nbytes)
 
     def any(self, bits: Tensor, mark: int = 0) -> Work:
         rows = bits.new_empty((self._size, bits.numel()))

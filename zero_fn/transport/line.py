@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError
 from zero_fn.transport import waiting
-from zero_fn.transport.segment import Contribution, Segment
+from zero_fn.transport.segment import ByRank, Contribution, Segment
 from zero_fn.transport.traffic import count, open_counts
 from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, deadline, lost, set_timeout_of
 from zero_fn.values.mesh import Axis
@@ -120,6 +120,9 @@ class Transport(Protocol):
     def reduce_scatter(self, plan: Any, rows: Sequence[Tensor], buffers: Sequence[Tensor], mark: int = 0) -> Work:
         """Writes into the place of each contribution in `buffers` the mean over ranks of this rank's piece of its rows."""
 
+    def all_to_all(self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0) -> Work:
+        """Fills `places[r]` with what rank `r` sends to this one, which sends `sends[r]` to it. All rest on `device`."""
+
     def any(self, bits: Tensor, mark: int = 0) -> Work:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place."""
 
@@ -165,6 +168,17 @@ class Line:
     def reduce_scatter(self, plan: Any, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
         """Writes the mean over ranks of this rank's piece of each of `rows` into its place in `buffers`."""
         return self._issue("reduce-scatter", " of " + what, plan.numel, self.raw.reduce_scatter, plan, rows, buffers)
+
+    def all_to_all(self, sends: ByRank, places: ByRank, numel: int, what: str, *, check: str = "") -> Work:
+        """Sends tensors from rank to rank, of any dtypes and strides, to the bit. Along one axis only.
+
+        `sends[r]` goes to rank `r` of the axis, which has places of the same shapes and dtypes in the same order; `places[r]`
+        are filled with what rank `r` sends. Those of this rank are empty. Until `wait` nobody may write `sends`, nor read or
+        write `places`. `numel` (elements that all ranks send together) and the text `check` must be the same on every rank.
+        """
+        assert not sends[self.rank] and not places[self.rank], "a rank sends nothing to itself"
+        what = " of " + what
+        return self._issue("all-to-all", what, numel, self.raw.all_to_all, sends, places, self.device, check=check)
 
     def any(self, bits: Tensor, what: str, *, check: str = "") -> Work:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place. The text `check` must be the same on every rank."""

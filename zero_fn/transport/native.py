@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.transport.line import Work
-from zero_fn.transport.segment import BufferPlace, Contribution, Segment
+from zero_fn.transport.segment import BufferPlace, ByRank, Contribution, Parcels, Segment
 from zero_fn.transport.waiting import Failure
 
 __all__ = ["Native", "NativeGatherPlan", "NativeReducePlan"]
@@ -106,6 +106,13 @@ class Native:
             return Work()
         work, nbytes = dist.broadcast(whole, group=self._group, group_src=0, async_op=True), whole.nbytes
         return Work([(work, None)], None, (whole,), nbytes * (self._size - 1) // self._size, on_stream=not whole.is_cpu)
+
+    def all_to_all(self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0) -> Work:
+        # As bytes, in one collective: a rank does not know which dtypes others send, and takes part though it sends nothing.
+        out, into = Parcels(sends, device), Parcels(places, device)
+        out.pack()
+        work = dist.all_to_all_single(into.whole, out.whole, into.splits, out.splits, group=self._group, async_op=True)
+        return Work([(work, None)], into.unpack, (out,), out.nbytes, on_stream=device.type != "cpu")
 
     def any(self, bits: Tensor, mark: int = 0) -> Work:
         work = dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group, async_op=True)

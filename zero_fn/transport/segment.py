@@ -1,4 +1,4 @@
-"""What collectives move: segments that an all-gather completes, and contributions that a reduce-scatter sums.
+"""What collectives move: segments that an all-gather completes, contributions that a reduce-scatter sums, and parcels.
 
 Each transport makes a plan of them (`gather_plan`, `reduce_plan`), once for memory that is gathered many times and for sums
 that are made in every step.
@@ -15,13 +15,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["PACKED_NBYTES", "BufferPlace", "Contribution", "Route", "Segment", "runs_of"]
+from zero_fn.kernels.nontemporal import copy
+
+__all__ = ["PACKED_NBYTES", "BufferPlace", "ByRank", "Contribution", "Parcels", "Route", "Segment", "runs_of"]
 
 PACKED_NBYTES = 128 * 1024
 
 Route = Sequence[tuple[int, int | None]]
 """The hops of a tensor, in the order in which axes cut it (see `zero_fn.transport.links`): the number of the axis, and
 the elements of the largest piece into which it cuts what the hops before it left; None if it does not cut."""
+
+ByRank = Sequence[Sequence[Tensor]]
+"""Tensors that go to each rank of an axis, or come from it; none for this rank. Any shapes, strides and dtypes."""
 
 _ONE_HOP: Route = ((0, None),)
 
@@ -136,6 +141,31 @@ def runs_of(items: Sequence[_Item]) -> list[list[int]]:
         else:
             runs.append([number])
     return runs + list(packs.values())
+
+
+class Parcels:
+    """Tensors to or from each rank, as one message of bytes for each. In it every tensor begins where any dtype may."""
+
+    def __init__(self, by_rank: ByRank, device: torch.device) -> None:
+        self._tensors = [tensor.detach() for several in by_rank for tensor in several]
+        rooms = [[-(-tensor.nbytes // 16) * 16 for tensor in several] for several in by_rank]
+        self.splits = [sum(each) for each in rooms]
+        self.whole = torch.empty(sum(self.splits), dtype=torch.uint8, device=device)
+        self.messages = self.whole.split_with_sizes(self.splits)
+        parts = self.whole.split_with_sizes([room for each in rooms for room in each])
+        self._pieces = [
+            room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, room in zip(self._tensors, parts, strict=True)
+        ]
+        self.nbytes = sum([tensor.nbytes for tensor in self._tensors])  # without padding
+
+    def pack(self) -> None:
+        """Copies the tensors into the messages."""
+        copy(self._pieces, self._tensors)
+
+    def unpack(self, *_: object) -> None:
+        """Copies the messages to the tensors."""
+        copy(self._tensors, self._pieces)
 
 
 class BufferPlace:

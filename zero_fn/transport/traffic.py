@@ -15,8 +15,8 @@ class Sent:
     """Bytes that this rank has sent, as counted by `traffic`.
 
     Attributes:
-        by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"` and `"control"` (agreement between
-            ranks: a few bytes per step).
+        by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"`, `"all-to-all"` and `"control"`
+            (agreement between ranks: a few bytes per step).
         calls: Number of collectives issued, by the same names.
         by_axis: Bytes of parameters and gradients sent, by the name of the data axis they were sent along.
     """
@@ -35,7 +35,7 @@ class Sent:
         return f"Sent({parts or 'nothing'})"
 
 
-PAYLOAD = ("all-gather", "reduce-scatter")
+PAYLOAD = ("all-gather", "reduce-scatter", "all-to-all")
 """Collectives of parameters and gradients. All others send control messages."""
 
 open_counts: list[Sent] = []
@@ -46,9 +46,9 @@ open_counts: list[Sent] = []
 def traffic() -> Iterator[Sent]:
     """Counts the bytes that this rank sends inside the block.
 
-    Bytes that are handed to transports are counted, on all data axes. For a direct exchange these are the pieces sent; for
-    the backend's own all-gather or reduce-scatter over `n` ranks, `(n - 1)/n` of the gathered buffer, which a ring sends.
-    Bytes that torch sends along model axes are not counted.
+    Bytes that are handed to transports are counted, on all data axes. For a direct exchange or an all-to-all these are the
+    pieces sent; for the backend's own all-gather or reduce-scatter over `n` ranks, `(n - 1)/n` of the gathered buffer, which
+    a ring sends. Bytes that torch sends along model axes are not counted.
 
     Returns:
         A context manager that yields a `Sent`, which may be read during and after the block.

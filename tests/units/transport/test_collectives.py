@@ -18,7 +18,8 @@ from torch import Tensor
 import zero_fn as zf
 from tests.support import reference
 from tests.support.collectives import gather, reduce
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import Ranks, axis, sent_by_value
+from zero_fn.local.ranks import LocalRanks
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport import links
 from zero_fn.transport import segment as sizes
@@ -281,6 +282,76 @@ def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks)
     assert all(is_same(got, torch.full((2,), 1.5, dtype=torch.float64)) for got in ranks(2).run(mean))
 
 
+# -- all-to-all ------------------------------------------------------------------------------------------------------
+
+
+def parcel(source: int, target: int, seed: int) -> list[Tensor]:
+    """What a rank sends to another: tensors of all dtypes and three sizes, of whose numbers some are NaN; or nothing."""
+    if source == target or (source + 2 * target + seed) % 3 == 0:
+        return []
+    found = []
+    for number, dtype in enumerate((*DTYPES, torch.complex128, torch.float8_e4m3fn)):
+        for rows in (0, 3, 40):
+            filled = values(1000 * seed + 100 * source + 10 * target + number, 2 * rows * dtype.itemsize, torch.int64)
+            found.append((filled % 2 if dtype is torch.bool else filled).to(torch.uint8).view(dtype).view(rows, 2))
+    return [*found, torch.tensor(float(source))]
+
+
+def laid(tensor: Tensor, seed: int) -> Tensor:
+    """The same, transposed in memory, or row by row."""
+    return tensor.t().contiguous().t() if seed else tensor
+
+
+def sent_to_all(kind: str) -> list[bool]:
+    """Whether two that are under way at once, and waited for in the other order, bring all to the bit and count bytes."""
+    own, n, through = dist.get_rank(), dist.get_world_size(), line_over([mesh_axis(axis(), verb="test")])
+    through.raw = open_transport(kind)
+    under_way, right = [], []
+    with traffic() as sent:
+        for seed in range(2):
+            sends = [[laid(each, seed) for each in parcel(own, target, seed)] for target in range(n)]
+            places = [[laid(each.clone().zero_(), seed) for each in parcel(source, own, seed)] for source in range(n)]
+            under_way.append((through.all_to_all(sends, places, 7, "a test", check=kind), places, seed))
+            right.append(sum(each.nbytes for several in sends for each in several) == under_way[-1][0].nbytes)
+        for pending, places, seed in reversed(under_way):
+            pending.wait()
+            for source, several in enumerate(places):
+                for found, each in zip(several, parcel(source, own, seed), strict=True):
+                    right.append(torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (found, each))))
+    return [*right, sent.by_collective == {"all-to-all": sum(work.nbytes for work, *_ in under_way)}, sent.nbytes > 0]
+
+
+@pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_to_all_brings_every_tensor_to_its_place(ranks: Ranks, n: int, kind: str) -> None:
+    assert all(map(all, ranks(n).run(sent_to_all, kind)))
+
+
+@pytest.mark.parametrize("kind", ["shared, elsewhere", "shared", "sockets", "native"])
+def test_who_waits_in_an_all_to_all_is_told_of_a_rank_that_is_elsewhere_or_late(kind: str) -> None:
+    def told() -> str:
+        through, own, place = line_over([mesh_axis(axis(), verb="test")]), dist.get_rank(), torch.zeros(2)
+        through.raw = open_transport(kind.partition(",")[0])
+        through.exchange(torch.zeros(1, dtype=torch.uint8))
+        try:
+            if own and "elsewhere" in kind:
+                gather(through, [Segment(torch.ones(4), 4, 2)], "a test").wait()
+            elif not own:
+                with zf.guard(deadline_s=1):
+                    through.all_to_all([[], [torch.ones(2)]], [[], [place]], 4, "a test").wait()
+        except zf.ZeroError as error:
+            assert place.eq(0).all()
+            return error.summary
+        return "nothing"
+
+    with LocalRanks(2) as fresh, sent_by_value(told):
+        found = fresh.run(told, timeout_s=30)
+    who = "A rank" if kind == "native" else "Rank 1"
+    late = [f"{who} of axis 'dp' (2) did not answer within 1 s.", "nothing"]
+    parted = ["Ranks 0 and 1 of axis 'dp' (2) are at different collectives."] * 2
+    assert found == (parted if "elsewhere" in kind else late)
+
+
 # -- agreement -------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +442,7 @@ def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
         gather(lonely, [Segment(addend, 4, 4)], "a test").wait()
         reduce(lonely, [Contribution(addend, 4, out, torch.float32)], "a test").wait()
         lonely.any(torch.ones(1, dtype=torch.uint8), "a test").wait()
+        lonely.all_to_all([[]], [[]], 4, "a test").wait()
         rows = lonely.exchange(torch.ones(3, dtype=torch.uint8))
     assert torch.equal(out, addend)
     assert rows.shape == (1, 3)

@@ -52,6 +52,9 @@ class Failing:
     def reduce_scatter(self, plan: object, rows: object, buffers: object, mark: int = 0) -> Work:
         return self._work(mark)
 
+    def all_to_all(self, sends: object, places: object, device: torch.device, mark: int = 0) -> Work:
+        return self._work(mark)
+
     def any(self, bits: Tensor, mark: int = 0) -> Work:
         return self._work(mark)
 
@@ -168,7 +171,9 @@ def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
         transport.any(bits, "parameters of unit a")
         transport.any(bits, "parameters of unit a", check="after 1 steps")
         transport.any(bits, "parameters of unit a", check="after 2 steps")
-        assert len(set(raw.marks)) == 6
+        for numel, check in ((6, ""), (7, ""), (6, "two owners")):
+            transport.all_to_all([[], []], [[], []], numel, "parameters of unit a", check=check)
+        assert len(set(raw.marks)) == 9
         assert all(0 <= mark < 2**31 for mark in raw.marks)
         transport.all_gather([SEGMENT], "parameters of unit a")
         assert raw.marks[-1] == raw.marks[0]
