@@ -2,7 +2,7 @@
 
     6 others        integrations
     5 surface       recipes, looking, launch, local, deepspeed, checkpoint
-    4 verbs         transforms, streamed, extras
+    4 verbs         transforms, streamed, owners, extras
     3 execution     runtime, dtensor
     2 bytes         transport, one_host, storage, kernels, resting
     1 values        values: meshes, homes, tiers, layouts, units, schedules
@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("values",),
     ("transport", "one_host", "storage", "kernels", "resting"),
     ("runtime", "dtensor"),
-    ("transforms", "streamed", "extras"),
+    ("transforms", "streamed", "owners", "extras"),
     ("recipes", "looking", "launch", "local", "deepspeed", "checkpoint"),
     ("integrations", "__main__"),
 )

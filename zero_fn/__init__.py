@@ -29,6 +29,7 @@ from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, mea
 from zero_fn.looking.check import check, is_transformed
 from zero_fn.looking.describe import Description, describe
 from zero_fn.looking.held import Held, held
+from zero_fn.owners import ByOwner, by_owner
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import Streamed, streamed
 from zero_fn.transforms.accumulate import accumulate
@@ -49,6 +50,7 @@ from zero_fn.values.units import by_size
 __version__ = "0.2.0"
 
 __all__ = [
+    "ByOwner",
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
@@ -77,6 +79,7 @@ __all__ = [
     "ZeroError",
     "accumulate",
     "autoplan",
+    "by_owner",
     "by_size",
     "check",
     "checkpoint_activations",

@@ -73,7 +73,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
     Raises:
         PlacementError: It does. Nothing was updated.
     """
-    if not looks_at_whole_tensors(optimizer):
+    if not looks_at_whole_tensors(optimizer) or getattr(optimizer, "steps_wholes", False):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -91,8 +91,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__} looks at whole tensors, and {slot.fqn!r} is sharded.",
                     parameter=slot,
                     why="its update of a shard is not the shard of its update; nothing was updated",
-                    fix="keep these parameters replicated: zf.replicate(model, mesh['dp']), or where= in the sharding "
-                    "transforms; shard the others under an elementwise optimizer",
+                    fix=f"zf.by_owner({type(optimizer).__name__}(...)): each tensor is stepped whole, by one rank",
                 )
 
 

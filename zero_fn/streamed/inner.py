@@ -29,6 +29,7 @@ __all__ = [
     "require_streamable",
     "schema_of",
     "stand_in",
+    "stepped",
 ]
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -103,10 +104,10 @@ def kept_by(
     }
     try:
         try:
-            states = _stepped(optimizer, group, probe, {})
+            states = stepped(optimizer, group, {probe: {}})
         except KeyError:  # it looks for states that it made when it was made; they may be in their tier
             born = born or dict(type(optimizer)([probe], **optimizer.defaults).state[probe])
-            states = _stepped(optimizer, group, probe, born)
+            states = stepped(optimizer, group, {probe: born})
     except Exception as error:  # whatever an optimizer raises that wants a closure, sparse gradients, ...
         raise _refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
     if any(key is not probe for key in states):
@@ -132,12 +133,10 @@ def _is_moment(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]
     return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def _stepped(
-    optimizer: Optimizer, group: Mapping[str, Any], probe: nn.Parameter, states: dict[str, Any]
-) -> Mapping[Any, Any]:
-    """All states after a step of one parameter."""
-    state: defaultdict[Any, Any] = defaultdict(dict, {probe: states} if states else {})
-    trial = {**group, "params": [probe]}
+def stepped(optimizer: Optimizer, group: Mapping[str, Any], states: Mapping[nn.Parameter, Any]) -> Mapping[Any, Any]:
+    """All states after a step of some parameters with these states. Nothing else of the optimizer changes."""
+    state: defaultdict[Any, Any] = defaultdict(dict, {probe: own for probe, own in states.items() if own})
+    trial = {**group, "params": [*states]}
     optimizer = stand_in(optimizer, [trial], state)
     for own in (vars(optimizer), trial):  # what a step changes in place is a copy
         lists = {n: copy.copy(v) for n, v in own.items() if isinstance(v, list | dict | set) and v is not state}
@@ -151,26 +150,29 @@ def _stepped(
 
 
 class _Elsewhere(dict[Any, Any]):
-    """The empty states of an optimizer that was given to `streamed`."""
+    """The empty states of an optimizer that was given to `streamed` or `by_owner`."""
+
+    verb = "streamed"
 
 
-def hand_over(inner: Optimizer) -> None:
+def hand_over(inner: Optimizer, verb: str = "streamed") -> None:
     """Takes the states of an optimizer. From now on it refuses to be stepped, saved or loaded: it would begin without states,
     save none, and drop what it loads."""
     inner.state = _Elsewhere()  # type: ignore[assignment]
+    inner.state.verb = verb  # type: ignore[attr-defined]
     inner.register_step_pre_hook(_require_own)
     inner.register_state_dict_pre_hook(_require_own)
     inner.register_load_state_dict_pre_hook(_require_own)
 
 
 def require_not_streamed(inner: Optimizer) -> None:
-    """Refuses to use an optimizer that was given to `streamed`."""
+    """Refuses to use an optimizer that was given to `streamed` or `by_owner`."""
     # Not `inner.state`: a streamed optimizer, which has the same hooks, would finish its step first.
-    if isinstance(vars(inner).get("state"), _Elsewhere):
+    if isinstance(state := vars(inner).get("state"), _Elsewhere):
         raise StateError(
-            f"This {type(inner).__name__} was given to streamed(), and its states are no longer in it.",
+            f"This {type(inner).__name__} was given to {state.verb}(), and its states are no longer in it.",
             why="a step would begin without them, and a state_dict would have none",
-            fix="optimizer = zf.streamed(optimizer, tier): step, save and load what it returned",
+            fix=f"optimizer = zf.{state.verb}(optimizer, ...): step, save and load what it returned",
         )
 
 

@@ -209,4 +209,4 @@ def holding_of_state(name: str, state: Tensor, parameter: Tensor, place: Holding
             parameter=f"{list(place.shape)}, {list(place.box.sizes)} of it on this rank",
             fix="keep states as DTensors, or of the shape of the parameter: torch.zeros_like(parameter)",
         )
-    return Holding(tuple(state.shape), whole_box(state.shape))
+    return Holding(tuple(state.shape), whole_box(state.shape), None if is_cut else place.replica)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.format.box import Box, Holding, holding_of, holding_of_state, ranges, spans
+from zero_fn.checkpoint.format.box import Box, Holding, holding_of, holding_of_state, ranges, spans, whole_box
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
+from zero_fn.owners import ByOwner
 from zero_fn.resting import local_of
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.parcels import Parcel
@@ -246,7 +247,7 @@ def held_state(name: str, state: Tensor, parameter: Tensor, own: HeldTensor) -> 
 
 
 def tensors_of_groups(optimizer: Optimizer, named: ModelTensors) -> list[list[HeldTensor]]:
-    """The parameters of each group, as they are held."""
+    """The parameters of each group, as their states are held: as they are, or whole by one rank."""
     groups: list[list[HeldTensor]] = []
     for number, group in enumerate(optimizer.param_groups):
         groups.append([])
@@ -259,5 +260,7 @@ def tensors_of_groups(optimizer: Optimizer, named: ModelTensors) -> list[list[He
                     why="states are saved by the names of their parameters",
                     fix="give the model whose parameters it steps, as it is after the last transform, and all of them",
                 )
+            if isinstance(optimizer, ByOwner) and optimizer.owner_of(parameter) is not None:
+                held = replace(held, place=Holding(held.place.shape, whole_box(held.place.shape), (0, 1)))
             groups[-1].append(held)
     return groups

@@ -20,6 +20,7 @@ from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, Parce
 from zero_fn.checkpoint.live.streamed_states import StateFields, end_step, fill_states, held_in_chunks, room_of_states
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
+from zero_fn.owners import ByOwner, Dealt
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed
@@ -120,8 +121,11 @@ class LoadPlan:
                 rank, said = source.options[own.name]
                 options.setdefault(repr(said), (rank, said))
                 self.stepped.add(own.name)
+                dealt = optimizer.owner_of(parameter) if isinstance(optimizer, ByOwner) else None
+                if dealt is not None and not dealt.is_mine:
+                    continue  # its owner has the states
                 if rooms is None:
-                    self._match_states(source, optimizer, group, parameter, own)
+                    self._match_states(source, optimizer, group, parameter, own, dealt)
                 else:
                     kept[id(parameter)] = self._match_chunks(source, parameter, own, rooms.get(id(parameter), {}))
             if len(options) > 1:
@@ -139,7 +143,13 @@ class LoadPlan:
             self.then.append(partial(fill_states, optimizer, kept, fill))
 
     def _match_states(
-        self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: HeldTensor
+        self,
+        source: Contents,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        parameter: Tensor,
+        own: HeldTensor,
+        dealt: Dealt | None,
     ) -> None:
         found = dict(source.values_of(own.name))
         for name, key in source.states.get(own.name, []):
@@ -148,7 +158,8 @@ class LoadPlan:
             if follows and isinstance(old, Tensor) and old.dtype == piece.dtype and old.shape == parameter.shape:
                 found[name] = old
             elif follows:
-                found[name] = torch.empty_like(parameter.detach(), dtype=piece.dtype)
+                like = parameter.detach() if dealt is None else dealt.whole()
+                found[name] = torch.empty_like(like, dtype=piece.dtype)
             else:
                 if piece.shape:  # and no step, which takes no memory
                     require_whole(source, key)

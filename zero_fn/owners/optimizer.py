@@ -1,0 +1,267 @@
+"""`by_owner(optimizer)`: any optimizer over shards, each tensor stepped whole by one rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zero_fn.errors import PlacementError, StateError
+from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
+from zero_fn.owners.independence import require_independent
+from zero_fn.owners.states import on_all_ranks, on_owners
+from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
+from zero_fn.owners.trips import Lines
+from zero_fn.resting import rest_gradient
+from zero_fn.runtime.optimizers import require_own_shard, say_if_alone, say_if_rounded
+from zero_fn.runtime.slot import slot_of
+from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.streamed.inner import hand_over, require_not_streamed, stand_in
+from zero_fn.streamed.optimizer import Streamed
+from zero_fn.values.tiers import nbytes_of_text
+
+__all__ = ["ByOwner", "by_owner"]
+
+BATCH_NBYTES = 64 << 20
+
+
+def by_owner(optimizer: Optimizer, *, cost: Cost | None = None, batch: int | str = BATCH_NBYTES) -> ByOwner:
+    """Lets any optimizer step sharded parameters: each tensor is stepped whole, by one rank, its owner.
+
+        muon = zf.by_owner(torch.optim.Muon(matrices, lr=0.02))
+
+    The updates are those of replicas, to the bit, at every stage and number of ranks. In a step the shards of gradients and
+    values travel to the owner. The optimizer's own `step` runs there on plain whole tensors, and new values travel back.
+    States rest whole at the owner, 1/n of them on each rank. Tensors go in batches: while one is stepped, the next arrives
+    and the one before leaves. Memory beside the states: two and a half batches.
+
+    Where all ranks hold a whole parameter (`zf.replicate`), it has an owner, too: only its new values travel. Parameters of
+    no transform are stepped by every rank, as without `by_owner`.
+
+    Communicates, in a step, with Ψ elements of b bytes over n ranks that cut them: 3 Ψ b (n-1)/n² bytes from each rank. Over
+    several axes, that along each of them. `state_dict` and `load_state_dict` send all states, `zf.save` and `zf.load` none.
+
+    Args:
+        optimizer: Any that steps each parameter from its own value, gradient, states and options, and keeps its states in
+            `state[parameter]`. This is tried on two small parameters. Its parameters are those of the model after the last
+            transform. States that it has are moved. All ranks have the same parameters in the same order.
+        cost: What a step of a parameter costs, by which owners are chosen: a function of the parameter. None: elements times
+            the shorter side of a matrix or of a stack of them (Newton-Schulz, Shampoo), elements of any other tensor.
+        batch: Bytes of values and gradients that an owner takes at a time, as a number or as text ("64MiB").
+
+    Returns:
+        An optimizer over the same `param_groups`; step this one. `state_dict()`, which all ranks call, is that of a stock
+        optimizer. To step, save or load `optimizer` itself raises.
+
+    Raises:
+        PlacementError: The optimizer computes a step of one parameter from others, or cannot step one alone (it wants a
+            closure), or a parameter is neither sharded nor replicated. Nothing was moved.
+        StateError: The optimizer was streamed already, or given to `by_owner` before.
+        DisagreementError: Ranks have different parameters.
+
+    Source:
+        An owner for each matrix, the longest processing time first: Megatron-LM's layer-wise Muon, 2026; for Shampoo Anil
+        et al. 2020, arXiv:2002.09018, section 4.
+    """
+    if isinstance(optimizer, Streamed | ByOwner):
+        verb = "streamed" if isinstance(optimizer, Streamed) else "stepped by owners"
+        raise StateError(
+            f"by_owner was given an optimizer that is {verb} already.",
+            fix="zf.by_owner(torch.optim.Muon(...)); with states in another tier zf.streamed(zf.by_owner(...), tier)",
+        )
+    require_not_streamed(optimizer)
+    require_independent(optimizer, optimizer.param_groups)
+    found = ByOwner(optimizer, cost or cost_of, nbytes_of_text(batch, "batch"))
+    say_if_alone(optimizer)
+    say_if_rounded(optimizer)
+    return found
+
+
+class ByOwner(Optimizer):
+    """An optimizer whose parameters are stepped whole, each by its owner. Made by `by_owner`; used as any optimizer.
+
+    Attributes:
+        inner: The optimizer that was given to `by_owner`, whose arithmetic is used. It can no longer be used itself.
+        state: The states by parameter: whole ones of those that this rank owns, and nothing of the others.
+    """
+
+    inner: Optimizer
+    state: defaultdict[Tensor, dict[str, Any]]
+    takes_from_tiers = steps_wholes = True  # parameters that rest in tiers; whole ones, not shards
+
+    def __init__(self, inner: Optimizer, cost: Cost, nbytes: int) -> None:
+        shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
+        self.__setstate__({"inner": inner, "defaults": inner.defaults, "state": defaultdict(dict), **shared})
+        self._dealing, self._nbytes, self._lines = Dealing(cost), nbytes, Lines()
+        self._dealt: dict[int, Dealt] = {}  # by the identity of the parameter, in the order of dealing
+        self._plans: dict[tuple[int, ...], tuple[list[list[Dealt]], str]] = {}  # by the parameters that have gradients
+        self._failed: str | None = None
+        states = inner.state
+        hand_over(inner, "by_owner")
+        self._deal()
+        self._take(states)
+
+    # -- what looks like any optimizer ----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of `inner`."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    def __repr__(self) -> str:
+        own = sum(each.is_mine for each in self._dealt.values())
+        kind = type(self.inner).__name__
+        return f"ByOwner ({kind}, this rank owns {own} of {len(self._dealt)} tensors)\n{self.inner!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StateError(
+            "An optimizer that steps by owners cannot be copied or pickled.",
+            why="each rank has the states of its own tensors alone",
+            fix="save optimizer.state_dict(), or zf.save(folder, model, optimizer); load it into "
+            "zf.by_owner(Muon(matrices))",
+        )
+
+    def owner_of(self, parameter: Tensor) -> Dealt | None:
+        """Who steps a parameter; None if every rank does."""
+        return self._dealt.get(id(parameter))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, which get owners. All ranks call it."""
+        self.inner.add_param_group(param_group)
+        require_independent(self.inner, self.param_groups[-1:])
+        self._deal()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states and groups in the format of `inner`, on every rank: states of the shape of a sharded parameter are
+        sharded alike. All ranks call it; it sends the states from their owners.
+
+        Raises:
+            StateError: An earlier step failed half-way.
+        """
+        self._require_whole("state_dict")
+        states = dict(self.state)
+        states |= on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes)
+        return stand_in(self.inner, self.param_groups, defaultdict(dict, states)).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads states and groups, as `inner` would: shards or whole tensors. All ranks call it; shards travel to the owners.
+        An optimizer whose step has failed may step again afterwards, unless ranks have lost one another.
+
+        Raises:
+            CheckpointError: A state is the shard of another rank.
+        """
+        loaded = stand_in(self.inner, [dict(group) for group in self.param_groups], defaultdict(dict))
+        loaded.load_state_dict(state_dict)
+        self.inner.param_groups = loaded.param_groups
+        self._take(loaded.state)
+        self._failed = None
+
+    @torch.no_grad()
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters that have gradients. All ranks call it together; see `by_owner`.
+
+        Args:
+            closure: Evaluated first, with gradients enabled; its value is returned.
+
+        Raises:
+            PlacementError: A gradient is sparse.
+            StateError: An earlier step failed half-way.
+            DisagreementError: Ranks have gradients of different parameters.
+            LostRankError: A rank has ended, or its optimizer raised.
+        """
+        self._require_whole("step")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._deal()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
+        plain: list[Owned] = []
+        present: list[int] = []
+        for parameter in self._parameters():
+            rest_gradient(parameter)
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                raise _sparse(parameter)
+            if id(parameter) in self._dealt:
+                present.append(id(parameter))
+            else:
+                plain.append(Owned(parameter, parameter.detach(), parameter.grad))
+        travelling, check = self._plan_of(tuple(present))
+        arithmetic = Arithmetic(self.inner, self.state)
+        try:
+            step_batches(travelling, arithmetic, self._lines, check)
+            if plain:
+                arithmetic.step(plain)
+            arithmetic.finish()
+        except BaseException as error:
+            self._failed = f"{type(error).__name__} in the last step"
+            self._lines.give_up()
+            raise
+        for each in self._dealt.values():
+            if each.parameter.grad is not None:
+                self.state.setdefault(each.parameter, {})  # of another owner: torch asks whether any rank has stepped
+        return loss
+
+    # -- owners -----------------------------------------------------------------------------------------------------
+
+    def _deal(self) -> None:
+        """Gives owners to parameters that have none."""
+        new = [parameter for parameter in self._parameters() if id(parameter) not in self._dealt]
+        for each in self._dealing.deal(new) if new else ():
+            self._dealt[id(each.parameter)] = each
+            self._plans.clear()
+
+    def _plan_of(self, present: tuple[int, ...]) -> tuple[list[list[Dealt]], str]:
+        """What travels together in a step of these parameters, and a text that must be the same on all ranks."""
+        found = self._plans.get(present)
+        if found is None:
+            chosen = set(present)
+            travelling = batches([each for key, each in self._dealt.items() if key in chosen], self._nbytes)
+            text = repr(
+                [[(each.route.shape, each.parameter.dtype, each.number) for each in batch] for batch in travelling]
+            )
+            self._plans = {present: (travelling, check := f"{crc32(text.encode()):08x}")}
+            found = travelling, check
+        return found
+
+    def _take(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Takes over states that every rank has: shards of them, or whole ones."""
+        for parameter, own in states.items():
+            slot = slot_of(parameter)
+            for name, value in own.items():
+                if slot is not None and slot.spec is not None and isinstance(value, DTensor):
+                    require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
+        moved = on_owners([*self._dealt.values()], states, self._lines, self._nbytes)
+        self.state = defaultdict(
+            dict, {parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()}
+        )
+
+    def _require_whole(self, verb: str) -> None:
+        if self._failed is not None:
+            raise StateError(
+                f"{verb} of an optimizer whose step failed half-way.",
+                failed=self._failed,
+                why="some parameters are one step ahead of the others",
+                fix="load the last checkpoint: zf.load(folder, model, optimizer)",
+            )
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _sparse(parameter: Tensor) -> PlacementError:
+    return PlacementError(
+        "Sparse gradients cannot travel to an owner.",
+        parameter=slot_of(parameter) or list(parameter.shape),
+        fix="compute it with sparse=False: F.embedding(tokens, weight)",
+    )

@@ -1,0 +1,140 @@
+"""A step: batches of whole tensors arrive at their owners, are stepped by the optimizer itself, and leave again.
+
+    arriving    gradients and values of the next batch
+    stepped     this batch, by the optimizer's own `step`, on plain whole tensors
+    leaving     new values of the batch before
+
+[Note: several calls for one step] The optimizer's `step` is called for each batch. Options that it changes, such as a count
+of steps in a group, begin each call as they were, and have their new values after the last one. A rank without a tensor calls
+it, too, without parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_fn.owners.dealing import Dealt
+from zero_fn.owners.trips import Lines, Parcel, Trip, collected, spread
+from zero_fn.resting import local_of
+from zero_fn.runtime.attributes import attributes_of
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory
+from zero_fn.streamed.inner import raw_step, stand_in
+
+__all__ = ["Arithmetic", "Owned", "States", "step_batches"]
+
+States = MutableMapping[Tensor, dict[str, Any]]
+
+
+class Owned(NamedTuple):
+    """A parameter that this rank steps, whole."""
+
+    parameter: Tensor
+    value: Tensor
+    grad: Tensor
+
+
+class Arithmetic:
+    """The arithmetic of an optimizer in one step of the user. [Note: several calls for one step]"""
+
+    def __init__(self, inner: Optimizer, states: States) -> None:
+        self._inner, self._states = inner, states
+        self._group_of = {id(p): number for number, group in enumerate(inner.param_groups) for p in group["params"]}
+        self._changed: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
+
+    def step(self, owned: Sequence[Owned]) -> None:
+        """Steps some parameters."""
+        inner, state = self._inner, defaultdict[Any, Any](dict)
+        groups = [{**group, "params": []} for group in inner.param_groups]
+        pieces = []
+        for parameter, value, grad in owned:
+            piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            vars(piece).update(attributes_of(parameter))
+            piece.grad = grad.to(value.dtype)
+            groups[self._group_of[id(parameter)]]["params"].append(piece)
+            if known := self._states.get(parameter):
+                state[piece] = known
+            pieces.append(piece)
+        options = [dict(group) for group in groups]
+        stepping = stand_in(inner, groups, state)
+        attributes = dict(vars(stepping))
+        raw_step(stepping)
+        for (parameter, *_), piece in zip(owned, pieces, strict=True):
+            self._states[parameter] = state.get(piece, {})
+        self._changed = _changes(attributes, vars(stepping)), [*map(_changes, options, stepping.param_groups)]
+
+    def finish(self) -> None:
+        """Takes over the options that the calls have changed."""
+        if self._changed is None:
+            self.step(())
+        assert self._changed is not None
+        attributes, groups = self._changed
+        vars(self._inner).update(attributes)
+        for group, changes in zip(self._inner.param_groups, groups, strict=True):
+            group.update(changes)
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    own = ("params", "param_groups", "state")
+    return {name: value for name, value in after.items() if name not in own and before.get(name, own) is not value}
+
+
+def step_batches(batches: Sequence[Sequence[Dealt]], arithmetic: Arithmetic, lines: Lines, check: str) -> None:
+    """Steps all tensors of some batches. All ranks call it with the same ones; `check` is a text that must agree."""
+    leaving: Trip | None = None
+    arriving = _Batch(batches[0], lines, check) if batches else None
+    for following in [*batches[1:], None]:
+        if (batch := arriving) is None:
+            break
+        batch.trip.wait()
+        arriving = _Batch(following, lines, check) if following is not None else None
+        arithmetic.step(batch.owned)
+        if leaving is not None:
+            leaving.wait()
+        leaving = batch.leave(lines)
+    if leaving is not None:
+        leaving.wait()
+
+
+class _Batch:
+    """Tensors of one family, on their way to their owners."""
+
+    def __init__(self, dealt: Sequence[Dealt], lines: Lines, check: str) -> None:
+        self.owned: list[Owned] = []
+        self._values: list[Parcel] = []
+        grads: list[Parcel] = []
+        for each in dealt:
+            parameter = each.parameter
+            assert parameter.grad is not None
+            value, grad = in_memory(local_of(parameter)), in_memory(local_of(parameter.grad))
+            is_cut = each.route.is_cut
+            if each.is_mine:
+                # The step may write into the gradient, which is to stay the same on all ranks.
+                wholes = (each.whole(), each.whole(grad.dtype)) if is_cut else (value, grad.clone())
+                self.owned.append(Owned(parameter, *wholes))
+            self._values.append(Parcel(each, value, self.owned[-1].value if each.is_mine and is_cut else None))
+            grads.append(Parcel(each, grad, self.owned[-1].grad if each.is_mine and is_cut else None))
+        self.trip = Trip(collected([*grads, *self._values], lines, check))
+
+    def leave(self, lines: Lines) -> Trip:
+        """Sends new values to where they rest."""
+        return _Back(self._values, lines)
+
+
+class _Back(Trip):
+    """New values on their way to where they rest."""
+
+    def __init__(self, values: Sequence[Parcel], lines: Lines) -> None:
+        self._values = values
+        super().__init__(spread(values, lines))
+
+    def wait(self) -> None:
+        super().wait()
+        for dealt, part, _ in self._values:
+            local = local_of(dealt.parameter)
+            if isinstance(local, TierTensor):
+                local.copy_(part)

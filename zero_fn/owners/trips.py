@@ -1,0 +1,124 @@
+"""Tensors on their way: their parts to the owners, and whole ones back to all that hold parts.
+
+[Note: leg by leg] Along each axis all ranks exchange what they have. A rank takes part for a tensor if it is where the owner
+is along the axes that were passed before. So two axes move each element twice, and the slow one no more than it would alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_fn.owners.dealing import Dealt
+from zero_fn.transport.line import Line, Work
+from zero_fn.transport.links import line_over
+from zero_fn.values.mesh import Axis
+
+__all__ = ["Lines", "Parcel", "Trip", "collected", "spread"]
+
+
+class Parcel(NamedTuple):
+    """One tensor on its way."""
+
+    dealt: Dealt
+    part: Tensor  # what this rank holds, or is to hold
+    whole: Tensor | None  # on the owner: memory for all of it; None elsewhere, and where the part is all of it
+
+
+class Lines:
+    """The collectives along the axes, opened when they are first used."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Axis, Line] = {}
+
+    def over(self, axis: Axis) -> Line:
+        """The collectives along one axis."""
+        line = self._lines.get(axis)
+        if line is None:
+            line = self._lines[axis] = line_over([axis])
+        return line
+
+    def give_up(self) -> None:
+        """Tells all ranks that this one sends nothing more."""
+        for line in self._lines.values():
+            line.give_up()
+
+
+class Trip:
+    """Tensors under way. The first leg is begun at once, the others when it is waited for."""
+
+    def __init__(self, legs: Iterator[Work]) -> None:
+        self._legs = legs
+        self._work = next(legs, None)
+
+    def wait(self) -> None:
+        """Waits until all have arrived."""
+        while self._work is not None:
+            self._work.wait()
+            self._work = next(self._legs, None)
+
+
+def collected(parcels: Sequence[Parcel], lines: Lines, check: str = "") -> Iterator[Work]:
+    """The legs of the ways to the owners. Ways of one family; `part` is only read, `whole` is filled on the owner."""
+    if not parcels:
+        return
+    held: list[Tensor] = [parcel.part for parcel in parcels]
+    first = parcels[0].dealt.route.legs
+    for number in reversed(range(len(first))):
+        if first[number].layout is None:  # ranks hold the same
+            continue
+        axis, numel = first[number].axis, 0
+        sends: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        places: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        for at, (dealt, _, whole) in enumerate(parcels):
+            if not dealt.is_on_way(number):
+                continue
+            leg, owner = dealt.route.legs[number], dealt.owner[number]
+            numel += leg.numel
+            if owner != axis.rank:
+                sends[owner].append(held[at])
+                continue
+            assert leg.layout is not None, "ways of two families"
+            room = held[at].new_empty(leg.layout.shape) if number or whole is None else whole
+            leg.rows(room, owner).copy_(held[at])
+            held[at] = room
+            for rank in range(axis.size):
+                if rank != owner:
+                    places[rank].append(leg.rows(room, rank))
+        yield lines.over(axis).all_to_all(sends, places, numel, "gradients to their owners", check=check)
+
+
+def spread(parcels: Sequence[Parcel], lines: Lines, what: str = "new values") -> Iterator[Work]:
+    """The legs of the ways back. Ways of one family; `part` is filled on every rank."""
+    if not parcels:
+        return
+    held: list[Tensor] = [parcel.part if parcel.whole is None else parcel.whole for parcel in parcels]
+    last = len(parcels[0].dealt.route.legs) - 1
+    for number in range(last + 1):
+        axis = parcels[0].dealt.route.legs[number].axis
+        sends: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        places: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        numel = 0
+        for at, (dealt, part, _) in enumerate(parcels):
+            if not dealt.is_on_way(number):
+                continue
+            leg, owner = dealt.route.legs[number], dealt.owner[number]
+            numel += leg.numel
+            if owner == axis.rank:
+                for rank in range(axis.size):
+                    if rank != owner:
+                        sends[rank].append(leg.rows(held[at], rank))
+                held[at] = leg.rows(held[at], axis.rank)
+            else:
+                room = part
+                if number < last:
+                    room = torch.empty(dealt.route.local_shape(number + 1), dtype=part.dtype, device=part.device)
+                places[owner].append(room)
+                held[at] = room
+        yield lines.over(axis).all_to_all(sends, places, numel, f"{what} from owners")
+    for (_, part, _), own in zip(parcels, held, strict=True):
+        if own is not part:
+            part.copy_(own)
