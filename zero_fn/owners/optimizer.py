@@ -15,16 +15,19 @@ from torch.optim import Optimizer
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
 from zero_fn.owners.independence import require_independent
+from zero_fn.owners.shelf import Shelf
 from zero_fn.owners.states import on_all_ranks, on_owners
 from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
 from zero_fn.owners.trips import Lines
 from zero_fn.resting import rest_gradient
+from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.optimizers import require_own_shard, say_if_alone, say_if_rounded
 from zero_fn.runtime.slot import slot_of
+from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, require_not_streamed, stand_in
 from zero_fn.streamed.optimizer import Streamed
-from zero_fn.values.tiers import nbytes_of_text
+from zero_fn.values.tiers import Tier, nbytes_of_text
 
 __all__ = ["ByOwner", "by_owner"]
 
@@ -93,7 +96,8 @@ class ByOwner(Optimizer):
 
     inner: Optimizer
     state: defaultdict[Tensor, dict[str, Any]]
-    takes_from_tiers = steps_wholes = True  # parameters that rest in tiers; whole ones, not shards
+    steps_wholes = True  # not shards
+    takes_from_tiers = False  # parameters that rest there: once the optimizer was given to `streamed`
 
     def __init__(self, inner: Optimizer, cost: Cost, nbytes: int) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
@@ -102,6 +106,8 @@ class ByOwner(Optimizer):
         self._dealt: dict[int, Dealt] = {}  # by the identity of the parameter, in the order of dealing
         self._plans: dict[tuple[int, ...], tuple[list[list[Dealt]], str]] = {}  # by the parameters that have gradients
         self._failed: str | None = None
+        self._tier: Tier | None = None
+        self._shelves: dict[Tier, Shelf] = {}
         states = inner.state
         hand_over(inner, "by_owner")
         self._deal()
@@ -131,6 +137,24 @@ class ByOwner(Optimizer):
     def owner_of(self, parameter: Tensor) -> Dealt | None:
         """Who steps a parameter; None if every rank does."""
         return self._dealt.get(id(parameter))
+
+    def with_states_in(self, tier: Tier | None, **options: object) -> ByOwner:
+        """Moves the states to another tier, at their owners. `zf.streamed(optimizer, tier)` calls it.
+
+        Raises:
+            PlacementError: An option other than the tier was given, which streamed whole tensors do not have.
+            TierError: The tier has no room.
+            StorageError: The path takes no files, or the disk failed.
+        """
+        if options:
+            raise PlacementError(
+                f"zf.streamed(zf.by_owner(...)) takes a tier alone, and got {', '.join(options)}.",
+                why="each tensor is stepped whole, and in the step; its states pass through a buffer of their size",
+                fix="zf.streamed(zf.by_owner(optimizer), tier)",
+            )
+        self._tier, self.takes_from_tiers = tier, True
+        self._rest()
+        return self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, which get owners. All ranks call it."""
@@ -197,12 +221,14 @@ class ByOwner(Optimizer):
             else:
                 plain.append(Owned(parameter, parameter.detach(), parameter.grad))
         travelling, check = self._plan_of(tuple(present))
-        arithmetic = Arithmetic(self.inner, self.state)
+        arithmetic = Arithmetic(self.inner, self.state, self._shelf_of)
         try:
             step_batches(travelling, arithmetic, self._lines, check)
             if plain:
                 arithmetic.step(plain)
             arithmetic.finish()
+            for shelf in self._shelves.values():
+                shelf.finish()
         except BaseException as error:
             self._failed = f"{type(error).__name__} in the last step"
             self._lines.give_up()
@@ -245,6 +271,33 @@ class ByOwner(Optimizer):
         self.state = defaultdict(
             dict, {parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()}
         )
+        self._rest()
+
+    def _rest(self) -> None:
+        """Puts states that are in memory where they rest. All ranks call it; an error on one comes on all."""
+
+        def put() -> None:
+            for parameter, own in self.state.items():
+                shelf = self._shelf_of(parameter)
+                if shelf is not None and own:
+                    self.state[parameter] = shelf.keep({}, {name: in_memory(value) for name, value in own.items()})
+            for shelf in self._shelves.values():
+                shelf.finish()
+
+        if self.takes_from_tiers:
+            everywhere(self._parameters(), put, "Moving the states of an optimizer")
+
+    def _shelf_of(self, parameter: Tensor) -> Shelf | None:
+        """Where the states of a parameter rest, if they are to be in another tier."""
+        if not self.takes_from_tiers:
+            return None
+        slot = slot_of(parameter)
+        tier = self._tier or (slot.home.tiers.optim if slot is not None else None)
+        if tier is None:
+            return None
+        if tier not in self._shelves:
+            self._shelves[tier] = Shelf(tier, f"states of {type(self.inner).__name__}")
+        return self._shelves[tier]
 
     def _require_whole(self, verb: str) -> None:
         if self._failed is not None:

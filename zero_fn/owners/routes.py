@@ -71,9 +71,9 @@ class Route:
 
 
 def mesh_of(parameter: Tensor) -> DeviceMesh | None:
-    """The mesh on which a parameter rests; None of a plain tensor, and where there is no other rank."""
+    """The mesh on which a parameter rests; None of a plain tensor."""
     spec = _spec_of(parameter)
-    return spec.mesh if spec is not None and spec.mesh.size() > 1 else None
+    return None if spec is None else spec.mesh
 
 
 def route_of(parameter: Tensor) -> Route:

@@ -20,6 +20,7 @@ from zero_fn.owners.dealing import Dealt, batches
 from zero_fn.owners.routes import mesh_of
 from zero_fn.owners.trips import Lines, Parcel, Trip, collected, spread
 from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.transport.agree import axes_of
 from zero_fn.transport.links import line_over
 
@@ -48,7 +49,7 @@ def on_all_ranks(
                 own = found.setdefault(each.parameter, dict(values))
                 for name, (shape, dtype) in forms.items():
                     if (shape == each.route.shape) is follows:
-                        value = states[each.parameter][name] if each.is_mine else None
+                        value = in_memory(states[each.parameter][name]) if each.is_mine else None
                         parcels.append(_leaving(each, shape, dtype, value))
                         own[name] = _shown(each, parcels[-1].part, shape)
             Trip(spread(parcels, lines, "states")).wait()

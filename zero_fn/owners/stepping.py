@@ -12,13 +12,14 @@ it, too, without parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.owners.dealing import Dealt
+from zero_fn.owners.shelf import Shelf
 from zero_fn.owners.trips import Lines, Parcel, Trip, collected, spread
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
@@ -41,13 +42,27 @@ class Owned(NamedTuple):
 class Arithmetic:
     """The arithmetic of an optimizer in one step of the user. [Note: several calls for one step]"""
 
-    def __init__(self, inner: Optimizer, states: States) -> None:
-        self._inner, self._states = inner, states
+    def __init__(self, inner: Optimizer, states: States, shelf_of: Callable[[Tensor], Shelf | None]) -> None:
+        self._inner, self._states, self._shelf_of = inner, states, shelf_of
         self._group_of = {id(p): number for number, group in enumerate(inner.param_groups) for p in group["params"]}
         self._changed: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
 
     def step(self, owned: Sequence[Owned]) -> None:
-        """Steps some parameters."""
+        """Steps some parameters: together those whose states are in memory, and one after the other those in a tier."""
+        shelves = [self._shelf_of(each.parameter) for each in owned]
+        here = [each for each, shelf in zip(owned, shelves, strict=True) if shelf is None]
+        away = [(each.parameter, each, shelf) for each, shelf in zip(owned, shelves, strict=True) if shelf is not None]
+        if here or not away:
+            self._step(here)
+        for at, (parameter, each, shelf) in enumerate(away):
+            earlier = self._states.get(parameter, {})
+            self._states[parameter] = shelf.bring(earlier)
+            for following, _, its in away[at + 1 : at + 2]:
+                its.fetch(self._states.get(following, {}))
+            self._step([each])
+            self._states[parameter] = shelf.keep(earlier, self._states[parameter])
+
+    def _step(self, owned: Sequence[Owned]) -> None:
         inner, state = self._inner, defaultdict[Any, Any](dict)
         groups = [{**group, "params": []} for group in inner.param_groups]
         pieces = []

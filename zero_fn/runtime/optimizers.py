@@ -71,8 +71,9 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     require_elementwise(optimizer)
     steps_locally(optimizer)
-    is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it takes over loaded states itself
-    if _LOADS not in optimizer.__dict__ and not is_streamed:
+    is_streamed = getattr(optimizer, "takes_from_tiers", False)
+    is_ours = is_streamed or getattr(optimizer, "steps_wholes", False)  # it takes over loaded states itself
+    if _LOADS not in optimizer.__dict__ and not is_ours:
         say_if_rounded(optimizer)
         say_if_alone(optimizer, lambda parameter: parameter.grad is not None)
         take_over_states(optimizer)  # loaded before the first step
@@ -93,7 +94,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 raise _on_node(slot)
             if slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
-            if slot.kind.gradient_dtype != slot.dtype and not (is_streamed or type(optimizer) in _WIDENED):
+            if slot.kind.gradient_dtype != slot.dtype and not (is_ours or type(optimizer) in _WIDENED):
                 raise _takes_no_other_dtype(optimizer, slot)
             if slot.is_recast or slot.dtype != parameter.dtype:
                 _require_states_alike(optimizer, slot, parameter)

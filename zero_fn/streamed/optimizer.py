@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,9 +30,22 @@ from zero_fn.streamed.states import States, loaded_on_host
 from zero_fn.streamed.stepping import Steps
 from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 
-__all__ = ["Streamed", "streamed"]
+__all__ = ["Streamed", "TakesTier", "streamed"]
 
 
+@runtime_checkable
+class TakesTier(Protocol):
+    """An optimizer that moves its states itself: `zf.by_owner(...)`."""
+
+    def with_states_in(self, tier: Tier | None, **options: object) -> Any: ...
+
+
+T = TypeVar("T", bound=TakesTier)
+
+
+@overload
+def streamed(optimizer: T, tier: Tier | None = None) -> T: ...
+@overload
 def streamed(
     optimizer: Optimizer,
     tier: Tier | None = None,
@@ -41,7 +54,16 @@ def streamed(
     buffer: int | str = BUFFER_NBYTES,
     finish: Literal["step", "forward"] = "step",
     elementwise: bool = False,
-) -> Streamed:
+) -> Streamed: ...
+def streamed(
+    optimizer: Any,
+    tier: Tier | None = None,
+    *,
+    fraction: float = 1.0,
+    buffer: int | str = BUFFER_NBYTES,
+    finish: Literal["step", "forward"] = "step",
+    elementwise: bool = False,
+) -> Any:
     """Offloads the states of an optimizer to host memory or a disk, and returns an optimizer that steps them from there.
 
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), zf.nvme("/local_nvme"))
@@ -103,6 +125,11 @@ def streamed(
     Source:
         ZeRO-Infinity, Rajbhandari et al. 2021, 5.2.2; the split of states over two tiers: ZeRO-Offload++ (twin-flow), 2023.
     """
+    if isinstance(optimizer, TakesTier):
+        given = {"fraction": (fraction, 1.0), "buffer": (buffer, BUFFER_NBYTES), "finish": (finish, "step")}
+        return optimizer.with_states_in(
+            tier, **{name: value for name, (value, usual) in given.items() if value != usual}
+        )
     if not 0 < fraction <= 1:
         raise TierError(
             "fraction is the part of the states that goes to the tier: more than 0, at most 1.",

@@ -1,0 +1,122 @@
+"""States of whole tensors in another tier: a record for each tensor, brought into memory when it is stepped.
+
+A state at rest is a `TierTensor`, which whoever reads it fetches. A step fetches the states of the next tensor while it
+computes one, and writes those of the one before. On the host they are used where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.resting import is_dense
+from zero_fn.runtime.parcels import Form, record_nbytes
+from zero_fn.runtime.record import Record
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.storage import storage_on
+from zero_fn.values.tiers import Tier
+
+__all__ = ["Shelf"]
+
+_STAGINGS = 3
+"""Buffers before a disk: of the tensor that is stepped, of the next one, and of the one that is being written."""
+
+
+class Shelf:
+    """The states of the tensors that this rank owns, in one tier."""
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        self._storage = storage_on(tier, what)
+        self._writing: Record | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken of the tier, in whole pages."""
+        return self._storage.nbytes
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of host memory for buffers."""
+        return self._storage.buffers_nbytes
+
+    def fetch(self, states: Mapping[str, Any]) -> None:
+        """Begins to bring states into memory."""
+        record = _record_of(states)
+        if record is not None:
+            record.fetch()
+
+    def bring(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """States in memory, where they are stepped. Waits."""
+        record, found = _record_of(states), dict(states)
+        if record is not None:
+            record.arrive()
+            for name, value in _resting(states).items():
+                flat = record.values(value.number)
+                there = flat.as_strided(value.shape, value.stride(), flat.storage_offset())
+                found[name] = there if _is_in_place(record) else there.to(record.device, copy=True)
+            record.drop()
+        return found
+
+    def keep(self, earlier: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+        """States at rest, after a step, in the room of the earlier ones if they have the same form. Begins to write them."""
+        large = {name: value for name, value in states.items() if isinstance(value, Tensor) and value.numel() > 1}
+        known, record = _resting(earlier), _record_of(earlier)
+        if {name: (value.shape, value.dtype) for name, value in known.items()} != {
+            name: (value.shape, value.dtype) for name, value in large.items()
+        }:
+            record, known = self._room_for(large)
+        if record is not None:
+            values = {known[name].number: _flat(value, known[name].stride()) for name, value in large.items()}
+            if _is_in_place(record):
+                first = {number: record.shelf.borrow(record.place + record.starts[number], 1) for number in values}
+                values = {n: value for n, value in values.items() if value.data_ptr() != first[n].data_ptr()}
+            self.finish()
+            record.begin_writing(values)
+            self._writing = record
+        return {**states, **known}
+
+    def finish(self) -> None:
+        """Waits until all is written."""
+        if self._writing is not None:
+            self._writing.finish_writing()
+            self._writing = None
+
+    def _room_for(self, values: Mapping[str, Tensor]) -> tuple[Record | None, dict[str, TierTensor]]:
+        """Room for such states: a record, and each state in it."""
+        if not values:
+            return None, {}
+        forms = [Form(value.numel(), value.dtype) for value in values.values()]
+        nbytes = record_nbytes(forms)
+        (place,) = self._storage.reserve([nbytes])
+        self._storage.stage(nbytes, _STAGINGS)
+        record = Record(self._storage, forms, next(iter(values.values())).device, place)
+        strides = {name: _strides_of(value) for name, value in values.items()}
+        rooms = {n: TierTensor(record, at, v.shape, strides[n]) for at, (n, v) in enumerate(values.items())}
+        return record, rooms
+
+
+def _resting(states: Mapping[str, Any]) -> dict[str, TierTensor]:
+    return {name: value for name, value in states.items() if isinstance(value, TierTensor)}
+
+
+def _record_of(states: Mapping[str, Any]) -> Record | None:
+    return next((value.record for value in _resting(states).values()), None)
+
+
+def _is_in_place(record: Record) -> bool:
+    """Whether states are stepped where they rest."""
+    return record.is_addressable and record.device.type == "cpu"
+
+
+def _strides_of(value: Tensor) -> tuple[int, ...]:
+    return value.stride() if is_dense(value) else value.contiguous().stride()
+
+
+def _flat(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The elements in the order of these strides, which leave no gaps."""
+    if value.stride() != stride:
+        value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+    return value.as_strided((value.numel(),), (1,))
