@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
@@ -280,7 +281,7 @@ class ByOwner(Optimizer):
             for parameter, own in self.state.items():
                 shelf = self._shelf_of(parameter)
                 if shelf is not None and own:
-                    self.state[parameter] = shelf.keep({}, {name: in_memory(value) for name, value in own.items()})
+                    self.state[parameter] = shelf.keep({}, tree_map(in_memory, own))
             for shelf in self._shelves.values():
                 shelf.finish()
 

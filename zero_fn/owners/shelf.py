@@ -6,11 +6,12 @@ computes one, and writes those of the one before. On the host they are used wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zero_fn.resting import is_dense
 from zero_fn.runtime.parcels import Form, record_nbytes
@@ -51,32 +52,41 @@ class Shelf:
     def bring(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """States in memory, where they are stepped. Waits."""
         record, found = _record_of(states), dict(states)
-        if record is not None:
-            record.arrive()
-            for name, value in _resting(states).items():
-                flat = record.values(value.number)
-                there = flat.as_strided(value.shape, value.stride(), flat.storage_offset())
-                found[name] = there if _is_in_place(record) else there.to(record.device, copy=True)
-            record.drop()
+        if record is None:
+            return found
+        record.arrive()
+
+        def there(value: Any) -> Any:
+            if not isinstance(value, TierTensor):
+                return value
+            flat = record.values(value.number)
+            own = flat.as_strided(value.shape, value.stride(), flat.storage_offset())
+            return own if _is_in_place(record) else own.to(record.device, copy=True)
+
+        found = dict(tree_map(there, found))
+        record.drop()
         return found
 
     def keep(self, earlier: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
         """States at rest, after a step, in the room of the earlier ones if they have the same form. Begins to write them."""
-        large = {name: value for name, value in states.items() if isinstance(value, Tensor) and value.numel() > 1}
-        known, record = _resting(earlier), _record_of(earlier)
-        if {name: (value.shape, value.dtype) for name, value in known.items()} != {
-            name: (value.shape, value.dtype) for name, value in large.items()
-        }:
-            record, known = self._room_for(large)
-        if record is not None:
-            values = {known[name].number: _flat(value, known[name].stride()) for name, value in large.items()}
-            if _is_in_place(record):
-                first = {number: record.shelf.borrow(record.place + record.starts[number], 1) for number in values}
-                values = {n: value for n, value in values.items() if value.data_ptr() != first[n].data_ptr()}
-            self.finish()
-            record.begin_writing(values)
-            self._writing = record
-        return {**states, **known}
+        leaves, form = tree_flatten(dict(states))
+        large = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 1]
+        rooms = [leaf for leaf in tree_leaves(dict(earlier)) if isinstance(leaf, TierTensor)]
+        if not large:
+            return dict(states)
+        if [(each.shape, each.dtype) for each in rooms] != [(each.shape, each.dtype) for each in large]:
+            rooms = self._rooms_for(large)
+        record = rooms[0].record
+        values = {room.number: _flat(value, room.stride()) for room, value in zip(rooms, large, strict=True)}
+        if _is_in_place(record):
+            first = {number: record.shelf.borrow(record.place + record.starts[number], 1) for number in values}
+            values = {number: value for number, value in values.items() if value.data_ptr() != first[number].data_ptr()}
+        self.finish()
+        record.begin_writing(values)
+        self._writing = record
+        resting = iter(rooms)
+        at_rest = [next(resting) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf for leaf in leaves]
+        return dict(tree_unflatten(at_rest, form))
 
     def finish(self) -> None:
         """Waits until all is written."""
@@ -84,26 +94,18 @@ class Shelf:
             self._writing.finish_writing()
             self._writing = None
 
-    def _room_for(self, values: Mapping[str, Tensor]) -> tuple[Record | None, dict[str, TierTensor]]:
-        """Room for such states: a record, and each state in it."""
-        if not values:
-            return None, {}
-        forms = [Form(value.numel(), value.dtype) for value in values.values()]
+    def _rooms_for(self, values: Sequence[Tensor]) -> list[TierTensor]:
+        """Room for such states, in one record."""
+        forms = [Form(value.numel(), value.dtype) for value in values]
         nbytes = record_nbytes(forms)
         (place,) = self._storage.reserve([nbytes])
         self._storage.stage(nbytes, _STAGINGS)
-        record = Record(self._storage, forms, next(iter(values.values())).device, place)
-        strides = {name: _strides_of(value) for name, value in values.items()}
-        rooms = {n: TierTensor(record, at, v.shape, strides[n]) for at, (n, v) in enumerate(values.items())}
-        return record, rooms
-
-
-def _resting(states: Mapping[str, Any]) -> dict[str, TierTensor]:
-    return {name: value for name, value in states.items() if isinstance(value, TierTensor)}
+        record = Record(self._storage, forms, values[0].device, place)
+        return [TierTensor(record, at, value.shape, _strides_of(value)) for at, value in enumerate(values)]
 
 
 def _record_of(states: Mapping[str, Any]) -> Record | None:
-    return next((value.record for value in _resting(states).values()), None)
+    return next((leaf.record for leaf in tree_leaves(dict(states)) if isinstance(leaf, TierTensor)), None)
 
 
 def _is_in_place(record: Record) -> bool:

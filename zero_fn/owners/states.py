@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from zero_fn.owners.dealing import Dealt, batches
 from zero_fn.owners.routes import mesh_of
@@ -26,41 +27,46 @@ from zero_fn.transport.links import line_over
 
 __all__ = ["on_all_ranks", "on_owners"]
 
-Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a state that is a tensor of several elements."""
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """In place of a state that is a tensor of several elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def on_all_ranks(
     dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: Lines, nbytes: int
 ) -> dict[Tensor, dict[str, Any]]:
     """The states of these tensors as every rank is to have them. All ranks call it."""
-    said = {at: _said(states.get(each.parameter, {})) for at, each in enumerate(dealt) if each.is_mine}
+    said = {at: tree_map(_form_of, states.get(each.parameter, {})) for at, each in enumerate(dealt) if each.is_mine}
     for mesh in dict.fromkeys(mesh_of(each.parameter) for each in dealt):
-        assert mesh is not None
-        said |= _told(mesh, {at: said for at, said in said.items() if mesh_of(dealt[at].parameter) is mesh})
+        assert mesh is not None, "a plain parameter has no owner"
+        said |= _told(mesh, {at: own for at, own in said.items() if mesh_of(dealt[at].parameter) is mesh})
     numbers, found = {id(each): at for at, each in enumerate(dealt)}, dict[Tensor, dict[str, Any]]()
-    for batch in batches(dealt, nbytes):
-        for follows in (True, False):  # states of the shape of their parameters, and others
-            parcels: list[Parcel] = []
-            for each in batch:
-                forms, values = said.get(numbers[id(each)], ({}, {}))
-                if not forms and not values:  # it was never stepped
-                    continue
-                own = found.setdefault(each.parameter, dict(values))
-                for name, (shape, dtype) in forms.items():
-                    if (shape == each.route.shape) is follows:
-                        value = in_memory(states[each.parameter][name]) if each.is_mine else None
-                        parcels.append(_leaving(each, shape, dtype, value))
-                        own[name] = _shown(each, parcels[-1].part, shape)
-            Trip(spread(parcels, lines, "states")).wait()
+    for batch in batches([each for at, each in enumerate(dealt) if said.get(at)], nbytes):
+        parcels: dict[bool, list[Parcel]] = {True: [], False: []}  # by whether they have the shape of their parameters
+        for each in batch:
+            form = said[numbers[id(each)]]
+            values = states[each.parameter] if each.is_mine else form
+
+            def arriving(form: Any, value: Any, each: Dealt = each, parcels: Any = parcels) -> Any:
+                if not isinstance(form, _Form):
+                    return form
+                follows = form.shape == each.route.shape
+                parcel = _leaving(each if follows else replace(each, route=each.route.uncut(form.shape)), form, value)
+                parcels[follows].append(parcel)
+                return _shown(each.parameter, parcel.part) if follows else parcel.part
+
+            found[each.parameter] = tree_map(arriving, form, values)
+        for alike in parcels.values():
+            Trip(spread(alike, lines, "states")).wait()
     return found
 
 
-def _said(states: Mapping[str, Any]) -> tuple[dict[str, Form], dict[str, Any]]:
-    """The tensors of several elements by their forms, and all other values."""
-    large = {name: value for name, value in states.items() if isinstance(value, Tensor) and value.numel() > 1}
-    forms = {name: (tuple(value.shape), value.dtype) for name, value in large.items()}
-    return forms, {name: value for name, value in states.items() if name not in large}
+def _form_of(value: Any) -> Any:
+    return _Form(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.numel() > 1 else value
 
 
 def _told(mesh: DeviceMesh, said: dict[int, Any]) -> dict[int, Any]:
@@ -77,23 +83,20 @@ def _told(mesh: DeviceMesh, said: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _leaving(dealt: Dealt, shape: tuple[int, ...], dtype: torch.dtype, value: Tensor | None) -> Parcel:
+def _leaving(dealt: Dealt, form: _Form, value: Any) -> Parcel:
+    """A state on its way from its owner, who has its value."""
     local = local_of(dealt.parameter)
-    if shape != dealt.route.shape:
-        dealt = replace(dealt, route=dealt.route.uncut(shape))
+    own = in_memory(value).to(local.device) if dealt.is_mine else None
     if not dealt.route.is_cut:
-        part = (
-            torch.empty(shape, dtype=dtype, device=local.device) if value is None else value.to(local.device, copy=True)
+        return Parcel(
+            dealt, torch.empty(form.shape, dtype=form.dtype, device=local.device) if own is None else own.clone(), None
         )
-        return Parcel(dealt, part, None)
-    part = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=local.device)
-    return Parcel(dealt, part, None if value is None else value.to(local.device))
+    part = torch.empty_strided(local.shape, local.stride(), dtype=form.dtype, device=local.device)
+    return Parcel(dealt, part, own)
 
 
-def _shown(dealt: Dealt, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    parameter = dealt.parameter
-    if shape != dealt.route.shape or not isinstance(parameter, DTensor):
-        return part
+def _shown(parameter: Tensor, part: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor), "a plain parameter has no owner"
     return on_spec(part, spec_on(parameter._spec, parameter.shape, parameter.stride(), part.dtype))
 
 
@@ -105,15 +108,16 @@ def on_owners(
     for batch in batches([each for each in dealt if states.get(each.parameter)], nbytes):
         parcels: list[Parcel] = []
         for each in batch:
-            own = found[each.parameter] = dict[str, Any]()
-            for name, value in states[each.parameter].items():
+
+            def arriving(value: Any, each: Dealt = each, parcels: list[Parcel] = parcels) -> Any:
                 if isinstance(value, DTensor) and value.placements != getattr(each.parameter, "placements", None):
                     value = value.full_tensor()
                 if isinstance(value, DTensor) and each.route.is_cut:
-                    whole = own[name] = each.whole(value.dtype) if each.is_mine else None
-                    parcels.append(Parcel(each, local_of(value), whole))
-                else:
-                    own[name] = local_of(value).clone() if isinstance(value, Tensor) else value
+                    parcels.append(Parcel(each, local_of(value), each.whole(value.dtype) if each.is_mine else None))
+                    return parcels[-1].whole
+                return local_of(value).clone() if isinstance(value, Tensor) and each.is_mine else value
+
+            own = tree_map(arriving, dict(states[each.parameter]))
+            found[each.parameter] = own if each.is_mine else {}
         Trip(collected(parcels, lines)).wait()
-        found.update({each.parameter: {} for each in batch if not each.is_mine})
     return found
