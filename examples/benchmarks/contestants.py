@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -152,9 +152,11 @@ def fsdp2(*, reshards: bool) -> Callable[[GPT, DeviceMesh, bool], Contestant]:
     return build
 
 
-def deepspeed(stage: int) -> Callable[[GPT, DeviceMesh, bool], Contestant]:
+def deepspeed(
+    stage: int, optimizer: Mapping[str, object] | None = None
+) -> Callable[[GPT, DeviceMesh, bool], Contestant]:
     """A stage of DeepSpeed with its defaults, but for clipping: left out, it clips by a norm of 1 (0.19.8), which no other
-    contestant does."""
+    contestant does. `optimizer` is an entry of its configuration, in place of the stock AdamW."""
 
     def build(model: GPT, mesh: DeviceMesh, bf16: bool) -> Contestant:
         if mesh.device_type == "cpu":
@@ -171,7 +173,10 @@ def deepspeed(stage: int) -> Callable[[GPT, DeviceMesh, bool], Contestant]:
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": bf16},
         }
-        engine, *_ = ds.initialize(model=model, optimizer=_adamw(model), config=config)
+        stock = _adamw(model) if optimizer is None else None
+        config |= {} if optimizer is None else {"optimizer": dict(optimizer)}
+        needed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine, *_ = ds.initialize(model=model, optimizer=stock, model_parameters=needed, config=config)
         return Contestant(engine, engine.backward, engine.step, lambda: None)
 
     return build

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+import zero_fn as zf
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -46,6 +51,42 @@ def waited_s() -> float:
         except (OSError, ValueError, IndexError):  # the thread has ended
             continue
     return waited / 1e9
+
+
+class Meter:
+    """What calls of some functions on all ranks have cost this one since `read`, by `KEYS`.
+
+    Seconds of CPU time of all threads and of the clock, bytes of payload as zero_fn counts it, bytes over sockets per rank,
+    and by how many bytes the resident memory was raised at most.
+    """
+
+    KEYS = ("CPU", "wall", "payload", "sockets", "raised")
+
+    def __init__(self) -> None:
+        self._costs: list[tuple[float, ...]] = []
+
+    def over(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, metered. All ranks begin at once."""
+
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            dist.barrier()
+            forget_peak()
+            resident, sockets = resident_nbytes(), loopback_nbytes()
+            wall, cpu = time.perf_counter(), time.process_time()
+            with zf.traffic() as sent:
+                found = function(*args, **kwargs)
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            dist.barrier()
+            sockets = (loopback_nbytes() - sockets) // dist.get_world_size()
+            self._costs.append((cpu, wall, sent.nbytes, sockets, resident_nbytes(peak=True) - resident))
+            return found
+
+        return metered
+
+    def read(self) -> dict[str, float]:
+        """The sums; of memory the most."""
+        found, self._costs = [*zip(*self._costs, strict=True)], []
+        return dict(zip(self.KEYS, [*map(sum, found[:-1]), max(found[-1])], strict=True))
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:

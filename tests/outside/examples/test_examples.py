@@ -186,6 +186,20 @@ def test_a_model_larger_than_memory_writes_text(tmp_path: Path) -> None:
         assert ("Once upon a time" in done.stdout) == begins
 
 
+def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly() -> None:
+    """All ways reach the same loss; no rank of 64 or fewer has more than 1.1 of the mean work."""
+    program = ROOT / "examples" / "benchmarks" / "owners.py"
+    command = [sys.executable, program, "--shape", "1x16", "--ranks", "2", "--rounds", "1"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {words[0]: words[1:] for line in done.stdout.splitlines() if (words := line.split())}
+    assert {"ddp", "gathered", "replicate", "zero1", "zero2", "zero3"} <= rows.keys()
+    for llama in ("7B", "8B", "70B"):
+        assert len(rows[llama]) == 6
+        assert max(map(float, rows[llama])) <= 1.1
+
+
 # The demo
 
 
