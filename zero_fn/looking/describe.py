@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zero_fn.looking.held import padding_nbytes
 from zero_fn.looking.table import table
+from zero_fn.owners import ByOwner
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.slot import Slot
@@ -118,7 +119,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
             name = unit.name or "root"
             rows.append(UnitRow(name, len(slots), elements, here, padding, placement, tier, dtypes, frozen))
             padding = 0
-    states = repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed) else None
+    states = repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed | ByOwner) else None
     return Description(", ".join(map(str, axes)) or "none", tuple(rows), states)
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from zero_fn.owners import ByOwner
 from zero_fn.resting import local_of
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.pending_gradient import PendingGradient
@@ -87,7 +89,7 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     for shelf in shelves:
         tiers[str(shelf.tier)] += shelf.nbytes
     here = passing = 0
-    if isinstance(optimizer, Streamed):
+    if isinstance(optimizer, Streamed | ByOwner):
         passing = optimizer.buffers_nbytes
         device_type = parameters[0].device.type if parameters else "cpu"
         for tier, nbytes in optimizer.tier_nbytes().items():
@@ -109,8 +111,8 @@ def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
         for state in optimizer.state.values():
             for name in state:
                 value = state.get(name)  # None if a streamed optimizer has it in a tier
-                if isinstance(value, Tensor) and name != "step":
-                    yield local_of(value)
+                if name != "step":
+                    yield from (local_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _nbytes(tensors: Iterable[Tensor], buffers: Iterable[torch.UntypedStorage] = ()) -> int:

@@ -30,6 +30,8 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
+from zero_fn.owners import ByOwner
+from zero_fn.owners.footprint import footprint_of, sent_of
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
@@ -154,7 +156,11 @@ def plan(
     device_type = next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
     held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
-    found, sent, in_flight_nbytes = footprint(optimizer) if optimizer is not None else Footprint(), Counter[str](), 0
+    found, sent, in_flight_nbytes = Footprint(), Counter[str](), 0
+    if isinstance(optimizer, ByOwner):
+        found, sent = footprint_of(optimizer), sent_of(optimizer)
+    elif optimizer is not None:
+        found = footprint(optimizer)
     for run in runs:
         gathers, uses, peak = _walk(run, backwards=backwards)
         in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads
@@ -165,7 +171,7 @@ def plan(
             for group in unit.groups:
                 _add_moved(group, times, found)
                 sent += _sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
-    if not isinstance(optimizer, Streamed):
+    if not isinstance(optimizer, Streamed | ByOwner):
         in_flight_nbytes = max(in_flight_nbytes, _widened_nbytes(units, optimizer))
     paddings = [padding_nbytes(unit) for unit in units]
     return Plan(

@@ -5,7 +5,9 @@ dealing        which rank owns which tensor, and which tensors travel together
 trips          tensors on their way to the owners, and back
 stepping       a step: batches arrive, are stepped and leave
 states         all states, from their owners to all ranks and back
-independence   whether an optimizer steps each parameter as if there were no others
+shelf          states in another tier
+trials         what small trials tell: whether parameters are independent, which states a first step makes
+footprint      bytes that it takes and sends
 optimizer      the optimizer that does all this, and `by_owner`, which makes it
 """
 

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map
 
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
-from zero_fn.owners.independence import require_independent
 from zero_fn.owners.shelf import Shelf
 from zero_fn.owners.states import on_all_ranks, on_owners
 from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
+from zero_fn.owners.trials import require_independent
 from zero_fn.owners.trips import Lines
 from zero_fn.resting import rest_gradient
 from zero_fn.runtime.everywhere import everywhere
@@ -125,7 +125,8 @@ class ByOwner(Optimizer):
     def __repr__(self) -> str:
         own = sum(each.is_mine for each in self._dealt.values())
         kind = type(self.inner).__name__
-        return f"ByOwner ({kind}, this rank owns {own} of {len(self._dealt)} tensors)\n{self.inner!r}"
+        where = "".join(f"; {shelf}" for shelf in self._shelves.values())
+        return f"ByOwner ({kind}, this rank owns {own} of {len(self._dealt)} tensors{where})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -138,6 +139,22 @@ class ByOwner(Optimizer):
     def owner_of(self, parameter: Tensor) -> Dealt | None:
         """Who steps a parameter; None if every rank does."""
         return self._dealt.get(id(parameter))
+
+    def tier_of(self, parameter: Tensor) -> Tier | None:
+        """The tier of the states of a parameter; None: they are in the memory of its device."""
+        slot = slot_of(parameter)
+        if not self.takes_from_tiers:
+            return None
+        return self._tier or (slot.home.tiers.optim if slot is not None else None)
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of the buffers in host memory through which states pass."""
+        return sum(shelf.buffers_nbytes for shelf in self._shelves.values())
+
+    def tier_nbytes(self) -> dict[Tier | None, int]:
+        """Bytes taken of tiers for states, in whole pages."""
+        return {tier: shelf.nbytes for tier, shelf in self._shelves.items()}
 
     def with_states_in(self, tier: Tier | None, **options: object) -> ByOwner:
         """Moves the states to another tier, at their owners. `zf.streamed(optimizer, tier)` calls it.
@@ -290,15 +307,10 @@ class ByOwner(Optimizer):
 
     def _shelf_of(self, parameter: Tensor) -> Shelf | None:
         """Where the states of a parameter rest, if they are to be in another tier."""
-        if not self.takes_from_tiers:
-            return None
-        slot = slot_of(parameter)
-        tier = self._tier or (slot.home.tiers.optim if slot is not None else None)
-        if tier is None:
-            return None
-        if tier not in self._shelves:
+        tier = self.tier_of(parameter)
+        if tier is not None and tier not in self._shelves:
             self._shelves[tier] = Shelf(tier, f"states of {type(self.inner).__name__}")
-        return self._shelves[tier]
+        return self._shelves[tier] if tier is not None else None
 
     def _require_whole(self, verb: str) -> None:
         if self._failed is not None:

@@ -18,11 +18,11 @@ from zero_fn.runtime.parcels import Form, record_nbytes
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import storage_on
-from zero_fn.values.tiers import Tier
+from zero_fn.values.tiers import Tier, bytes_text
 
-__all__ = ["Shelf"]
+__all__ = ["STAGINGS", "Shelf"]
 
-_STAGINGS = 3
+STAGINGS = 3
 """Buffers before a disk: of the tensor that is stepped, of the next one, and of the one that is being written."""
 
 
@@ -32,6 +32,9 @@ class Shelf:
     def __init__(self, tier: Tier, what: str) -> None:
         self._storage = storage_on(tier, what)
         self._writing: Record | None = None
+
+    def __str__(self) -> str:
+        return f"{bytes_text(self.nbytes)} of states in {self._storage.tier}"
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +102,7 @@ class Shelf:
         forms = [Form(value.numel(), value.dtype) for value in values]
         nbytes = record_nbytes(forms)
         (place,) = self._storage.reserve([nbytes])
-        self._storage.stage(nbytes, _STAGINGS)
+        self._storage.stage(nbytes, STAGINGS)
         record = Record(self._storage, forms, values[0].device, place)
         return [TierTensor(record, at, value.shape, _strides_of(value)) for at, value in enumerate(values)]
 

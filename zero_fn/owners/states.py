@@ -43,7 +43,7 @@ def on_all_ranks(
     said = {at: tree_map(_form_of, states.get(each.parameter, {})) for at, each in enumerate(dealt) if each.is_mine}
     for mesh in dict.fromkeys(mesh_of(each.parameter) for each in dealt):
         assert mesh is not None, "a plain parameter has no owner"
-        said |= _told(mesh, {at: own for at, own in said.items() if mesh_of(dealt[at].parameter) is mesh})
+        said |= _told(mesh, {at: own for at, own in said.items() if mesh_of(dealt[at].parameter) == mesh})
     numbers, found = {id(each): at for at, each in enumerate(dealt)}, dict[Tensor, dict[str, Any]]()
     for batch in batches([each for at, each in enumerate(dealt) if said.get(at)], nbytes):
         parcels: dict[bool, list[Parcel]] = {True: [], False: []}  # by whether they have the shape of their parameters

@@ -1,6 +1,5 @@
-"""Whether an optimizer steps each parameter as if there were no others, as ranks that own some of them must.
-
-It is tried on two small parameters, together and each alone.
+"""What trials of an optimizer tell: which states a first step makes, and whether it steps each parameter as if there were no
+others, as ranks that own some of them must.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.streamed.inner import stepped
 
-__all__ = ["require_independent"]
+__all__ = ["kept_of", "require_independent"]
 
 _STEPS, _MOST = 2, 6
 """Steps that are tried, and the most elements of a side."""
@@ -63,7 +63,12 @@ def _trial(
         probes = {number: nn.Parameter(drawn[number][0].clone()) for number in numbers}
         for number, probe in probes.items():
             vars(probe).update(attributes_of(like[number]))
-        made = type(optimizer)([*probes.values()], **optimizer.defaults) if _has_born(optimizer) else None
+        # Adagrad makes its states when it is made.
+        made = (
+            type(optimizer)([*probes.values()], **optimizer.defaults)
+            if isinstance(optimizer, torch.optim.Adagrad)
+            else None
+        )
         states: Mapping[Any, Any] = made.state if made is not None else {}
         for step in range(_STEPS):
             for number, probe in probes.items():
@@ -72,6 +77,29 @@ def _trial(
     return [probe.detach() for probe in probes.values()]
 
 
-def _has_born(optimizer: Optimizer) -> bool:
-    """Whether an optimizer makes states when it is made."""
-    return type(optimizer) is torch.optim.Adagrad
+def kept_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Mapping[str, Any]:
+    """The states that a first step makes of a whole parameter, without values."""
+    try:
+        with FakeTensorMode():
+            probe = nn.Parameter(torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype))
+            probe.grad = torch.zeros_like(probe)
+            return dict(stepped(optimizer, group, {probe: {}})[probe])
+    except Exception:  # it reads values, as Adafactor of torch does: the sides of a small one tell the form
+        return _of_sides(optimizer, group, parameter)
+
+
+_SIDES = (3, 5, 7, 11, 13, 17)
+"""Sides of a small parameter, by which a state says which sides it has."""
+
+
+def _of_sides(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """The states of a parameter, on `meta`, from those of a small one of as many dims."""
+    side_of = dict(zip(_SIDES, parameter.shape, strict=False))
+    probe = nn.Parameter(torch.zeros(_SIDES[: parameter.dim()], dtype=parameter.dtype))
+    probe.grad = torch.zeros_like(probe)
+    states = stepped(optimizer, group, {probe: {}})[probe]
+    return {
+        name: torch.empty([side_of.get(side, side) for side in value.shape], dtype=value.dtype, device="meta")
+        for name, value in states.items()
+        if isinstance(value, Tensor)
+    }
