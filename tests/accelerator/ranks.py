@@ -32,7 +32,7 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for stage in STAGES
     for tier in ("none", "cpu", "nvme")
-] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies"]
+] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies", "by owner"]
 
 
 def share(rank: int) -> Iterator[Tensor]:
@@ -203,6 +203,20 @@ def gathered_behind_copies(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]
     return []
 
 
+def by_owner(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+    """Whole tensors, stepped by their owners, whose states are on the device, on the host or on a disk."""
+    found = []
+    for stage in STAGES:
+        for tier in (None, *tiers):
+            model = getattr(zf, stage)(net(), mesh)
+            optimizer: Any = zf.by_owner(torch.optim.Adafactor(model.parameters(), lr=1e-2))
+            optimizer = optimizer if tier is None else zf.streamed(optimizer, tier)
+            losses = trained(model, optimizer, share(mesh.get_local_rank()))
+            found.append([*losses, *(parameter.full_tensor().cpu() for parameter in model.parameters())])
+            assert device.same(found[0], found[-1]), (stage, tier)
+    return []
+
+
 def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int) -> None:
     """They are on the device or in their tier, and have taken no more than they take now and one unit."""
     gc.collect()  # what the graph of a forward has saved may be in a cycle
@@ -225,6 +239,7 @@ def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
         "from elsewhere": from_elsewhere,
         "the host runs ahead": the_host_runs_ahead,
         "gathered behind copies": gathered_behind_copies,
+        "by owner": by_owner,
     }
     said: dict[str, str] = {}
     expected: dict[str, list[Any]] = {}
