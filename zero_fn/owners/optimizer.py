@@ -43,8 +43,7 @@ def by_owner(optimizer: Optimizer, *, cost: Cost | None = None, batch: int | str
     The updates are those of replicas, to the bit, at every stage and number of ranks. In a step the shards of gradients and
     values travel to the owner. The optimizer's own `step` runs there on plain whole tensors, and new values travel back.
     States rest whole at the owner, 1/n of them on each rank. Tensors go in batches: while one is stepped, the next arrives
-    and the one before leaves. Memory beside the states: two and a half batches, and up to two more for messages between
-    ranks that share no memory.
+    and the one before leaves. Memory beside the states: two and a half batches.
 
     Where all ranks hold a whole parameter (`zf.replicate`), it has an owner, too: only its new values travel. Parameters of
     no transform are stepped by every rank, as without `by_owner`.
@@ -189,8 +188,8 @@ class ByOwner(Optimizer):
             StateError: An earlier step failed half-way.
         """
         self._require_whole("state_dict")
-        states = dict(self.state)
-        states |= on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes)
+        states = {**self.state, **on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes)}
+        states = {each: states[each] for each in self._parameters() if each in states}  # in the same order on all ranks
         return stand_in(self.inner, self.param_groups, defaultdict(dict, states)).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

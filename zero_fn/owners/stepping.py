@@ -78,7 +78,9 @@ class Arithmetic:
         stepping = stand_in(inner, groups, state)
         attributes = dict(vars(stepping))
         raw_step(stepping)
-        for (parameter, *_), piece in zip(owned, pieces, strict=True):
+        for (parameter, value, _), piece in zip(owned, pieces, strict=True):
+            if piece.data_ptr() != value.data_ptr():  # the step has given it other memory
+                value.copy_(piece)
             self._states[parameter] = state.get(piece, {})
         self._changed = _changes(attributes, vars(stepping)), [*map(_changes, options, stepping.param_groups)]
 
@@ -120,6 +122,7 @@ class _Batch:
 
     def __init__(self, dealt: Sequence[Dealt], lines: Lines, check: str) -> None:
         self.owned: list[Owned] = []
+        self._check = check
         self._values: list[Parcel] = []
         grads: list[Parcel] = []
         for each in dealt:
@@ -137,15 +140,15 @@ class _Batch:
 
     def leave(self, lines: Lines) -> Trip:
         """Sends new values to where they rest."""
-        return _Back(self._values, lines)
+        return _Back(self._values, lines, self._check)
 
 
 class _Back(Trip):
     """New values on their way to where they rest."""
 
-    def __init__(self, values: Sequence[Parcel], lines: Lines) -> None:
+    def __init__(self, values: Sequence[Parcel], lines: Lines, check: str) -> None:
         self._values = values
-        super().__init__(spread(values, lines))
+        super().__init__(spread(values, lines, check=check))
 
     def wait(self) -> None:
         super().wait()

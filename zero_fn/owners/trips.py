@@ -91,7 +91,7 @@ def collected(parcels: Sequence[Parcel], lines: Lines, check: str = "") -> Itera
         yield lines.over(axis).all_to_all(sends, places, numel, "gradients to their owners", check=check)
 
 
-def spread(parcels: Sequence[Parcel], lines: Lines, what: str = "new values") -> Iterator[Work]:
+def spread(parcels: Sequence[Parcel], lines: Lines, what: str = "new values", check: str = "") -> Iterator[Work]:
     """The legs of the ways back. Ways of one family; `part` is filled on every rank."""
     if not parcels:
         return
@@ -118,7 +118,7 @@ def spread(parcels: Sequence[Parcel], lines: Lines, what: str = "new values") ->
                     room = torch.empty(dealt.route.local_shape(number + 1), dtype=part.dtype, device=part.device)
                 places[owner].append(room)
                 held[at] = room
-        yield lines.over(axis).all_to_all(sends, places, numel, f"{what} from owners")
+        yield lines.over(axis).all_to_all(sends, places, numel, f"{what} from owners", check=check)
     for (_, part, _), own in zip(parcels, held, strict=True):
         if own is not part:
             part.copy_(own)
