@@ -417,6 +417,25 @@ def step_of_bitsandbytes(two: DeviceMesh) -> object:
     return kind(model.parameters()).step()
 
 
+def _by_owner(one: DeviceMesh) -> Any:
+    return zf.by_owner(torch.optim.SGD(zf.shard_params(Model(), one).parameters()))
+
+
+def step_by_owners_after_one_that_failed(one: DeviceMesh) -> object:
+    optimizer = _by_owner(one)
+    parameter = optimizer.param_groups[0]["params"][0]
+    parameter.grad, optimizer.param_groups[0]["lr"] = torch.ones_like(parameter), None
+    with contextlib.suppress(TypeError):
+        optimizer.step()
+    return optimizer.step()
+
+
+def step_by_owners_of_sparse_gradients(one: DeviceMesh) -> object:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    return zf.by_owner(torch.optim.SGD(table.parameters())).step()
+
+
 def clip_over_a_plain_model_too(one: DeviceMesh) -> object:
     models = zf.shard_params(Model(), one), Model()
     for model in models:
@@ -1131,6 +1150,11 @@ ROWS: dict[str, Callable[..., object]] = {
     "streamed_optimizer_of_whole_matrices": lambda: zf.streamed(
         torch.optim.Muon(nn.Linear(4, 4, bias=False).parameters()), zf.cpu(), elementwise=True
     ),
+    "owners_of_parameters_that_have_some": lambda one: zf.by_owner(_by_owner(one)),
+    "owners_of_parameters_that_are_coupled": lambda: zf.by_owner(torch.optim.LBFGS(Model().parameters())),
+    "owners_of_a_partial_value": lambda two: zf.by_owner(torch.optim.SGD(_placed(two, Partial()).parameters())),
+    "owners_are_copied": lambda one: copy.deepcopy(_by_owner(one)),
+    "owners_are_streamed_in_pieces": lambda one: zf.streamed(_by_owner(one), zf.cpu(), buffer="1MiB"),
     "tier_of_one_path_twice": lambda: zf.nvme("/disk0", "/disk1", "/disk0"),
     # tiles
     "tiled_weight_is_tied": lambda: _tiled(
