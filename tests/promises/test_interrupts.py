@@ -254,7 +254,6 @@ def test_ranks_that_are_interrupted_alike_stay_in_step_or_are_told(
         with suppress(*_OUT_OF_STEP):
             ranks(2).run(interrupted, where, act, 1, number, folder)
             stayed += 1
-    ranks.close()  # one that was interrupted as it told that it has read a message frees none of later ones
     assert stayed >= times // 2
 
 

@@ -11,6 +11,9 @@ header takes 3 us instead of 100.
 [Note: lost at once] Every `_SLICE_S` seconds a wait looks whether the process of the peer has ended (by its pidfd), and
 whether the peer has given up. Headers that the peer wrote before are still read. A rank that gives up writes which rank it
 lost, or which ranks are at different collectives, and ranks that read it give up with the same: so all blame the same rank.
+
+[Note: interrupts] Ctrl-C may come between any two calls. So what was read is told before it is forgotten, and may be told
+twice: a message that is never told would keep the block of every later one in the arena of the peer.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class Mailbox:
         self._mapped = own, peer  # kept alive: the addresses above are theirs
         self._written = self._taken = 0
         self._arrived: dict[int, tuple[int, int]] = {}  # headers by number, not asked for yet
-        self._unwanted: dict[int, tuple[int, int]] = {}  # not to be asked for; their channel and number in it
+        self._unwanted: set[int] = set()  # not to be asked for, and not arrived yet
         self._read_early: list[set[int]] = [set() for _ in range(CHANNELS)]
         process = os.pidfd_open(pid)
         weakref.finalize(self, os.close, process)
@@ -100,23 +103,21 @@ class Mailbox:
         return self._arrived.pop(number)
 
     def acknowledge(self, channel: int, number: int) -> None:
-        """Tells the peer that its message of this number in a channel was read. Messages may be read out of order."""
+        """Tells the peer that its message of this number in a channel was read. May be called again, and out of order."""
         early, place = self._read_early[channel], self._out + _TAKEN + 1 + channel
-        early.add(number)
-        count = self._own[place]
-        while count in early:
-            early.remove(count)
-            count += 1
         fence(self._bell)
-        self._own[place] = count
+        if number >= self._own[place]:
+            early.add(number)
+        while (count := self._own[place]) in early:
+            self._own[place] = count + 1  # [Note: interrupts]
+            early.discard(count)
 
     def drop(self, number: int, channel: int, number_in_channel: int) -> None:
         """Counts a message as read that this rank will never ask for. The peer need not have written it yet."""
-        if self._receive(number):
-            self._arrived.pop(number, None)
-            self.acknowledge(channel, number_in_channel)
-        else:
-            self._unwanted[number] = channel, number_in_channel
+        self.acknowledge(channel, number_in_channel)
+        if number >= self._taken:
+            self._unwanted.add(number)
+        self._arrived.pop(number, None)
 
     def read_by_peer(self, channel: int) -> int:
         """How many messages of this rank in a channel the peer has read, without gaps."""
@@ -131,13 +132,13 @@ class Mailbox:
     def _receive(self, number: int) -> bool:
         """Takes the headers that have come. Returns whether the one of this number has come, now or before."""
         written = self._theirs[self._in + _WRITTEN]
-        if self._taken < written:
+        if self._own[self._out + _TAKEN] < written:
             fence(self._bell)
             slots = self._in + _SLOTS_START
             while self._taken < written:
                 slot = slots + self._taken % _SLOTS * 2
                 if self._taken in self._unwanted:
-                    self.acknowledge(*self._unwanted.pop(self._taken))
+                    self._unwanted.remove(self._taken)
                 else:
                     self._arrived[self._taken] = self._theirs[slot], self._theirs[slot + 1]
                 self._taken += 1

@@ -51,8 +51,10 @@ class SameHost(Exchange):
         return Work(finish=self._add, kept=(message, plan, rows, buffers), nbytes=message.nbytes)
 
     def _add(self, message: _Message, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        plan.add(rows, buffers, {source: message.read(source, plan.kinds) for _, source in self._peers})
-        message.close()
+        try:
+            plan.add(rows, buffers, {source: message.read(source, plan.kinds) for _, source in self._peers})
+        finally:
+            message.close()
 
     def all_to_all(self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0) -> Work:
         shared = self._shared
@@ -150,15 +152,18 @@ class _Message:
 
     def close(self) -> None:
         """Tells all peers that their messages were read."""
-        while self._unread:
-            self._shared.boxes[self._unread.pop()].acknowledge(*self._place)
+        for source in [*self._unread]:
+            self._shared.boxes[source].acknowledge(*self._place)
+            self._unread.discard(source)
 
 
 def _read(message: _Message, plan: GatherPlan) -> None:
-    for source, kinds in plan.kinds.items():
-        for run, elements in enumerate(message.read(source, kinds)):
-            plan.place(source, run, elements)
-    message.close()
+    try:
+        for source, kinds in plan.kinds.items():
+            for run, elements in enumerate(message.read(source, kinds)):
+                plan.place(source, run, elements)
+    finally:
+        message.close()
 
 
 def _aligned(nbytes: int) -> int:

@@ -30,8 +30,9 @@ class Shared:
 
     def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
         self.arena, self.peers, self.boxes = arena, peers, boxes
-        self._blocks: list[deque[int]] = [deque() for _ in range(CHANNELS)]  # of messages that some peer has not read
-        self._freed = [0] * CHANNELS
+        # Of messages that some peer has not read, with their numbers in the channel.
+        self._blocks: list[deque[tuple[int, int]]] = [deque() for _ in range(CHANNELS)]
+        self._sent = [0] * CHANNELS
         self._headers = self._users = 0
         self._pid = os.getpid()
         weakref.finalize(self, _leave, list(boxes.values()), self._pid).atexit = False  # peers see that a process ends
@@ -54,19 +55,19 @@ class Shared:
             for box in self.boxes.values():
                 box.leave()
             raise
-        number = self._freed[channel] + len(self._blocks[channel])
-        self._blocks[channel].append(start)
-        self._headers += 1
-        return self._headers - 1, number, start
+        number, header = self._sent[channel], self._headers
+        self._blocks[channel].append((number, start))
+        self._sent[channel], self._headers = number + 1, header + 1
+        return header, number, start
 
     def _free_read(self) -> None:
         """Frees the blocks of messages that all peers have read."""
         for channel, blocks in enumerate(self._blocks):
             if blocks:
                 read_by_all = min([box.read_by_peer(channel) for box in self.boxes.values()])
-                while self._freed[channel] < read_by_all:
-                    self._freed[channel] += 1
-                    self.arena.free(blocks.popleft())
+                while blocks and blocks[0][0] < read_by_all:
+                    self.arena.free(blocks[0][1])
+                    blocks.popleft()
 
     def _unused(self) -> None:
         self._users -= 1

@@ -14,6 +14,7 @@ rank blames the one that it waited for; if the backend's own collective failed, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -84,10 +85,7 @@ class Work:
         try:
             for work, peer in works:
                 try:
-                    if self.on_stream:
-                        work.wait()
-                    else:
-                        work.wait(waiting.limit)
+                    work.wait() if self.on_stream else work.wait(waiting.limit)
                 except RuntimeError as error:
                     raise lost(error, peer) from error
             if finish is not None:
@@ -218,6 +216,9 @@ class Line:
             if MISMATCH not in str(error):
                 raise
             raise self.failed(lost(error, None), name) from error
+        except KeyboardInterrupt as interrupt:
+            clear_frames(interrupt.__traceback__)  # a notebook keeps them, and they keep the message
+            raise
         work.line, work.name = self, name
         if open_counts and self.size > 1:
             count(kind, work.nbytes, self.axes[0].name)
