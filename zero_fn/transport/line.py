@@ -85,7 +85,10 @@ class Work:
         try:
             for work, peer in works:
                 try:
-                    work.wait() if self.on_stream else work.wait(waiting.limit)
+                    if self.on_stream:
+                        work.wait()
+                    else:
+                        work.wait(waiting.limit)
                 except RuntimeError as error:
                     raise lost(error, peer) from error
             if finish is not None:
