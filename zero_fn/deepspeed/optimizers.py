@@ -1,8 +1,10 @@
-"""The section `optimizer`: a stock optimizer of torch, with DeepSpeed's defaults.
+"""The section `optimizer`: a stock optimizer of torch, or one that DeepSpeed has, with DeepSpeed's defaults.
 
 [Note: what Adam is] A config writes "Adam" or the name of a class, FusedAdam or DeepSpeedCPUAdam: each is torch's fused
 one, stepped where its states rest. DeepSpeed's Adam decays weights as AdamW does, unless `adam_w_mode` is false. The
 default of its `weight_decay` is 0, but 0.01 with `torch_adam`, which makes DeepSpeed use torch's AdamW.
+
+What looks at whole tensors is stepped by owners (`whole_where_needed`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +21,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.deepspeed.entries import Entries, shown
-from zero_fn.deepspeed.keys import KEYS
+from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, costs_of, groups_of_muon
+from zero_fn.errors import ConfigError
+from zero_fn.owners import ByOwner, by_owner
+from zero_fn.runtime.elementwise import is_of_bitsandbytes, looks_at_whole_tensors
+from zero_fn.runtime.slot import slot_of
+from zero_fn.streamed import streamed
+from zero_fn.values.tiers import IN_MEMORY, Tiers
 
-__all__ = ["Stock", "stock_of"]
+__all__ = ["Stock", "finished", "stock_of", "whole_where_needed"]
 
 _PARAMS = "optimizer.params"
+_OF_ADAM = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
+_OWN = {"adagrad": torch.optim.Adagrad, "muon": MuonWithAuxAdam, "lamb": Lamb, "lion": Lion}
 _OTHERS = {
-    "lion": "an elementwise one of another library: optimizer=lambda model: Lion(model.parameters(), lr=1e-4)",
-    "lamb": "AdamW; its norms of whole tensors are not those of shards",
-    "muon": "AdamW; or at stage 0, where matrices are whole: optimizer=lambda model: torch.optim.Muon(...)",
     "muadam": "optimizer=lambda model: MuAdam(model.parameters(), lr=1e-3), of the package mup",
     "muadamw": "optimizer=lambda model: MuAdamW(model.parameters(), lr=1e-3), of the package mup",
     "musgd": "optimizer=lambda model: MuSGD(model.parameters(), lr=1e-1), of the package mup",
@@ -36,19 +43,48 @@ _OTHERS = {
         '"type": "AdamW": nothing travels compressed here, and DeepSpeed 0.19.8 has removed it, too',
     ),
 }
-"""Optimizers of DeepSpeed that torch does not have, by their names in small letters, and what to write instead."""
+"""Optimizers of DeepSpeed that are not here, by their names in small letters, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """A class of torch.optim with options. Called with a model, it makes the optimizer."""
+    """A class of optimizers with options. Called with a model, it makes the optimizer."""
 
     kind: type[Optimizer]
     options: Mapping[str, Any]
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """The optimizer over the parameters of a model."""
-        return self.kind(model.parameters(), **self.options)
+        return self.over(model.parameters(), [model])
+
+    def over(self, params: Any, models: Iterable[nn.Module]) -> Optimizer:
+        """The optimizer over parameters of some models, or groups of them."""
+        params = groups_of_muon(params, models) if self.kind is MuonWithAuxAdam else params
+        return self.kind(params, **self.options)
+
+
+def whole_where_needed(optimizer: Optimizer) -> Optimizer:
+    """`by_owner` of an optimizer that looks at whole tensors and has parameters in shards; any other as it is."""
+    if getattr(optimizer, "steps_wholes", False) or is_of_bitsandbytes(type(optimizer)):
+        return optimizer
+    slots = [slot_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not looks_at_whole_tensors(optimizer) or not any(slot is not None and slot.path.is_spread for slot in slots):
+        return optimizer
+    return by_owner(optimizer, cost=costs_of(optimizer))
+
+
+def finished(optimizer: Optimizer, tiers: Tiers) -> Optimizer:
+    """An optimizer as a config has it stepped: by owners if it needs whole tensors, streamed if anything is offloaded."""
+    owned = whole_where_needed(optimizer)
+    if isinstance(owned, ByOwner) and tiers.fraction != 1:
+        raise ConfigError(
+            "A DeepSpeed config leaves a part of whole tensors' states on the device.",
+            entry="zero_optimization.offload_optimizer.ratio",
+            got=tiers.fraction,
+            optimizer=type(optimizer).__name__,
+            fix='"ratio": 1.0: states of whole tensors rest in their tier or outside it',
+        )
+    return owned if tiers == IN_MEMORY else streamed(owned, elementwise=type(owned) is Lion)
 
 
 def stock_of(entries: Entries) -> Stock | None:
@@ -64,7 +100,7 @@ def stock_of(entries: Entries) -> Stock | None:
     try:  # on a module that is thrown away: wrong options are refused before the model is sharded
         stock(nn.Linear(1, 1))
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        wants = f"what torch.optim.{kind.__name__} takes: {str(error)[:200]}"
+        wants = f"what {_named(kind)} takes: {str(error)[:200]}"
         raise entries.refused(_PARAMS, wants, f"other values than {shown(dict(stock.options))}") from error
     return stock
 
@@ -74,11 +110,13 @@ def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
     name = entries["optimizer.type"] or ""
     small = name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
     if small in ("adam", "adamw"):
+        if not entries[f"{_PARAMS}.bias_correction"]:
+            raise entries.refused(f"{_PARAMS}.bias_correction", "true: Adam of torch corrects its moments", "remove it")
         is_decoupled = small == "adamw" or entries[f"{_PARAMS}.adam_w_mode"]
         decay = 0.01 if entries[f"{_PARAMS}.torch_adam"] and is_decoupled else 0.0
         kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
         return kind, {"lr": 1e-3, "weight_decay": decay, "fused": True}
-    found = torch.optim.Adagrad if small == "adagrad" else getattr(torch.optim, name, None)
+    found = _OWN.get(small, getattr(torch.optim, name, None))
     if small in _OTHERS or not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
         instead = '"type": "AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'
         raise entries.refused("optimizer.type", "an optimizer of torch.optim by its name", _OTHERS.get(small, instead))
@@ -92,11 +130,11 @@ def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
     options, wrong = {}, []
     for name, value in entries.given_under(_PARAMS).items():
         path = f"{_PARAMS}.{name}"
-        if path in KEYS and (is_adam or name == "max_grad_norm"):
+        if name == "max_grad_norm" or (is_adam and name in _OF_ADAM):
             continue  # read in `_kind`, or refused already unless it has its default
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            wrong.append(entries.refused(path, f"an option of torch.optim.{kind.__name__}", (*near, "remove it")[0]))
+            wrong.append(entries.refused(path, f"an option of {_named(kind)}", (*near, "remove it")[0]))
         elif not _is_like(value, default := taken[name].default):
             wants = f"{len(default)} numbers" if isinstance(default, tuple) else "a number"
             wants = "true or false" if isinstance(default, bool) else wants
@@ -107,6 +145,10 @@ def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
     return options
 
 
+def _named(kind: type[Optimizer]) -> str:
+    return f"{'torch.optim' if kind.__module__.startswith('torch.') else 'DeepSpeed'}.{kind.__name__}"
+
+
 def _is_like(value: object, default: object) -> bool:
     """Whether a value has the type of a default. (torch accepts `lr=True`, and fails on `"0.1"` only in the first step.)"""
     if isinstance(default, tuple):
@@ -114,6 +156,8 @@ def _is_like(value: object, default: object) -> bool:
         return is_list and all(map(_is_like, value, default))  # type: ignore[call-overload]
     if default is None and (value is None or isinstance(value, bool)):
         return True
+    if isinstance(default, str):
+        return isinstance(value, str)
     if isinstance(value, bool) or isinstance(default, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     return isinstance(value, int | float) and math.isfinite(value)

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_fn.checkpoint.huggingface.read import load_pretrained
 from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
+from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.looking.describe import home_of
@@ -26,7 +27,6 @@ from zero_fn.runtime.door import units_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.streamed import streamed
 from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
@@ -226,9 +226,7 @@ def from_deepspeed(
     placed = placed_by(settings, mesh, model, units, donate=donate)
     if weights is not None:
         load_pretrained(placed, weights)
-    stepped = make(placed)
-    if settings.sharding.tiers != IN_MEMORY:
-        stepped = streamed(stepped)
+    stepped = finished(make(placed), settings.sharding.tiers)
     unused = {} if optimizer is None else {"became": "not used: optimizer= was given"}
     outcomes = [replace(each, **unused) if each.entry.startswith("optimizer.") else each for each in settings.outcomes]
     return DeepSpeedSetup(

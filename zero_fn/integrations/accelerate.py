@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import zero_fn as zf
+from zero_fn.deepspeed.optimizers import whole_where_needed
 from zero_fn.integrations.accelerator_config import AcceleratorConfig, config_asked
 from zero_fn.integrations.placing import (
     Place,
@@ -59,6 +60,10 @@ def bare(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def _whole_where_needed(item: Any) -> Any:
+    return whole_where_needed(item) if isinstance(item, Optimizer) and bare(item) is item else item
+
+
 def require_own_samples(model: nn.Module, processes: int) -> None:
     """Requires that gradients are averaged over all processes, to each of which a trainer gives samples of its own."""
     for run in runs_of(model, verb="a trainer"):
@@ -77,7 +82,8 @@ class ZeroAccelerator(Accelerator):
     """An Accelerator that transforms models where `Accelerator` would wrap them in DDP.
 
     `prepare` transforms each model that has trained parameters, and gives the new parameters to the optimizers beside it. A
-    model that is transformed already is left as it is, unless it has trained parameters that were added since (adapters).
+    model that is transformed already is left as it is, unless it has trained parameters that were added since (adapters). An
+    optimizer that looks at whole tensors is wrapped by `zf.by_owner`, unless you did so (`zf.streamed(zf.by_owner(...))`).
     `accumulate` and `no_sync` reduce gradients once a step. `save_state` and `load_state` write and read what each rank owns,
     for any number of ranks and any stage. `get_state_dict` returns whole values on the main process alone. Models without a
     transform are treated as by `Accelerator`.
@@ -153,7 +159,7 @@ class ZeroAccelerator(Accelerator):
         """
         if self.config is not None:
             self.config.follow(self, objects)
-            objects = self.config.with_optimizers(objects)
+            objects = self.config.with_optimizers(self, objects)
         new: dict[int, nn.Parameter] = {}
         objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
         for item in objects:
@@ -165,6 +171,7 @@ class ZeroAccelerator(Accelerator):
                     require_own_samples(item, self.num_processes)
         refuse_stale([bare(item) for item in objects if isinstance(item, Optimizer)])
         if self.config is None:
+            objects = tuple(_whole_where_needed(item) for item in objects)
             return super().prepare(*objects, **options)
         prepared = super().prepare(*self.config.completed(self, objects), **options)
         self.config.follow_steps(self, prepared if len(objects) > 1 else [prepared])

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import zero_fn as zf
 from zero_fn.deepspeed.entries import leaves_of, left_to
+from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import agreed_settings, mesh_of, placed_by, require_placed
 from zero_fn.integrations.placing import all_ranks
@@ -98,31 +99,32 @@ class AcceleratorConfig:
             if own is not None:
                 require_placed(self.settings, mesh, model)
 
-    def with_optimizers(self, objects: Sequence[Any]) -> tuple[Any, ...]:
+    def with_optimizers(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
         """The objects, with the optimizer of the config in place of a DummyOptim.
 
         Raises:
             ConfigError: The config and the program have an optimizer or a scheduler each, or neither has.
         """
         stock, schedule = (None, None) if self.settings is None else (self.settings.stock, self.settings.scheduler)
+        models = [*accelerator._models, *(each for each in objects if isinstance(each, nn.Module))]
         found = []
         for each in objects:
             if isinstance(each, Optimizer | DummyOptim) and not _is_prepared(each):
                 _require_one("optimizer", stock, each, DummyOptim)
             elif isinstance(each, LRScheduler | DummyScheduler) and not _is_prepared(each):
                 _require_one("scheduler", schedule, each, DummyScheduler)
-            found.append(stock.kind(each.params, **stock.options) if stock and isinstance(each, DummyOptim) else each)
+            found.append(stock.over(each.params, models) if stock and isinstance(each, DummyOptim) else each)
         return tuple(found)
 
     def completed(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """The objects, with streamed optimizers where the config offloads anything, and schedulers in place of a
+        """The objects, with optimizers as the config has them stepped (streamed, by owners), and schedulers in place of a
         DummyScheduler."""
-        is_away = self.settings is not None and self.settings.sharding.tiers != IN_MEMORY
+        tiers = IN_MEMORY if self.settings is None else self.settings.sharding.tiers
         optimizers, found = [each.optimizer for each in accelerator._optimizers], list(objects)
         for number, each in enumerate(found):
             if isinstance(each, Optimizer):
-                if is_away and not isinstance(each, zf.Streamed) and not _is_prepared(each):
-                    found[number] = zf.streamed(each)
+                if not isinstance(each, zf.Streamed) and not _is_prepared(each):
+                    found[number] = finished(each, tiers)
                 optimizers.append(found[number])
         for number, each in enumerate(found):
             if isinstance(each, DummyScheduler):

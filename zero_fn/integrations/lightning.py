@@ -10,7 +10,7 @@ trainer = L.Trainer(strategy=ZeroStrategy(), accumulate_grad_batches=4, gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -39,7 +39,8 @@ class ZeroStrategy(DDPStrategy):
     """DDPStrategy without DDP: the transformed module reduces its gradients by itself.
 
     Gradients are reduced once a step, whatever `accumulate_grad_batches`. A checkpoint is a folder of `zf.save`: each rank
-    writes what it owns, and any number of ranks can load it, at any stage.
+    writes what it owns, and any number of ranks can load it, at any stage. `configure_optimizers` returns an optimizer that
+    looks at whole tensors as `zf.by_owner(optimizer)`.
 
     Args:
         save_distributed_checkpoint: False makes a checkpoint one file with whole values, which the first rank gathers in its
@@ -48,7 +49,7 @@ class ZeroStrategy(DDPStrategy):
 
     Raises:
         StateError: A trained parameter belongs to no transformed module.
-        ConfigError: `sync_batchnorm=True`; `storage_options` for a folder.
+        ConfigError: `sync_batchnorm=True`; `storage_options` for a folder; one file of an optimizer of `zf.by_owner`.
         CheckpointError: A folder holds no checkpoint, or its tensors do not fit.
     """
 
@@ -113,6 +114,7 @@ class ZeroStrategy(DDPStrategy):
         """Whole states by the names of parameters, on the rank that writes the file; empty where ranks write a folder."""
         if self._saves_folders:
             return {}
+        _require_elementwise([optimizer])
         return get_optimizer_state_dict(
             self.lightning_module, _bare(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
@@ -160,6 +162,7 @@ class ZeroStrategy(DDPStrategy):
         if self._folder is not None:
             load_states(self._folder, [], self._owned(), only="optimizer")
             return
+        _require_elementwise(self.optimizers)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             set_optimizer_state_dict(
                 self.lightning_module, _bare(optimizer), state, options=StateDictOptions(full_state_dict=True)
@@ -173,6 +176,14 @@ def _bare(optimizer: Any) -> Optimizer:
     """The optimizer inside Lightning's wrapper."""
     bare: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return bare
+
+
+def _require_elementwise(optimizers: Iterable[Any]) -> None:
+    if any(isinstance(_bare(optimizer), zf.ByOwner) for optimizer in optimizers):
+        raise zf.ConfigError(
+            "States of an optimizer that steps by owners are not written to one file, nor read from it.",
+            fix="ZeroStrategy(), whose checkpoints are folders: each rank writes what it owns",
+        )
 
 
 def _require_transformed(module: nn.Module) -> None:

@@ -31,6 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import zero_fn as zf
 from zero_fn.checkpoint.huggingface.write import export
+from zero_fn.deepspeed.optimizers import finished, whole_where_needed
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
@@ -47,7 +48,6 @@ from zero_fn.integrations.placing import (
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.trainer_config import settings_for
-from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "placed"]
 
@@ -73,7 +73,9 @@ class ZeroTrainerMixin(_AnyTrainer):
         place: Any chain of transforms, applied to the model after the Trainer's `__init__`; None if `model` is transformed
             already. It is applied once more if a transformed model has adapters that were added since, and to the reference
             model of a trainer of trl with `sync_ref_model=True`.
-        finish: A function applied to the optimizer, such as `zf.streamed`; None applies none.
+        finish: A function applied to the optimizer, such as `zf.streamed`. None: `zf.by_owner`, if it looks at whole tensors
+            (`optim="adafactor"`) and the model is in shards; nothing else. Offloaded states of such a one:
+            `lambda optimizer: zf.streamed(zf.by_owner(optimizer))`.
         deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place` and `finish`. `args` decide where
             it says `"auto"` or lacks a batch size. See `zf.from_deepspeed`; `settings.outcomes` says what became of each
             entry. The model may be placed already, by `placed` or by hand, as the config says.
@@ -137,7 +139,7 @@ class ZeroTrainerMixin(_AnyTrainer):
         if own is not None:
             require_placed(settings, mesh, self.model)
         self.settings, self._place = settings, partial(placed_by, settings, mesh)
-        self._finish = None if settings.sharding.tiers == IN_MEMORY else zf.streamed
+        self._finish = partial(finished, tiers=settings.sharding.tiers)
         follow_settings(self.accelerator, settings, mesh)
 
     def _place_model(self) -> None:
@@ -205,6 +207,8 @@ class ZeroTrainerMixin(_AnyTrainer):
         super().create_optimizer(*args, **options)
         if is_new and self._finish is not None:
             self.optimizer = self._finish(self.optimizer)
+        elif self._finish is None:
+            self.optimizer = whole_where_needed(self.optimizer)
         zf.check(self.model, bare(self.optimizer))
         return self.optimizer
 

@@ -43,7 +43,8 @@ def by_owner(optimizer: Optimizer, *, cost: Cost | None = None, batch: int | str
     The updates are those of replicas, to the bit, at every stage and number of ranks. In a step the shards of gradients and
     values travel to the owner. The optimizer's own `step` runs there on plain whole tensors, and new values travel back.
     States rest whole at the owner, 1/n of them on each rank. Tensors go in batches: while one is stepped, the next arrives
-    and the one before leaves. Memory beside the states: two and a half batches.
+    and the one before leaves. Memory beside the states: two and a half batches, and up to two more for messages between
+    ranks that share no memory.
 
     Where all ranks hold a whole parameter (`zf.replicate`), it has an owner, too: only its new values travel. Parameters of
     no transform are stepped by every rank, as without `by_owner`.

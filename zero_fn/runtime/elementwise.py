@@ -34,7 +34,7 @@ from zero_fn.errors import PlacementError
 from zero_fn.resting import cut_alike, local_of, on_spec
 from zero_fn.runtime.slot import slot_of
 
-__all__ = ["TORCH_ELEMENTWISE", "looks_at_whole_tensors", "require_elementwise", "steps_locally"]
+__all__ = ["TORCH_ELEMENTWISE", "is_of_bitsandbytes", "looks_at_whole_tensors", "require_elementwise", "steps_locally"]
 
 TORCH_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset((
     Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop,
@@ -62,7 +62,7 @@ def looks_at_whole_tensors(optimizer: Optimizer) -> bool:
     known = _known.get(kind)
     if known is None:
         names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
-        known = _is_of_bitsandbytes(kind) or any(name in _NAMES or any(w in name for w in _WORDS) for name in names)
+        known = is_of_bitsandbytes(kind) or any(name in _NAMES or any(w in name for w in _WORDS) for name in names)
         _known[kind] = known
     return known
 
@@ -78,7 +78,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            if slot is not None and _is_of_bitsandbytes(type(optimizer)):
+            if slot is not None and is_of_bitsandbytes(type(optimizer)):
                 raise PlacementError(
                     f"{type(optimizer).__name__} of bitsandbytes cannot step transformed parameters.",
                     parameter=slot,
@@ -95,7 +95,8 @@ def require_elementwise(optimizer: Optimizer) -> None:
                 )
 
 
-def _is_of_bitsandbytes(kind: type) -> bool:
+def is_of_bitsandbytes(kind: type) -> bool:
+    """Whether a class of optimizers is one of bitsandbytes, or derived from one."""
     return any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__)
 
 

@@ -51,9 +51,9 @@ def _accelerator(ours: bool = True, **options: Any) -> Any:
     return ZeroAccelerator(cpu=True, **ways | options)
 
 
-def _parts(accelerator: Any, model: nn.Module, *, in_two: bool = False) -> Parts:
+def _parts(accelerator: Any, model: nn.Module, *, in_two: bool = False, kind: Any = torch.optim.AdamW) -> Parts:
     """What a script prepares, in its order, in one call or two: the optimizer is built before, for the plain model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     others = (
         optimizer,
         torch.utils.data.DataLoader(Counting(), batch_size=2),
@@ -94,6 +94,28 @@ def test_prepared_models_have_the_numbers_of_replicas() -> None:
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
         calls.append(sent.calls["reduce-scatter"])
     assert calls[0] == 2 * calls[1] > 0, "two microbatches are reduced once"
+
+
+@on_two_ranks
+def test_an_optimizer_of_whole_tensors_is_stepped_by_owners(folder: str) -> None:
+    """That of the program, wrapped by `prepare` or before; and that of a config, whose Muon goes by names."""
+    adafactor = torch.optim.Adafactor
+    wanted = _train(_parts(_accelerator(False), llama(), kind=adafactor), 6)
+    for kind in (adafactor, lambda *args, **options: zf.by_owner(adafactor(*args, **options))):
+        parts = _parts(_accelerator(), llama(), in_two=kind is adafactor, kind=kind)
+        assert isinstance(parts[2].optimizer, zf.ByOwner)
+        torch.testing.assert_close(_train(parts, 6), wanted, atol=2e-5, rtol=2e-5)
+    parts[0].save_state(folder)
+    goes_on = _train(parts, 4)
+    parts = _parts(_accelerator(), llama(7), kind=adafactor)
+    parts[0].load_state(folder)
+    assert _train(parts, 4) == goes_on
+    muon = {"type": "Muon", "params": {"lr": "auto", "weight_decay": "auto"}}
+    said = {**_said(3, offload_optimizer={"device": "cpu"}), "optimizer": muon}
+    losses, _ = _by_hand(said, llama())
+    parts = _configured(said, llama())
+    assert [group["use_muon"] for group in parts[2].param_groups] == [True, False]
+    assert _train(parts) == losses
 
 
 @on_two_ranks

@@ -20,7 +20,7 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 NEEDED = ("zero_fn.integrations.lightning",)
 
 
-def _module(stage: str | None, *, extra: bool = False) -> Any:
+def _module(stage: str | None, *, extra: bool = False, make: Any = torch.optim.AdamW) -> Any:
     """A LightningModule that transforms its model, or leaves it."""
     import lightning as L
 
@@ -45,7 +45,7 @@ def _module(stage: str | None, *, extra: bool = False) -> Any:
             self.log("validated", self.model(**batch).loss, sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = make(self.parameters(), lr=1e-2)
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
     return Model()
@@ -63,7 +63,14 @@ def _trainer(folder: str, strategy: Any, **options: Any) -> Any:
 
 
 def _fit(
-    folder: str, stage: str | None, strategy: Any = None, *, path: str | None = None, rows: int = 32, **options: Any
+    folder: str,
+    stage: str | None,
+    strategy: Any = None,
+    *,
+    path: str | None = None,
+    rows: int = 32,
+    make: Any = torch.optim.AdamW,
+    **options: Any,
 ) -> tuple[Any, Any]:
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -71,7 +78,7 @@ def _fit(
 
     start()
     trainer = _trainer(folder, strategy or (DDPStrategy() if stage is None else ZeroStrategy()), **options)
-    module = _module(stage)
+    module = _module(stage, make=make)
     loader = torch.utils.data.DataLoader(Counting(rows), batch_size=2)
     trainer.fit(module, loader, ckpt_path=path)
     return trainer, module
@@ -137,6 +144,31 @@ def test_a_checkpoint_is_resumed_at_any_stage(folder: str) -> None:
     assert trainer.validate(_module("zero2"), loader, f"{folder}/weights.ckpt", verbose=False) == loss
     with pytest.raises(zf.ConfigError, match="storage_options are those of a plugin"):
         trainer.save_checkpoint(f"{folder}/elsewhere.ckpt", storage_options={"anon": True})
+
+
+@on_two_ranks
+def test_an_optimizer_of_whole_tensors_is_returned_wrapped(folder: str) -> None:
+    """It trains as on replicas, and goes on from a folder at any stage; in one file it is refused, and so is a bare one."""
+    from zero_fn.integrations.lightning import ZeroStrategy
+
+    def owned(*args: Any, **options: Any) -> Any:
+        return zf.by_owner(torch.optim.Adafactor(*args, **options))
+
+    _, wanted = _fit(folder, None, max_epochs=4, rows=4, make=torch.optim.Adafactor)
+    with pytest.raises(zf.PlacementError, match=r"zf\.by_owner\(Adafactor"):
+        _fit(folder, "zero3", max_steps=1, make=torch.optim.Adafactor)
+    path = f"{folder}/folder.ckpt"
+    trainer, found = _fit(folder, "zero3", max_epochs=2, rows=4, make=owned)
+    torch.testing.assert_close(found.losses, wanted.losses[:2], atol=2e-5, rtol=2e-5)
+    trainer.save_checkpoint(path)
+    for stage in ("zero3", "zero1"):
+        _, found = _fit(folder, stage, max_epochs=4, rows=4, make=owned, path=path)
+        torch.testing.assert_close(found.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
+    trainer, _ = _fit(
+        folder, "zero3", ZeroStrategy(save_distributed_checkpoint=False), max_epochs=1, rows=4, make=owned
+    )
+    with pytest.raises(zf.ConfigError, match="one file"):
+        trainer.save_checkpoint(f"{folder}/file.ckpt")
 
 
 @on_two_ranks

@@ -122,11 +122,40 @@ def test_what_cannot_work_is_refused(folder: str) -> None:
 
     with pytest.raises(zf.ConfigError, match="several devices for one process"):
         _refuse_arguments(several.args)
-    adafactor = ZeroTrainer(
-        model=llama(), args=arguments(folder, optim="adafactor"), train_dataset=Counting(), place=place()
+
+
+WHOLE = {"adafactor": "adafactor", "adafactor, given": None, "adafactor, states on the host": "adafactor"}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+@on_two_ranks
+def test_an_optimizer_of_whole_tensors_has_the_numbers_of_replicas_and_goes_on(folder: str, case: str) -> None:
+    """By its name in the arguments, given, and with a `finish` of its own; saved, and resumed at another stage."""
+    from transformers import Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    saving: dict[str, Any] = {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
+
+    def trainer(kind: Any, stage: str, path: str) -> Any:
+        options: dict[str, Any] = {} if kind is Trainer else {"place": place(stage)}
+        if kind is ZeroTrainer and case.endswith("host"):
+            options["finish"] = lambda optimizer: zf.streamed(zf.by_owner(optimizer), zf.cpu())
+        model = llama()
+        if WHOLE[case] is None:
+            options["optimizers"] = torch.optim.Adafactor(model.parameters(), lr=0.01), None
+        return kind(model=model, args=arguments(path, **saving), train_dataset=Counting(), **options)
+
+    wanted = numbers(trainer(Trainer, "", f"{folder}/theirs"))
+    ours = trainer(ZeroTrainer, "zero3", f"{folder}/ours")
+    require_close(numbers(ours), wanted)
+    assert isinstance(ours.optimizer.optimizer, zf.ByOwner)
+    other = trainer(ZeroTrainer, "zero1", f"{folder}/ours")
+    require_close(
+        numbers(other, resume_from_checkpoint=f"{folder}/ours/checkpoint-2")[-len(wanted) // 2 :],
+        wanted[-len(wanted) // 2 :],
     )
-    with pytest.raises(zf.PlacementError):
-        adafactor.train()
 
 
 @on_two_ranks

@@ -1,0 +1,189 @@
+"""Optimizers that DeepSpeed has and torch has not: their arithmetic, their options, and their bits over shards and tiers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.ranks import Ranks, axis
+from tests.units.deepspeed.configs import Json
+from tests.units.deepspeed.test_settings import SMALL, became, refusal
+from tests.units.deepspeed.test_setup import built, furthest, step_of, trained, values, zero
+from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, groups_of_muon
+from zero_fn.deepspeed.settings import settings_of
+
+
+def _drawn(*shape: int, seed: int, of: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(of)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> list[Tensor]:
+    """Parameters after steps with gradients that are drawn."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for step in range(steps):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = _drawn(*parameter.shape, seed=100 * step + number, of=parameter.dtype)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _lamb(
+    value: Tensor, lr: float, eps: float, decay: float, least: float, most: float, *, inside: bool, corrects: bool
+) -> Tensor:
+    """Three steps, as csrc/lamb writes them for each element, with betas 0.9 and 0.99."""
+    first, second = torch.zeros_like(value), torch.zeros_like(value)
+    for step in range(3):
+        grad = _drawn(*value.shape, seed=100 * step)
+        first, second = 0.9 * first + 0.1 * grad, 0.99 * second + 0.01 * grad * grad
+        update = first / ((second + eps).sqrt() if inside else second.sqrt() + eps) + decay * value
+        size, change = math.sqrt(float((value * value).sum())), math.sqrt(float((update * update).sum()))
+        ratio = min(max(size / change, least), most) if size and change else 1.0
+        rate = lr * math.sqrt(1 - 0.99 ** (step + 1)) / (1 - 0.9 ** (step + 1)) if corrects else lr
+        value = value - rate * ratio * update
+    return value
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["eps beside", "eps inside"])
+@pytest.mark.parametrize("corrects", [False, True], ids=["raw", "corrected"])
+@pytest.mark.parametrize(
+    ("scale", "least", "most"), [(1.0, 0.01, 10.0), (1.0, 5.0, 9.0), (9.0, 0.01, 0.2), (0.0, 0.01, 10.0)]
+)
+def test_lamb_is_that_of_deepspeed(inside: bool, corrects: bool, scale: float, least: float, most: float) -> None:
+    """Also where the quotient of norms is cut at either end, and where values begin at zero."""
+    value = scale * _drawn(5, 3, seed=9)
+    options: Any = {"lr": 0.1, "eps": 0.3, "weight_decay": 0.2, "min_coeff": least, "max_coeff": most}
+    optimizer = Lamb(
+        [nn.Parameter(value.clone())], betas=(0.9, 0.99), bias_correction=corrects, eps_inside_sqrt=inside, **options
+    )
+    (found,) = _stepped(optimizer)
+    wanted = _lamb(value, 0.1, 0.3, 0.2, least, most, inside=inside, corrects=corrects)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_lion_moves_each_element_by_its_rate_along_a_sign() -> None:
+    value = _drawn(5, 3, seed=9)
+    (found,) = _stepped(Lion([nn.Parameter(value.clone())], lr=0.1, betas=(0.9, 0.99), weight_decay=0.2))
+    moment = torch.zeros_like(value)
+    for step in range(3):
+        grad = _drawn(5, 3, seed=100 * step)
+        value = value * (1 - 0.1 * 0.2) - 0.1 * torch.sign(0.9 * moment + 0.1 * grad)
+        moment = 0.99 * moment + 0.01 * grad
+    torch.testing.assert_close(found, value, rtol=1e-14, atol=1e-14)
+
+
+class Mixed(nn.Module):
+    """Hidden weights of all kinds, and what Muon leaves to AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.bias = nn.Parameter(_drawn(6, 4, seed=1).float()), nn.Parameter(_drawn(6, seed=2).float())
+        self.stack, self.filters = (
+            nn.Parameter(_drawn(2, 4, 5, seed=3).float()),
+            nn.Parameter(_drawn(4, 2, 3, 3, seed=4).float()),
+        )
+        self.Embedding, self.lm_head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+
+def test_muon_steps_hidden_matrices_and_adamw_the_rest() -> None:
+    """To the bits of torch's own optimizers, over a stack of matrices and over filters as over the matrices in them."""
+    model = Mixed()
+    whole = MuonWithAuxAdam(groups_of_muon(model.parameters(), [model]), muon_lr=0.02, adam_lr=0.01, weight_decay=0.1)
+    hidden, rest = whole.param_groups
+    assert [p is q for p, q in zip(hidden["params"], (model.matrix, model.stack, model.filters), strict=True)] == [
+        True
+    ] * 3
+    assert [p.shape for p in rest["params"]] == [(6,), (5, 4), (5, 4), (5,)]
+    pieces = [model.matrix, *model.stack, model.filters.flatten(1)]
+    muon = torch.optim.Muon([nn.Parameter(piece.detach().clone()) for piece in pieces], lr=0.02, weight_decay=0.1)
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in rest["params"]]
+    adam = torch.optim.AdamW(copies, lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    for step in range(3):
+        for number, parameter in enumerate([*hidden["params"], *rest["params"]]):
+            parameter.grad = _drawn(*parameter.shape, seed=100 * step + number, of=torch.float32)
+        grads = [model.matrix.grad, *model.stack.grad, model.filters.grad.flatten(1), *(p.grad for p in rest["params"])]  # type: ignore[misc, union-attr]
+        for each, grad in zip([*muon.param_groups[0]["params"], *copies], grads, strict=True):
+            each.grad = grad
+        for optimizer in (whole, muon, adam):
+            optimizer.step()
+    pieces = [model.matrix, *model.stack, model.filters.flatten(1), *rest["params"]]
+    assert all(map(torch.equal, pieces, [*muon.param_groups[0]["params"], *copies]))
+
+
+@pytest.mark.parametrize(
+    ("params", "rates"),
+    [
+        ({}, (0.02, 3e-4)),
+        ({"lr": 0.1}, (0.1, 0.1)),
+        ({"lr": 0.1, "adam_lr": 0.2}, (0.1, 0.2)),
+        ({"muon_lr": 0.3}, (0.3, 3e-4)),
+    ],
+    ids=str,
+)
+def test_rates_of_muon_and_of_its_adam_are_those_of_the_config(params: Json, rates: tuple[float, float]) -> None:
+    stock = settings_of({**SMALL, "optimizer": {"type": "Muon", "params": params}}, 1).stock
+    assert stock is not None
+    assert tuple(group["lr"] for group in stock(Mixed()).param_groups) == rates
+    groups = [{"params": Mixed().parameters()}, {"params": (model := Mixed()).parameters(), "lr": 7.0}][1:]
+    assert [group["lr"] for group in stock.over(groups, [model]).param_groups] == [7.0, 7.0], "a group has its own"
+    with pytest.raises(zf.ConfigError, match="by their names"):
+        stock.over(Mixed().parameters(), [model])
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        ("Muon", "nesterov", True), ("Muon", "ns_method", "newton"), ("Muon", "ns_steps", 6), ("Muon", "lr", True),
+        ("Muon", "muon_lr", -1.0), ("Muon", "betas", [0.9, 1.0]), ("Lamb", "max_grad_norm", 1.0), ("Lamb", "lr", "0.1"),
+        ("Lamb", "bias_correction", 1), ("Lamb", "amsgrad", False), ("Lion", "eps", 1e-8), ("AdamW", "ns_method", "gram"),
+        ("AdamW", "bias_correction", False), ("SGD", "adam_lr", 0.1),
+    ],
+)  # fmt: skip
+def test_an_option_that_cannot_be_honoured_is_refused_by_its_path(kind: str, option: str, value: object) -> None:
+    assert "optimizer.params" in (found := refusal({**SMALL, "optimizer": {"type": kind, "params": {option: value}}}))
+    assert option in found
+
+
+WHOLE: dict[str, Json] = {
+    "Muon": {"lr": 0.02, "weight_decay": 0.1, "ns_method": "gram"},
+    "Lamb": {"lr": 0.02, "weight_decay": 0.1, "bias_correction": False},
+    "Adafactor": {"lr": 0.02},
+    "Lion": {"lr": 0.01},
+}
+
+
+def _every_stage(folder: str, kind: str) -> dict[str, float]:
+    """How far stages and tiers are from replicas; a run goes on at another stage."""
+    changes = {"optimizer": {"type": kind, "params": WHOLE[kind]}}
+    changes |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.02}}}
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    configs = {str(stage): zero(stage) | changes for stage in range(4)}
+    configs |= {"2, disk": zero(2, **disk) | changes, "3, host": zero(3, **host) | changes}
+    setups = {name: zf.from_deepspeed(built(), config, axis()) for name, config in configs.items()}
+    assert isinstance(setups["0"].optimizer, zf.ByOwner) is False
+    assert isinstance(setups["3"].optimizer, zf.ByOwner) is (kind != "Lion")
+    for config in (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}) | changes,) if kind == "Lamb" else ():
+        with pytest.raises(zf.ConfigError, match=r"offload_optimizer\.ratio"):
+            zf.from_deepspeed(built(), config, axis())
+    wanted = trained(setups["0"])
+    found = {name: furthest(trained(setup), wanted) for name, setup in setups.items() if name != "0"}
+    zf.save(f"{folder}/saved", setups["1"].model, setups["1"].optimizer, extra={"setup": setups["1"]})
+    other = zf.from_deepspeed(built(), configs["3"], axis())
+    zf.load(f"{folder}/saved", other.model, other.optimizer, extra={"setup": other})
+    for setup in (setups["0"], other):
+        step_of(setup, 9)
+    return found | {"resumed": furthest(values(other.model), values(setups["0"].model))}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_every_stage_and_tier_steps_to_the_bits_of_replicas(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    said = became({**SMALL, "optimizer": {"type": kind, "params": WHOLE[kind]}})["optimizer.type"]
+    assert ("zf.by_owner" in said) is (kind != "Lion")
+    for found in ranks(2).run(_every_stage, str(tmp_path), kind):
+        assert set(found.values()) == {0.0}, found

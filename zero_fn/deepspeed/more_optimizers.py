@@ -1,0 +1,186 @@
+"""Optimizers of DeepSpeed that torch does not have: Muon beside an AdamW, LAMB, and Lion. Options are DeepSpeed's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_fn.errors import ConfigError
+from zero_fn.owners.dealing import Cost, cost_of
+from zero_fn.streamed.inner import raw_step
+
+__all__ = ["Lamb", "Lion", "MuonWithAuxAdam", "costs_of", "groups_of_muon"]
+
+Betas = tuple[float, float]
+
+
+class _OfDeepSpeed(Optimizer):
+    def __init__(self, params: Any, **options: Any) -> None:
+        for name, value in options.items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and (number < 0 or (name == "betas" and number >= 1)):
+                    raise ValueError(f"{name} is {value}")
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters that have gradients, after the closure, whose value is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if present := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                self._step(group, present)
+        return loss
+
+    def _step(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        raise NotImplementedError
+
+
+class MuonWithAuxAdam(_OfDeepSpeed):
+    """torch's Muon over groups with `use_muon`, and torch's AdamW over the others, as one optimizer.
+
+    A tensor of four dims is stepped as the matrix of its filters, any other of more than two as a stack of matrices. `lr` is
+    the rate of both, unless one has its own.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        momentum: float = 0.95,
+        betas: Betas = (0.9, 0.95),
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        ns_method: str = "gram",
+    ) -> None:
+        if ns_method not in ("gram", "standard") or any(isinstance(rate, bool) for rate in (lr, muon_lr, adam_lr)):
+            raise ValueError('a rate is no number, or ns_method neither "gram" nor "standard"')
+        rows = ((adam_lr, lr, 3e-4), (muon_lr, lr, 0.02))
+        self._rates = [next(rate for rate in row if rate is not None) for row in rows]
+        options = {"momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, lr=min(self._rates), use_muon=False, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, whose `use_muon` says which rate it has if it has none."""
+        super().add_param_group({"lr": self._rates[bool(param_group.get("use_muon"))], **param_group})
+
+    def _step(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        part: Optimizer
+        options = {name: group[name] for name in ("lr", "weight_decay")}
+        if group["use_muon"]:
+            states: dict[Tensor, Any] = {}
+            for parameter in parameters:
+                if not (own := self.state[parameter]):
+                    own["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                tensors = parameter.detach(), parameter.grad, own["momentum_buffer"]
+                for value, grad, momentum in zip(*map(_matrices, tensors), strict=True):
+                    states[piece := nn.Parameter(value)] = {"momentum_buffer": momentum}
+                    piece.grad = grad
+            part = torch.optim.Muon([*states], momentum=group["momentum"], **options)
+            part.state.update(states)
+        else:
+            part = torch.optim.AdamW(parameters, betas=group["betas"], eps=group["eps"], **options)
+            part.state = self.state
+        raw_step(part)
+
+
+def _matrices(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.ndim == 4:
+        return [tensor.view(len(tensor), -1)]
+    return [tensor] if tensor.ndim == 2 else tensor.view(-1, *tensor.shape[-2:]).unbind()
+
+
+def groups_of_muon(params: Iterable[Any], models: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """Splits parameters of some models, or each group of them, as DeepSpeed does: Muon has what is of two dims or more, and
+    neither "embed" nor "lm_head" by its name."""
+    names = {id(parameter): name.lower() for model in models for name, parameter in model.named_parameters()}
+
+    def is_hidden(parameter: Tensor) -> bool:
+        if (name := names.get(id(parameter))) is None:
+            raise ConfigError(
+                "Muon takes parameters by their names, and one is in no model.",
+                parameter=list(parameter.shape),
+                fix="the model and its optimizer in one call: accelerator.prepare(model, DummyOptim(model.parameters()))",
+            )
+        return parameter.ndim >= 2 and "embed" not in name and "lm_head" not in name
+
+    listed = [*params]
+    found = []
+    for group in listed if listed and isinstance(listed[0], Mapping) else [{"params": listed}]:
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for parameter in group["params"]:
+            parts[not is_hidden(parameter)].append(parameter)
+        found += [{**group, "params": part, "use_muon": part is parts[0]} for part in parts if part]
+    return found
+
+
+def costs_of(optimizer: Optimizer) -> Cost | None:
+    """What a step of each parameter costs, for `by_owner`; None: what that assumes."""
+    if not isinstance(optimizer, _OfDeepSpeed):
+        return None
+    matrices = {id(p) for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]}
+    return lambda parameter: cost_of(parameter) if id(parameter) in matrices else parameter.numel()
+
+
+class Lamb(_OfDeepSpeed):
+    """The LAMB of csrc/lamb: an update of Adam with weight decay, times the norm of a tensor over the norm of its update.
+
+    The quotient stays between `min_coeff` and `max_coeff`, and is 1 where a norm is 0. (You et al. 2019, arXiv:1904.00962.)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        options = {"eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, max_coeff=max_coeff, min_coeff=min_coeff, **options)
+
+    def _step(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        for parameter in parameters:
+            state, grad = self.state[parameter], parameter.grad
+            if not state:
+                state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            state["step"] += 1
+            first, second = state["exp_avg"].lerp_(grad, 1 - beta1), state["exp_avg_sq"]
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = second.add(eps).sqrt_() if group["eps_inside_sqrt"] else second.sqrt().add_(eps)
+            update = (first / root).add_(parameter, alpha=group["weight_decay"])
+            size, step = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+            ratio = (size / step).clamp(group["min_coeff"], group["max_coeff"]).where((size != 0) & (step != 0), 1.0)
+            rate, done = group["lr"], state["step"]
+            if group["bias_correction"]:
+                rate = rate * math.sqrt(1 - beta2**done) / (1 - beta1**done)
+            parameter.sub_(update.mul_(ratio * rate))
+
+
+class Lion(_OfDeepSpeed):
+    """Steps of one size for each element alone, along the sign of a moment. (Chen et al. 2023, arXiv:2302.06675.)"""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Betas = (0.9, 0.999), weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+    def _step(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["exp_avg"] = torch.zeros_like(parameter)
+            direction = state["exp_avg"].lerp(parameter.grad, 1 - group["betas"][0]).sign_()
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction * group["lr"])
+            state["exp_avg"].lerp_(parameter.grad, 1 - group["betas"][1])
