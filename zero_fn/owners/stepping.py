@@ -132,7 +132,9 @@ class _Batch:
             is_cut = each.route.is_cut
             if each.is_mine:
                 # The step may write into the gradient, which is to stay the same on all ranks.
-                wholes = (each.whole(), each.whole(grad.dtype)) if is_cut else (value, grad.clone())
+                wholes = (
+                    (each.whole(), each.whole(grad.dtype)) if is_cut else (value, each.whole(grad.dtype).copy_(grad))
+                )
                 self.owned.append(Owned(parameter, *wholes))
             self._values.append(Parcel(each, value, self.owned[-1].value if each.is_mine and is_cut else None))
             grads.append(Parcel(each, grad, self.owned[-1].grad if each.is_mine and is_cut else None))
