@@ -51,6 +51,7 @@ from zero_fn.checkpoint.others.find import opened
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting
 from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.loss_scale import Scaler
+from zero_fn.deepspeed.more_optimizers import groups_of_muon
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import _sharded, require_placed
 from zero_fn.errors import StateError, StorageError
@@ -1153,6 +1154,7 @@ ROWS: dict[str, Callable[..., object]] = {
     "owners_of_parameters_that_have_some": lambda one: zf.by_owner(_by_owner(one)),
     "owners_of_parameters_that_are_coupled": lambda: zf.by_owner(torch.optim.LBFGS(Model().parameters())),
     "owners_of_a_partial_value": lambda two: zf.by_owner(torch.optim.SGD(_placed(two, Partial()).parameters())),
+    "muon_of_a_parameter_without_a_name": lambda: groups_of_muon([nn.Parameter(torch.empty(2, 2))], [Model()]),
     "owners_are_copied": lambda one: copy.deepcopy(_by_owner(one)),
     "owners_are_streamed_in_pieces": lambda one: zf.streamed(_by_owner(one), zf.cpu(), buffer="1MiB"),
     "tier_of_one_path_twice": lambda: zf.nvme("/disk0", "/disk1", "/disk0"),

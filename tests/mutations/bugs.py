@@ -318,4 +318,20 @@ BUGS: tuple[Bug, ...] = (
         "and slot.kind.sum_dtype == slot.dtype",
         "tests/promises/test_narrow_gradients.py",
     ),
+    Bug(
+        "own-rows-do-not-come-along",
+        "owners/trips.py:collected",
+        "an owner has its own rows of a tensor, too",
+        "leg.rows(room, owner).copy_(held[at])",
+        "leg.rows(room, owner)",
+        "tests/promises/test_by_owner.py",
+    ),
+    Bug(
+        "loads-of-owners-are-forgotten",
+        "Dealing.deal",
+        "the next tensor goes to the rank with the least to do",
+        "load[number] += cost",
+        "load[number] = cost",
+        "tests/units/owners/test_dealing.py",
+    ),
 )
