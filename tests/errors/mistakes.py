@@ -52,6 +52,7 @@ from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting
 from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.more_optimizers import groups_of_muon
+from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import _sharded, require_placed
 from zero_fn.errors import StateError, StorageError
@@ -59,6 +60,7 @@ from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
 from zero_fn.transport.line import Work
 from zero_fn.values.mesh import mesh_axis
+from zero_fn.values.tiers import IN_MEMORY
 
 
 class Opaque(Tensor):
@@ -1155,6 +1157,9 @@ ROWS: dict[str, Callable[..., object]] = {
     "owners_of_parameters_that_are_coupled": lambda: zf.by_owner(torch.optim.LBFGS(Model().parameters())),
     "owners_of_a_partial_value": lambda two: zf.by_owner(torch.optim.SGD(_placed(two, Partial()).parameters())),
     "muon_of_a_parameter_without_a_name": lambda: groups_of_muon([nn.Parameter(torch.empty(2, 2))], [Model()]),
+    "owners_of_a_part_of_the_states": lambda one: finished(
+        _by_owner(one), dataclasses.replace(IN_MEMORY, fraction=0.5)
+    ),
     "owners_are_copied": lambda one: copy.deepcopy(_by_owner(one)),
     "owners_are_streamed_in_pieces": lambda one: zf.streamed(_by_owner(one), zf.cpu(), buffer="1MiB"),
     "tier_of_one_path_twice": lambda: zf.nvme("/disk0", "/disk1", "/disk0"),
