@@ -94,6 +94,7 @@ class ByOwner(Optimizer):
     Attributes:
         inner: The optimizer that was given to `by_owner`, whose arithmetic is used. It can no longer be used itself.
         state: The states by parameter: whole ones of those that this rank owns, and nothing of the others.
+        failed: Why the last step stopped half-way; None if it did not. What loads states sets it to None.
     """
 
     inner: Optimizer
@@ -107,7 +108,7 @@ class ByOwner(Optimizer):
         self._dealing, self._nbytes, self._lines = Dealing(cost), nbytes, Lines()
         self._dealt: dict[int, Dealt] = {}  # by the identity of the parameter, in the order of dealing
         self._plans: dict[tuple[int, ...], tuple[list[list[Dealt]], str]] = {}  # by the parameters that have gradients
-        self._failed: str | None = None
+        self.failed: str | None = None
         self._tier: Tier | None = None
         self._shelves: dict[Tier, Shelf] = {}
         states = inner.state
@@ -204,7 +205,7 @@ class ByOwner(Optimizer):
         loaded.load_state_dict(state_dict)
         self.inner.param_groups = loaded.param_groups
         self._take(loaded.state)
-        self._failed = None
+        self.failed = None
 
     @torch.no_grad()
     @uncompiled
@@ -249,8 +250,9 @@ class ByOwner(Optimizer):
             for shelf in self._shelves.values():
                 shelf.finish()
         except BaseException as error:
-            self._failed = f"{type(error).__name__} in the last step"
-            self._lines.give_up()
+            self.failed = f"{type(error).__name__} in the last step"
+            if isinstance(error, Exception):  # others wait; after Ctrl-C, which all get, ranks may go on
+                self._lines.give_up()
             raise
         for each in self._dealt.values():
             if each.parameter.grad is not None:
@@ -281,11 +283,16 @@ class ByOwner(Optimizer):
 
     def _take(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Takes over states that every rank has: shards of them, or whole ones."""
-        for parameter, own in states.items():
-            slot = slot_of(parameter)
-            for name, value in own.items():
-                if slot is not None and slot.spec is not None and isinstance(value, DTensor):
-                    require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
+
+        def require_own() -> None:
+            for parameter, own in states.items():
+                slot = slot_of(parameter)
+                for name, value in own.items():
+                    if slot is not None and slot.spec is not None and isinstance(value, DTensor):
+                        require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
+
+        if states:
+            everywhere(self._parameters(), require_own, "Loading the states of an optimizer")
         moved = on_owners([*self._dealt.values()], states, self._lines, self._nbytes)
         self.state = defaultdict(
             dict, {parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()}
@@ -314,10 +321,10 @@ class ByOwner(Optimizer):
         return self._shelves[tier] if tier is not None else None
 
     def _require_whole(self, verb: str) -> None:
-        if self._failed is not None:
+        if self.failed is not None:
             raise StateError(
                 f"{verb} of an optimizer whose step failed half-way.",
-                failed=self._failed,
+                failed=self.failed,
                 why="some parameters are one step ahead of the others",
                 fix="load the last checkpoint: zf.load(folder, model, optimizer)",
             )

@@ -134,6 +134,8 @@ class LoadPlan:
                 )
             elif options:
                 self.then.append(partial(group.update, source.value(*next(iter(options.values())))))
+        if isinstance(optimizer, ByOwner):
+            self.then.append(partial(setattr, optimizer, "failed", None))
         if isinstance(optimizer, Streamed):
             boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo}
 
