@@ -10,7 +10,7 @@ trainer = L.Trainer(strategy=ZeroStrategy(), accumulate_grad_batches=4, gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -49,7 +49,7 @@ class ZeroStrategy(DDPStrategy):
 
     Raises:
         StateError: A trained parameter belongs to no transformed module.
-        ConfigError: `sync_batchnorm=True`; `storage_options` for a folder; one file of an optimizer of `zf.by_owner`.
+        ConfigError: `sync_batchnorm=True`; `storage_options` for a folder.
         CheckpointError: A folder holds no checkpoint, or its tensors do not fit.
     """
 
@@ -114,7 +114,6 @@ class ZeroStrategy(DDPStrategy):
         """Whole states by the names of parameters, on the rank that writes the file; empty where ranks write a folder."""
         if self._saves_folders:
             return {}
-        _require_elementwise([optimizer])
         return get_optimizer_state_dict(
             self.lightning_module, _bare(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
@@ -162,7 +161,6 @@ class ZeroStrategy(DDPStrategy):
         if self._folder is not None:
             load_states(self._folder, [], self._owned(), only="optimizer")
             return
-        _require_elementwise(self.optimizers)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             set_optimizer_state_dict(
                 self.lightning_module, _bare(optimizer), state, options=StateDictOptions(full_state_dict=True)
@@ -176,14 +174,6 @@ def _bare(optimizer: Any) -> Optimizer:
     """The optimizer inside Lightning's wrapper."""
     bare: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return bare
-
-
-def _require_elementwise(optimizers: Iterable[Any]) -> None:
-    if any(isinstance(_bare(optimizer), zf.ByOwner) for optimizer in optimizers):
-        raise zf.ConfigError(
-            "States of an optimizer that steps by owners are not written to one file, nor read from it.",
-            fix="ZeroStrategy(), whose checkpoints are folders: each rank writes what it owns",
-        )
 
 
 def _require_transformed(module: nn.Module) -> None:

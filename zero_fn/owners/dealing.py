@@ -66,7 +66,11 @@ class Dealing:
     def deal(self, parameters: Sequence[Tensor]) -> list[Dealt]:
         """Gives each tensor an owner; those that rest on no mesh are left out."""
         dealt: list[Dealt] = []
-        resting = [(self._cost(each), each, mesh) for each in parameters if (mesh := mesh_of(each)) is not None]
+        resting = [
+            (self._cost(each) if each.requires_grad else 0.0, each, mesh)
+            for each in parameters
+            if (mesh := mesh_of(each)) is not None
+        ]
         for cost, parameter, mesh in sorted(resting, key=lambda row: -row[0]):
             load = self.load.setdefault(mesh, [0.0] * mesh.size())
             number = load.index(min(load))

@@ -166,9 +166,10 @@ class ByOwner(Optimizer):
             TierError: The tier has no room.
             StorageError: The path takes no files, or the disk failed.
         """
-        if options:
+        homes = [slot.home for slot in map(slot_of, self._parameters()) if slot is not None]
+        if options or any(home.tiers.fraction != 1 for home in homes if tier is None):
             raise PlacementError(
-                f"zf.streamed(zf.by_owner(...)) takes a tier alone, and got {', '.join(options)}.",
+                f"zf.streamed(zf.by_owner(...)) takes a tier alone, and got {', '.join(options) or 'fraction'}.",
                 why="each tensor is stepped whole, and in the step; its states pass through a buffer of their size",
                 fix="zf.streamed(zf.by_owner(optimizer), tier)",
             )

@@ -148,7 +148,7 @@ def test_a_checkpoint_is_resumed_at_any_stage(folder: str) -> None:
 
 @on_two_ranks
 def test_an_optimizer_of_whole_tensors_is_returned_wrapped(folder: str) -> None:
-    """It trains as on replicas, and goes on from a folder at any stage; in one file it is refused, and so is a bare one."""
+    """It trains as on replicas, and goes on from a folder or a file at any stage; a bare one is refused."""
     from zero_fn.integrations.lightning import ZeroStrategy
 
     def owned(*args: Any, **options: Any) -> Any:
@@ -157,18 +157,14 @@ def test_an_optimizer_of_whole_tensors_is_returned_wrapped(folder: str) -> None:
     _, wanted = _fit(folder, None, max_epochs=4, rows=4, make=torch.optim.Adafactor)
     with pytest.raises(zf.PlacementError, match=r"zf\.by_owner\(Adafactor"):
         _fit(folder, "zero3", max_steps=1, make=torch.optim.Adafactor)
-    path = f"{folder}/folder.ckpt"
-    trainer, found = _fit(folder, "zero3", max_epochs=2, rows=4, make=owned)
-    torch.testing.assert_close(found.losses, wanted.losses[:2], atol=2e-5, rtol=2e-5)
-    trainer.save_checkpoint(path)
-    for stage in ("zero3", "zero1"):
-        _, found = _fit(folder, stage, max_epochs=4, rows=4, make=owned, path=path)
-        torch.testing.assert_close(found.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
-    trainer, _ = _fit(
-        folder, "zero3", ZeroStrategy(save_distributed_checkpoint=False), max_epochs=1, rows=4, make=owned
-    )
-    with pytest.raises(zf.ConfigError, match="one file"):
-        trainer.save_checkpoint(f"{folder}/file.ckpt")
+    for kind in (True, False):
+        path, strategy = f"{folder}/{kind}.ckpt", partial(ZeroStrategy, save_distributed_checkpoint=kind)
+        trainer, found = _fit(folder, "zero3", strategy(), max_epochs=2, rows=4, make=owned)
+        torch.testing.assert_close(found.losses, wanted.losses[:2], atol=2e-5, rtol=2e-5)
+        trainer.save_checkpoint(path)
+        for stage in ("zero3", "zero1"):
+            _, found = _fit(folder, stage, strategy(), max_epochs=4, rows=4, make=owned, path=path)
+            torch.testing.assert_close(found.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
 
 
 @on_two_ranks
