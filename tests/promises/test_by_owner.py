@@ -541,12 +541,12 @@ def test_ranks_with_gradients_of_different_parameters_are_told(stage: str) -> No
 
 
 class Raising(torch.optim.SGD):
-    """Raises on one rank, once it is armed."""
+    """Raises while it is armed."""
 
     is_armed = False
 
     def step(self, closure: Any = None) -> Any:
-        if self.is_armed and dist.get_rank() == 1:
+        if self.is_armed:
             raise ArithmeticError("of the user")
         return super().step(closure)
 
@@ -558,7 +558,7 @@ def _lost(stage: str) -> list[str]:
     for is_armed in (False, True, True):
         if not told:
             model(noise(2, WIDTH, seed=0)).sum().backward()
-        inner.is_armed = is_armed
+        inner.is_armed = is_armed and dist.get_rank() == 1
         try:
             optimizer.step()
         except (ArithmeticError, zf.LostRankError, zf.StateError) as error:
@@ -572,3 +572,19 @@ def _lost(stage: str) -> list[str]:
 def test_an_optimizer_that_raises_on_one_rank_ends_the_step_of_all(stage: str) -> None:
     expected = [[name, "StateError"] for name in ("LostRankError", "ArithmeticError", "LostRankError")]
     assert _on_fresh_ranks(3, _lost, stage) == expected
+
+
+@on_ranks(1)
+def test_a_step_that_failed_is_not_saved_and_a_checkpoint_ends_it(folder: str) -> None:
+    model = zf.zero3(Tower(), axis())
+    optimizer = zf.by_owner(inner := Raising(model.parameters(), lr=0.1))
+    zf.save(f"{folder}/step-1", model, optimizer)
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    inner.is_armed = True
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    inner.is_armed = False
+    with pytest.raises(zf.StateError, match=r"zf\.save of an optimizer whose step failed half-way"):
+        zf.save(f"{folder}/step-2", model, optimizer)
+    zf.load(folder, model, optimizer)
+    optimizer.step()

@@ -30,6 +30,7 @@ from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, Parce
 from zero_fn.checkpoint.live.streamed_states import each_state, held_in_chunks, states_in_chunks
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.errors import CheckpointError
+from zero_fn.owners import ByOwner
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
@@ -198,6 +199,8 @@ class _Inventory:
 
     def _add_optimizer(self, optimizer: Optimizer, named: ModelTensors, tensors: dict[str, Tensor]) -> None:
         self.streamed = optimizer if isinstance(optimizer, Streamed) else None
+        if isinstance(optimizer, ByOwner):
+            optimizer._require_whole("zf.save")
         in_chunks = {} if self.streamed is None else states_in_chunks(self.streamed)
         says, values = self.says, dict[str, dict[str, Any]]()
         says["groups"], says["values"] = [], values
