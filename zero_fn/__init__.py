@@ -22,6 +22,7 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
+from zero_fn.extras.average import Average, ema
 from zero_fn.extras.tile import tile, untiled
 from zero_fn.launch import launch
 from zero_fn.local.gloo import give_groups_one_thread
@@ -50,6 +51,7 @@ from zero_fn.values.units import by_size
 __version__ = "0.2.0"
 
 __all__ = [
+    "Average",
     "ByOwner",
     "Checkpoint",
     "CheckpointError",
@@ -86,6 +88,7 @@ __all__ = [
     "checkpoints",
     "cpu",
     "describe",
+    "ema",
     "evict",
     "flatten_subclasses",
     "from_deepspeed",

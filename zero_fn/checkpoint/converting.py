@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from zero_fn.checkpoint.format.box import whole_box
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, disk, require_dtype, write_json
-from zero_fn.checkpoint.format.folders import KINDS, Draft, part_name, tensors_name, write_manifest
+from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, Draft, part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.format.values import encoded
 from zero_fn.checkpoint.huggingface.read import packed, weights_name, write_index
 from zero_fn.errors import CheckpointError
@@ -67,7 +67,7 @@ def convert(
             names=", ".join(parted),
             fix="zf.load on as many ranks, or --only model --only optimizer",
         )
-    draft = Draft(target, kinds=KINDS if to == "zero_fn" else ())
+    draft = Draft(target, kinds=(*KINDS, AVERAGES) if to == "zero_fn" else ())
     draft.make()
     conversion = _Conversion(source, draft.path, dtype, only, tell)
     try:
@@ -103,7 +103,7 @@ class _Conversion:
                 for name in source.options
             }
         says["extra"] = encoded(self._extra(), "extra", tensors)
-        pieces = {kind: list(self._pieces(kind)) for kind in KINDS[:2]}
+        pieces = {kind: list(self._pieces(kind)) for kind in CUT}
         for name, tensor in tensors.items():
             require_dtype(name, tensor.dtype)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -127,10 +127,11 @@ class _Conversion:
         """Writes what `torch.distributed.checkpoint` would write on one rank."""
         saved: dict[str, Any] = {}
         found: dict[tuple[Any, ...], tuple[str, StoredBox]] = {}
-        for kind in KINDS[:2]:
+        for kind in CUT:
             for piece in self._pieces(kind):
-                name, _, state = piece.name.rpartition("/") if kind == "optimizer" else (piece.name, "", "")
+                name, _, state = piece.name.rpartition("/") if kind in CUT[1:] else (piece.name, "", "")
                 way: tuple[Any, ...] = ("optimizer", "state", name, state) if state else ("model", name)
+                way = (f"{state}.tensors", name) if kind == AVERAGES else way
                 inside = saved
                 for step in way[:-1]:
                     inside = inside.setdefault(step, {})
@@ -161,7 +162,7 @@ class _Conversion:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def _pieces(self, kind: str) -> Iterator[StoredBox]:
-        for key in self._source.pieces if kind in self._only else ():
+        for key in self._source.pieces if ("extra" if kind == AVERAGES else kind) in self._only else ():
             if key[0] == kind:
                 first = self._source.first(key)
                 is_cast = self._dtype is not None and kind == "model" and first.dtype.is_floating_point

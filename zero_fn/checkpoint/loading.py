@@ -66,7 +66,8 @@ def load(
         folder: A checkpoint, or a folder with checkpoints, of which the one that was committed last is meant.
         model: The module whose parameters and buffers are loaded.
         optimizer: The optimizer of its parameters, whose states and options of groups are loaded.
-        extra: Objects with `load_state_dict`, by the names under which they were saved; they are loaded, too.
+        extra: Objects with `load_state_dict`, by the names under which they were saved; they are loaded, too. So is
+            an average of the model (`zf.ema`).
         only: What to load: "model", "optimizer" or "extra", or several of these. The rest is left as it is.
         where: Which parameters and buffers are loaded: patterns of names, or a predicate of name and tensor; None: all.
         strict: Whether each tensor must be in both, the checkpoint and the model. Shapes must always agree.
@@ -113,7 +114,7 @@ def load(
         if plan.optimizer is not None:
             plan.match_optimizer(source, plan.optimizer, is_strict=strict)
         if "extra" in kinds:
-            plan.match_extra(source, meeting, extra or {}, is_strict=strict)
+            plan.match_extra(source, meeting, extra or {}, where, is_strict=strict)
         return source
 
     fill_on_all_ranks(

@@ -24,12 +24,29 @@ from torch.optim import Optimizer
 from zero_fn.checkpoint.format.box import Box, Holding, ranges, whole_box
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
-from zero_fn.checkpoint.format.folders import KINDS, Draft, part_name, prune, tensors_name, write_manifest
+from zero_fn.checkpoint.format.folders import (
+    AVERAGES,
+    CUT,
+    KINDS,
+    Draft,
+    part_name,
+    prune,
+    tensors_name,
+    write_manifest,
+)
 from zero_fn.checkpoint.format.values import encoded
-from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, ParcelWindow, held_state, tensors_of_groups
+from zero_fn.checkpoint.live.held_tensors import (
+    HeldTensor,
+    ModelTensors,
+    ParcelWindow,
+    held_averages,
+    held_state,
+    tensors_of_groups,
+)
 from zero_fn.checkpoint.live.streamed_states import each_state, held_in_chunks, states_in_chunks
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.errors import CheckpointError
+from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
@@ -71,7 +88,7 @@ def save(
         model: A module, transformed or not.
         optimizer: The optimizer of its parameters, any of torch or a streamed one.
         extra: Values, or objects with a `state_dict()`, by name: made of numbers, strings, lists, dicts and plain tensors.
-            Each rank saves its own.
+            Each rank saves its own. An average of the model (`zf.ema`) is saved as its shards.
         where: Which parameters and buffers: patterns of names, or a predicate of name and tensor; None: all.
         keep: How many checkpoints to keep in the folder above: the newest ones whose names differ only in the step. None:
             all.
@@ -101,7 +118,7 @@ def save(
         plan.add(model, optimizer, extra or {}, where)
 
     failure = failure_of(prepare)
-    names = [(kind, held.name, held.dtype, held.place.shape) for kind in KINDS[:2] for held in plan.held_tensors[kind]]
+    names = [(kind, held.name, held.dtype, held.place.shape) for kind in CUT for held in plan.held_tensors[kind]]
     same = (str(draft.target), model is None, optimizer is None, keep, keep_every, background)
     try:
         agreed = meeting.agree(SAVING, failure, draft.make, same=same, same_names=names)
@@ -169,7 +186,7 @@ def wait_for_saving() -> None:
 class _Inventory:
     """What this rank has to save."""
 
-    held_tensors: dict[str, list[HeldTensor]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    held_tensors: dict[str, list[HeldTensor]] = field(default_factory=lambda: {kind: [] for kind in (*KINDS, AVERAGES)})
     says: dict[str, Any] = field(default_factory=dict)  # its part of the manifest, but for the tensors
     streamed: Streamed | None = None
 
@@ -191,6 +208,10 @@ class _Inventory:
         if optimizer is not None:
             self._add_optimizer(optimizer, named, tensors)
         states = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in extra.items()}
+        for name, value in extra.items():
+            if isinstance(value, Average):
+                self.held_tensors[AVERAGES] += held_averages(name, value, named, where)
+                states[name] = {"updates": value.updates}
         self.says["extra"] = encoded(states, "extra", tensors)
         for path, tensor in tensors.items():
             require_dtype(path, tensor.dtype)
@@ -351,7 +372,7 @@ class _Writing:
 
     def _commit(self) -> str:
         """Commits on rank 0, once every rank has written."""
-        names = {kind: len({held.name for held in self.plan.held_tensors[kind]}) for kind in KINDS[:2]}
+        names = {kind: len({held.name for held in self.plan.held_tensors[kind]}) for kind in CUT}
         write_manifest(
             self.draft.path, self.agreed.text, self.meeting.size, names if self.agreed.have_same_names else None
         )

@@ -13,7 +13,7 @@ from typing import Any
 from zero_fn.checkpoint.format.box import DEALT_RANKS
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, read_json, understood
-from zero_fn.checkpoint.format.folders import KINDS, part_name, read_manifest, tensors_name
+from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, part_name, read_manifest, tensors_name
 from zero_fn.checkpoint.format.values import decoded
 from zero_fn.errors import CheckpointError
 
@@ -71,7 +71,9 @@ class Catalog(Contents):
         if (part["id"], part["rank"]) != (self._id, rank):
             raise damaged(self.path / part_name(rank), why="it belongs to another checkpoint")
         with self._understood(rank):
-            for kind, number, info in ((k, *each) for k in KINDS for each in enumerate(part["files"].get(k, ()))):
+            for kind, number, info in (
+                (k, *each) for k in (*KINDS, AVERAGES) for each in enumerate(part["files"].get(k, ()))
+            ):
                 path = self.path / tensors_name(kind, rank, number)
                 opened = partial(TensorReader, path, info["begin"], info["nbytes"], info["xxh3"])
                 pieces = [StoredBox.of_entry(name, entry, rank, opened) for name, entry in info["tensors"].items()]
@@ -90,7 +92,7 @@ class Catalog(Contents):
                 self.values.setdefault(self.rename(name), (rank, value))
 
     def _add(self, kind: str, piece: StoredBox) -> None:
-        name, _, state = piece.name.rpartition("/") if kind == "optimizer" else (piece.name, "", "")
+        name, _, state = piece.name.rpartition("/") if kind in CUT[1:] else (piece.name, "", "")
         other = self.add_piece(f"{kind} of rank {piece.rank}" if kind == "extra" else kind, name, state, piece)
         if other is not None:
             raise CheckpointError(

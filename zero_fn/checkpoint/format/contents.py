@@ -40,7 +40,7 @@ class Contents:
     def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> StoredBox | None:
         """Adds a box of a tensor; returns a known box that contradicts it in shape, dtype or digests."""
         name = name if kind.startswith("extra") else self.rename(name)
-        key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
+        key = (kind, f"{name}/{state}" if state else name)
         if kind == "optimizer" and key not in self.pieces:
             self.states.setdefault(name, []).append((state, key))
         known = self.pieces.setdefault(key, {})

@@ -27,6 +27,8 @@ from zero_fn.errors import CheckpointError, ZeroError
 from zero_fn.values.tiers import bytes_text
 
 __all__ = [
+    "AVERAGES",
+    "CUT",
     "KINDS",
     "MANIFEST",
     "VERSION",
@@ -44,7 +46,13 @@ __all__ = [
 VERSION = 1
 MANIFEST = "manifest.json"
 KINDS = ("model", "optimizer", "extra")
-"""Folders of files of tensors in a checkpoint."""
+"""What a checkpoint has; each has a folder of files of tensors."""
+
+AVERAGES = "averages"
+"""The folder of averages of parameters, which are in `extra` and cut as parameters are."""
+
+CUT = (*KINDS[:2], AVERAGES)
+"""The folders of tensors of which a rank writes its shards."""
 
 _LEFT = (".saving", ".removing")
 
@@ -177,7 +185,7 @@ def newest(folder: Path) -> Path:
 class Draft:
     """The folder of a checkpoint that is being saved. Rank 0 makes the folder, commits it and holds its lock."""
 
-    def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
+    def __init__(self, target: Path, kinds: Sequence[str] = (*KINDS, AVERAGES)) -> None:
         """A draft of which nothing is on the disk yet; `kinds` are the folders in it."""
         self.target, self.path, self._kinds = target, target.parent / f".{target.name}.saving", kinds
         self._lock = -1

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from zero_fn.checkpoint.format.box import Box, Holding, holding_of, holding_of_state, ranges, spans, whole_box
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
+from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
 from zero_fn.resting import local_of
 from zero_fn.runtime.door import units_of
@@ -31,7 +32,7 @@ from zero_fn.storage import StagingBuffers, wait_all
 from zero_fn.transforms.selection import Where
 from zero_fn.values.tiled import Tiled
 
-__all__ = ["HeldTensor", "ModelTensors", "ParcelWindow", "held_state", "tensors_of_groups"]
+__all__ = ["HeldTensor", "ModelTensors", "ParcelWindow", "held_averages", "held_state", "tensors_of_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +265,21 @@ def tensors_of_groups(optimizer: Optimizer, named: ModelTensors) -> list[list[He
                 held = replace(held, place=Holding(held.place.shape, whole_box(held.place.shape), (0, 1)))
             groups[-1].append(held)
     return groups
+
+
+def held_averages(name: str, average: Average, named: ModelTensors, where: Where) -> list[HeldTensor]:
+    """The averages of the parameters of a model that is saved, or loaded, with them."""
+    average.require_hidden("save or load of the average")
+    found: list[HeldTensor] = []
+    for parameter, shard in average.shards():
+        held = named.parameters.get(id(parameter))
+        if held is not None:
+            found.append(replace(held, name=f"{held.name}/{name}", dtype=shard.dtype, local=shard))
+        elif where is None:
+            raise CheckpointError(
+                f"extra[{name!r}] is an average of a parameter that the model does not have.",
+                parameter=list(parameter.shape),
+                why="averages are saved by the names of their parameters",
+                fix="give the model that is averaged, too: zf.save(folder, model, extra={'average': average})",
+            )
+    return found

@@ -15,15 +15,24 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.box import Box
 from zero_fn.checkpoint.format.contents import Contents, Key, require_whole
-from zero_fn.checkpoint.format.folders import KINDS
-from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, ParcelWindow, held_state, tensors_of_groups
+from zero_fn.checkpoint.format.folders import AVERAGES, CUT
+from zero_fn.checkpoint.live.held_tensors import (
+    HeldTensor,
+    ModelTensors,
+    ParcelWindow,
+    held_averages,
+    held_state,
+    tensors_of_groups,
+)
 from zero_fn.checkpoint.live.streamed_states import StateFields, end_step, fill_states, held_in_chunks, room_of_states
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
+from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner, Dealt
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed
+from zero_fn.transforms.selection import Where
 from zero_fn.transforms.unsharded import refresh
 
 __all__ = ["LoadPlan"]
@@ -46,6 +55,7 @@ class LoadPlan:
     stepped: set[str] = field(default_factory=set)  # names in the files of the parameters that it steps
     then: list[Callable[[], object]] = field(default_factory=list)  # what is to be done once the tensors are filled
     values: dict[str, Any] = field(default_factory=dict)  # of `extra`
+    averages: set[str] = field(default_factory=set)  # names in `extra` of those that are loaded
     wrong: list[str] = field(default_factory=list)  # what does not fit, in words
 
     # -- names, shapes, dtypes -----------------------------------------------------------------------------------------
@@ -192,7 +202,9 @@ class LoadPlan:
             self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
         return dtypes, others
 
-    def match_extra(self, source: Contents, meeting: RankMeeting, extra: Mapping[str, Any], *, is_strict: bool) -> None:
+    def match_extra(
+        self, source: Contents, meeting: RankMeeting, extra: Mapping[str, Any], where: Where, *, is_strict: bool
+    ) -> None:
         """Finds the values of `extra`, and what they are to be loaded into."""
         rank = meeting.rank if source.ranks == meeting.size else 0
         said = source.said(rank, "extra")
@@ -208,6 +220,17 @@ class LoadPlan:
         self.values = {name: source.value(rank, value) for name, value in said.items()}
         takers = {name: taker for name, taker in extra.items() if name in said and hasattr(taker, "load_state_dict")}
         self.then += [partial(taker.load_state_dict, self.values[name]) for name, taker in takers.items()]
+        averages = {name: each for name, each in extra.items() if isinstance(each, Average) and name in said}
+        for name, average in averages.items():
+            self.averages.add(name)
+            for held in held_averages(name, average, self.named, where):
+                key = AVERAGES, f"{self._name_of(source, held.name.removesuffix(f'/{name}'))}/{name}"
+                if key in source.pieces:
+                    self._match(source, key, held)
+                elif is_strict:
+                    self.wrong.append(f"{held.name}: no average in the checkpoint")
+            if isinstance(self.values[name], dict):  # as of a torch.distributed.checkpoint, too
+                self.then.append(partial(setattr, average, "updates", self.values[name].get("updates", 0)))
 
     def note_unexpected(self, keys: Iterable[Key]) -> None:
         """Notes as wrong what is in the files and on no rank."""
@@ -219,11 +242,13 @@ class LoadPlan:
         taken |= {("model", held.name) for held in self.named.held_tensors}
         kinds = {"model"} if self.model is not None else set()
         kinds |= {"optimizer"} if self.optimizer is not None else set()
+        kinds |= {AVERAGES} if self.averages else set()
         return [
             (kind, name)
             for kind, name in source.pieces
             if kind in kinds and (kind, name) not in taken
-            if kind == "model" or name.rpartition("/")[0] not in self.stepped
+            if kind != "optimizer" or name.rpartition("/")[0] not in self.stepped
+            if kind != AVERAGES or name.rpartition("/")[2] in self.averages
         ]
 
     def require(self, path: Path) -> None:
@@ -249,7 +274,7 @@ class LoadPlan:
     def require_wanted(self, source: Contents, meeting: RankMeeting, *, is_strict: bool) -> None:
         """Where ranks have parameters of different names: refuses what no rank has a place for. Sends a byte a tensor."""
         source.read_all()
-        keys = sorted(key for key in source.pieces if key[0] in KINDS[:2])
+        keys = sorted(key for key in source.pieces if key[0] in CUT)
         missed = set(self.missed(source))
         wanted = meeting.union([key not in missed for key in keys])
         if is_strict:
