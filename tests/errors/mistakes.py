@@ -942,6 +942,28 @@ def checkpoint_lost_a_rank(two: DeviceMesh, folder: Path) -> object:
         return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
+def average_is_shown_in_a_step() -> None:
+    model = nn.Linear(2, 2)
+    with zf.ema(model).shown():
+        torch.optim.SGD(model.parameters()).step()
+
+
+def average_of_a_model_that_was_transformed(one: DeviceMesh) -> None:
+    model = nn.Linear(2, 2)
+    average = zf.ema(model)
+    sharded = zf.shard_params(model, one)
+    average.update()
+    del sharded
+
+
+def average_of_a_parameter_that_was_frozen() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    average = zf.ema(model)
+    model.requires_grad_(True)
+    average.update()
+
+
 ROWS: dict[str, Callable[..., object]] = {
     # the mesh
     "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
@@ -1251,6 +1273,13 @@ ROWS: dict[str, Callable[..., object]] = {
         folder / "step-1", nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
     ),
     "checkpoint_loads_nothing": lambda: zf.load("runs", only="weights"),
+    "checkpoint_of_an_average_alone": lambda folder: zf.save(
+        folder / "step-1", extra={"average": zf.ema(nn.Linear(2, 2))}
+    ),
+    # averages
+    "average_of_no_decay": lambda: zf.ema(nn.Linear(2, 2), 1.5),
+    "average_of_what_is_frozen": lambda: zf.ema(nn.Linear(2, 2).requires_grad_(False)),
+    "average_of_meta": lambda: zf.ema(nn.Linear(2, 2, device="meta")),
 }
 
 # The functions that make mistakes; helpers are private.

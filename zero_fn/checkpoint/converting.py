@@ -67,7 +67,7 @@ def convert(
             names=", ".join(parted),
             fix="zf.load on as many ranks, or --only model --only optimizer",
         )
-    draft = Draft(target, kinds=(*KINDS, AVERAGES) if to == "zero_fn" else ())
+    draft = Draft(target, kinds=KINDS if to == "zero_fn" else ())
     draft.make()
     conversion = _Conversion(source, draft.path, dtype, only, tell)
     try:

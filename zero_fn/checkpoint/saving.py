@@ -118,7 +118,8 @@ def save(
         plan.add(model, optimizer, extra or {}, where)
 
     failure = failure_of(prepare)
-    names = [(kind, held.name, held.dtype, held.place.shape) for kind in CUT for held in plan.held_tensors[kind]]
+    cut = [(kind, held) for kind in CUT for held in plan.held_tensors.get(kind, ())]
+    names = [(kind, held.name, held.dtype, held.place.shape) for kind, held in cut]
     same = (str(draft.target), model is None, optimizer is None, keep, keep_every, background)
     try:
         agreed = meeting.agree(SAVING, failure, draft.make, same=same, same_names=names)
@@ -186,7 +187,7 @@ def wait_for_saving() -> None:
 class _Inventory:
     """What this rank has to save."""
 
-    held_tensors: dict[str, list[HeldTensor]] = field(default_factory=lambda: {kind: [] for kind in (*KINDS, AVERAGES)})
+    held_tensors: dict[str, list[HeldTensor]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     says: dict[str, Any] = field(default_factory=dict)  # its part of the manifest, but for the tensors
     streamed: Streamed | None = None
 
@@ -210,7 +211,7 @@ class _Inventory:
         states = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in extra.items()}
         for name, value in extra.items():
             if isinstance(value, Average):
-                self.held_tensors[AVERAGES] += held_averages(name, value, named, where)
+                self.held_tensors.setdefault(AVERAGES, []).extend(held_averages(name, value, named, where))
                 states[name] = {"updates": value.updates}
         self.says["extra"] = encoded(states, "extra", tensors)
         for path, tensor in tensors.items():
@@ -372,7 +373,8 @@ class _Writing:
 
     def _commit(self) -> str:
         """Commits on rank 0, once every rank has written."""
-        names = {kind: len({held.name for held in self.plan.held_tensors[kind]}) for kind in CUT}
+        named = {kind: held for kind, held in self.plan.held_tensors.items() if kind in CUT}
+        names = {kind: len({each.name for each in held}) for kind, held in named.items()}
         write_manifest(
             self.draft.path, self.agreed.text, self.meeting.size, names if self.agreed.have_same_names else None
         )

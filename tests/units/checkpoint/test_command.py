@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
@@ -81,6 +82,24 @@ def test_tensors_in_extra_are_converted_to_the_bit(tmp_path: Path) -> None:
         source, target = tmp_path / f"step-{number}", tmp_path / f"step-{number + 1}"
         assert main(["checkpoint", "convert", str(source), str(target), "--to", to]) == 0
         assert torch.equal(zf.load(target, built())["weights"], weights)
+
+
+def test_an_average_is_converted_to_the_bit(tmp_path: Path) -> None:
+    model, other = built(), built()
+    average = zf.ema(model, 0.5)
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), 1.0)
+    average.update()
+    zf.save(tmp_path / "step-1", model, extra={"average": average})
+    for target, to in (("step-2", "zero_fn"), ("dcp", "dcp")):
+        assert main(["checkpoint", "convert", str(tmp_path / "step-1"), str(tmp_path / target), "--to", to]) == 0
+    loaded = zf.ema(other, 0.5)
+    zf.load(tmp_path / "step-2", other, extra={"average": loaded})
+    read = zf.ema(built(), 0.5).tensors
+    dcp.load({"average.tensors": read}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name, value in average.tensors.items():
+        assert torch.equal(loaded.tensors[name], value)
+        assert torch.equal(read[name], value)
 
 
 def test_commands_list_and_tell_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,13 +46,13 @@ __all__ = [
 VERSION = 1
 MANIFEST = "manifest.json"
 KINDS = ("model", "optimizer", "extra")
-"""What a checkpoint has; each has a folder of files of tensors."""
+"""Folders of files of tensors in a checkpoint."""
 
 AVERAGES = "averages"
-"""The folder of averages of parameters, which are in `extra` and cut as parameters are."""
+"""The kind of averages of parameters: in the folder `extra`, and cut as parameters are."""
 
 CUT = (*KINDS[:2], AVERAGES)
-"""The folders of tensors of which a rank writes its shards."""
+"""The kinds of tensors of which a rank writes its shards."""
 
 _LEFT = (".saving", ".removing")
 
@@ -64,6 +64,8 @@ def part_name(rank: int) -> str:
 
 def tensors_name(kind: str, rank: int, number: int) -> str:
     """The path of a file of tensors that a rank writes, in the folder of its kind."""
+    if kind == AVERAGES:
+        return f"extra/averages-{rank:05d}-{number}.safetensors"
     return f"{kind}/{rank:05d}-{number}.safetensors"
 
 
@@ -185,7 +187,7 @@ def newest(folder: Path) -> Path:
 class Draft:
     """The folder of a checkpoint that is being saved. Rank 0 makes the folder, commits it and holds its lock."""
 
-    def __init__(self, target: Path, kinds: Sequence[str] = (*KINDS, AVERAGES)) -> None:
+    def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
         """A draft of which nothing is on the disk yet; `kinds` are the folders in it."""
         self.target, self.path, self._kinds = target, target.parent / f".{target.name}.saving", kinds
         self._lock = -1
