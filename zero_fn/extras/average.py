@@ -8,7 +8,7 @@ once. So every kernel gives the same bits: on a device or the host, in the middl
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class Average:
             raise StateError(
                 "The model is on meta: it has no values.", fix="zf.materialize(model, device) before zf.ema"
             )
-        self._forms = [_form(value) for value in values]
+        self._forms = list(map(_form, values))
         wide = [torch.promote_types(v.dtype, torch.float32) if v.is_floating_point() else v.dtype for v in values]
         self._averages = _rooms(values, wide, tier)
         for average, value in zip(self._averages, values, strict=True):
@@ -92,10 +92,11 @@ class Average:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The averages by the names of their parameters: DTensors of the same placements, where those are DTensors."""
-        return {
-            name: _like(p, average)
-            for (name, p), (_, average) in zip(self._parameters.items(), self.shards(), strict=True)
-        }
+        found: dict[str, Tensor] = {}
+        for name, (p, average) in zip(self._parameters, self.shards(), strict=True):
+            spec = spec_on(p._spec, p.shape, p.stride(), average.dtype) if isinstance(p, DTensor) else None
+            found[name] = average if spec is None else on_spec(average, spec)
+        return found
 
     def shards(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter that is averaged, and the average of what this rank holds of it."""
@@ -130,8 +131,8 @@ class Average:
         if values:
             _update(averages, values, decay)
 
-    @uncompiled
-    def shown(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def shown(self) -> Generator[None, None, None]:
         """Inside the block the parameters of the model have the values of the average; after it their own, to the bit, also
         after an exception. Shards are copied, nothing is gathered, nothing is communicated.
 
@@ -146,10 +147,6 @@ class Average:
                 average itself.
             StorageError, TierError: A disk refused, or the tier has no room, on this rank.
         """
-        return self._shown()
-
-    @contextmanager
-    def _shown(self) -> Generator[None, None, None]:
         self.require_hidden("shown()")
         require_idle(units_of(self._model), "shown()")
         self._require_current()
@@ -226,12 +223,6 @@ def _update(averages: list[Tensor], values: list[Tensor], decay: float) -> None:
 
 def _form(local: Tensor) -> tuple[object, ...]:
     return local.dtype, local.shape, local.device
-
-
-def _like(parameter: Tensor, average: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return average
-    return on_spec(average, spec_on(parameter._spec, parameter.shape, parameter.stride(), average.dtype))
 
 
 def _rooms(values: Sequence[Tensor], dtypes: Sequence[torch.dtype], tier: Tier | None) -> list[Tensor]:
