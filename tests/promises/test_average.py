@@ -165,7 +165,7 @@ def test_an_average_refuses_what_it_cannot_follow_and_gives_parameters_back(stag
         elsewhere = torch.optim.SGD(other.parameters(), lr=0.1)
         output = model(noise(2, 6, seed=0))
         with pytest.raises(ZeroDivisionError), average.shown():
-            with pytest.raises(RuntimeError, match="changed between|inplace"):  # with gradients of the average
+            with pytest.raises(RuntimeError, match=r"changed between|inplace"):  # with gradients of the average
                 output.sum().backward()
             for act in (optimizer.step, average.update, average.shown().__enter__):
                 with pytest.raises(zf.StateError, match="inside average"):
