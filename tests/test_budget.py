@@ -21,6 +21,7 @@ BUDGET = {
     "local": 560,
     "looking": 1200,
     "one_host": 700,
+    "owners": 1600,
     "runtime": 6200,
     "storage": 1250,
     "streamed": 1750,
@@ -29,7 +30,7 @@ BUDGET = {
     "values": 1750,
     "": 550,
 }
-"""Most lines of each folder of the package; "" is the package itself: 25,560 together. A later feature has its own budget."""
+"""Most lines of each folder of the package; "" is the package itself: 25,560 together, without owners. A later feature has its own budget."""
 
 DEBT = {
     "": 73,
@@ -50,16 +51,28 @@ DEBT = {
 """Lines above the budget today, of folders that are still to be rewritten. Each may fall and none may grow; the last to
 fall takes this table along."""
 
+FEATURES: dict[str, dict[str, int]] = {
+    "by_owner": {
+        "": 4, "checkpoint": 13, "deepspeed": 227, "integrations": 14, "looking": 9, "streamed": 28, "transport": 62,
+    },
+    "ema": {"": 2, "checkpoint": 86, "extras": 239},
+}  # fmt: skip
+"""Lines that later features may have in folders that were there before them."""
+
 TESTS = 33_000
 """Most lines of Python in `tests` and `property_tests`."""
 
 TESTS_DEBT = 7_530
 """... and as many above it today."""
 
+TESTS_OF_FEATURES = {"by_owner": 1_310, "ema": 225}
+"""Lines of tests of later features."""
+
 MOST = 15
 """Attributes, and methods, of one class."""
 
 WIDE = {
+    "ByOwner": "what looks like any optimizer, and where owners and their states are",
     "Backward": "the second of three classes that are one run: what the backwards of its units share",
     "Forward": "the first of them: what the forwards of its units share",
     "Groups": "all memory of one unit, a verb for each of its moves",
@@ -109,12 +122,14 @@ SOURCES = [path.read_text() for path in PACKAGE.rglob("*.py")]
 def test_every_folder_keeps_to_its_budget() -> None:
     lines = lines_of(PACKAGE, "*.py", "*.c")
     assert lines.keys() == BUDGET.keys()
-    assert {folder: count for folder, count in lines.items() if count > BUDGET[folder] + DEBT.get(folder, 0)} == {}
+    most = Counter(BUDGET) + Counter(DEBT) + sum(map(Counter, FEATURES.values()), Counter())
+    assert {folder: count for folder, count in lines.items() if count > most[folder]} == {}
 
 
 def test_the_tests_keep_to_their_budget() -> None:
     folders = PACKAGE.parent / "tests", PACKAGE.parent / "property_tests"
-    assert sum(lines_of(folder, "*.py").total() for folder in folders) <= TESTS + TESTS_DEBT
+    most = TESTS + TESTS_DEBT + sum(TESTS_OF_FEATURES.values())
+    assert sum(lines_of(folder, "*.py").total() for folder in folders) <= most
 
 
 def test_no_class_does_everything() -> None:

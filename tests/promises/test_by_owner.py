@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import pytorch_optimizer
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -37,6 +36,8 @@ from tests.support.wholes import full, fulls
 from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.units.checkpoint.worlds import WORLDS, differing, everything, stepped
 from zero_fn.resting import local_of
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the extra [test] is not installed")
 
 
 class Shapes(Tower):
@@ -511,14 +512,16 @@ def test_an_optimizer_has_one_place_and_no_copies() -> None:
             act()
 
 
-def _torn(stage: str) -> str:
-    """Each rank has gradients of parameters of its own, which have the same shapes."""
+def _torn(stage: str, has_none: bool) -> str:
+    """Each rank has gradients of parameters of its own, which have the same shapes; or one rank has none."""
     model = STAGES[stage](Tower(), axis())
     optimizer = zf.by_owner(torch.optim.SGD(model.parameters(), lr=0.1))
     model(noise(2, WIDTH, seed=0)).sum().backward()
     for block in model.blocks[dist.get_rank() :: 2]:
         block.up.weight.grad = None
     model.blocks[2].up.weight.grad = None
+    if has_none and dist.get_rank():
+        optimizer.zero_grad()
     with pytest.raises((zf.DisagreementError, zf.LostRankError)) as caught:
         optimizer.step()
     with pytest.raises(zf.StateError, match="step failed half-way"):
@@ -535,9 +538,9 @@ def _on_fresh_ranks(n: int, program: Callable[..., Any], *args: Any) -> list[Any
         ranks.close()
 
 
-@pytest.mark.parametrize("stage", ["replicate", "zero3"])
-def test_ranks_with_gradients_of_different_parameters_are_told(stage: str) -> None:
-    assert "DisagreementError" in _on_fresh_ranks(2, _torn, stage)
+@pytest.mark.parametrize(("stage", "has_none"), [("replicate", False), ("zero3", False), ("zero3", True)])
+def test_ranks_with_gradients_of_different_parameters_are_told(stage: str, has_none: bool) -> None:
+    assert "DisagreementError" in _on_fresh_ranks(2, _torn, stage, has_none)
 
 
 class Raising(torch.optim.SGD):

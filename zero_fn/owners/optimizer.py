@@ -19,7 +19,7 @@ from zero_fn.owners.shelf import Shelf
 from zero_fn.owners.states import on_all_ranks, on_owners
 from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
 from zero_fn.owners.trials import require_independent
-from zero_fn.owners.trips import Lines
+from zero_fn.owners.trips import LinesByAxis
 from zero_fn.resting import rest_gradient
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.optimizers import require_own_shard, say_if_alone, say_if_rounded
@@ -105,7 +105,7 @@ class ByOwner(Optimizer):
     def __init__(self, inner: Optimizer, cost: Cost, nbytes: int) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
         self.__setstate__({"inner": inner, "defaults": inner.defaults, "state": defaultdict(dict), **shared})
-        self._dealing, self._nbytes, self._lines = Dealing(cost), nbytes, Lines()
+        self._dealing, self._nbytes, self._lines = Dealing(cost), nbytes, LinesByAxis()
         self._dealt: dict[int, Dealt] = {}  # by the identity of the parameter, in the order of dealing
         self._plans: dict[tuple[int, ...], tuple[list[list[Dealt]], str]] = {}  # by the parameters that have gradients
         self.failed: str | None = None
@@ -244,6 +244,10 @@ class ByOwner(Optimizer):
         travelling, check = self._plan_of(tuple(present))
         arithmetic = Arithmetic(self.inner, self.state, self._shelf_of)
         try:
+            if not travelling:  # others may have gradients
+                self._lines.agree(
+                    dict.fromkeys(leg.axis for each in self._dealt.values() for leg in each.route.legs), check
+                )
             step_batches(travelling, arithmetic, self._lines, check)
             if plain:
                 arithmetic.step(plain)

@@ -24,11 +24,11 @@ from zero_fn.runtime.slot import slot_of
 from zero_fn.values.layout import ShardLayout
 from zero_fn.values.mesh import Axis, axes_text, mesh_axis
 
-__all__ = ["Leg", "Route", "mesh_of", "route_of"]
+__all__ = ["AxisLeg", "Route", "mesh_of", "route_of"]
 
 
 @dataclass(frozen=True)
-class Leg:
+class AxisLeg:
     """One axis on the way of a tensor."""
 
     axis: Axis
@@ -46,7 +46,7 @@ class Route:
 
     shape: tuple[int, ...]
     legs: tuple[
-        Leg, ...
+        AxisLeg, ...
     ]  # of axes of several ranks: those that cut it, in the order in which they cut, then the others
 
     @property
@@ -66,7 +66,7 @@ class Route:
 
     def uncut(self, shape: Sequence[int]) -> Route:
         """The way of another tensor with the same owner, which all ranks are to hold whole."""
-        legs = tuple(Leg(leg.axis, None, prod(shape)) for leg in self.legs)
+        legs = tuple(AxisLeg(leg.axis, None, prod(shape)) for leg in self.legs)
         return Route(tuple(shape), legs)
 
 
@@ -84,7 +84,7 @@ def route_of(parameter: Tensor) -> Route:
     """
     slot, spec = slot_of(parameter), _spec_of(parameter)
     assert spec is not None, "a plain tensor has no way"
-    legs: list[Leg] = []
+    legs: list[AxisLeg] = []
     left = tuple(parameter.shape)
     model = slot.model if slot is not None else spec
     for axis, placement in _placements_of(model):
@@ -98,10 +98,10 @@ def route_of(parameter: Tensor) -> Route:
                 placements=f"{spec.placements} over {axes_text(spec.mesh)}",
                 fix="redistribute it to Shard or Replicate; or shard it by zf.shard_params",
             )
-        legs.append(Leg(axis, layout, prod(left)))
+        legs.append(AxisLeg(axis, layout, prod(left)))
         left = left if layout is None else layout.local_shape(axis.rank)
     for hop in slot.path.hops if slot is not None else ():
-        legs.append(Leg(hop.axis, hop.layout, prod(left)))
+        legs.append(AxisLeg(hop.axis, hop.layout, prod(left)))
         left = left if hop.layout is None else hop.layout.local_shape(hop.axis.rank)
     legs = [leg for leg in legs if leg.axis.size > 1]
     return Route(tuple(parameter.shape), tuple(sorted(legs, key=lambda leg: leg.layout is None)))

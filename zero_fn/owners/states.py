@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from zero_fn.owners.dealing import Dealt, batches
 from zero_fn.owners.routes import mesh_of
-from zero_fn.owners.trips import Lines, Parcel, Trip, collected, spread
+from zero_fn.owners.trips import Carried, LinesByAxis, Trip, collected, spread
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.transport.agree import axes_of
@@ -29,7 +29,7 @@ __all__ = ["on_all_ranks", "on_owners"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _Large:
     """In place of a state that is a tensor of several elements."""
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class _Form:
 
 
 def on_all_ranks(
-    dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: Lines, nbytes: int
+    dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: LinesByAxis, nbytes: int
 ) -> dict[Tensor, dict[str, Any]]:
     """The states of these tensors as every rank is to have them. All ranks call it."""
     said = {at: tree_map(_form_of, states.get(each.parameter, {})) for at, each in enumerate(dealt) if each.is_mine}
@@ -46,27 +46,27 @@ def on_all_ranks(
         said |= _told(mesh, {at: own for at, own in said.items() if mesh_of(dealt[at].parameter) == mesh})
     numbers, found = {id(each): at for at, each in enumerate(dealt)}, dict[Tensor, dict[str, Any]]()
     for batch in batches([each for at, each in enumerate(dealt) if said.get(at)], nbytes):
-        parcels: dict[bool, list[Parcel]] = {True: [], False: []}  # by whether they have the shape of their parameters
+        carried: dict[bool, list[Carried]] = {True: [], False: []}  # by whether they have the shape of their parameters
         for each in batch:
             form = said[numbers[id(each)]]
             values = states[each.parameter] if each.is_mine else form
 
-            def arriving(form: Any, value: Any, each: Dealt = each, parcels: Any = parcels) -> Any:
-                if not isinstance(form, _Form):
+            def arriving(form: Any, value: Any, each: Dealt = each, carried: Any = carried) -> Any:
+                if not isinstance(form, _Large):
                     return form
                 follows = form.shape == each.route.shape
                 parcel = _leaving(each if follows else replace(each, route=each.route.uncut(form.shape)), form, value)
-                parcels[follows].append(parcel)
+                carried[follows].append(parcel)
                 return _shown(each.parameter, parcel.part) if follows else parcel.part
 
             found[each.parameter] = tree_map(arriving, form, values)
-        for alike in parcels.values():
+        for alike in carried.values():
             Trip(spread(alike, lines, "states")).wait()
     return found
 
 
 def _form_of(value: Any) -> Any:
-    return _Form(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.numel() > 1 else value
+    return _Large(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.numel() > 1 else value
 
 
 def _told(mesh: DeviceMesh, said: dict[int, Any]) -> dict[int, Any]:
@@ -83,16 +83,16 @@ def _told(mesh: DeviceMesh, said: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _leaving(dealt: Dealt, form: _Form, value: Any) -> Parcel:
+def _leaving(dealt: Dealt, form: _Large, value: Any) -> Carried:
     """A state on its way from its owner, who has its value."""
     local = local_of(dealt.parameter)
     own = in_memory(value).to(local.device) if dealt.is_mine else None
     if not dealt.route.is_cut:
-        return Parcel(
+        return Carried(
             dealt, torch.empty(form.shape, dtype=form.dtype, device=local.device) if own is None else own.clone(), None
         )
     part = torch.empty_strided(local.shape, local.stride(), dtype=form.dtype, device=local.device)
-    return Parcel(dealt, part, own)
+    return Carried(dealt, part, own)
 
 
 def _shown(parameter: Tensor, part: Tensor) -> Tensor:
@@ -101,23 +101,23 @@ def _shown(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def on_owners(
-    dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: Lines, nbytes: int
+    dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: LinesByAxis, nbytes: int
 ) -> dict[Tensor, dict[str, Any]]:
     """The states of the tensors that this rank owns, whole. All ranks call it, with DTensors and whole tensors."""
     found: dict[Tensor, dict[str, Any]] = {}
     for batch in batches([each for each in dealt if states.get(each.parameter)], nbytes):
-        parcels: list[Parcel] = []
+        carried: list[Carried] = []
         for each in batch:
 
-            def arriving(value: Any, each: Dealt = each, parcels: list[Parcel] = parcels) -> Any:
+            def arriving(value: Any, each: Dealt = each, carried: list[Carried] = carried) -> Any:
                 if isinstance(value, DTensor) and value.placements != getattr(each.parameter, "placements", None):
                     value = value.full_tensor()
                 if isinstance(value, DTensor) and each.route.is_cut:
-                    parcels.append(Parcel(each, local_of(value), each.whole(value.dtype) if each.is_mine else None))
-                    return parcels[-1].whole
+                    carried.append(Carried(each, local_of(value), each.whole(value.dtype) if each.is_mine else None))
+                    return carried[-1].whole
                 return local_of(value).clone() if isinstance(value, Tensor) and each.is_mine else value
 
             own = tree_map(arriving, dict(states[each.parameter]))
             found[each.parameter] = own if each.is_mine else {}
-        Trip(collected(parcels, lines)).wait()
+        Trip(collected(carried, lines)).wait()
     return found

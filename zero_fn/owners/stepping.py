@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zero_fn.owners.dealing import Dealt
 from zero_fn.owners.shelf import Shelf
-from zero_fn.owners.trips import Lines, Parcel, Trip, collected, spread
+from zero_fn.owners.trips import Carried, LinesByAxis, Trip, collected, spread
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory
@@ -45,7 +45,9 @@ class Arithmetic:
     def __init__(self, inner: Optimizer, states: States, shelf_of: Callable[[Tensor], Shelf | None]) -> None:
         self._inner, self._states, self._shelf_of = inner, states, shelf_of
         self._group_of = {id(p): number for number, group in enumerate(inner.param_groups) for p in group["params"]}
-        self._changed: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
+        # What the calls have changed: of the attributes of the optimizer, and of each group.
+        self._changed: list[dict[str, Any]] = [{} for _ in range(1 + len(inner.param_groups))]
+        self._is_begun = False
 
     def step(self, owned: Sequence[Owned]) -> None:
         """Steps some parameters: together those whose states are in memory, and one after the other those in a tier."""
@@ -82,17 +84,18 @@ class Arithmetic:
             if piece.data_ptr() != value.data_ptr():  # the step has given it other memory
                 value.copy_(piece)
             self._states[parameter] = state.get(piece, {})
-        self._changed = _changes(attributes, vars(stepping)), [*map(_changes, options, stepping.param_groups)]
+        for found, before, after in zip(
+            self._changed, [attributes, *options], [vars(stepping), *stepping.param_groups], strict=True
+        ):
+            found |= _changes(before, after)
+        self._is_begun = True
 
     def finish(self) -> None:
         """Takes over the options that the calls have changed."""
-        if self._changed is None:
+        if not self._is_begun:
             self.step(())
-        assert self._changed is not None
-        attributes, groups = self._changed
-        vars(self._inner).update(attributes)
-        for group, changes in zip(self._inner.param_groups, groups, strict=True):
-            group.update(changes)
+        for target, changes in zip([vars(self._inner), *self._inner.param_groups], self._changed, strict=True):
+            target.update(changes)
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in after.items() if name not in own and before.get(name, own) is not value}
 
 
-def step_batches(batches: Sequence[Sequence[Dealt]], arithmetic: Arithmetic, lines: Lines, check: str) -> None:
+def step_batches(batches: Sequence[Sequence[Dealt]], arithmetic: Arithmetic, lines: LinesByAxis, check: str) -> None:
     """Steps all tensors of some batches. All ranks call it with the same ones; `check` is a text that must agree."""
     leaving: Trip | None = None
     arriving = _Batch(batches[0], lines, check) if batches else None
@@ -120,11 +123,11 @@ def step_batches(batches: Sequence[Sequence[Dealt]], arithmetic: Arithmetic, lin
 class _Batch:
     """Tensors of one family, on their way to their owners."""
 
-    def __init__(self, dealt: Sequence[Dealt], lines: Lines, check: str) -> None:
+    def __init__(self, dealt: Sequence[Dealt], lines: LinesByAxis, check: str) -> None:
         self.owned: list[Owned] = []
         self._check = check
-        self._values: list[Parcel] = []
-        grads: list[Parcel] = []
+        self._values: list[Carried] = []
+        grads: list[Carried] = []
         for each in dealt:
             parameter = each.parameter
             assert parameter.grad is not None
@@ -136,11 +139,11 @@ class _Batch:
                     (each.whole(), each.whole(grad.dtype)) if is_cut else (value, each.whole(grad.dtype).copy_(grad))
                 )
                 self.owned.append(Owned(parameter, *wholes))
-            self._values.append(Parcel(each, value, self.owned[-1].value if each.is_mine and is_cut else None))
-            grads.append(Parcel(each, grad, self.owned[-1].grad if each.is_mine and is_cut else None))
+            self._values.append(Carried(each, value, self.owned[-1].value if each.is_mine and is_cut else None))
+            grads.append(Carried(each, grad, self.owned[-1].grad if each.is_mine and is_cut else None))
         self.trip = Trip(collected([*grads, *self._values], lines, check))
 
-    def leave(self, lines: Lines) -> Trip:
+    def leave(self, lines: LinesByAxis) -> Trip:
         """Sends new values to where they rest."""
         return _Back(self._values, lines, self._check)
 
@@ -148,7 +151,7 @@ class _Batch:
 class _Back(Trip):
     """New values on their way to where they rest."""
 
-    def __init__(self, values: Sequence[Parcel], lines: Lines, check: str) -> None:
+    def __init__(self, values: Sequence[Carried], lines: LinesByAxis, check: str) -> None:
         self._values = values
         super().__init__(spread(values, lines, check=check))
 

@@ -6,7 +6,7 @@ is along the axes that were passed before. So two axes move each element twice, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,10 @@ from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import Axis
 
-__all__ = ["Lines", "Parcel", "Trip", "collected", "spread"]
+__all__ = ["Carried", "LinesByAxis", "Trip", "collected", "spread"]
 
 
-class Parcel(NamedTuple):
+class Carried(NamedTuple):
     """One tensor on its way."""
 
     dealt: Dealt
@@ -28,7 +28,7 @@ class Parcel(NamedTuple):
     whole: Tensor | None  # on the owner: memory for all of it; None elsewhere, and where the part is all of it
 
 
-class Lines:
+class LinesByAxis:
     """The collectives along the axes, opened when they are first used."""
 
     def __init__(self) -> None:
@@ -40,6 +40,11 @@ class Lines:
         if line is None:
             line = self._lines[axis] = line_over([axis])
         return line
+
+    def agree(self, axes: Iterable[Axis], check: str) -> None:
+        """Requires that all ranks along these axes are at the same text, for a step in which nothing travels. Waits."""
+        for line in map(self.over, axes):
+            line.any(torch.zeros(1, dtype=torch.uint8, device=line.device), "gradients", check=check).wait()
 
     def give_up(self) -> None:
         """Tells all ranks that this one sends nothing more."""
@@ -61,19 +66,19 @@ class Trip:
             self._work = next(self._legs, None)
 
 
-def collected(parcels: Sequence[Parcel], lines: Lines, check: str = "") -> Iterator[Work]:
+def collected(carried: Sequence[Carried], lines: LinesByAxis, check: str = "") -> Iterator[Work]:
     """The legs of the ways to the owners. Ways of one family; `part` is only read, `whole` is filled on the owner."""
-    if not parcels:
+    if not carried:
         return
-    held: list[Tensor] = [parcel.part for parcel in parcels]
-    first = parcels[0].dealt.route.legs
+    held: list[Tensor] = [parcel.part for parcel in carried]
+    first = carried[0].dealt.route.legs
     for number in reversed(range(len(first))):
         if first[number].layout is None:  # ranks hold the same
             continue
         axis, numel = first[number].axis, 0
         sends: list[list[Tensor]] = [[] for _ in range(axis.size)]
         places: list[list[Tensor]] = [[] for _ in range(axis.size)]
-        for at, (dealt, _, whole) in enumerate(parcels):
+        for at, (dealt, _, whole) in enumerate(carried):
             if not dealt.is_on_way(number):
                 continue
             leg, owner = dealt.route.legs[number], dealt.owner[number]
@@ -91,18 +96,18 @@ def collected(parcels: Sequence[Parcel], lines: Lines, check: str = "") -> Itera
         yield lines.over(axis).all_to_all(sends, places, numel, "gradients to their owners", check=check)
 
 
-def spread(parcels: Sequence[Parcel], lines: Lines, what: str = "new values", check: str = "") -> Iterator[Work]:
+def spread(carried: Sequence[Carried], lines: LinesByAxis, what: str = "new values", check: str = "") -> Iterator[Work]:
     """The legs of the ways back. Ways of one family; `part` is filled on every rank."""
-    if not parcels:
+    if not carried:
         return
-    held: list[Tensor] = [parcel.part if parcel.whole is None else parcel.whole for parcel in parcels]
-    last = len(parcels[0].dealt.route.legs) - 1
+    held: list[Tensor] = [parcel.part if parcel.whole is None else parcel.whole for parcel in carried]
+    last = len(carried[0].dealt.route.legs) - 1
     for number in range(last + 1):
-        axis = parcels[0].dealt.route.legs[number].axis
+        axis = carried[0].dealt.route.legs[number].axis
         sends: list[list[Tensor]] = [[] for _ in range(axis.size)]
         places: list[list[Tensor]] = [[] for _ in range(axis.size)]
         numel = 0
-        for at, (dealt, part, _) in enumerate(parcels):
+        for at, (dealt, part, _) in enumerate(carried):
             if not dealt.is_on_way(number):
                 continue
             leg, owner = dealt.route.legs[number], dealt.owner[number]
@@ -119,6 +124,6 @@ def spread(parcels: Sequence[Parcel], lines: Lines, what: str = "new values", ch
                 places[owner].append(room)
                 held[at] = room
         yield lines.over(axis).all_to_all(sends, places, numel, f"{what} from owners", check=check)
-    for (_, part, _), own in zip(parcels, held, strict=True):
+    for (_, part, _), own in zip(carried, held, strict=True):
         if own is not part:
             part.copy_(own)
