@@ -222,7 +222,7 @@ class _Inventory:
     def _add_optimizer(self, optimizer: Optimizer, named: ModelTensors, tensors: dict[str, Tensor]) -> None:
         self.streamed = optimizer if isinstance(optimizer, Streamed) else None
         if isinstance(optimizer, ByOwner):
-            optimizer._require_whole("zf.save")
+            optimizer.require_whole("zf.save")
         in_chunks = {} if self.streamed is None else states_in_chunks(self.streamed)
         says, values = self.says, dict[str, dict[str, Any]]()
         says["groups"], says["values"] = [], values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -37,7 +38,7 @@ class Dealt:
     number: int  # of the owner among the ranks of the mesh
     owner: tuple[int, ...]  # its rank along the axis of each leg
 
-    @property
+    @cached_property
     def is_mine(self) -> bool:
         """Whether this rank is the owner."""
         return all(leg.axis.rank == rank for leg, rank in zip(self.route.legs, self.owner, strict=True))

@@ -32,9 +32,8 @@ def sent_of(optimizer: ByOwner) -> Counter[str]:
                 continue
             own = prod(each.route.local_shape(number + 1))
             if leg.axis.rank == owner:  # new values
-                found[leg.axis.name] += (
-                    leg.numel - own if leg.layout is not None else own * (leg.axis.size - 1)
-                ) * itemsize
+                numel = leg.numel - own if leg.layout is not None else own * (leg.axis.size - 1)
+                found[leg.axis.name] += numel * itemsize
             elif leg.layout is not None:
                 found[leg.axis.name] += own * (itemsize + gradient)
     return +found

@@ -107,7 +107,8 @@ class ByOwner(Optimizer):
         self.__setstate__({"inner": inner, "defaults": inner.defaults, "state": defaultdict(dict), **shared})
         self._dealing, self._nbytes, self._lines = Dealing(cost), nbytes, LinesByAxis()
         self._dealt: dict[int, Dealt] = {}  # by the identity of the parameter, in the order of dealing
-        self._plans: dict[tuple[int, ...], tuple[list[list[Dealt]], str]] = {}  # by the parameters that have gradients
+        # Of the last step: the parameters that had gradients, what travelled together, and a text that says so.
+        self._plan: tuple[list[int], list[list[Dealt]], str] | None = None
         self.failed: str | None = None
         self._tier: Tier | None = None
         self._shelves: dict[Tier, Shelf] = {}
@@ -190,7 +191,7 @@ class ByOwner(Optimizer):
         Raises:
             StateError: An earlier step failed half-way.
         """
-        self._require_whole("state_dict")
+        self.require_whole("state_dict")
         states = {**self.state, **on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes)}
         states = {each: states[each] for each in self._parameters() if each in states}  # in the same order on all ranks
         return stand_in(self.inner, self.param_groups, defaultdict(dict, states)).state_dict()
@@ -222,7 +223,7 @@ class ByOwner(Optimizer):
             DisagreementError: Ranks have gradients of different parameters.
             LostRankError: A rank has ended, or its optimizer raised.
         """
-        self._require_whole("step")
+        self.require_whole("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -241,7 +242,7 @@ class ByOwner(Optimizer):
                 present.append(id(parameter))
             else:
                 plain.append(Owned(parameter, parameter.detach(), parameter.grad))
-        travelling, check = self._plan_of(tuple(present))
+        travelling, check = self._plan_of(present)
         arithmetic = Arithmetic(self.inner, self.state, self._shelf_of)
         try:
             if not travelling:  # others may have gradients
@@ -271,20 +272,16 @@ class ByOwner(Optimizer):
         new = [parameter for parameter in self._parameters() if id(parameter) not in self._dealt]
         for each in self._dealing.deal(new) if new else ():
             self._dealt[id(each.parameter)] = each
-            self._plans.clear()
+            self._plan = None
 
-    def _plan_of(self, present: tuple[int, ...]) -> tuple[list[list[Dealt]], str]:
+    def _plan_of(self, present: list[int]) -> tuple[list[list[Dealt]], str]:
         """What travels together in a step of these parameters, and a text that must be the same on all ranks."""
-        found = self._plans.get(present)
-        if found is None:
+        if self._plan is None or self._plan[0] != present:
             chosen = set(present)
             travelling = batches([each for key, each in self._dealt.items() if key in chosen], self._nbytes)
-            text = repr(
-                [[(each.route.shape, each.parameter.dtype, each.number) for each in batch] for batch in travelling]
-            )
-            self._plans = {present: (travelling, check := f"{crc32(text.encode()):08x}")}
-            found = travelling, check
-        return found
+            rows = [[(each.route.shape, each.parameter.dtype, each.number) for each in batch] for batch in travelling]
+            self._plan = present, travelling, f"{crc32(repr(rows).encode()):08x}"
+        return self._plan[1:]
 
     def _take(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Takes over states that every rank has: shards of them, or whole ones."""
@@ -325,7 +322,8 @@ class ByOwner(Optimizer):
             self._shelves[tier] = Shelf(tier, f"states of {type(self.inner).__name__}")
         return self._shelves[tier] if tier is not None else None
 
-    def _require_whole(self, verb: str) -> None:
+    def require_whole(self, verb: str) -> None:
+        """Refuses what needs all parameters after the same step."""
         if self.failed is not None:
             raise StateError(
                 f"{verb} of an optimizer whose step failed half-way.",

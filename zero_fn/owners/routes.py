@@ -45,9 +45,8 @@ class Route:
     """The way of one tensor to its owner and back."""
 
     shape: tuple[int, ...]
-    legs: tuple[
-        AxisLeg, ...
-    ]  # of axes of several ranks: those that cut it, in the order in which they cut, then the others
+    # Of axes of several ranks: those that cut it, in the order in which they cut, then the others.
+    legs: tuple[AxisLeg, ...]
 
     @property
     def family(self) -> tuple[tuple[Axis, bool], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from zero_fn.owners.trips import Carried, LinesByAxis, Trip, collected, spread
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.transport.agree import axes_of
+from zero_fn.transport.agreement import exchange_bytes
 from zero_fn.transport.links import line_over
 
 __all__ = ["on_all_ranks", "on_owners"]
@@ -72,14 +74,9 @@ def _form_of(value: Any) -> Any:
 def _told(mesh: DeviceMesh, said: dict[int, Any]) -> dict[int, Any]:
     """What the ranks of a mesh say of the tensors that they own."""
     line = line_over(axes_of(mesh, reversed(range(mesh.ndim)), "by_owner"))
-    text = pickle.dumps(said)
-    lengths = line.exchange(torch.tensor([len(text)]).view(torch.uint8), "sizes of states").view(torch.int64)
-    room = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-    room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = line.exchange(room, "names of states")
     found: dict[int, Any] = {}
-    for row, length in zip(rows, lengths.flatten().tolist(), strict=True):
-        found |= pickle.loads(row[:length].numpy().tobytes())  # what a rank of this program has written
+    for text in exchange_bytes(partial(line.exchange, what="names of states"), pickle.dumps(said)):
+        found |= pickle.loads(text)  # what a rank of this program has written
     return found
 
 
@@ -88,9 +85,8 @@ def _leaving(dealt: Dealt, form: _Large, value: Any) -> Carried:
     local = local_of(dealt.parameter)
     own = in_memory(value).to(local.device) if dealt.is_mine else None
     if not dealt.route.is_cut:
-        return Carried(
-            dealt, torch.empty(form.shape, dtype=form.dtype, device=local.device) if own is None else own.clone(), None
-        )
+        part = torch.empty(form.shape, dtype=form.dtype, device=local.device) if own is None else own.clone()
+        return Carried(dealt, part, None)
     part = torch.empty_strided(local.shape, local.stride(), dtype=form.dtype, device=local.device)
     return Carried(dealt, part, own)
 

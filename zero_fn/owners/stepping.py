@@ -51,18 +51,19 @@ class Arithmetic:
 
     def step(self, owned: Sequence[Owned]) -> None:
         """Steps some parameters: together those whose states are in memory, and one after the other those in a tier."""
-        shelves = [self._shelf_of(each.parameter) for each in owned]
-        here = [each for each, shelf in zip(owned, shelves, strict=True) if shelf is None]
-        away = [(each.parameter, each, shelf) for each, shelf in zip(owned, shelves, strict=True) if shelf is not None]
+        rests = [(each, self._shelf_of(each.parameter)) for each in owned]
+        here = [each for each, shelf in rests if shelf is None]
+        away = [(each, shelf) for each, shelf in rests if shelf is not None]
         if here or not away:
             self._step(here)
-        for at, (parameter, each, shelf) in enumerate(away):
-            earlier = self._states.get(parameter, {})
-            self._states[parameter] = shelf.bring(earlier)
-            for following, _, its in away[at + 1 : at + 2]:
-                its.fetch(self._states.get(following, {}))
+        for at, (each, shelf) in enumerate(away):
+            earlier = self._states.get(each.parameter, {})
+            self._states[each.parameter] = shelf.bring(earlier)
+            if at + 1 < len(away):
+                following, its = away[at + 1]
+                its.fetch(self._states.get(following.parameter, {}))
             self._step([each])
-            self._states[parameter] = shelf.keep(earlier, self._states[parameter])
+            self._states[each.parameter] = shelf.keep(earlier, self._states[each.parameter])
 
     def _step(self, owned: Sequence[Owned]) -> None:
         inner, state = self._inner, defaultdict[Any, Any](dict)
@@ -105,13 +106,12 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def step_batches(batches: Sequence[Sequence[Dealt]], arithmetic: Arithmetic, lines: LinesByAxis, check: str) -> None:
     """Steps all tensors of some batches. All ranks call it with the same ones; `check` is a text that must agree."""
-    leaving: Trip | None = None
-    arriving = _Batch(batches[0], lines, check) if batches else None
-    for following in [*batches[1:], None]:
-        if (batch := arriving) is None:
-            break
+    begun = (_Batch(batch, lines, check) for batch in batches)  # each as it is asked for
+    arriving, leaving = next(begun, None), None
+    while arriving is not None:
+        batch = arriving
         batch.trip.wait()
-        arriving = _Batch(following, lines, check) if following is not None else None
+        arriving = next(begun, None)
         arithmetic.step(batch.owned)
         if leaving is not None:
             leaving.wait()
@@ -132,15 +132,16 @@ class _Batch:
             parameter = each.parameter
             assert parameter.grad is not None
             value, grad = in_memory(local_of(parameter)), in_memory(local_of(parameter.grad))
-            is_cut = each.route.is_cut
+            # Memory for what arrives; none where this rank has all of it already.
+            whole_value = whole_grad = None
+            if each.is_mine and each.route.is_cut:
+                whole_value, whole_grad = each.whole(), each.whole(grad.dtype)
+            self._values.append(Carried(each, value, whole_value))
+            grads.append(Carried(each, grad, whole_grad))
             if each.is_mine:
-                # The step may write into the gradient, which is to stay the same on all ranks.
-                wholes = (
-                    (each.whole(), each.whole(grad.dtype)) if is_cut else (value, each.whole(grad.dtype).copy_(grad))
-                )
-                self.owned.append(Owned(parameter, *wholes))
-            self._values.append(Carried(each, value, self.owned[-1].value if each.is_mine and is_cut else None))
-            grads.append(Carried(each, grad, self.owned[-1].grad if each.is_mine and is_cut else None))
+                if whole_grad is None:  # the step may write into it, and it is to stay the same on all ranks
+                    whole_grad = each.whole(grad.dtype).copy_(grad)
+                self.owned.append(Owned(parameter, value if whole_value is None else whole_value, whole_grad))
         self.trip = Trip(collected([*grads, *self._values], lines, check))
 
     def leave(self, lines: LinesByAxis) -> Trip:

@@ -63,13 +63,9 @@ def _trial(
         probes = {number: nn.Parameter(drawn[number][0].clone()) for number in numbers}
         for number, probe in probes.items():
             vars(probe).update(attributes_of(like[number]))
-        # Adagrad makes its states when it is made.
-        made = (
-            type(optimizer)([*probes.values()], **optimizer.defaults)
-            if isinstance(optimizer, torch.optim.Adagrad)
-            else None
-        )
-        states: Mapping[Any, Any] = made.state if made is not None else {}
+        states: Mapping[Any, Any] = {}
+        if isinstance(optimizer, torch.optim.Adagrad):  # it makes its states when it is made
+            states = type(optimizer)([*probes.values()], **optimizer.defaults).state
         for step in range(_STEPS):
             for number, probe in probes.items():
                 probe.grad = drawn[number][1] * 10 ** (2 - step)  # far from what a clipping inside it lets pass

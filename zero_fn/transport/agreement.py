@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_fn.errors import DisagreementError
 from zero_fn.values.mesh import Axis
 
-__all__ = ["agree", "agree_along", "content_digest", "content_digests", "differ", "digest"]
+__all__ = ["agree", "agree_along", "content_digest", "content_digests", "differ", "digest", "exchange_bytes"]
 
 Exchange = Callable[[Tensor], Tensor]
 """Sends a message of bytes to all ranks and returns the messages of all, a row each. They must have one length. Waits."""
@@ -108,8 +108,8 @@ def _disagreement(
     exchange: Exchange, what: str, ranks: tuple[int, int], rows: Sequence[str], why: str, fix: str
 ) -> DisagreementError:
     """The error for two ranks that hold different rows. Exchanges the rows of all ranks; waits."""
-    texts = _exchange_texts(exchange, "\n".join(("rows", *rows)))
-    first, second = (texts[rank].split("\n")[1:] for rank in ranks)
+    texts = exchange_bytes(exchange, "\n".join(("rows", *rows)).encode())
+    first, second = (texts[rank].decode().split("\n")[1:] for rank in ranks)
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     found = {
         f"rank_{rank}": held[at] if at < len(held) else f"nothing after {len(held)} parameters"
@@ -118,12 +118,12 @@ def _disagreement(
     return DisagreementError(f"Ranks {ranks[0]} and {ranks[1]} hold different {what}.", **found, why=why, fix=fix)
 
 
-def _exchange_texts(exchange: Exchange, text: str) -> list[str]:
-    raw = _bytes(text.encode())
-    lengths = exchange(torch.tensor([raw.numel()]).view(torch.uint8)).view(torch.int64).flatten().tolist()
+def exchange_bytes(exchange: Exchange, raw: bytes) -> list[bytes]:
+    """What each rank gives, of any length. Waits."""
+    lengths = exchange(torch.tensor([len(raw)]).view(torch.uint8)).view(torch.int64).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: raw.numel()] = raw
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(exchange(padded), lengths, strict=True)]
+    padded[: len(raw)] = _bytes(raw)
+    return [row[:length].numpy().tobytes() for row, length in zip(exchange(padded), lengths, strict=True)]
 
 
 def _bytes(raw: bytes) -> Tensor:
