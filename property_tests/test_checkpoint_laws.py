@@ -31,12 +31,12 @@ from tests.support.wholes import full
 from tests.units.checkpoint.test_atomic import before_each_call
 from tests.units.checkpoint.worlds import differing, everything
 from zero_fn.checkpoint.format import contents
-from zero_fn.checkpoint.format.box import Box, Holding, ranges, spans, whole_box
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, write_json
 from zero_fn.checkpoint.format.folders import part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.others.of_deepspeed import _cut_all, _cut_each
 from zero_fn.checkpoint.others.torch_files import TensorInFile, ZipRecord
+from zero_fn.runtime.box import Box, Holding, ranges, spans, whole_box
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zero_fn.checkpoint.format.box import whole_box
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, disk, require_dtype, write_json
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, Draft, part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.format.values import encoded
 from zero_fn.checkpoint.huggingface.read import packed, weights_name, write_index
 from zero_fn.errors import CheckpointError
+from zero_fn.runtime.box import whole_box
 
 __all__ = ["Format", "Tell", "convert", "verify"]
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.format.box import Box, Holding, ranges, whole_box
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
 from zero_fn.checkpoint.format.folders import (
@@ -48,6 +47,7 @@ from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
+from zero_fn.runtime.box import Box, Holding, ranges, whole_box
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of

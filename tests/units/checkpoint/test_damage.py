@@ -23,8 +23,8 @@ import zero_fn as zf
 from tests.support.ranks import Ranks, axis
 from tests.units.checkpoint.damage import flip, flipped, instead
 from zero_fn.checkpoint.format import files
-from zero_fn.checkpoint.format.box import Box
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, TensorReader
+from zero_fn.runtime.box import Box
 
 FLIPS = 200
 

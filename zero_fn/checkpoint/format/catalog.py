@@ -10,12 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zero_fn.checkpoint.format.box import DEALT_RANKS
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, read_json, understood
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, part_name, read_manifest, tensors_name
 from zero_fn.checkpoint.format.values import decoded
 from zero_fn.errors import CheckpointError
+from zero_fn.runtime.box import DEALT_RANKS
 
 __all__ = ["Catalog"]
 

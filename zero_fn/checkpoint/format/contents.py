@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.checkpoint.format.box import Box, ranges, spans, strides_of, whole_box
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
+from zero_fn.runtime.box import Box, ranges, spans, strides_of, whole_box
 
 __all__ = ["Contents", "Key", "require_whole"]
 

@@ -24,8 +24,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from zero_fn.checkpoint.format.box import Box, whole_box
 from zero_fn.errors import CheckpointError, StorageError
+from zero_fn.runtime.box import Box, whole_box
 
 __all__ = [
     "BUFFER_NBYTES",

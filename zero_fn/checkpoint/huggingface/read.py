@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_fn.checkpoint.format.box import whole_box
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import (
     DTYPES,
@@ -37,6 +36,7 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
+from zero_fn.runtime.box import whole_box
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.materialize import allocate, require_ways
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.checkpoint.format.box import whole_box
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, sync_folder
 from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.checkpoint.huggingface.read import INDEX, WEIGHTS, packed, rewrite_index, weights_name, write_index
@@ -31,6 +30,7 @@ from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
 from zero_fn.errors import CheckpointError
+from zero_fn.runtime.box import whole_box
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.values.tiers import nbytes_of_text
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.format.box import Box, Holding, holding_of, holding_of_state, ranges, spans, whole_box
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
 from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
 from zero_fn.resting import local_of
+from zero_fn.runtime.box import Box, Holding, holding_of, holding_of_state, ranges, spans, whole_box
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.parcels import Parcel
 from zero_fn.runtime.record import Record

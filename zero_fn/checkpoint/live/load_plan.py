@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.format.box import Box
 from zero_fn.checkpoint.format.contents import Contents, Key, require_whole
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT
 from zero_fn.checkpoint.live.held_tensors import (
@@ -29,6 +28,7 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
 from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner, Dealt
+from zero_fn.runtime.box import Box
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed

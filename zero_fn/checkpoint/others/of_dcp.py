@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_fn.checkpoint.format.box import Box
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, understood
 from zero_fn.checkpoint.others.torch_files import (
     Foreign,
@@ -31,6 +30,7 @@ from zero_fn.checkpoint.others.torch_files import (
     refused,
 )
 from zero_fn.errors import CheckpointError
+from zero_fn.runtime.box import Box
 
 __all__ = ["METADATA", "DcpFolder"]
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from zero_fn.checkpoint.format.box import spans, strides_of, whole_box
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.errors import CheckpointError, ZeroError
+from zero_fn.runtime.box import spans, strides_of, whole_box
 
 __all__ = ["Foreign", "Stub", "TensorInFile", "ZipRecord", "opened_pickle", "read_torch_file", "refused"]
 
