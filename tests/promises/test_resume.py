@@ -242,6 +242,32 @@ def test_every_optimizer_goes_on(ranks: Ranks, name: str, tmp_path: Path) -> Non
     assert ranks(2).run(_stepped_on, name, tmp_path / "ranks", is_sharded=is_sharded) == [[], []]
 
 
+def test_a_parameter_that_passes_through_buffers_in_pieces_goes_on(tmp_path: Path) -> None:
+    """Its pieces had one count of steps in common after a load, and each of them counted it up."""
+
+    def made() -> tuple[nn.Linear, zf.Streamed]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        return model, zf.streamed(optimizer, zf.nvme(tmp_path), buffer="16KiB")
+
+    def train(model: nn.Linear, optimizer: zf.Streamed) -> None:
+        for number in range(2):
+            model(torch.full((1, 64), 1.0 + number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (model, optimizer), (again, resumed) = made(), made()
+    train(model, optimizer)
+    zf.save(tmp_path / "saved", model, optimizer)
+    zf.load(tmp_path / "saved", again, resumed)
+    train(model, optimizer)
+    train(again, resumed)
+    assert len(optimizer.states.chunks) > 1
+    assert torch.equal(model.weight, again.weight)
+    assert optimizer.state_dict()["state"][0]["step"] == resumed.state_dict()["state"][0]["step"]
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_backward_of_a_forward_before_a_load_is_refused(tmp_path: Path, is_sharded: bool) -> None:
     """It would compute gradients with the weights that were loaded: torch refuses it, too, after `load_state_dict`."""

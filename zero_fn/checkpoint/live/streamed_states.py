@@ -93,7 +93,8 @@ def fill_states(
     def visit(chunk: Chunk, buffer: Tensor) -> None:
         for cut in chunk.cuts:
             dtypes, others = kept.get(id(cut.parameter), ({}, {}))
-            values: dict[str, Any] = dict(others)
+            # Each piece counts its steps by itself.
+            values = {name: each.clone() if isinstance(each, Tensor) else each for name, each in others.items()}
             for name, dtype in dtypes.items():
                 _require_in_order(cut)
                 flat = torch.empty(cut.piece.numel, dtype=dtype)
