@@ -4,16 +4,16 @@
    into one rounding is spelled out here, and the compiler may not choose (-ffp-contract=off). Where builds of torch differ in
    that choice the caller names one; see adam.py. */
 
-#define _GNU_SOURCE
+#include "kernels.h"
 #include <math.h>
-#include <pthread.h>
-#include <stdint.h>
 #include <string.h>
 
 enum { SEPARATE, FUSED_DECAY, FUSED_GRADIENT }; /* v * b + (c * g) * g: nothing, the first, or the second product fused */
 
 typedef struct {
-    float *param, *exp_avg, *exp_avg_sq;
+    float *param;
+    void *exp_avg, *exp_avg_sq; /* float; or codes, if they have scales, one for each CODED_NUMEL of them */
+    float *exp_avg_scales, *exp_avg_sq_scales;
     const void *grad;         /* float, or bfloat16 */
     uint16_t *send;           /* the stepped parameter in bfloat16; null if nobody wants it */
     int64_t numel;
@@ -28,9 +28,10 @@ typedef struct {
     int32_t fuses_lerp;
     int32_t body, tail;       /* how exp_avg_sq is rounded, in whole vectors and after the last of them */
     int32_t vector_numel;     /* elements of a vector of torch's kernel */
+    Map exp_avg_map, exp_avg_sq_map;
 } Rates;
 
-enum { BLOCK_NUMEL = 1 << 15 }; /* a multiple of every vector_numel */
+enum { BLOCK_NUMEL = 1 << 15 }; /* a multiple of CODED_NUMEL, and that one of every vector_numel */
 
 static inline float of_bfloat16(uint16_t half) {
     const uint32_t bits = (uint32_t)half << 16;
@@ -95,45 +96,57 @@ static void run_body(const Piece *piece, int64_t begin, int64_t end, const Rates
     else run(piece, begin, end, rates, 0, 0, 1, FUSED_GRADIENT);
 }
 
-static void run_block(const Piece *piece, int64_t block, const Rates *rates) {
-    const int64_t begin = block * BLOCK_NUMEL;
-    const int64_t end = piece->numel - begin < BLOCK_NUMEL ? piece->numel : begin + BLOCK_NUMEL;
-    const int64_t vectors_end = end - end % rates->vector_numel; /* differs from end in the last block only */
+static void run_range(const Piece *piece, int64_t begin, int64_t end, const Rates *rates) {
+    const int64_t vectors_end = end - end % rates->vector_numel; /* differs from end at the end of the piece only */
     run_body(piece, begin, vectors_end, rates);
     if (vectors_end < end) run_any(piece, vectors_end, end, rates, rates->tail);
 }
 
+/* Moments are decoded into the first cache, stepped there, and encoded again. */
+static void run_coded(const Piece *piece, int64_t begin, int64_t end, const Rates *rates) {
+    enum { DECODED_NUMEL = 4 * CODED_NUMEL };
+    float exp_avg[DECODED_NUMEL], exp_avg_sq[DECODED_NUMEL];
+    for (int64_t i = begin; i < end; i += DECODED_NUMEL) {
+        const int64_t numel = end - i < DECODED_NUMEL ? end - i : DECODED_NUMEL;
+        uint8_t *codes = (uint8_t *)piece->exp_avg + i, *sq_codes = (uint8_t *)piece->exp_avg_sq + i;
+        float *scales = piece->exp_avg_scales + i / CODED_NUMEL, *sq_scales = piece->exp_avg_sq_scales + i / CODED_NUMEL;
+        zero_fn_decode_blocks(codes, numel, &rates->exp_avg_map, scales, exp_avg);
+        zero_fn_decode_blocks(sq_codes, numel, &rates->exp_avg_sq_map, sq_scales, exp_avg_sq);
+        Piece part = *piece;
+        part.param += i, part.exp_avg = exp_avg, part.exp_avg_sq = exp_avg_sq;
+        part.grad = (const char *)piece->grad + i * (piece->grad_is_bfloat16 ? sizeof(uint16_t) : sizeof(float));
+        if (piece->send != NULL) part.send += i;
+        run_range(&part, 0, numel, rates);
+        zero_fn_encode_blocks(exp_avg, numel, &rates->exp_avg_map, 0, scales, codes);
+        zero_fn_encode_blocks(exp_avg_sq, numel, &rates->exp_avg_sq_map, 0, sq_scales, sq_codes);
+    }
+}
+
 typedef struct {
     const Piece *pieces;
-    int64_t count, blocks, next;
+    int64_t count;
     const Rates *rates;
 } Work;
 
-static void *take_blocks(void *argument) { /* whoever is free takes the next: threads that are held up hold nobody up */
-    Work *work = argument;
-    for (;;) {
-        const int64_t block = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-        if (block >= work->blocks) return NULL;
-        int64_t low = 0, high = work->count - 1; /* the last piece that begins at or before it */
-        while (low < high) {
-            const int64_t middle = (low + high + 1) / 2;
-            if (work->pieces[middle].first_block <= block) low = middle;
-            else high = middle - 1;
-        }
-        run_block(work->pieces + low, block - work->pieces[low].first_block, work->rates);
+static void run_block(const void *argument, int64_t block) {
+    const Work *work = argument;
+    int64_t low = 0, high = work->count - 1; /* the last piece that begins at or before it */
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (work->pieces[middle].first_block <= block) low = middle;
+        else high = middle - 1;
     }
+    const Piece *piece = work->pieces + low;
+    const int64_t begin = (block - piece->first_block) * BLOCK_NUMEL;
+    const int64_t end = piece->numel - begin < BLOCK_NUMEL ? piece->numel : begin + BLOCK_NUMEL;
+    if (piece->exp_avg_scales != NULL) run_coded(piece, begin, end, work->rates);
+    else run_range(piece, begin, end, work->rates);
 }
 
 int64_t zero_fn_adam_block_numel(void) { return BLOCK_NUMEL; }
 
-/* Pieces that share a block of memory must not be given together. Threads that cannot be started are done without. */
+/* Pieces that share a block of memory must not be given together. */
 void zero_fn_adam(const Piece *pieces, int64_t count, int64_t blocks, const Rates *rates, int32_t threads) {
-    enum { MOST_THREADS = 256 };
-    Work work = {pieces, count, blocks, 0, rates};
-    pthread_t others[MOST_THREADS];
-    int started = 0;
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
-    while (started + 1 < threads && started + 1 < blocks && !pthread_create(others + started, NULL, take_blocks, &work)) started++;
-    take_blocks(&work);
-    while (started) pthread_join(others[--started], NULL);
+    const Work work = {pieces, count, rates};
+    zero_fn_by_threads(run_block, &work, blocks, threads);
 }

@@ -4,6 +4,9 @@ float32; the new parameters can also be written in bfloat16.
     read     grad 4 or 2, param 4, exp_avg 4, exp_avg_sq 4          bytes of an element
     written  param 4, exp_avg 4, exp_avg_sq 4, send 0 or 2
 
+Moments may be codes of one byte (codes.py). 256 elements at a time are decoded into the cache, stepped and encoded, so each
+moment is read and written in one byte and a scale for each block.
+
 The arithmetic is that of torch's fused optimizers, to the bit (as if gradients were cast before, and `send` after). Without a
 compiler, and with amsgrad, maximize or the weight decay of Adam, torch's own kernel makes the step.
 
@@ -18,7 +21,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -27,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero_fn.kernels.codes import MapInC, decode, encode, map_in_c
 from zero_fn.kernels.compiler import library
 from zero_fn.kernels.threads import threads_for
 
@@ -49,7 +54,8 @@ class AdamRates:
 
 @dataclass(frozen=True, slots=True)
 class AdamPiece:
-    """One tensor to step, with its states. All are dense tensors on the CPU with the same strides, and float32."""
+    """One tensor to step, with its states. All are dense tensors on the CPU with the same strides, and float32. With scales
+    both moments are codes in uint8, whose blocks follow each other in memory from the first element of the piece on."""
 
     param: Tensor
     grad: Tensor  # or bfloat16
@@ -58,6 +64,8 @@ class AdamPiece:
     max_exp_avg_sq: Tensor | None  # with amsgrad
     step: float  # the number of this step, from 1
     send: Tensor | None = None  # receives the new parameter in bfloat16, if that is wanted
+    exp_avg_scale: Tensor | None = None  # of signed codes: one for each codes.BLOCK_NUMEL elements, contiguous
+    exp_avg_sq_scale: Tensor | None = None  # of unsigned codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,8 @@ class Rounding:
 
 class _PieceInC(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "grad", "send")),
+        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale", "grad", "send")),
         *((name, ctypes.c_int64) for name in ("numel", "first_block", "grad_is_bfloat16")),
         *((name, ctypes.c_float) for name in ("negated_step_size", "bias_correction2_sqrt")),
     )
@@ -83,6 +92,7 @@ class _RatesInC(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_float) for name in ("exp_avg_weight", "exp_avg_sq_weight", "beta2", "eps", "param_factor")),
         *((name, ctypes.c_int32) for name in ("fuses_lerp", "body", "tail", "vector_numel")),
+        *((name, MapInC) for name in ("exp_avg_map", "exp_avg_sq_map")),
     )
 
 
@@ -97,7 +107,9 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: 
     for room, piece in zip(packed, pieces, strict=True):
         room.param, room.grad = piece.param.data_ptr(), piece.grad.data_ptr()
         room.exp_avg, room.exp_avg_sq = piece.exp_avg.data_ptr(), piece.exp_avg_sq.data_ptr()
-        room.send = piece.send.data_ptr() if piece.send is not None else None
+        for name in ("exp_avg_scale", "exp_avg_sq_scale", "send"):
+            optional: Tensor | None = getattr(piece, name)
+            setattr(room, name, None if optional is None else optional.data_ptr())
         room.numel, room.first_block = piece.param.numel(), blocks
         room.grad_is_bfloat16 = piece.grad.dtype == torch.bfloat16
         room.negated_step_size = -(rates.lr / (1 - rates.beta1**piece.step))
@@ -108,6 +120,7 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: 
     constants = _RatesInC(1 - rates.beta1, 1 - rates.beta2, rates.beta2, rates.eps, factor)
     constants.fuses_lerp, constants.body, constants.tail = how.fuses_lerp, how.body, how.tail
     constants.vector_numel = how.vector_numel
+    constants.exp_avg_map, constants.exp_avg_sq_map = map_in_c(is_signed=True), map_in_c(is_signed=False)
     functions.zero_fn_adam(
         packed,
         ctypes.c_int64(len(pieces)),
@@ -116,16 +129,40 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: 
         ctypes.c_int32(threads_for(numel) if threads is None else threads),
     )
     for piece in pieces:
-        written = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.send)
+        written = (
+            *(piece.param, piece.exp_avg, piece.exp_avg_sq),
+            *(piece.send, piece.exp_avg_scale, piece.exp_avg_sq_scale),
+        )
         torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
 
 
 def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
     """Steps pieces by torch's fused kernel, which takes gradients in float32."""
     for piece in pieces:
-        _fused(replace(piece, grad=piece.grad.float()), rates)
+        with _decoded(piece) as floats:
+            _fused(replace(floats, grad=piece.grad.float()), rates)
         if piece.send is not None:
             piece.send.copy_(piece.param)
+
+
+@contextmanager
+def _decoded(piece: AdamPiece) -> Iterator[AdamPiece]:
+    """The piece with moments in float32, which are encoded at the end if its own are codes."""
+    first, second = piece.exp_avg_scale, piece.exp_avg_sq_scale
+    if first is None or second is None:
+        yield piece
+        return
+    floats = replace(piece, exp_avg=torch.empty_like(piece.param), exp_avg_sq=torch.empty_like(piece.param))
+    decode(_flat(piece.exp_avg), first, _flat(floats.exp_avg), is_signed=True)
+    decode(_flat(piece.exp_avg_sq), second, _flat(floats.exp_avg_sq), is_signed=False)
+    yield floats
+    encode(_flat(floats.exp_avg), _flat(piece.exp_avg), first, is_signed=True)
+    encode(_flat(floats.exp_avg_sq), _flat(piece.exp_avg_sq), second, is_signed=False)
+
+
+def _flat(dense: Tensor) -> Tensor:
+    """Its elements as they lie in memory."""
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 def _fused(piece: AdamPiece, rates: AdamRates) -> None:

@@ -32,7 +32,7 @@ import xxhash
 
 __all__ = ["Library", "library"]
 
-_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 
 _LANGUAGE = ("-std=c11", "-fPIC", "-shared", "-pthread")
 # `-ffp-contract=off`: the sources say which products and sums share a rounding, since that is part of the result.
@@ -145,7 +145,8 @@ class Compiler:
         Raises:
             CompilerError: It failed.
         """
-        _run([*self.command, *_FLAGS, "-o", str(target), *map(str, sources), *_LIBRARIES])
+        compiled = [str(source) for source in sources if source.suffix == ".c"]  # and they include the others
+        _run([*self.command, *_FLAGS, "-o", str(target), *compiled, *_LIBRARIES])
 
 
 def found_compiler() -> Compiler:

@@ -14,8 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zero_fn.kernels import Library, adam, library
+from zero_fn.kernels import Library, adam, codes, library
 from zero_fn.kernels.adam import AdamPiece, AdamRates, Rounding, by_torch, in_c, rounding
+from zero_fn.kernels.codes import BLOCK_NUMEL
 
 PLAIN = AdamRates(1e-2, 0.9, 0.999, 1e-8, 0.1, is_decoupled=True, amsgrad=False, maximize=False)
 
@@ -194,3 +195,57 @@ def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch() -> None:
 def test_without_kernels_no_way_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "library", lambda: Library(None, "for this test"))
     assert rounding(PLAIN) is None
+
+
+def coded(rates: AdamRates, params: list[Tensor], grads: list[list[Tensor]], *, in_one_pass: bool) -> list[Tensor]:
+    """Parameters, in bfloat16 too, codes and scales, after a step for each list of gradients."""
+    params = [p.clone() for p in params]
+    sends = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
+    moments = [torch.zeros_like(p, dtype=torch.uint8) for p in params for _ in range(2)]
+    scales = [torch.zeros(-(-m.numel() // BLOCK_NUMEL)) for m in moments]
+    before = [t._version for t in (*moments, *scales)]
+    for number, step in enumerate(grads, 1):
+        firsts, seconds, first_scales, second_scales = moments[::2], moments[1::2], scales[::2], scales[1::2]
+        rows = zip(params, step, firsts, seconds, sends, first_scales, second_scales, strict=True)
+        pieces = [AdamPiece(p, g, m, v, None, number, send, a, b) for p, g, m, v, send, a, b in rows]
+        if in_one_pass:
+            how = rounding(rates)
+            assert how is not None
+            in_c(pieces, rates, how)
+        else:
+            by_torch(pieces, rates)
+    assert all(t._version > version or not t.numel() for t, version in zip((*moments, *scales), before, strict=True))
+    return [*params, *sends, *moments, *scales]
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("is_half", [False, True])
+def test_moments_in_eight_bits_step_as_if_decoded_and_encoded(
+    is_half: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass, and torch's kernel between decoding and encoding by torch: around the ends of vectors, blocks and tasks."""
+    numels = [0, 1, 15, 16, 17, 255, 256, 257, 271, 1023, 1024, 1025, 4097, (1 << 15) - 1, (1 << 15) + 257, 200_003]
+    params = [drawn(n, n) for n in numels] + [drawn(600, 1).view(20, 30).t()]
+    numels.append(600)
+    grads = [[drawn(n, n + step).view_as(p) for n, p in zip(numels, params, strict=True)] for step in range(1, 5)]
+    for step in grads:
+        step[-1] = step[-1].t().contiguous().t()
+        step[7][::2] = 0.0
+    grads[2][5][3] = torch.inf
+    if is_half:
+        grads = [[g.bfloat16() for g in step] for step in grads]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = coded(PLAIN, params, grads, in_one_pass=True)
+        monkeypatch.setattr(codes, "library", lambda: Library(None, "for this test"))
+        expected = coded(PLAIN, params, grads, in_one_pass=False)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(f.nan_to_num(7.0), e.nan_to_num(7.0)) for f, e in zip(found, expected, strict=True))
+    assert found[5].isnan().all() and sum(int(f.isnan().any()) for f in found[: len(numels)]) == 1
+    exact = ours(PLAIN, params, grads, in_one_pass=True)[: len(numels)]
+    errors = [(f - e).abs().max() for f, e, n in zip(found, exact, numels, strict=False) if n and n != 255]
+    assert max(errors) < 4 * PLAIN.lr  # four steps of which none is much longer than lr
+    assert max(errors) > 0

@@ -1,0 +1,20 @@
+/* What the kernels use of each other. */
+
+#include <stdint.h>
+
+/* Runs tasks 0, 1, ... by up to so many threads. Those that cannot be started are done without. */
+void zero_fn_by_threads(void (*task)(const void *work, int64_t number), const void *work, int64_t tasks, int32_t threads);
+
+enum { CODED_NUMEL = 256, BENDS = 4 }; /* elements that share a scale; see codes.py for the rest */
+
+typedef struct {
+    uint16_t bends[BENDS];
+    uint16_t zero_binades; /* of the signed map: what is below 2^-zero_binades becomes zero */
+    uint16_t is_signed;
+} Map;
+
+/* Blocks that follow each other. Where `is_given` is 0 scales are found and written. */
+void zero_fn_encode_blocks(
+    const float *values, int64_t numel, const Map *map, int is_given, float *scales, uint8_t *codes
+);
+void zero_fn_decode_blocks(const uint8_t *codes, int64_t numel, const Map *map, const float *scales, float *values);
