@@ -11,7 +11,7 @@ code, and one in the middle of two the larger in size. In the unsigned map, whos
 code 1 at least. In the signed map it may become zero. A block of zeros has scale 0. One with a NaN or an infinity has scale
 NaN, and all of it is NaN when it is decoded.
 
-A block that was encoded, decoded and encoded again has the same scale and codes to the bit, if its scale times the least share
+A block that was encoded, decoded and encoded again has the same scale and codes to the bit, if scale times least share
 is a normal float: from scales of 2^-104 (signed) and 2^-80 (unsigned) on. Below, small values round to denormal floats or to
 zero when they are decoded. What they are encoded to then may be another code, which is decoded to the same value.
 
