@@ -37,6 +37,7 @@ from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import planned_parcels, record_nbytes
 from zero_fn.runtime.passes import Script
+from zero_fn.runtime.rounding import kept_beside
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage import stagings_for
@@ -155,7 +156,7 @@ def plan(
     groups = [group for unit in units for group in unit.groups]
     device_type = next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
-    held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
+    held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else None)
     found, sent, in_flight_nbytes = Footprint(), Counter[str](), 0
     if isinstance(optimizer, ByOwner):
         found, sent = footprint_of(optimizer), sent_of(optimizer)
@@ -195,7 +196,7 @@ def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:
     """Bytes of the gradients of a group that a step of a stock optimizer gets in the dtype of their parameters, if they rest
     in another one."""
     slots = [slot for unit in units for slot in unit.slots]
-    if any(slot.kind.must_be_streamed for slot in slots):
+    if any(slot.kind.must_be_streamed or slot.kind.rounding is not None for slot in slots):
         return 0  # it is counted as streamed
     nbytes = {
         id(slot.parameter): slot.path.local_numel * slot.dtype.itemsize
@@ -206,7 +207,7 @@ def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:
     return max((sum(nbytes.get(each, 0) for each in group) for group in groups), default=0)
 
 
-def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_element: int) -> Held:
+def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_element: int | None) -> Held:
     """Bytes that this rank holds between backward and `zero_grad`, without padding and buffers of a streamed optimizer."""
     parameters = gradients = optimizer = 0
     tiers, largest = Counter[str](), dict[Shelved, int]()
@@ -222,7 +223,10 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
             if not slot.parameter.requires_grad:
                 continue
             gradients += 0 if kind.is_gradient_away else slot.path.gradient_numel * kind.gradient_dtype.itemsize
-            states = slot.path.local_numel * optimizer_nbytes_per_element
+            per_element = optimizer_nbytes_per_element
+            if per_element is not None:
+                per_element += sum(dtype.itemsize for _, dtype in kept_beside(slot.parameter))
+            states = slot.path.local_numel * (per_element or 0)
             away = kind.states_away_nbytes(states)
             optimizer += states - away
             if away:

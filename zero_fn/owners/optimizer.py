@@ -23,11 +23,13 @@ from zero_fn.owners.trips import LinesByAxis
 from zero_fn.resting import rest_gradient
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.optimizers import require_own_shard, say_if_alone, say_if_rounded
+from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, require_not_streamed, stand_in
 from zero_fn.streamed.optimizer import Streamed
+from zero_fn.streamed.states import loaded
 from zero_fn.values.tiers import Tier, nbytes_of_text
 
 __all__ = ["ByOwner", "by_owner"]
@@ -203,10 +205,8 @@ class ByOwner(Optimizer):
         Raises:
             CheckpointError: A state is the shard of another rank.
         """
-        loaded = stand_in(self.inner, [dict(group) for group in self.param_groups], defaultdict(dict))
-        loaded.load_state_dict(state_dict)
-        self.inner.param_groups = loaded.param_groups
-        self._take(loaded.state)
+        self.inner.param_groups, states = loaded(self.inner, state_dict, on_host=False)
+        self._take(states)
         self.failed = None
 
     @torch.no_grad()
@@ -293,6 +293,7 @@ class ByOwner(Optimizer):
                     if slot is not None and slot.spec is not None and isinstance(value, DTensor):
                         require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
 
+        states = {parameter: as_kept(parameter, own) for parameter, own in states.items()}
         if states:
             everywhere(self._parameters(), require_own, "Loading the states of an optimizer")
         moved = on_owners([*self._dealt.values()], states, self._lines, self._nbytes)

@@ -23,6 +23,8 @@ from zero_fn.owners.shelf import Shelf
 from zero_fn.owners.trips import Carried, LinesByAxis, Trip, collected, spread
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
+from zero_fn.runtime.numbering import Numbering
+from zero_fn.runtime.rounding import Widened, rounding_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.streamed.inner import raw_step, stand_in
 
@@ -68,23 +70,28 @@ class Arithmetic:
     def _step(self, owned: Sequence[Owned]) -> None:
         inner, state = self._inner, defaultdict[Any, Any](dict)
         groups = [{**group, "params": []} for group in inner.param_groups]
-        pieces = []
+        pieces: list[tuple[nn.Parameter, Widened | None]] = []
         for parameter, value, grad in owned:
-            piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            known, widened = dict(self._states.get(parameter, {})), None
+            if rounding_of(parameter) is not None:
+                widened = Widened(parameter, value, known, Numbering.of_whole(value))
+            piece = nn.Parameter(value if widened is None else widened.values, requires_grad=parameter.requires_grad)
             vars(piece).update(attributes_of(parameter))
-            piece.grad = grad.to(value.dtype)
+            piece.grad = grad.to(piece.dtype)
             groups[self._group_of[id(parameter)]]["params"].append(piece)
-            if known := self._states.get(parameter):
+            if known:
                 state[piece] = known
-            pieces.append(piece)
+            pieces.append((piece, widened))
         options = [dict(group) for group in groups]
         stepping = stand_in(inner, groups, state)
         attributes = dict(vars(stepping))
         raw_step(stepping)
-        for (parameter, value, _), piece in zip(owned, pieces, strict=True):
-            if piece.data_ptr() != value.data_ptr():  # the step has given it other memory
-                value.copy_(piece)
+        for (parameter, value, _), (piece, widened) in zip(owned, pieces, strict=True):
             self._states[parameter] = state.get(piece, {})
+            if widened is not None:
+                self._states[parameter] |= widened.round(piece, value)
+            elif piece.data_ptr() != value.data_ptr():  # the step has given it other memory
+                value.copy_(piece)
         for found, before, after in zip(
             self._changed, [attributes, *options], [vars(stepping), *stepping.param_groups], strict=True
         ):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.attributes import attributes_of
+from zero_fn.runtime.rounding import kept_beside, step_dtype_of
 from zero_fn.streamed.inner import stepped
 
 __all__ = ["kept_of", "require_independent"]
@@ -75,13 +76,15 @@ def _trial(
 
 def kept_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Mapping[str, Any]:
     """The states that a first step makes of a whole parameter, without values."""
+    beside = {n: torch.empty(parameter.shape, dtype=dtype, device="meta") for n, dtype in kept_beside(parameter)}
     try:
         with FakeTensorMode():
-            probe = nn.Parameter(torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype))
+            dtype = step_dtype_of(parameter)
+            probe = nn.Parameter(torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype))
             probe.grad = torch.zeros_like(probe)
-            return dict(stepped(optimizer, group, {probe: {}})[probe])
+            return {**stepped(optimizer, group, {probe: {}})[probe], **beside}
     except Exception:  # it reads values, as Adafactor of torch does: the sides of a small one tell the form
-        return _of_sides(optimizer, group, parameter)
+        return {**_of_sides(optimizer, group, parameter), **beside}
 
 
 _SIDES = (3, 5, 7, 11, 13, 17)
@@ -91,7 +94,7 @@ _SIDES = (3, 5, 7, 11, 13, 17)
 def _of_sides(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     """The states of a parameter, on `meta`, from those of a small one of as many dims."""
     side_of = dict(zip(_SIDES, parameter.shape, strict=False))
-    probe = nn.Parameter(torch.zeros(_SIDES[: parameter.dim()], dtype=parameter.dtype))
+    probe = nn.Parameter(torch.zeros(_SIDES[: parameter.dim()], dtype=step_dtype_of(parameter)))
     probe.grad = torch.zeros_like(probe)
     states = stepped(optimizer, group, {probe: {}})[probe]
     return {

@@ -31,6 +31,7 @@ import torch
 
 from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Stage
+from zero_fn.values.rounding import ParameterRounding
 from zero_fn.values.tiers import Tier, is_away
 
 __all__ = ["Kind", "Rests", "Shelved", "dtypes_text"]
@@ -86,6 +87,11 @@ class Kind:
     def gradient_dtype(self) -> torch.dtype:
         """The dtype in which gradients rest."""
         return self.home.gradient_dtype(self.dtype)
+
+    @cached_property
+    def rounding(self) -> ParameterRounding | None:
+        """How results in float32 are rounded into the parameters; None: they are stepped in the dtype in which they rest."""
+        return self.home.round if self.dtype == torch.bfloat16 else None
 
     # -- which buffers live how long --------------------------------------------------------------------------------
 
@@ -163,8 +169,10 @@ class Kind:
 
 
 def dtypes_text(kind: Kind) -> str:
-    """The dtypes at rest, in compute and of gradient sums, as text; and of gradients at rest, if that is another one."""
+    """The dtypes at rest (and how a step is rounded to it), in compute and of gradient sums, as text; and of gradients at
+    rest, if that is another one."""
     found = [kind.dtype, kind.compute_dtype, kind.sum_dtype]
     found += [kind.gradient_dtype] * (kind.gradient_dtype != kind.dtype)
     names = (str(dtype).removeprefix("torch.") for dtype in found)
-    return "/".join(_SHORT.get(name, name) for name in names)
+    at_rest, *others = (_SHORT.get(name, name) for name in names)
+    return "/".join((f"{at_rest} ({kind.rounding})" if kind.rounding is not None else at_rest, *others))

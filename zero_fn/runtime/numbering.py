@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zero_fn.resting import is_dense, local_of
-from zero_fn.runtime.box import Box, holding_of, strides_of
+from zero_fn.runtime.box import Box, holding_of, strides_of, whole_box
 
 __all__ = ["Numbering"]
 
@@ -36,8 +36,13 @@ class Numbering:
         """That of a parameter that lies densely in memory, with or without a transform."""
         held, local = holding_of(parameter), local_of(parameter)
         assert held is not None, "a rank that is not on the mesh of the tensor"
-        strides = local.stride() if is_dense(local) else strides_of(tuple(local.shape))
-        return cls(held.shape, held.box, tuple(sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))))
+        return cls(held.shape, held.box, _order_of(local))
+
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Numbering:
+        """That of a whole tensor."""
+        box = whole_box(tensor.shape)
+        return cls(box.sizes, box, _order_of(tensor))
 
     @property
     def is_in_order(self) -> bool:
@@ -69,3 +74,8 @@ class Numbering:
             elements, at = np.divmod(elements, max(self.box.sizes[dim], 1))
             found += (at + self.box.starts[dim]) * strides[dim]
         return found
+
+
+def _order_of(local: Tensor) -> tuple[int, ...]:
+    strides = local.stride() if is_dense(local) else strides_of(tuple(local.shape))
+    return tuple(sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim)))

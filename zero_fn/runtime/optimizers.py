@@ -9,6 +9,7 @@ dictionary look-up per parameter, and refuse what would be silently wrong:
     a step with states in another dtype than a parameter that `.to()` has cast since
     a step with states that another rank has written
     a step over parameters in another tier of an optimizer that is not streamed
+    a step, over parameters that are rounded without a master, of an optimizer that would round by itself
     a step in a backward, by a hook on the node that accumulates a gradient
     a backward, after the step, of a forward before it (through `Unit.generation`)
 
@@ -33,7 +34,7 @@ from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_fn.errors import CheckpointError, StaleError, StateError, warn_once
-from zero_fn.resting import alone, on_spec, rest_gradient
+from zero_fn.resting import alone, on_spec, rest_gradient, spec_on
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, require_elementwise, steps_locally
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.runtime.run import run_of
@@ -94,9 +95,11 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 raise _on_node(slot)
             if slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
+            if slot.kind.rounding is not None and not is_ours:
+                raise _rounds_by_itself(optimizer, slot)
             if slot.kind.gradient_dtype != slot.dtype and not (is_ours or type(optimizer) in _WIDENED):
                 raise _takes_no_other_dtype(optimizer, slot)
-            if slot.is_recast or slot.dtype != parameter.dtype:
+            if slot.kind.rounding is None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)
             unit = unit_of(slot)
             is_open = unit is not None and run_of(unit).accumulating and run_of(unit).is_accumulating
@@ -154,6 +157,16 @@ def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
         why="a disk that fails in the middle would leave ranks in different states; nothing was updated",
         fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.streamed(optimizer, zf.cpu()); in a trainer "
         "ZeroTrainer(..., place=place, finish=zf.streamed)",
+    )
+
+
+def _rounds_by_itself(optimizer: Optimizer, slot: Slot) -> StateError:
+    return StateError(
+        f"{type(optimizer).__name__} was to step parameters whose results are rounded as precision(round=) says.",
+        parameter=slot,
+        round=slot.kind.rounding,
+        why="a stock step computes in bfloat16, keeps its states in it, and rounds by itself; nothing was updated",
+        fix="optimizer = zf.streamed(optimizer), which needs no tier; or zf.by_owner(optimizer)",
     )
 
 
@@ -231,7 +244,10 @@ def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
 
 def sharded(whole: Tensor, slot: Slot, spec: DTensorSpec) -> DTensor:
     """This rank's part of a whole tensor, cut as the parameter of a slot is, in memory of its own."""
-    return on_spec(alone(slot.owned_of_full(whole)), spec)
+    own = slot.owned_of_full(whole)
+    if own.dtype != slot.dtype:
+        spec = spec_on(spec, slot.parameter.shape, slot.parameter.stride(), own.dtype)
+    return on_spec(alone(own), spec)
 
 
 @uncompiled
@@ -289,13 +305,16 @@ def say_if_rounded(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            if slot is not None and parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            if slot is None or slot.kind.rounding is not None or not parameter.requires_grad:
+                continue
+            if parameter.dtype in (torch.bfloat16, torch.float16):
                 name = str(parameter.dtype).removeprefix("torch.")
                 warn_once(
                     f"{type(optimizer).__name__} trains parameters that rest in {name}, without float32 masters.",
                     first=slot,
                     why="updates smaller than half a unit in the last place of a parameter are rounded away",
                     fix=f"before the optimizer model = zf.precision(model, rest=torch.float32, compute=torch.{name}); "
+                    "or, at 2 bytes a parameter, rest=torch.bfloat16, round='stochastic'; "
                     "if it is meant: warnings.filterwarnings('ignore', '.*without float32 masters')",
                 )
                 return

@@ -56,7 +56,8 @@ def footprint(optimizer: Optimizer) -> Footprint:
     if isinstance(optimizer, Streamed):
         return _streamed(parameters, optimizer.states.chunks)
     planner, slots = Planner(optimizer), map(slot_of, parameters)
-    if any(slot is not None and slot.kind.must_be_streamed for slot in slots):
+    kinds = [slot.kind for slot in slots if slot is not None]
+    if any(kind.must_be_streamed or kind.rounding is not None for kind in kinds):
         require_streamable(optimizer, elementwise=False)
         return _streamed(parameters, planner.chunks(parameters, shares=True))
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -19,6 +19,7 @@ from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import at_same_address, local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, looks_at_whole_tensors
+from zero_fn.runtime.rounding import as_kept, step_dtype_of
 
 __all__ = [
     "Schema",
@@ -95,12 +96,12 @@ def kept_by(
 ) -> Schema:
     """The states that a first step makes for a parameter, found by a step of a trial parameter of seven elements."""
     local = local_of(parameter)
-    probe = nn.Parameter(torch.zeros(*[1] * (local.dim() - 1), _NUMEL, dtype=local.dtype, device=device))
+    probe = nn.Parameter(torch.zeros(*[1] * (local.dim() - 1), _NUMEL, dtype=step_dtype_of(parameter), device=device))
     vars(probe).update(attributes_of(parameter))
     probe.grad = torch.zeros_like(probe)
     born = {
         name: torch.zeros_like(probe, dtype=value.dtype) if _is_moment(value, name, parameter) else copy.deepcopy(value)
-        for name, value in optimizer.state.get(parameter, {}).items()
+        for name, value in as_kept(parameter, optimizer.state.get(parameter, {})).items()
     }
     try:
         try:

@@ -21,12 +21,13 @@ from zero_fn.resting import rest_gradient
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.everywhere import everywhere, is_cut
 from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow, take_over_states
+from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, require_not_streamed, require_streamable, stand_in
 from zero_fn.streamed.one_pass import arithmetic_of, say_if_one_thread
 from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
 from zero_fn.streamed.places import follow
-from zero_fn.streamed.states import States, loaded_on_host
+from zero_fn.streamed.states import States, loaded
 from zero_fn.streamed.stepping import Steps
 from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 
@@ -92,7 +93,7 @@ def streamed(
             NAdam, RAdam, ASGD, Rprop); for another class see `elementwise`. States that it has are moved.
         tier: `zf.nvme(path)` or `zf.cpu()`. None: for each parameter the tier of `zf.offload(model, optim=tier)`; the states
             of other parameters stay on the device. Of all of them, if gradients rest in another dtype than parameters
-            (`precision(grads=)`), which are widened buffer by buffer.
+            (`precision(grads=)`), or parameters are rounded (`precision(round=)`): both are widened buffer by buffer.
         fraction: The part of the states, in bytes rounded to whole buffers, that is in the tier; the rest stays on the
             device. Buffers of both kinds take turns, so that transfers run beside computation (twin-flow).
         buffer: Bytes of a buffer, as a number or as text ("64MiB"). Larger parameters pass through it in pieces.
@@ -264,8 +265,8 @@ class Streamed(Optimizer):
         self._steps.waiting = None
         self._steps.failed = "states could not be loaded"
         doing = "Loading the states of an optimizer"
-        loaded = everywhere(self._parameters(), lambda: loaded_on_host(self.inner, state_dict), doing)
-        self.inner.param_groups, states = loaded
+        found = everywhere(self._parameters(), lambda: loaded(self.inner, state_dict, on_host=True), doing)
+        self.inner.param_groups, states = found
         self._begin(states, doing)
 
     @torch.no_grad()
@@ -302,8 +303,9 @@ class Streamed(Optimizer):
         """Makes room for all parameters, and copies these states there: they stay until all ranks have theirs."""
 
         def make() -> States:
-            take_over_states(stand_in(self.inner, self.param_groups, states))
-            return States(self._planner, self._parameters(), states)
+            kept = {parameter: as_kept(parameter, own) for parameter, own in states.items()}
+            take_over_states(stand_in(self.inner, self.param_groups, kept))
+            return States(self._planner, self._parameters(), kept)
 
         self.states = everywhere(self._parameters(), make, doing)
         self._steps.failed = None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.parcels import Parcel, padded_nbytes
+from zero_fn.runtime.rounding import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
@@ -53,6 +54,11 @@ class _Stepped:
     tier: Tier | None  # the tier of its states, and the part of the states that goes there
     fraction: float
     place: RestsAt | None  # the place of the parameter, or of its gradient, in another tier; None if both are in memory
+
+    @property
+    def widened_itemsize(self) -> int:
+        """Bytes of an element that a chunk takes beside its states while it is stepped: of its value in float32."""
+        return 4 if rounding_of(self.parameter) is not None else 0
 
     @property
     def numel(self) -> int:
@@ -205,7 +211,8 @@ class Planner:
         schemas = self.kept(parameters, in_pieces=True)
         wanted, groups = [self._tier_of(p) for p in parameters], self._groups_of(parameters)
         slots = [slot for slot in map(slot_of, parameters) if slot is not None]
-        widens = any(slot.kind.gradient_dtype != slot.dtype for slot in slots)  # buffer by buffer, without any tier
+        # Buffer by buffer, without any tier.
+        widens = any(slot.kind.gradient_dtype != slot.dtype or slot.kind.rounding is not None for slot in slots)
         if parameters and all(tier is None for tier, _ in wanted) and not widens:
             raise TierError(
                 "streamed() was given no tier.",
@@ -229,17 +236,19 @@ class Planner:
         kinds = []
         for group, parameter in zip(self._groups_of(parameters), parameters, strict=True):
             local, device = local_of(parameter), self._step_device(parameter)
-            kind = group, local.dtype, device, local.dim()
+            kind = group, local.dtype, device, local.dim(), rounding_of(parameter)
             kinds.append(kind)
             if kind not in found:
                 found[kind] = ()
                 if local.is_floating_point() or local.is_complex():  # others are never trained
                     options = self.inner.param_groups[group]
                     found[kind] = kept_by(self.inner, options, parameter, device, in_pieces=in_pieces)
-            schema = schema_of(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
+            states = as_kept(parameter, self.inner.state.get(parameter, {})) if self.inner.state else {}
+            schema = schema_of(states, parameter)
             if parameter.numel() > 1 and len(schema) > len(found[kind]):
                 found[kind] = schema
-        return [found[kind] for kind in kinds]
+        schemas = zip((found[kind] for kind in kinds), map(kept_beside, parameters), strict=True)
+        return [(*(each for each in schema if each not in beside), *beside) for schema, beside in schemas]
 
     def _tier_of(self, parameter: Tensor) -> tuple[Tier | None, float]:
         """The tier of a parameter's states, and the fraction of them that is in it."""
@@ -268,7 +277,7 @@ class Planner:
         packed = chunks_of(
             [row.numel for row in rows],
             [(device_of(row.parameter), row.tier, row.fraction) for row in rows],
-            lambda at, numel: _states_nbytes(rows[at].schema, numel),
+            lambda at, numel: max(_states_nbytes(rows[at].schema, numel), rows[at].widened_itemsize * numel),
             limit,
         )
         return [

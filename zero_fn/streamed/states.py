@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.runtime.rounding import step_dtype_of
 from zero_fn.storage import Store, staging_for
 from zero_fn.streamed.inner import stand_in
 from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner, name_of, rooms_of
@@ -22,7 +23,7 @@ from zero_fn.streamed.places import place_of
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiers import Tier
 
-__all__ = ["States", "loaded_on_host"]
+__all__ = ["States", "loaded"]
 
 
 class States:
@@ -177,29 +178,30 @@ def _join(states: dict[str, Any], name: str, value: Any, cut: ParameterPiece) ->
         cut.of(local_of(states[name])).copy_(value)
 
 
-def loaded_on_host(
-    inner: Optimizer, state_dict: dict[str, Any]
+def loaded(
+    inner: Optimizer, state_dict: dict[str, Any], *, on_host: bool
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-    """The groups and states that an optimizer would load, states in host memory. The optimizer stays as it was.
+    """The groups and states that an optimizer would load, states in host memory if wanted. The optimizer stays as it was.
 
-    torch moves each state to the device of its parameter, which may not hold all states. So parameters on a device are
-    replaced for the time by stand-ins on the host, of the same shape and dtype and without memory.
+    torch moves each state to the device of its parameter, which may not hold all states, and casts it to its dtype, in which
+    it may not be stepped. So such parameters are replaced for the time by stand-ins, of the same shape and without memory.
     """
     own = [parameter for group in inner.param_groups for parameter in group["params"]]
-    stand_in_of = {id(parameter): _on_host(parameter) for parameter in own}
+    stand_in_of = {id(parameter): _as_stepped(parameter, on_host=on_host) for parameter in own}
     parameter_of = {id(stand_in_of[id(parameter)]): parameter for parameter in own}
     groups = [{**group, "params": [stand_in_of[id(p)] for p in group["params"]]} for group in inner.param_groups]
-    loaded = stand_in(inner, groups, defaultdict(dict))
-    loaded.load_state_dict(state_dict)
-    groups, states = loaded.param_groups, loaded.state
+    other = stand_in(inner, groups, defaultdict(dict))
+    other.load_state_dict(state_dict)
+    groups, states = other.param_groups, other.state
     for group, before in zip(groups, inner.param_groups, strict=True):
         group["params"] = before["params"]
     return groups, {parameter_of.get(id(key), key): value for key, value in states.items()}
 
 
-def _on_host(parameter: Tensor) -> Tensor:
-    local = local_of(parameter)
-    if local.device.type == "cpu":
+def _as_stepped(parameter: Tensor, *, on_host: bool) -> Tensor:
+    local, dtype = local_of(parameter), step_dtype_of(parameter)
+    device = torch.device("cpu") if on_host else local.device
+    if (local.device.type, local.dtype) == (device.type, dtype):
         return parameter
-    nothing = torch.empty((), dtype=parameter.dtype).expand(local.shape)
+    nothing = torch.empty((), dtype=dtype, device=device).expand(local.shape)
     return nn.Parameter(nothing, requires_grad=parameter.requires_grad)

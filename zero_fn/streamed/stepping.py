@@ -24,7 +24,9 @@ from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.everywhere import everywhere, is_shared
+from zero_fn.runtime.numbering import Numbering
 from zero_fn.runtime.record import Record
+from zero_fn.runtime.rounding import Widened, rounding_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.inner import raw_step, stand_in
 from zero_fn.streamed.one_pass import steps_in_one_pass
@@ -146,12 +148,18 @@ class _Step:
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         stepped: dict[ParameterPiece, nn.Parameter] = {}
+        widened: dict[ParameterPiece, Widened] = {}
         for number, cuts in groupby(sorted(window.values, key=_group), key=_group):
             members = []
             for cut in cuts:
-                piece = stepped[cut] = self._stand_in(cut, window, states.device)
-                members.append(piece)
                 own = cut.states(states)
+                value = window.values[cut].to(states.device)
+                if rounding_of(cut.parameter) is not None:
+                    numbering = Numbering.of(cut.parameter)
+                    widened[cut] = Widened(cut.parameter, value, own, numbering, cut.piece.start)
+                    value = widened[cut].values
+                piece = stepped[cut] = self._stand_in(cut, value, window.grads[cut].to(states.device))
+                members.append(piece)
                 if own:
                     state[piece] = own
             groups.append({**self._options[number], "params": members})
@@ -166,19 +174,21 @@ class _Step:
                 _widen(piece)
             raw_step(stepping)
         for cut, piece in stepped.items():
-            cut.keep(states, state.get(piece, {}))
-            if window.values[cut].device != states.device:
-                window.values[cut].copy_(piece)
+            value, own = window.values[cut], state.get(piece, {})
+            if cut in widened:
+                own = {**own, **widened[cut].round(piece, value)}
+            elif value.device != states.device:
+                value.copy_(piece)
+            cut.keep(states, own)
         if window.record is not None and chunk.parcel is not None and rooms:
             sent = {cut.in_parcel for cut, piece in stepped.items() if piece in sends}
             left = {begin: room for begin, room in rooms.items() if begin not in sent}
             window.record.fill_copy(chunk.parcel, window.parcel, left)
 
-    def _stand_in(self, cut: ParameterPiece, window: Window, device: torch.device) -> nn.Parameter:
+    def _stand_in(self, cut: ParameterPiece, value: Tensor, grad: Tensor) -> nn.Parameter:
         """The parameter that the optimizer updates in place of the user's: the piece, with the piece of the gradient."""
-        piece = nn.Parameter(window.values[cut].to(device), requires_grad=cut.parameter.requires_grad)
+        piece = nn.Parameter(value, requires_grad=cut.parameter.requires_grad)
         vars(piece).update(attributes_of(cut.parameter))
-        grad = window.grads[cut].to(device)
         if grad.dtype != piece.dtype:
             piece.grad_dtype = grad.dtype
         piece.grad = grad

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from zero_fn.errors import LayoutError
+from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.selection import Where, selected
 from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home
+from zero_fn.values.rounding import Mode, ParameterRounding
 from zero_fn.values.units import NamedParameter, distinct_parameters
 
 __all__ = ["precision"]
@@ -28,6 +30,8 @@ def precision(
     grads: torch.dtype | None = None,
     output: torch.dtype | None = None,
     rest: torch.dtype | None = None,
+    round: Mode | None = None,
+    seed: int = 0,
     where: Where = None,
     donate: bool = False,
 ) -> M:
@@ -58,6 +62,14 @@ def precision(
             them. A part gets its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
         rest: Dtype of the parameters between uses: torch.float32 makes master weights of a model that was loaded in 16
             bits. Of a module that is sharded already only the shards are cast. None leaves them. Build the optimizer after.
+        round: How a step is rounded into parameters that rest in torch.bfloat16, which then need no master: 2 bytes an
+            element and the states, which are float32. It is computed in float32, by `zf.streamed(optimizer)` (without a
+            tier, too) or `zf.by_owner(optimizer)`; others are refused. "stochastic": up or down by chance, in the mean the
+            number itself. The random number of an element is a hash of its number in the whole tensor, of the number of the
+            step, of the name of the parameter, and of `seed`: the same at every stage, number of ranks and tier. "kahan":
+            what is cut off is kept in bfloat16, 2 more bytes, and added before the next step. None: by the optimizer, in
+            whose steps small updates are rounded away.
+        seed: Of the random numbers of round="stochastic".
         where: Which parameters: patterns of parameter names, or a function of name and parameter; None: all. Only floating
             point ones are cast, and none that `flatten_subclasses` made.
         donate: Free what a module that is transformed holds as soon as it is copied; `module` can no longer run.
@@ -67,11 +79,13 @@ def precision(
 
     Raises:
         LayoutError: A dtype is not floating point, or contradicts an earlier `precision`; or `where` selects nothing; or
-            `grads` has 8 bits, or more than the dtype of a parameter at rest.
+            `grads` has 8 bits, or more than the dtype of a parameter at rest; or `round` is of a parameter that does not
+            rest in bfloat16.
         StateError: `module` is running, or was donated.
 
     Source:
-        Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights); ZeRO, Rajbhandari et al. 2020, 3.1 (16 Ψ).
+        Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights); ZeRO, Rajbhandari et al. 2020, 3.1 (16 Ψ);
+        rounding without masters: Revisiting BFloat16 Training, Zamirai et al. 2020.
     """
     for name, dtype in (("compute", compute), ("reduce", reduce), ("grads", grads), ("output", output), ("rest", rest)):
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -79,9 +93,16 @@ def precision(
             what = "precision takes floating point dtypes, of 16 bits or more for gradients, which are added."
             raise LayoutError(what, **{name: dtype}, fix=f"{name}=torch.bfloat16")
     castable = _castable(module, where)
+    rounding = None if round is None else ParameterRounding(round, seed)
+    if rounding is None and seed:
+        raise LayoutError(
+            "seed is of random numbers, and none are drawn.", seed=seed, fix='round="stochastic", seed=...'
+        )
+    _require_rounds(castable, rounding, rest)
     if grads is not None:
         _require_no_wider(castable, grads, rest)
-    homes = dict.fromkeys((each.fqn for each in castable), Home(compute=compute, reduce=reduce, grads=grads))
+    home = Home(compute=compute, reduce=reduce, grads=grads, round=rounding)
+    homes = dict.fromkeys((each.fqn for each in castable), home)
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
     result = substitute(module, request, verb="precision", donate=donate)
     if rest is None:
@@ -105,6 +126,24 @@ def _require_no_wider(castable: list[NamedParameter], grads: torch.dtype, rest: 
                 grads=grads,
                 why="an optimizer takes them in the dtype of the parameter, and would round them again",
                 fix="precision(rest=torch.float32, grads=...); or inside accumulate(): there they are summed in `reduce`",
+            )
+
+
+def _require_rounds(
+    castable: list[NamedParameter], rounding: ParameterRounding | None, rest: torch.dtype | None
+) -> None:
+    """Refuses a rounding, of now or earlier, of parameters that do not rest in bfloat16."""
+    for each in castable:
+        slot, own = slot_of(each.parameter), rest or each.parameter.dtype
+        asked = rounding or (slot.home.round if slot is not None else None)
+        if asked is not None and each.parameter.is_floating_point() and own != torch.bfloat16:
+            raise LayoutError(
+                "round= is for parameters that rest in bfloat16.",
+                parameter=each.fqn,
+                rests=own,
+                round=asked,
+                why="a step in float32 rounds nothing then; or, to float16, it would overflow",
+                fix='precision(rest=torch.bfloat16, round="stochastic"); without round= for a float32 master',
             )
 
 

@@ -25,6 +25,7 @@ import torch
 
 from zero_fn.errors import LayoutError
 from zero_fn.values.agreed import agreed
+from zero_fn.values.rounding import ParameterRounding
 from zero_fn.values.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Home", "ReshardAfter", "Stage"]
@@ -70,12 +71,13 @@ class Home:
     grads: torch.dtype | None = None  # of gradients at rest; None: that of their parameter
     reshard_after: ReshardAfter = ReshardAfter.FORWARD  # when the gathered parameter is freed
     tiers: Tiers = IN_MEMORY
+    round: ParameterRounding | None = None  # of results into parameters that rest in bfloat16; None: by the optimizer
 
     def join(self, other: Home) -> Home:
         """The least home that gives both what they ask for.
 
         Raises:
-            LayoutError: The two ask for different dtypes or tiers.
+            LayoutError: The two ask for different dtypes, roundings or tiers.
         """
         return Home(
             max(self.stage, other.stage),
@@ -84,6 +86,12 @@ class Home:
             _dtype("grads", self.grads, other.grads),
             max(self.reshard_after, other.reshard_after),
             self.tiers.join(other.tiers),
+            agreed(
+                self.round,
+                other.round,
+                "roundings of the same parameter",
+                fix="pass one precision(model, round=...) per parameter; select parameters with where=",
+            ),
         )
 
     def compute_dtype(self, resting: torch.dtype) -> torch.dtype:

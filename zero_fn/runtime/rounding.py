@@ -1,0 +1,130 @@
+"""A step of a parameter that rests in bfloat16 and has no master: widened to float32, stepped, and rounded back.
+
+    "stochastic"   rounded up or down by chance, so that small steps are taken as often as they are worth. The random number
+                   of an element is a hash of its number in the whole tensor, of how often the parameter was stepped, and of
+                   the seed and its name: the same on every rank and device, and in whichever piece it is stepped.
+    "kahan"        what rounding has cut off is kept beside the parameter, in bfloat16 too, and added before the next step
+
+What rounding keeps (the count, or what was cut off) is saved and loaded with the states of the optimizer, which does not
+see it.
+
+Source: Kahan 1965; of optimizers in bfloat16 Zamirai et al. 2020, arXiv:2010.06192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.errors import StateError
+from zero_fn.kernels.rounding import key_of, round_randomly
+from zero_fn.resting import is_dense
+from zero_fn.runtime.box import strides_of
+from zero_fn.runtime.numbering import Numbering
+from zero_fn.runtime.slot import slot_of
+from zero_fn.values.rounding import ParameterRounding
+
+__all__ = ["COMPENSATION", "Widened", "as_kept", "kept_beside", "rounding_of", "step_dtype_of"]
+
+COMPENSATION, ROUNDINGS = "compensation", "roundings"
+"""Names of states: what was cut off, a tensor; and how often a parameter was rounded, a number."""
+
+_BLOCK_NUMEL = 1 << 22  # rounded at once: what numbers and hashes of elements take is bounded
+
+
+def rounding_of(parameter: Tensor) -> ParameterRounding | None:
+    """How results are rounded into a parameter; None if it is stepped in the dtype in which it rests."""
+    slot = slot_of(parameter)
+    return slot.kind.rounding if slot is not None else None
+
+
+def step_dtype_of(parameter: Tensor) -> torch.dtype:
+    """The dtype in which an optimizer sees a parameter, and makes states for it."""
+    return parameter.dtype if rounding_of(parameter) is None else torch.float32
+
+
+def kept_beside(parameter: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
+    """Names and dtypes of the states that rounding adds, with an element for each of the parameter."""
+    rounding = rounding_of(parameter)
+    return ((COMPENSATION, torch.bfloat16),) if rounding is not None and rounding.mode == "kahan" else ()
+
+
+def as_kept(parameter: Tensor, states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """States that were made or loaded for a parameter, in the dtypes in which they are kept.
+
+    Raises:
+        StateError: A stock optimizer was given the states that such a parameter had, and has rounded them.
+    """
+    if rounding_of(parameter) is None:
+        return states
+    found = dict(states)
+    for name, value in states.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or name == "step":
+            continue
+        if value.dtype == torch.bfloat16 and name != COMPENSATION and {COMPENSATION, ROUNDINGS} & states.keys():
+            raise StateError(
+                "The states of the optimizer were loaded before it was streamed, which has rounded them.",
+                parameter=slot_of(parameter),
+                state=name,
+                why="torch loads states in the dtype of their parameter, which rests in bfloat16; they were float32",
+                fix="optimizer = zf.streamed(optimizer) first, then optimizer.load_state_dict(...)",
+            )
+        found[name] = value.to(torch.bfloat16 if name == COMPENSATION else torch.float32)
+    return found
+
+
+class Widened:
+    """Elements of a parameter that rests in bfloat16, in float32 while they are stepped."""
+
+    def __init__(
+        self, parameter: Tensor, value: Tensor, states: dict[str, Any], numbering: Numbering, start: int = 0
+    ) -> None:
+        """`value`: the elements where they rest, from the number `start` in memory on. What rounding keeps is taken out of
+        `states`."""
+        slot = slot_of(parameter)
+        assert slot is not None and slot.kind.rounding is not None
+        self._name, self._rounding, self._value = slot.fqn, slot.kind.rounding, value
+        self._numbering, self._start = numbering, start
+        self._count: int = states.pop(ROUNDINGS, 0)
+        self._compensation: Tensor | None = states.pop(COMPENSATION, None)
+        self._stride = value.stride() if is_dense(value) else strides_of(tuple(value.shape))
+        self.values = self._like(torch.float32).copy_(value)  # what the optimizer steps
+        if self._compensation is not None:
+            self.values += self._compensation
+
+    def _like(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(self._value.shape, self._stride, dtype=dtype, device=self._value.device)
+
+    def round(self, result: Tensor, into: Tensor) -> dict[str, Any]:
+        """Rounds what a step has made of the values to where they rest. Returns what rounding keeps."""
+        found = self._round(result)
+        if into.device != self._value.device:
+            into.copy_(self._value)
+        return found
+
+    def _round(self, result: Tensor) -> dict[str, Any]:
+        result = result.detach()
+        if self._rounding.mode == "kahan":
+            self._value.copy_(result)
+            if self._compensation is None:
+                self._compensation = self._like(torch.bfloat16)
+            lost = result - self._value  # nothing of what has become infinite
+            self._compensation.copy_(torch.where(lost.isfinite(), lost, 0.0))
+            return {COMPENSATION: self._compensation}
+        value = self._value
+        is_there = type(value) is Tensor and value.stride() == self._stride
+        room = value if is_there else self._like(torch.bfloat16)
+        if result.stride() != self._stride:  # the step has given it other memory
+            result = self._like(torch.float32).copy_(result)
+        source, target = (t.as_strided((t.numel(),), (1,)) for t in (result, room))
+        key = key_of(self._rounding.seed, self._name, self._count)
+        for at in range(0, source.numel(), _BLOCK_NUMEL):
+            to = min(at + _BLOCK_NUMEL, source.numel())
+            runs = self._numbering.runs(self._start + at, self._start + to)
+            round_randomly(source[at:to], target[at:to], *runs, key)
+        if not is_there:
+            value.copy_(room)
+        return {ROUNDINGS: self._count + 1}
