@@ -1,0 +1,381 @@
+"""`precision(round=)`: parameters in bfloat16 without a master are what a step in float32, rounded by hand, would make them:
+on any number of ranks, at any stage, in any tier, stepped in pieces or by owners."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+
+import zero_fn as zf
+from tests.axes.grids import Decoder, grid, parallelized
+from tests.axes.grids import loss_of as loss_of_decoder
+from tests.support.groups import alone
+from tests.support.models import Odd
+from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full, fulls
+
+SEED = 5
+MODES = {"stochastic": {"round": "stochastic", "seed": SEED}, "kahan": {"round": "kahan"}}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "AdamW": partial(AdamW, lr=1e-2, fused=False),
+    "SGD": partial(SGD, lr=1e-2),  # without states of its own
+    "RMSprop": partial(RMSprop, lr=1e-2, momentum=0.5),
+    "Adagrad": partial(Adagrad, lr=1e-2),  # which makes its states when it is made
+}
+BOTH = pytest.mark.parametrize("mode", MODES)
+
+
+# -- a step by hand ----------------------------------------------------------------------------------------------------
+
+
+def _mixed(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return np.asarray(x ^ (x >> np.uint32(16)))
+
+
+def _by_chance(values: Tensor, name: str, step: int) -> Tensor:
+    """Finite values, rounded as the numbers of their elements, their name and the step say."""
+    key = np.uint32(crc32(f"{SEED} {name}".encode())) ^ _mixed(np.array([step + 0x9E3779B9], np.uint32))
+    numbers = np.arange(values.numel(), dtype=np.uint32)
+    noise = _mixed(numbers ^ _mixed(key)) >> np.uint32(16)
+    bits = values.contiguous().view(-1).numpy().view(np.uint32) + noise
+    halves = torch.from_numpy((bits >> np.uint32(16)).astype(np.int16))
+    return halves.view(torch.bfloat16).view(values.shape)
+
+
+class ByHand:
+    """Whole parameters, each with a stock optimizer that steps it in float32."""
+
+    def __init__(self, model: nn.Module, make: Callable[..., Optimizer], mode: str) -> None:
+        self.mode, self.count = mode, dict.fromkeys(dict(model.named_parameters()), 0)
+        self.values = {name: full(p).detach().clone() for name, p in model.named_parameters()}
+        self.lost = {name: torch.zeros_like(value) for name, value in self.values.items()}
+        trained = {name: value for name, value in self.values.items() if value.is_floating_point()}
+        self.wide = {name: nn.Parameter(value.float()) for name, value in trained.items()}
+        self.optimizer = make([*self.wide.values()])
+
+    def step(self, model: nn.Module) -> None:
+        """With the gradients of the model."""
+        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        for name, wide in self.wide.items():
+            wide.data = self.values[name].float() + self.lost[name].float()
+            wide.grad = grads[name].float() if name in grads else None
+        self.optimizer.step()
+        for name in grads:
+            wide = self.wide[name].detach()
+            if self.mode == "kahan":
+                self.values[name] = wide.bfloat16()
+                self.lost[name] = (wide - self.values[name].float()).bfloat16()
+            else:
+                self.values[name] = _by_chance(wide, name, self.count[name])
+            self.count[name] += 1
+
+    def require_same(self, model: nn.Module, what: object = "") -> None:
+        wholes = [full(p) for p in model.parameters()]
+        for (name, _), whole in zip(model.named_parameters(), wholes, strict=True):
+            assert torch.equal(whole, self.values[name]), (what, name, whole, self.values[name])
+
+
+def _built(mode: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Odd()
+    model.wave.requires_grad_(False)  # complex: it is not rounded, and sums of four are not exact
+    model.wide = nn.Parameter(0.1 * torch.randn(90, 61))  # several pieces
+    return zf.precision(model, rest=torch.bfloat16, **MODES[mode])  # type: ignore[arg-type]
+
+
+def _backward(model: nn.Module, step: int) -> None:
+    """The same on all ranks, so that means are exact, and gradients do not depend on their number."""
+    generator = torch.Generator().manual_seed(step)
+    for part in range(2):
+        model(torch.randint(0, 37, (4, 5), generator=generator)).float().square().mean().backward()
+        assert part or step != 1 or model.zero_grad() is None
+
+
+def _train(model: nn.Module, optimizer: Any, steps: range, by_hand: ByHand | None = None) -> None:
+    for step in steps:
+        _backward(model, step)
+        if step == 2:
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        if by_hand is not None:
+            by_hand.step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- worlds ------------------------------------------------------------------------------------------------------------
+
+Placed = Callable[[nn.Module, str], nn.Module]
+Stepped = Callable[[Optimizer, str], Any]
+
+
+def _offloaded(*states: str, tier: Callable[[str], Any] = zf.nvme) -> Placed:
+    return lambda model, folder: zf.offload(zf.zero3(model, axis()), **dict.fromkeys(states, tier(folder)))
+
+
+def _streamed(optimizer: Optimizer, _: str, **options: Any) -> Any:
+    return zf.streamed(optimizer, **options)
+
+
+WORLDS: dict[str, tuple[Placed, Stepped]] = {
+    **{stage: (lambda m, _, place=place: place(m, axis()), _streamed) for stage, place in STAGES.items()},  # type: ignore[misc]
+    "on disk": (_offloaded("params", "grads", "optim"), _streamed),
+    "finished in the forward": (_offloaded("params", "grads", "optim"), partial(_streamed, finish="forward")),
+    "on the host": (_offloaded("params", "optim", tier=lambda _: zf.cpu()), _streamed),
+    "in pieces": (lambda m, _: zf.zero1(m, axis()), lambda o, folder: zf.streamed(o, zf.nvme(folder), buffer="12KiB")),
+    "of no mesh": (lambda m, folder: zf.offload(m, params=zf.nvme(folder)), _streamed),
+    "by owners": (lambda m, _: zf.zero3(m, axis()), lambda o, _: zf.by_owner(o)),
+    "by owners, replicated": (lambda m, _: zf.replicate(m, axis()), lambda o, _: zf.by_owner(o)),
+    "by owners, on disk": (_offloaded("params", "grads", "optim"), lambda o, _: zf.streamed(zf.by_owner(o))),
+    "by owners, of no mesh": (_offloaded("params"), lambda o, folder: zf.streamed(zf.by_owner(o), zf.nvme(folder))),
+}
+
+
+def _placed(world: str, mode: str, optimizer: str, folder: str) -> tuple[nn.Module, Any]:
+    place, stepped = WORLDS[world]
+    model = place(_built(mode), folder)
+    return model, stepped(OPTIMIZERS[optimizer](model.parameters()), folder)
+
+
+def _as_by_hand(mode: str, optimizer: str, worlds: Sequence[str], folder: str) -> list[list[Tensor]]:
+    ends = []
+    for world in worlds:
+        model, stepping = _placed(world, mode, optimizer, folder)
+        by_hand = ByHand(model, OPTIMIZERS[optimizer], mode)
+        _train(model, stepping, range(3), by_hand)
+        by_hand.require_same(model, world)
+        ends.append(fulls(model.parameters()))
+    return ends
+
+
+SOME = {1: ["zero1", "of no mesh"], 2: [*WORLDS], 4: ["zero2", "zero3", "by owners"]}
+
+
+@BOTH
+def test_no_bit_depends_on_ranks_stages_tiers_or_owners(ranks: Ranks, mode: str, tmp_path: Any) -> None:
+    rows = [ranks(n).run(_as_by_hand, mode, "AdamW", worlds, str(tmp_path)) for n, worlds in SOME.items()]
+    first, *others = [end for row in rows for on_rank in row for end in on_rank]
+    assert all(all(map(torch.equal, end, first)) for end in others)
+
+
+@BOTH
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad"])
+@on_ranks(2)
+def test_other_optimizers_step_in_float32(mode: str, optimizer: str, folder: str) -> None:
+    _as_by_hand(mode, optimizer, ["zero2", "on disk", "in pieces", "by owners"], folder)
+
+
+@BOTH
+@on_ranks(4)
+def test_numbers_are_those_of_the_whole_tensor_over_all_axes(mode: str) -> None:
+    mesh = grid("dp", "tp")
+    for stage, place in STAGES.items():
+        model = place(parallelized(mesh["tp"]), mesh["dp"])
+        model = zf.precision(model, compute=torch.float32, rest=torch.bfloat16, **MODES[mode])  # type: ignore[arg-type]
+        assert isinstance(model, Decoder)
+        optimizer = zf.streamed(AdamW(model.parameters(), lr=1e-2, fused=False))
+        by_hand = ByHand(model, OPTIMIZERS["AdamW"], mode)
+        for step in range(2):
+            loss_of_decoder(model, step, mesh["dp"].get_local_rank()).backward()
+            by_hand.step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        by_hand.require_same(model, stage)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _saved(world: str, mode: str, folder: str) -> None:
+    model, optimizer = _placed(world, mode, "AdamW", folder)
+    _train(model, optimizer, range(2))
+    zf.save(f"{folder}/saved", model, optimizer)
+
+
+def _resumed(world: str, mode: str, folder: str) -> list[Tensor]:
+    model, optimizer = _placed(world, mode, "AdamW", folder)
+    zf.load(f"{folder}/saved", model, optimizer)
+    states = {"optimizer": optimizer.state_dict()}
+    again = WORLDS[world][1](OPTIMIZERS["AdamW"](model.parameters()), folder)
+    again.load_state_dict(states["optimizer"])
+    _train(model, again, range(2, 4))
+    return fulls(model.parameters())
+
+
+def _undisturbed(mode: str, folder: str) -> list[Tensor]:
+    model, optimizer = _placed("replicate", mode, "AdamW", folder)
+    _train(model, optimizer, range(4))
+    return fulls(model.parameters())
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("zero3", 4), ("in pieces", 1)),
+        (("on disk", 2), ("by owners", 4)),
+        (("by owners, on disk", 2), ("zero1", 2)),
+        (("on the host", 1), ("on disk", 2)),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
+    ranks: Ranks, mode: str, one: tuple[str, int], other: tuple[str, int], tmp_path: Any
+) -> None:
+    folder = str(tmp_path)
+    ranks(one[1]).run(_saved, one[0], mode, folder)
+    expected = ranks(1).run(_undisturbed, mode, folder)[0]
+    for found in ranks(other[1]).run(_resumed, other[0], mode, folder):
+        assert all(map(torch.equal, found, expected))
+
+
+@BOTH
+@on_ranks(2)
+def test_a_torch_state_dict_brings_everything(mode: str, folder: str) -> None:
+    model, optimizer = _placed("zero3", mode, "AdamW", folder)
+    _train(model, optimizer, range(2))
+    states = get_optimizer_state_dict(model, optimizer)
+    dtypes = {
+        name: value.dtype for name, value in states["state"]["embedding.weight"].items() if torch.is_tensor(value)
+    }
+    kept = {"compensation": torch.bfloat16} if mode == "kahan" else {}
+    assert dtypes == {**dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32), **kept}
+    again = zf.streamed(OPTIMIZERS["AdamW"](model.parameters()))
+    set_optimizer_state_dict(model, again, states, options=StateDictOptions(strict=False))  # one is never stepped
+    _train(model, again, range(2, 4))
+    for found, expected in zip(fulls(model.parameters()), _undisturbed(mode, folder), strict=True):
+        assert torch.equal(found, expected)
+
+
+# -- bytes, words, refusals --------------------------------------------------------------------------------------------
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+
+
+@BOTH
+@on_ranks(2)
+def test_bytes_are_two_and_the_states(mode: str) -> None:
+    psi, beside = 4 * 256 * 256, 2 if mode == "kahan" else 0
+    for stage, place in STAGES.items():
+        model = place(zf.precision(_wide(), rest=torch.bfloat16, **MODES[mode]), axis())  # type: ignore[arg-type]
+        stock = AdamW(model.parameters(), lr=1e-3, fused=True)
+        plans = [zf.plan(model), zf.plan(model, stock)]
+        optimizer = zf.streamed(stock)
+        model(torch.ones(2, 256)).float().sum().backward()
+        optimizer.step()
+        cut = {"replicate": (1, 1, 1), "zero1": (1, 1, 2), "zero2": (1, 2, 2), "zero3": (2, 2, 2)}[stage]
+        wanted = 2 * psi // cut[0] + 2 * psi // cut[1] + (8 + beside) * psi // cut[2]
+        found = [zf.held(model, optimizer).total, *(plan.held.total for plan in [*plans, zf.plan(model, optimizer)])]
+        assert found == [wanted] * 4, (stage, found, wanted)
+    owners = zf.by_owner(AdamW(model.parameters(), lr=1e-3))
+    plan = zf.plan(model, owners)
+    owners.step()
+    assert plan.held.optimizer == zf.held(model, owners).optimizer == (8 + beside) * psi // 2
+    assert f"bf16 ({'kahan' if mode == 'kahan' else f'stochastic, seed {SEED}'})/bf16/fp32" in str(zf.describe(model))
+
+
+def _drifting(mode: str | None) -> Tensor:
+    """Weights of one after 500 steps of a tenth of a thousandth."""
+    options = {} if mode is None else MODES[mode]
+    model = zf.precision(nn.Linear(1, 4096, bias=False), rest=torch.bfloat16, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer: Any = SGD(model.parameters(), lr=1e-4)
+    optimizer = optimizer if mode is None else zf.streamed(optimizer)
+    for _ in range(500):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    return model.weight.detach().float()
+
+
+def test_small_steps_are_taken_which_plain_rounding_takes_none_of() -> None:
+    assert _drifting(None).eq(1).all()
+    assert (_drifting("kahan") - 0.95).abs().max() < 2**-8
+    found = _drifting("stochastic")
+    # Each goes down by 1/256 with a probability of 0.0256 a step: 12.8 times of 500, with a variance below that.
+    sigma = 12.8**0.5 / 256
+    assert abs(float(found.mean()) - 0.95) < 5 * sigma / 4096**0.5
+    assert 0.8 * sigma < float(found.std()) < 1.1 * sigma
+
+
+def test_a_skipped_step_is_not_counted() -> None:
+    for mode in MODES:
+        with alone() as mesh:
+            model = zf.zero3(_built(mode), mesh)
+            optimizer = zf.streamed(OPTIMIZERS["AdamW"](model.parameters()))
+            by_hand, scaler = ByHand(model, OPTIMIZERS["AdamW"], mode), torch.amp.GradScaler("cpu", init_scale=2.0)
+            for step in range(3):
+                scaler.scale(model(torch.full((2, 5), step)).float().square().mean()).backward()
+                if step == 1:
+                    model.scale.grad.fill_(torch.inf)  # type: ignore[union-attr, operator]
+                scaler.unscale_(optimizer)
+                if step != 1:
+                    by_hand.step(model)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            by_hand.require_same(model, mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"round": "nearest"}, "neither"),
+        ({"round": "kahan", "seed": 3}, "draws no random numbers"),
+        ({"seed": 3}, "none are drawn"),
+        ({"round": "kahan", "rest": torch.float32}, "rest in bfloat16"),
+        ({"round": "stochastic", "rest": torch.float16}, "rest in bfloat16"),
+        ({"round": "stochastic"}, "rest in bfloat16"),
+    ],
+)
+def test_what_rounds_nothing_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(zf.LayoutError, match=said):
+        zf.precision(nn.Linear(4, 4), **options)
+    model = zf.precision(nn.Linear(4, 4).bfloat16(), round="stochastic")
+    for other in ({"round": "kahan"}, {"round": "stochastic", "seed": 1}, {"rest": torch.float32}):
+        with pytest.raises(zf.LayoutError, match=r"roundings of the same parameter|rest in bfloat16"):
+            zf.precision(model, **other)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_would_round_by_itself_is_refused() -> None:
+    for mode in MODES:
+        with alone() as mesh, warnings.catch_warnings():
+            warnings.simplefilter("error")  # nor is anything said of masters
+            model = zf.zero3(_built(mode), mesh)
+            before = fulls(model.parameters())
+            optimizer = AdamW(model.parameters(), fused=False)
+            _backward(model, 0)
+            with pytest.raises(zf.StateError, match=re.escape("zf.streamed(optimizer)")):
+                optimizer.step()
+            assert all(map(torch.equal, fulls(model.parameters()), before))
+            assert not optimizer.state
+            owned = zf.by_owner(optimizer)
+            owned.step()
+            stock = AdamW(model.parameters(), fused=False)
+            stock.load_state_dict(owned.state_dict())  # torch rounds them
+            with pytest.raises(zf.StateError, match="loaded before it was streamed"):
+                zf.streamed(stock)
+
+
+@on_ranks(2)
+def test_ranks_with_other_seeds_are_told() -> None:
+    model = zf.zero3(zf.precision(Odd(), rest=torch.bfloat16, round="stochastic", seed=dist.get_rank()), axis())
+    with pytest.raises(zf.DisagreementError, match="stochastic, seed 1"):
+        _backward(model, 0)

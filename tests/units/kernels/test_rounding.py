@@ -1,0 +1,65 @@
+"""Stochastic rounding: in C, in torch and by hand the same bits, and in the mean the number itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from zero_fn.kernels import library
+from zero_fn.kernels.rounding import by_torch, key_of, round_randomly
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e-40, 1.0]
+RUNS = (np.array([2**32 - 1000, 7, 3 * 2**32 + 5]), np.array([5000, 1, 60_534]))
+
+
+def _rounded(values: Tensor, key: int = 0, runs: tuple[object, object] | None = None) -> Tensor:
+    into = torch.empty(values.numel(), dtype=torch.bfloat16)
+    firsts, counts = runs or (np.zeros(1, np.int64), np.array([values.numel()]))
+    round_randomly(values, into, firsts, counts, key)  # type: ignore[arg-type]
+    return into
+
+
+def test_the_kernel_has_the_bits_of_torch_for_any_number() -> None:
+    if library().functions is None:
+        pytest.skip("no compiler")
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (RUNS[1].sum(),), generator=generator).to(torch.int32)
+    values = bits.view(torch.float32)
+    values[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    for step in range(3):
+        key = key_of(11, "blocks.0.weight", step)
+        ours, theirs = _rounded(values, key, RUNS), by_torch(values, *RUNS, key)
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour() -> None:
+    for key in range(64):
+        kept = _rounded(torch.tensor(SPECIAL[:5] + SPECIAL[9:]), key).float()
+        assert torch.equal(kept.nan_to_num(7.0), torch.tensor(SPECIAL[:5] + SPECIAL[9:]).nan_to_num(7.0))
+        largest = _rounded(torch.tensor([3.4028235e38, -3.4028235e38]), key).float()
+        assert not largest.isnan().any()
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    found = _rounded(values)
+    below = (values.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    above = ((below.view(torch.int32)) + (1 << 16)).view(torch.float32)
+    assert ((found.float() == below) | (found.float() == above)).all()
+
+
+def test_the_mean_is_the_number_itself() -> None:
+    """Ups of independent cases with probabilities p have a variance of sum p (1 - p): five of its roots are allowed."""
+    values = 1 + torch.rand(1 << 20, generator=torch.Generator().manual_seed(0))
+    odds = (values.view(torch.int32) & 0xFFFF).double() / 65536
+    for key in range(8):  # over elements
+        ups = (_rounded(values, key).float() > values).double()
+        assert abs(float((ups - odds).sum())) < 5 * float((odds * (1 - odds)).sum()) ** 0.5
+        for apart in (1, 2, 64, 4096):  # neighbours go up independently
+            products = (ups - odds)[apart:] * (ups - odds)[:-apart]
+            assert abs(float(products.sum())) < 5 * float(products.square().sum()) ** 0.5
+    values, steps = 1 + torch.arange(256) / 256 / 128, 2000  # over steps, of each element
+    ups = sum((_rounded(values, key_of(0, "weight", step)).float() > values).double() for step in range(steps))
+    odds = (values.view(torch.int32) & 0xFFFF).double() / 65536
+    assert ((ups - steps * odds).abs() <= 5 * (steps * odds * (1 - odds)).sqrt()).all()
