@@ -673,6 +673,26 @@ class Unknown(torch.optim.AdamW):
     pass
 
 
+def _rounded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = zf.precision(Model().bfloat16(), round="stochastic")
+    model(_batch()).float().sum().backward()
+    return model, torch.optim.AdamW(model.parameters(), fused=False)
+
+
+def step_that_would_round_by_itself() -> None:
+    _model, optimizer = _rounded()
+    optimizer.step()
+
+
+def states_that_were_rounded_before_they_are_streamed() -> None:
+    model, stock = _rounded()
+    optimizer = zf.streamed(stock)
+    optimizer.step()
+    other = torch.optim.AdamW(model.parameters(), fused=False)
+    other.load_state_dict(optimizer.state_dict())
+    zf.streamed(other)
+
+
 def step_of_another_class_with_narrow_gradients() -> None:
     model = zf.precision(Model(), grads=torch.bfloat16)
     optimizer = Unknown(model.parameters())
@@ -1004,6 +1024,13 @@ ROWS: dict[str, Callable[..., object]] = {
     "precision_of_integers": lambda: zf.precision(Model(), compute=torch.int8),
     "precision_output_is_no_dtype": lambda: zf.precision(Model(), output="float32"),  # type: ignore[arg-type]
     "precision_with_wider_gradients": lambda: zf.precision(Model().bfloat16(), grads=torch.float32),
+    "precision_rounds_in_no_way": lambda: zf.precision(Model().bfloat16(), round="nearest"),  # type: ignore[arg-type]
+    "precision_rounds_float32": lambda: zf.precision(Model(), round="stochastic"),
+    "precision_seed_without_random_numbers": lambda: zf.precision(Model().bfloat16(), seed=3),
+    "precision_seed_of_kahan": lambda: zf.precision(Model().bfloat16(), round="kahan", seed=3),
+    "precision_twice_with_other_roundings": lambda: zf.precision(
+        zf.precision(Model().bfloat16(), round="stochastic", seed=1), round="stochastic"
+    ),
     "precision_twice_with_other_dtypes": lambda: zf.precision(
         zf.precision(Model(), compute=torch.bfloat16), compute=torch.float16
     ),

@@ -142,7 +142,7 @@ def _require_rounds(
                 parameter=each.fqn,
                 rests=own,
                 round=asked,
-                why="a step in float32 rounds nothing then; or, to float16, it would overflow",
+                why="a step is computed in float32, and of dtypes of 16 bits bfloat16 alone has its range",
                 fix='precision(rest=torch.bfloat16, round="stochastic"); without round= for a float32 master',
             )
 
