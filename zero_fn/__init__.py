@@ -32,7 +32,7 @@ from zero_fn.looking.describe import Description, describe
 from zero_fn.looking.held import Held, held
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
-from zero_fn.streamed import Streamed, streamed
+from zero_fn.streamed import States8bit, Streamed, states8bit, streamed
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.evict import Evicted, evict
@@ -74,6 +74,7 @@ __all__ = [
     "ShardedAccessError",
     "StaleError",
     "StateError",
+    "States8bit",
     "StorageError",
     "Streamed",
     "TierError",
@@ -114,6 +115,7 @@ __all__ = [
     "shard_grads",
     "shard_optimizer",
     "shard_params",
+    "states8bit",
     "streamed",
     "tile",
     "traffic",

@@ -42,7 +42,7 @@ from zero_fn.checkpoint.live.held_tensors import (
     held_state,
     tensors_of_groups,
 )
-from zero_fn.checkpoint.live.streamed_states import each_state, held_in_chunks, states_in_chunks
+from zero_fn.checkpoint.live.streamed_states import cuts_of, each_state, held_codes, held_in_chunks, states_in_chunks
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.extras.average import Average
@@ -53,6 +53,7 @@ from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
+from zero_fn.streamed.coded import CODES
 from zero_fn.transforms.selection import Where
 from zero_fn.values.tiers import Cpu
 
@@ -224,6 +225,7 @@ class _Inventory:
         if isinstance(optimizer, ByOwner):
             optimizer.require_whole("zf.save")
         in_chunks = {} if self.streamed is None else states_in_chunks(self.streamed)
+        cuts = {} if self.streamed is None else cuts_of(self.streamed)
         says, values = self.says, dict[str, dict[str, Any]]()
         says["groups"], says["values"] = [], values
         groups = zip(optimizer.param_groups, tensors_of_groups(optimizer, named), strict=True)
@@ -234,7 +236,10 @@ class _Inventory:
             for parameter, own in zip(group["params"], held_tensors, strict=True):
                 states = {} if self.streamed is not None else optimizer.state.get(parameter, {})
                 dtypes, states = in_chunks.get(id(parameter), ({}, states))
-                self.held_tensors["optimizer"] += [held_in_chunks(own, parameter, *each) for each in dtypes.items()]
+                codes = held_codes(own, cuts.get(id(parameter), ()))
+                as_codes = {held.in_chunks[1].removesuffix(CODES) for held in codes if held.in_chunks is not None}
+                in_floats = (each for each in dtypes.items() if each[0] not in as_codes)
+                self.held_tensors["optimizer"] += [*codes, *(held_in_chunks(own, parameter, *e) for e in in_floats)]
                 for name, value in states.items():
                     if isinstance(value, Tensor):
                         held = held_state(name, value, parameter, own)
@@ -342,7 +347,7 @@ class _Writing:
             if low < high:
                 share.append(values[low - first : high - first])
 
-        each_state(optimizer, take)
+        each_state(optimizer, take, in_chunks)
 
     def finish(self) -> None:
         """Writes the rest, and commits."""

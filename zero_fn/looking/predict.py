@@ -162,6 +162,7 @@ def plan(
         found, sent = footprint_of(optimizer), sent_of(optimizer)
     elif optimizer is not None:
         found = footprint(optimizer)
+        sent += found.sent
     for run in runs:
         gathers, uses, peak = _walk(run, backwards=backwards)
         in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads

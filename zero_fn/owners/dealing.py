@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.owners.routes import Route, mesh_of, route_of
+from zero_fn.owners.routes import Route, route_of
 from zero_fn.resting import local_of
+from zero_fn.runtime.everywhere import mesh_of
 
 __all__ = ["Cost", "Dealing", "Dealt", "batches", "cost_of"]
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -24,7 +23,7 @@ from zero_fn.runtime.slot import slot_of
 from zero_fn.values.layout import ShardLayout
 from zero_fn.values.mesh import Axis, axes_text, mesh_axis
 
-__all__ = ["AxisLeg", "Route", "mesh_of", "route_of"]
+__all__ = ["AxisLeg", "Route", "route_of"]
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,6 @@ class Route:
         """The way of another tensor with the same owner, which all ranks are to hold whole."""
         legs = tuple(AxisLeg(leg.axis, None, prod(shape)) for leg in self.legs)
         return Route(tuple(shape), legs)
-
-
-def mesh_of(parameter: Tensor) -> DeviceMesh | None:
-    """The mesh on which a parameter rests; None of a plain tensor."""
-    spec = _spec_of(parameter)
-    return None if spec is None else spec.mesh
 
 
 def route_of(parameter: Tensor) -> Route:

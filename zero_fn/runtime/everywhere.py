@@ -7,13 +7,14 @@ from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transport.agree import axes_of, done_over
 
 R = TypeVar("R")
 
-__all__ = ["everywhere", "is_cut", "is_shared"]
+__all__ = ["everywhere", "is_cut", "is_shared", "mesh_of"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], R], what: str) -> R:
@@ -31,6 +32,13 @@ def is_cut(parameter: Tensor) -> bool:
     """Whether this rank holds a part of a parameter, and other ranks the rest."""
     slot = slot_of(parameter)
     return slot is not None and slot.path.layout is not None
+
+
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
+    """The mesh on which a parameter rests; None of a plain tensor."""
+    slot = slot_of(parameter)
+    spec = slot.spec if slot is not None else parameter._spec if isinstance(parameter, DTensor) else None
+    return None if spec is None else spec.mesh
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:

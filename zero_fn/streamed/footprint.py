@@ -18,6 +18,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.parcels import record_nbytes
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import BUFFERS, staging_form, whole_pages
+from zero_fn.streamed.divided import sent_along
 from zero_fn.streamed.inner import require_streamable
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
@@ -47,6 +48,7 @@ class Footprint:
     # Bytes of states, parameters and gradients that a step moves from and to each tier: the mean of two steps in a row.
     read: Counter[Tier] = field(default_factory=Counter)
     written: Counter[Tier] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)  # bytes that a step sends, by the name of the axis
     link: Link = NO_LINK  # bytes of parameters and gradients that a step moves between the host and an accelerator
 
 
@@ -71,6 +73,14 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
     times = Counter(chunks)  # records that are alike share theirs
     windows = {chunk: chunk.window_nbytes for chunk in times}
     rings = [list(filter(None, map(windows.get, chunks)))]
+    cuts = [cut for chunk in times for cut in chunk.cuts if cut.coded is not None and cut.parameter.requires_grad]
+    found.sent.update(sent_along({c.parameter: len(c.coded.names) for c in cuts if c.coded and c.coded.divided}))
+    for chunk, count in times.items():
+        beside = count * chunk.beside_nbytes
+        if chunk.is_stepped_on_host:
+            found.buffers_nbytes += beside
+        else:
+            found.states_nbytes += beside
     on_disk: dict[Tier, list[int]] = {}
     for (tier, device), members in rooms_of(times).items():
         size_of = {chunk: chunk.nbytes for chunk in members}

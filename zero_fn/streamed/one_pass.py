@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from zero_fn.kernels import library
 from zero_fn.kernels.adam import AdamPiece, AdamRates, by_torch, in_c, rounding
 from zero_fn.kernels.threads import share
 from zero_fn.resting import is_dense
+from zero_fn.streamed.pieces import ParameterPiece
 
-__all__ = ["arithmetic_of", "say_if_one_thread", "steps_in_one_pass"]
+__all__ = ["CodesInPlace", "arithmetic_of", "say_if_one_thread", "steps_in_one_pass", "takes_codes"]
 
 _LARGE_NBYTES = 64 << 20
 
@@ -50,21 +52,54 @@ def say_if_one_thread(optimizer: Optimizer, nbytes: int) -> None:
         )
 
 
-def steps_in_one_pass(optimizer: Optimizer, sends: Mapping[Tensor, Tensor]) -> bool:
-    """Steps the groups and states that the optimizer has now by the kernel, if it can do this step. Else does nothing."""
+def takes_codes(optimizer: Optimizer) -> bool:
+    """Whether the kernel takes states of this optimizer that rest in 8 bits as they are."""
+    if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
+        return False
+    groups = optimizer.param_groups
+    return all(_is_fused(group) and rounding(_rates(optimizer, group)) is not None for group in groups)
+
+
+class CodesInPlace:
+    """The states of pieces, of which those in 8 bits are given as they rest."""
+
+    def __init__(self) -> None:
+        self.scales: dict[Tensor, Tensor] = {}  # of the blocks of codes
+
+    def of(self, cut: ParameterPiece, buffer: Tensor) -> dict[str, Any]:
+        """The states of a piece by name."""
+        coded = cut.coded
+        if coded is None or coded.divided is not None:
+            return cut.states(buffer)
+        found = dict(cut.resident) or {"step": torch.zeros((), dtype=torch.float32)}
+        for name in cut.fields:
+            codes = cut.laid(cut.codes(buffer, name))
+            if name not in cut.present:
+                codes.zero_()
+                coded.scales[name].zero_()
+            self.scales[codes] = coded.scales[name]
+            found[name] = codes
+        return found
+
+
+def steps_in_one_pass(
+    optimizer: Optimizer, sends: Mapping[Tensor, Tensor], scales: Mapping[Tensor, Tensor] = MappingProxyType({})
+) -> bool:
+    """Steps the groups and states that the optimizer has now by the kernel, if it can do this step. Else does nothing.
+    `scales`: those of states that are codes."""
     if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
         return False
     groups = optimizer.param_groups
     stepped = [[p for p in group["params"] if p.grad is not None] for group in groups]
-    if not all(map(_is_fused, groups)) or not all(_is_taken(optimizer, p) for ps in stepped for p in ps):
+    if not all(map(_is_fused, groups)) or not all(_is_taken(optimizer, p, scales) for ps in stepped for p in ps):
         return False
     rates = [_rates(optimizer, group) for group in groups]
     hows = [rounding(each) for each in rates]
     is_mixed = any(p.grad.dtype != p.dtype for ps in stepped for p in ps)
-    if not is_mixed and not all(hows):
+    if not all(hows) and (scales or not is_mixed):
         return False  # torch's own step does it, without cutting it up
     for group, each, how in zip(groups, rates, hows, strict=True):
-        pieces = _pieces(optimizer, group, sends)
+        pieces = _pieces(optimizer, group, sends, scales)
         if how is not None:
             in_c(pieces, each, how)
         else:
@@ -81,16 +116,17 @@ def _is_scaled(optimizer: Optimizer) -> bool:
     return any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
 
 
-def _is_taken(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether the kernel takes a parameter with its gradient and states: dense, alike in memory, on the CPU, float32."""
+def _is_taken(optimizer: Optimizer, parameter: Tensor, scales: Mapping[Tensor, Tensor]) -> bool:
+    """Whether the kernel takes a parameter with its gradient and states: dense, alike in memory, on the CPU, float32, or
+    codes of it."""
     grad = parameter.grad
     assert grad is not None
-    states = (value for name, value in optimizer.state.get(parameter, {}).items() if name != "step")
+    states = [value for name, value in optimizer.state.get(parameter, {}).items() if name != "step"]
     return (
         is_dense(parameter)
         and grad.layout is torch.strided
         and grad.dtype in (torch.float32, torch.bfloat16)
-        and all(t.dtype == torch.float32 for t in (parameter, *states))
+        and all(t.dtype == torch.float32 or t in scales for t in (parameter, *states))
         and all(t.device.type == "cpu" and _lies_as(t, parameter) for t in (parameter, grad, *states))
     )
 
@@ -113,7 +149,9 @@ def _rates(optimizer: Optimizer, group: Mapping[str, Any]) -> AdamRates:
     )
 
 
-def _pieces(optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor]) -> list[AdamPiece]:
+def _pieces(
+    optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor], scales: Mapping[Tensor, Tensor]
+) -> list[AdamPiece]:
     """The parameters of a group that have gradients, their states made where they have none, their steps counted."""
     parameters: list[Tensor] = []
     grads: list[Tensor] = []
@@ -126,5 +164,6 @@ def _pieces(optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor
         torch._foreach_add_(counts, 1)
     maxima: Sequence[Tensor | None] = largest or [None] * len(counts)
     sent = map(sends.get, parameters)
-    rows = zip(parameters, grads, averages, squares, maxima, map(float, counts), sent, strict=True)
+    of_codes = (map(scales.get, states) for states in (averages, squares))
+    rows = zip(parameters, grads, averages, squares, maxima, map(float, counts), sent, *of_codes, strict=True)
     return [AdamPiece(*row) for row in rows]

@@ -23,6 +23,8 @@ from zero_fn.runtime.everywhere import everywhere, is_cut
 from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow, take_over_states
 from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.streamed.coded import Divided
+from zero_fn.streamed.divided import agree_on_largest, divided_among
 from zero_fn.streamed.inner import hand_over, require_not_streamed, require_streamable, stand_in
 from zero_fn.streamed.one_pass import arithmetic_of, say_if_one_thread
 from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
@@ -31,7 +33,7 @@ from zero_fn.streamed.states import States, loaded
 from zero_fn.streamed.stepping import Steps
 from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 
-__all__ = ["Streamed", "TakesTier", "streamed"]
+__all__ = ["Streamed", "TakesTier", "planned", "streamed"]
 
 
 @runtime_checkable
@@ -131,13 +133,26 @@ def streamed(
         return optimizer.with_states_in(
             tier, **{name: value for name, (value, usual) in given.items() if value != usual}
         )
+    require_not_streamed(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
+    require_streamable(optimizer, elementwise=elementwise)
+    found = Streamed(planned(optimizer, tier, fraction, buffer, finish), waits=finish == "forward")
+    say_if_alone(optimizer)
+    say_if_slow(optimizer)
+    say_if_rounded(optimizer)
+    say_if_one_thread(optimizer, sum(nbytes for tier, nbytes in found.tier_nbytes().items() if tier is not None))
+    return found
+
+
+def planned(
+    optimizer: Optimizer, tier: Tier | None, fraction: float, buffer: int | str, finish: str, *, codes: bool = False
+) -> Planner:
+    """How the states of an optimizer are cut, for these options of `streamed`."""
     if not 0 < fraction <= 1:
         raise TierError(
             "fraction is the part of the states that goes to the tier: more than 0, at most 1.",
             got=fraction,
             fix="fraction=0.5: half of the bytes",
         )
-    require_not_streamed(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
     if finish not in ("step", "forward"):
         raise LayoutError(
             'finish is neither "step" nor "forward".', got=finish, fix='finish="step", or finish="forward"'
@@ -148,13 +163,7 @@ def streamed(
             why="it may read something that changes between step() and the next forward",
             fix='finish="step"; or torch.optim.AdamW',
         )
-    require_streamable(optimizer, elementwise=elementwise)
-    found = Streamed(Planner(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer")), waits=finish == "forward")
-    say_if_alone(optimizer)
-    say_if_slow(optimizer)
-    say_if_rounded(optimizer)
-    say_if_one_thread(optimizer, sum(nbytes for tier, nbytes in found.tier_nbytes().items() if tier is not None))
-    return found
+    return Planner(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer"), codes)
 
 
 class Streamed(Optimizer):
@@ -197,12 +206,16 @@ class Streamed(Optimizer):
 
     @property
     def buffers_nbytes(self) -> int:
-        """Bytes of the buffers in host memory through which states, parameters and gradients pass."""
-        return sum(store.buffers_nbytes for store in self.states.stores.values()) + self.states.ring.nbytes
+        """Bytes of the buffers in host memory through which states, parameters and gradients pass, and of what lies beside
+        them there: the scales of states in 8 bits."""
+        beside = sum(chunk.beside_nbytes for chunk in self.states.chunks if chunk.is_stepped_on_host)
+        return sum(store.buffers_nbytes for store in self.states.stores.values()) + self.states.ring.nbytes + beside
 
     def tier_nbytes(self) -> dict[Tier | None, int]:
         """Bytes reserved for states, by tier, in whole pages; the key None is the device."""
-        return {tier: store.nbytes for tier, store in self.states.stores.items()}
+        found: dict[Tier | None, int] = {tier: store.nbytes for tier, store in self.states.stores.items()}
+        beside = sum(chunk.beside_nbytes for chunk in self.states.chunks if not chunk.is_stepped_on_host)
+        return found | {None: found.get(None, 0) + beside} if beside else found
 
     def __repr__(self) -> str:
         stores, chunks = self.states.stores, self.states.chunks
@@ -213,7 +226,8 @@ class Streamed(Optimizer):
             where += f"; parameters and gradients through {self.states.ring}"
         kind, how = type(self.inner).__name__, arithmetic_of(self.inner)
         how += ", before the next forward" if self._steps.waits else ""
-        return f"Streamed ({kind}, {len(chunks)} chunks: {where}; stepped by {how})\n{self.inner!r}"
+        bits = ", states in 8 bits" if self._planner.codes else ""
+        return f"{type(self).__name__} ({kind}, {len(chunks)} chunks{bits}: {where}; stepped by {how})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -296,19 +310,42 @@ class Streamed(Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
         for parameter in self._parameters():
             rest_gradient(parameter)
+        if self.states.divided:  # [Note: tried first]
+            found: list[dict[Tensor, dict[str, Tensor]]] = []
+            self._steps.everywhere(self._parameters(), lambda: found.append(self._steps.tried(self.states)))
+            agree_on_largest(found[0])
         self._steps.everywhere(self._parameters(), lambda: self._steps.take(self.states))
         return loss
 
     def _begin(self, states: Mapping[Tensor, dict[str, Any]], doing: str) -> None:
         """Makes room for all parameters, and copies these states there: they stay until all ranks have theirs."""
 
+        parameters = self._parameters()
+        divided = divided_among(parameters) if self._planner.codes else {}
+        if divided and states:
+            largest = everywhere(parameters, lambda: self._largest(states, divided), doing)
+            agree_on_largest(largest)
+
         def make() -> States:
             kept = {parameter: as_kept(parameter, own) for parameter, own in states.items()}
             take_over_states(stand_in(self.inner, self.param_groups, kept))
-            return States(self._planner, self._parameters(), kept)
+            return States(self._planner, parameters, kept, divided)
 
-        self.states = everywhere(self._parameters(), make, doing)
+        self.states = everywhere(parameters, make, doing)
         self._steps.failed = None
+
+    def _rest_by(self, planner: Planner, *, waits: bool) -> None:
+        """Moves the states to where another plan has them."""
+        states = self._whole("zf.streamed")
+        self._planner, self.tier, self._steps = planner, planner.tier, Steps(self.inner, waits=waits)
+        self._begin(states, "Moving the states of an optimizer")
+
+    def _largest(
+        self, states: Mapping[Tensor, dict[str, Any]], divided: Mapping[Tensor, Divided]
+    ) -> dict[Tensor, dict[str, Tensor]]:
+        """The largest values of each block of divided states, on this rank."""
+        take_over_states(stand_in(self.inner, self.param_groups, states))
+        return {parameter: each.largest_of(parameter, states.get(parameter, {})) for parameter, each in divided.items()}
 
     def _make_room_for_new(self) -> None:
         """Makes room for parameters that groups have got since the last time, in any way."""

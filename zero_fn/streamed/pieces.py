@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from zero_fn.runtime.parcels import Parcel, padded_nbytes
 from zero_fn.runtime.rounding import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
+from zero_fn.streamed.coded import Coded, Divided, coded_schema, note_largest
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, place_of
 from zero_fn.values.chunks import Piece, chunks_of
@@ -54,6 +56,8 @@ class _Stepped:
     tier: Tier | None  # the tier of its states, and the part of the states that goes there
     fraction: float
     place: RestsAt | None  # the place of the parameter, or of its gradient, in another tier; None if both are in memory
+    coded: frozenset[str] = frozenset()  # the states that rest in 8 bits
+    divided: Divided | None = None
 
     @property
     def widened_itemsize(self) -> int:
@@ -70,7 +74,7 @@ class ParameterPiece:
     """One piece of a parameter in its chunk."""
 
     __slots__ = (
-        "away", "dtype", "fields", "gradient_dtype", "group", "in_parcel", "numel", "parameter", "piece", "present",
+        "away", "coded", "dtype", "fields", "gradient_dtype", "group", "in_parcel", "numel", "parameter", "piece", "present",
         "resident", "shape", "stride",
     )  # fmt: skip
 
@@ -95,6 +99,7 @@ class ParameterPiece:
             self.stride = tuple(prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         # By name of a state, its dtype and its first byte in the chunk.
         self.fields: dict[str, tuple[torch.dtype, int]] = {name: (dtype, 0) for name, dtype in row.schema}
+        self.coded = Coded(row.coded, piece.start, piece.stop, row.divided) if row.coded else None
         slot = slot_of(row.parameter)
         self.gradient_dtype = slot.kind.gradient_dtype if slot is not None else local.dtype
         # Whether the parameter, and whether its gradient, rests in another tier than the memory of its device.
@@ -107,7 +112,8 @@ class ParameterPiece:
         """Lays out its states from this byte of the chunk on. Returns the byte after them."""
         for name, (dtype, _) in self.fields.items():
             self.fields[name] = dtype, begin
-            begin += padded_nbytes(self.piece.numel, dtype.itemsize)
+            if self.coded is None or self.coded.divided is None:
+                begin += padded_nbytes(self.piece.numel, dtype.itemsize)
         return begin
 
     def of(self, local: Tensor) -> Tensor:
@@ -125,31 +131,73 @@ class ParameterPiece:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def states(self, buffer: Tensor) -> dict[str, Any]:
-        """The states by name, as the optimizer expects them: views of the buffer, and what stays in memory."""
-        return {**self.resident, **{name: self._room(buffer, name) for name in self.fields if name in self.present}}
+        """The states by name, as the optimizer expects them: views of the buffer, decoded ones, and what stays in memory."""
+        return {**self.resident, **{name: self.value(buffer, name) for name in self.fields if name in self.present}}
+
+    def value(self, buffer: Tensor, name: str) -> Tensor:
+        """A state, as the optimizer expects it."""
+        codes = self.codes(buffer, name)
+        return self.laid(
+            codes if self.coded is None or name not in self.coded.names else self.coded.decoded(name, codes)
+        )
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which the optimizer expects a state."""
+        return torch.float32 if self._is_coded(name) else self.fields[name][0]
+
+    def codes(self, buffer: Tensor, name: str) -> Tensor:
+        """A state as it rests, in order of memory."""
+        if self.coded is not None and name in self.coded.codes:
+            return self.coded.codes[name]
+        dtype, offset = self.fields[name]
+        return buffer[offset : offset + self.piece.numel * dtype.itemsize].view(dtype)
 
     def keep(self, buffer: Tensor, states: Mapping[str, Any]) -> None:
-        """Takes over the states after a step; one that the optimizer put elsewhere is copied to its place."""
+        """Takes over the states after a step; one that the optimizer put elsewhere is copied to its place, or coded."""
         self.present.clear()
         self.resident = {}
         is_on_host = buffer.device.type == "cpu"
         strays: list[tuple[Tensor, Tensor]] = []
         for name, value in states.items():
-            room = self._room(buffer, name) if name in self.fields and isinstance(value, Tensor) else None
-            if room is None or value.dtype != room.dtype or value.shape != room.shape:
+            room = self.laid(self.codes(buffer, name)) if name in self.fields and isinstance(value, Tensor) else None
+            is_coded = self._is_coded(name)
+            fits = (torch.uint8, torch.float32) if is_coded else () if room is None else (room.dtype,)
+            if room is None or value.dtype not in fits or value.shape != room.shape:
                 self.resident[name] = value.cpu() if is_on_host and isinstance(value, Tensor) else value
                 continue
             self.present.add(name)
-            if value.data_ptr() != room.data_ptr() or value.stride() != room.stride():
+            if is_coded and value.dtype != torch.uint8:
+                self._encode(buffer, name, value)
+            elif value.data_ptr() != room.data_ptr() or value.stride() != room.stride():
                 strays.append((room, value))
         if len(strays) > 1:  # one may lie in the room of another: `state["a"], state["b"] = state["b"], state["a"]`
             strays = [(room, value.clone()) for room, value in strays]
         for room, value in strays:
             room.copy_(value)
 
-    def _room(self, buffer: Tensor, name: str) -> Tensor:
-        dtype, offset = self.fields[name]
-        return self.at(buffer, offset, dtype)
+    def note_largest(self, largest: dict[str, Tensor], states: Mapping[str, Any]) -> None:
+        """Notes the largest value of each block of divided states."""
+        assert self.coded is not None and self.coded.divided is not None
+        divided = self.coded.divided
+        for name in sorted(self.coded.names):
+            value = states[name]
+            blocks = divided.blocks(self.piece.start, self.piece.stop, value.device)
+            if name not in largest:
+                largest[name] = divided.coming[name] = value.new_zeros(divided.count)
+            note_largest(largest[name], self._flat(value), blocks)
+
+    def _is_coded(self, name: str) -> bool:
+        return self.coded is not None and name in self.coded.names
+
+    def _encode(self, buffer: Tensor, name: str, value: Tensor) -> None:
+        assert self.coded is not None
+        self.coded.encode(name, self._flat(value), self.codes(buffer, name))
+
+    def _flat(self, value: Tensor) -> Tensor:
+        """A state in order of memory: a view, or a copy if it lies otherwise."""
+        if value.stride() != self.stride:
+            value = torch.empty_strided(self.shape, self.stride, device=value.device).copy_(value)
+        return value.as_strided((self.piece.numel,), (1,))
 
 
 class Chunk:
@@ -172,10 +220,20 @@ class Chunk:
             self.nbytes = cut.lie(self.nbytes)
 
     @property
+    def beside_nbytes(self) -> int:
+        """Bytes of memory beside the chunk: of the scales of states in 8 bits, and of the codes of divided ones."""
+        return sum(cut.coded.nbytes for cut in self.cuts if cut.coded is not None)
+
+    @property
+    def is_stepped_on_host(self) -> bool:
+        """Whether its states rest, or pass, beside an accelerator."""
+        return self.tier is not None and is_accelerator(self.device.type)
+
+    @property
     def window_nbytes(self) -> int:
         """Bytes of the buffer for parameters and gradients of the chunk that are not where it is stepped: its parcels from a
         disk, and copies of what is on an accelerator, if the states are on the host."""
-        if self.tier is None or not is_accelerator(self.device.type):
+        if not self.is_stepped_on_host:
             return self.parcels_nbytes
         copies = sum(
             padded_nbytes(cut.piece.numel, dtype.itemsize)
@@ -203,8 +261,15 @@ class Planner:
     tier: Tier | None = None
     fraction: float = 1.0  # the part of the states, in bytes, that goes there; the rest stays on the device
     buffer_nbytes: int = BUFFER_NBYTES  # the most bytes that the states of a chunk may take
+    codes: bool = False  # whether states rest in 8 bits
 
-    def chunks(self, parameters: Sequence[Tensor], *, shares: bool = False) -> list[Chunk]:
+    def chunks(
+        self,
+        parameters: Sequence[Tensor],
+        divided: Mapping[Tensor, Divided] = MappingProxyType({}),
+        *,
+        shares: bool = False,
+    ) -> list[Chunk]:
         """Chunks for these parameters. Their states have no place yet."""
         for parameter in parameters:
             follow(parameter)
@@ -213,7 +278,7 @@ class Planner:
         slots = [slot for slot in map(slot_of, parameters) if slot is not None]
         # Buffer by buffer, without any tier.
         widens = any(slot.kind.gradient_dtype != slot.dtype or slot.kind.rounding is not None for slot in slots)
-        if parameters and all(tier is None for tier, _ in wanted) and not widens:
+        if parameters and all(tier is None for tier, _ in wanted) and not widens and not self.codes:
             raise TierError(
                 "streamed() was given no tier.",
                 optimizer=type(self.inner).__name__,
@@ -223,6 +288,8 @@ class Planner:
             _Stepped(groups[number], p, schemas[number], *wanted[number], place_of(p))
             for number, p in enumerate(parameters)
         ]
+        if self.codes:
+            rows = [_coded(row, type(self.inner).__name__, divided.get(row.parameter)) for row in rows]
         found = [
             *self._here([row for row in rows if row.place is None]),
             *self._away(rows, shares=shares and all(row.fraction == 1 for row in rows)),
@@ -270,7 +337,7 @@ class Planner:
 
     def _here(self, rows: Sequence[_Stepped]) -> list[Chunk]:
         """Chunks of parameters in memory."""
-        limit = self.buffer_nbytes
+        limit = self.buffer_nbytes // 4 if self.codes else self.buffer_nbytes  # they are stepped in float32
         if any(row.fraction != 1 for row in rows):  # so little that the part is met
             total = sum(_states_nbytes(row.schema, row.numel) for row in rows)
             limit = min(limit, max(total // 32, _LEAST_PART_NBYTES))
@@ -323,6 +390,12 @@ class Planner:
                 fix=f"buffer={nbytes} or more; 64 MiB is a good size",
             )
         return found
+
+
+def _coded(row: _Stepped, optimizer: str, divided: Divided | None) -> _Stepped:
+    schema = coded_schema(row.schema, row.parameter, optimizer)
+    names = frozenset(name for name, _ in schema) if schema != row.schema else frozenset()
+    return replace(row, schema=schema, coded=names, divided=divided if names else None)
 
 
 def _alike(row_of: Mapping[int, _Stepped], parcels: Sequence[Parcel]) -> Hashable:

@@ -16,6 +16,7 @@ from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.rounding import step_dtype_of
 from zero_fn.storage import Store, staging_for
+from zero_fn.streamed.coded import Divided
 from zero_fn.streamed.inner import stand_in
 from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner, name_of, rooms_of
 from zero_fn.streamed.pipeline import ChunkPipeline, Transfers
@@ -29,11 +30,25 @@ __all__ = ["States", "loaded"]
 class States:
     """The states of an optimizer, as a `ChunkSource`."""
 
-    def __init__(self, planner: Planner, parameters: list[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        parameters: list[Tensor],
+        states: Mapping[Tensor, Mapping[str, Any]],
+        divided: Mapping[Tensor, Divided],
+    ) -> None:
         """Makes room for the states of these parameters, and copies those that there are."""
         self.known = parameters
         self.stores: dict[Tier | None, Store] = {}  # the store of the states of chunks, by tier
-        self.chunks = planner.chunks(parameters)
+        self.chunks = planner.chunks(parameters, divided)
+        # The pieces of states in 8 bits whose blocks other ranks have parts of, and where they are stepped.
+        self.divided: dict[Tensor, list[tuple[ParameterPiece, torch.device]]] = {}
+        for chunk in self.chunks:
+            for cut in chunk.cuts:
+                if cut.coded is not None:
+                    cut.coded.make(device := chunk.device if chunk.tier is None else torch.device("cpu"))
+                    if cut.coded.divided is not None:
+                        self.divided.setdefault(cut.parameter, []).append((cut, device))
         for (tier, device), members in rooms_of(self.chunks).items():
             if tier not in self.stores:
                 self.stores[tier] = Store(tier, f"states of {type(planner.inner).__name__}")

@@ -27,9 +27,10 @@ from zero_fn.runtime.everywhere import everywhere, is_shared
 from zero_fn.runtime.numbering import Numbering
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.rounding import Widened, rounding_of
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory
+from zero_fn.storage import NOTHING
 from zero_fn.streamed.inner import raw_step, stand_in
-from zero_fn.streamed.one_pass import steps_in_one_pass
+from zero_fn.streamed.one_pass import CodesInPlace, steps_in_one_pass, takes_codes
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
 from zero_fn.streamed.pipeline import ChunkPipeline, Waiting
 from zero_fn.streamed.places import records_of
@@ -88,6 +89,22 @@ class Steps:
                 self.failed = f"the step failed after {step.count} of {len(chunks)} chunks"
             raise
 
+    def tried(self, states: States) -> dict[Tensor, dict[str, Tensor]]:
+        """The largest values of each block of divided states after this step, on this rank. [Note: tried first]"""
+        step, found = _Step(self._inner), dict[Tensor, dict[str, Tensor]]()
+        for parameter, cuts in states.divided.items():
+            if parameter.grad is None:
+                continue
+            value, grad = local_of(parameter), in_memory(local_of(parameter.grad))
+            value, grad = (
+                in_memory(value),
+                torch.empty_strided(value.shape, value.stride(), dtype=grad.dtype).copy_(grad),
+            )
+            for cut, device in cuts:
+                after = step.tried(cut, value, grad, device)
+                cut.note_largest(found.setdefault(parameter, {}), after)
+        return found
+
     def finish(self) -> None:
         """Finishes the part of the last step that waits, on this rank."""
         if self.waiting is None:
@@ -145,54 +162,73 @@ class _Step:
     def __call__(self, chunk: Chunk, states: Tensor, window: Window) -> None:
         """Steps the parameters of one chunk."""
         self.count += 1
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        groups: list[dict[str, Any]] = []
-        stepped: dict[ParameterPiece, nn.Parameter] = {}
-        widened: dict[ParameterPiece, Widened] = {}
-        for number, cuts in groupby(sorted(window.values, key=_group), key=_group):
-            members = []
-            for cut in cuts:
-                own = cut.states(states)
-                value = window.values[cut].to(states.device)
-                if rounding_of(cut.parameter) is not None:
-                    numbering = Numbering.of(cut.parameter)
-                    widened[cut] = Widened(cut.parameter, value, own, numbering, cut.piece.start)
-                    value = widened[cut].values
-                piece = stepped[cut] = self._stand_in(cut, value, window.grads[cut].to(states.device))
-                members.append(piece)
-                if own:
-                    state[piece] = own
-            groups.append({**self._options[number], "params": members})
         rooms = {}
         if window.record is not None and chunk.parcel is not None and window.copy.numel():
             rooms = window.record.begin_copy(chunk.parcel, window.copy)
+        codes = CodesInPlace() if states.device.type == "cpu" and takes_codes(self._inner) else None
+        own = {cut: cut.states(states) if codes is None else codes.of(cut, states) for cut in window.values}
+        stepping, stepped = self._arranged(window.values, window.grads, own, states.device)
         sends = _sends(stepped, rooms) if states.device.type == "cpu" else {}
-        stepping = stand_in(self._inner, groups, state)
-        if not steps_in_one_pass(stepping, sends):
+        if not steps_in_one_pass(stepping, sends, codes.scales if codes is not None else {}):
             sends = {}
+            if codes is not None and codes.scales:
+                own = {cut: cut.states(states) for cut in stepped}
+                stepping, stepped = self._arranged(window.values, window.grads, own, states.device)
             for piece in stepped.values():
                 _widen(piece)
             raw_step(stepping)
         for cut, piece in stepped.items():
-            value, own = window.values[cut], state.get(piece, {})
+            value, own_after = window.values[cut], stepping.state.get(piece, {})
             if cut in widened:
-                own = {**own, **widened[cut].round(piece, value)}
+                own_after = {**own_after, **widened[cut].round(piece, value)}
             elif value.device != states.device:
                 value.copy_(piece)
-            cut.keep(states, own)
+            cut.keep(states, own_after)
         if window.record is not None and chunk.parcel is not None and rooms:
             sent = {cut.in_parcel for cut, piece in stepped.items() if piece in sends}
             left = {begin: room for begin, room in rooms.items() if begin not in sent}
             window.record.fill_copy(chunk.parcel, window.parcel, left)
 
-    def _stand_in(self, cut: ParameterPiece, value: Tensor, grad: Tensor) -> nn.Parameter:
-        """The parameter that the optimizer updates in place of the user's: the piece, with the piece of the gradient."""
-        piece = nn.Parameter(value, requires_grad=cut.parameter.requires_grad)
-        vars(piece).update(attributes_of(cut.parameter))
-        if grad.dtype != piece.dtype:
-            piece.grad_dtype = grad.dtype
-        piece.grad = grad
-        return piece
+    def tried(self, cut: ParameterPiece, value: Tensor, grad: Tensor, device: torch.device) -> Mapping[str, Any]:
+        """The states of a piece after this step, of which nothing else changes. [Note: tried first]"""
+        value, grad = (cut.of(whole).to(device, copy=True) for whole in (value, grad))
+        own = {name: each.clone() if isinstance(each, Tensor) else each for name, each in cut.states(NOTHING).items()}
+        stepping, stepped = self._arranged({cut: value}, {cut: grad}, {cut: own}, device)
+        _widen(stepped[cut])
+        raw_step(stepping)
+        found: Mapping[str, Any] = stepping.state[stepped[cut]]
+        return found
+
+    def _arranged(
+        self,
+        values: Mapping[ParameterPiece, Tensor],
+        grads: Mapping[ParameterPiece, Tensor],
+        own: Mapping[ParameterPiece, dict[str, Any]],
+        device: torch.device,
+    ) -> tuple[Optimizer, dict[ParameterPiece, nn.Parameter]]:
+        """The optimizer over pieces with these states, and what it updates in place of the user's parameters."""
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        groups: list[dict[str, Any]] = []
+        stepped: dict[ParameterPiece, nn.Parameter] = {}
+        for number, cuts in groupby(sorted(values, key=_group), key=_group):
+            members = []
+            for cut in cuts:
+                piece = stepped[cut] = _stand_in(cut, values[cut].to(device), grads[cut].to(device))
+                members.append(piece)
+                if own[cut]:
+                    state[piece] = own[cut]
+            groups.append({**self._options[number], "params": members})
+        return stand_in(self._inner, groups, state), stepped
+
+
+def _stand_in(cut: ParameterPiece, value: Tensor, grad: Tensor) -> nn.Parameter:
+    """The parameter that the optimizer updates in place of the user's: the piece, with the piece of the gradient."""
+    piece = nn.Parameter(value, requires_grad=cut.parameter.requires_grad)
+    vars(piece).update(attributes_of(cut.parameter))
+    if grad.dtype != piece.dtype:
+        piece.grad_dtype = grad.dtype
+    piece.grad = grad
+    return piece
 
 
 def _widen(piece: nn.Parameter) -> None:

@@ -54,7 +54,8 @@ class Catalog(Contents):
             range(number, self.ranks, readers),
         ):
             self._read_part(rank)
-        heard, expected = Counter(kind for kind, _ in self.pieces), manifest.get("names")
+        names = chain(self.pieces.keys() - self.coded.keys(), self.in_parts)
+        heard, expected = Counter(kind for kind, _ in names), manifest.get("names")
         # None: ranks had tensors of different names, and nobody has counted the names.
         if expected is None or any(heard[kind] != count for kind, count in expected.items()):
             self.read_all()

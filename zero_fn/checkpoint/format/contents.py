@@ -1,11 +1,15 @@
 """What is in a checkpoint, whoever has written it: tensors, each made up of boxes, and values.
 
 The reader of each format fills a `Contents`. Loading and converting use it alone.
+
+[Note: states in 8 bits] Codes and scales of a state are read as the state itself, in float32. An optimizer that keeps codes
+makes the same ones of it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,10 @@ import torch
 from torch import Tensor
 
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
+from zero_fn.kernels.codes import BLOCK_NUMEL, decode_by
 from zero_fn.runtime.box import Box, ranges, spans, strides_of, whole_box
+from zero_fn.runtime.numbering import Numbering
+from zero_fn.streamed.coded import CODES, MOMENTS, SCALES, scales_shape
 
 __all__ = ["Contents", "Key", "require_whole"]
 
@@ -31,19 +38,28 @@ class Contents:
         self.path, self.ranks = path, 1
         self.rename = rename  # the name in the model for a name in the files
         self.pieces: dict[Key, dict[Box, StoredBox]] = {}  # a box that several ranks have written stands once
+        self.in_parts: dict[Key, dict[Box, StoredBox]] = {}  # codes and scales. [Note: states in 8 bits]
+        self.coded: dict[Key, tuple[Key, Key]] = {}  # of states in 8 bits the keys of these
         self.aliases: dict[str, str] = {}  # further names of tied parameters, and those that they were saved by
         self.states: dict[str, list[tuple[str, Key]]] = {}  # of each parameter those that are tensors
         self.values: dict[str, tuple[int, Any]] = {}  # ... and those that are none, with the rank that says so
         self.options: dict[str, tuple[int, Any]] = {}  # of the group of each parameter, with the rank that says so
         self._readers: dict[Callable[[], TensorReader], TensorReader] = {}
+        self._scales: tuple[Key, Tensor] | None = None  # those that were read last
 
     def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> StoredBox | None:
         """Adds a box of a tensor; returns a known box that contradicts it in shape, dtype or digests."""
         name = name if kind.startswith("extra") else self.rename(name)
-        key = (kind, f"{name}/{state}" if state else name)
-        if kind == "optimizer" and key not in self.pieces:
+        key, pieces = (kind, f"{name}/{state}" if state else name), self.pieces
+        if kind == "optimizer" and state.endswith((CODES, SCALES)):
+            pieces = self.in_parts
+            if state.endswith(CODES):
+                shown = key[0], key[1].removesuffix(CODES)
+                self.coded[shown] = key, (kind, shown[1] + SCALES)
+                self.add_piece(kind, name, state.removesuffix(CODES), replace(piece, dtype=torch.float32))
+        elif kind == "optimizer" and key not in self.pieces:
             self.states.setdefault(name, []).append((state, key))
-        known = self.pieces.setdefault(key, {})
+        known = pieces.setdefault(key, {})
         same = known.setdefault(piece.box, piece)
         for other in (same, next(iter(known.values()))):
             if (other.shape, other.dtype) != (piece.shape, piece.dtype):
@@ -80,7 +96,10 @@ class Contents:
 
     def first(self, key: Key) -> StoredBox:
         """One box of a tensor: all have its dtype and shape."""
-        return next(iter(self.pieces[key].values()))
+        return next(iter(self._pieces(key).values()))
+
+    def _pieces(self, key: Key) -> dict[Box, StoredBox]:
+        return self.pieces.get(key) or self.in_parts.get(key, {})
 
     def whole(self, key: Key) -> Tensor:
         """A whole tensor, in memory of the host."""
@@ -93,7 +112,7 @@ class Contents:
     def require_all(self, key: Key, box: Box) -> None:
         """Requires that the files have each element of a box of a tensor once."""
         for read_more in (self.read_all, lambda: None):
-            if sum(meet.numel for _, meet in _meeting(self.pieces[key].values(), box)) == box.numel:
+            if sum(meet.numel for _, meet in _meeting(self._pieces(key).values(), box)) == box.numel:
                 return
             read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
@@ -117,16 +136,37 @@ class Contents:
 
         With `out` on meta, blocks are only compared with their digests.
         """
+        if key in self.coded:
+            self._fill_decoded(key, box, first, out)
+            return
         dtype, at = self.first(key).dtype, 0
         values = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
         for part in spans(box.sizes, first, first + out.numel()):
             region = box.around(part)
             room = values[at : at + part.numel].view(part.sizes)
             at += part.numel
-            for piece, meet in _meeting(self.pieces[key].values(), region):
+            for piece, meet in _meeting(self._pieces(key).values(), region):
                 self._read(piece, meet, None if out.is_meta else meet.within(region).of(room))
         if values is not out:
             out.copy_(values)
+
+    def _fill_decoded(self, key: Key, box: Box, first: int, out: Tensor) -> None:
+        """`fill`, of a state in 8 bits. [Note: states in 8 bits]"""
+        of_codes, of_scales = self.coded[key]
+        codes = torch.empty(out.numel(), dtype=torch.uint8, device=out.device)
+        self.fill(of_codes, box, first, codes)
+        if self._scales is None or self._scales[0] != of_scales:
+            self.require_all(of_scales, whole_box(scales_shape(self.first(key).shape)))
+            self._scales = of_scales, self.whole(of_scales).view(-1)
+        if out.is_meta:
+            return
+        at, is_signed = 0, MOMENTS[key[1].rpartition("/")[2]]
+        for part in spans(box.sizes, first, first + out.numel()):
+            numbering = Numbering(self.first(key).shape, box.around(part), tuple(range(len(part.sizes))))
+            blocks = torch.from_numpy(numbering.numbers(0, part.numel) // BLOCK_NUMEL)
+            values = decode_by(codes[at : at + part.numel], self._scales[1][blocks], is_signed)
+            out[at : at + part.numel] = values
+            at += part.numel
 
     def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
         """Reads elements of a piece into a view of their shape; None: only compares digests."""
@@ -145,7 +185,7 @@ class Contents:
 def require_whole(source: Contents, key: Key) -> None:
     """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it."""
     source.require_all(key, whole_box(source.first(key).shape))
-    for piece in source.pieces[key].values():
+    for piece in source._pieces(key).values():
         _reader_of(source._readers, piece)
 
 

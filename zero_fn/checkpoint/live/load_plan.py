@@ -23,7 +23,14 @@ from zero_fn.checkpoint.live.held_tensors import (
     held_state,
     tensors_of_groups,
 )
-from zero_fn.checkpoint.live.streamed_states import StateFields, end_step, fill_states, held_in_chunks, room_of_states
+from zero_fn.checkpoint.live.streamed_states import (
+    StateFields,
+    end_step,
+    fill_states,
+    held_in_chunks,
+    note_scales,
+    room_of_states,
+)
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
 from zero_fn.extras.average import Average
@@ -148,11 +155,16 @@ class LoadPlan:
         if isinstance(optimizer, ByOwner):
             self.then.append(partial(setattr, optimizer, "failed", None))
         if isinstance(optimizer, Streamed):
+            by_id = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
             boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo}
 
             def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
                 source.fill(*boxes[id(parameter), name], first, values)
 
+            for (number, name), (key, held) in (
+                (held.in_chunks, (key, held)) for key, held in self.todo if held.in_chunks
+            ):
+                self.then.append(partial(note_scales, optimizer, by_id[number], held, name, source, key))
             self.then.append(partial(fill_states, optimizer, kept, fill))
 
     def _match_states(

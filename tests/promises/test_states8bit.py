@@ -1,0 +1,372 @@
+"""States in 8 bits are the same numbers however a tensor is cut (`zf.states8bit`).
+
+The oracle is the same optimizer over plain replicas whose gradients are averaged in the order of the ranks, and that one
+is compared with blocks that are coded one after the other from a sorted table. How values are coded is in
+`tests/units/kernels/test_codes.py`; drawn shapes and ranks are in `property_tests/test_coded_laws.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from tests.axes.grids import grid
+from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
+from tests.support.ranks import Ranks, axis
+from tests.support.seeds import seed_generator
+from tests.support.wholes import full
+from tests.support.worlds import ALL, World, differences, noise
+from zero_fn.errors import PlacementError, StateError
+from zero_fn.kernels.codes import decode_by
+from zero_fn.resting import local_of
+from zero_fn.streamed import coded
+
+WIDTH = 48
+
+
+class Blocks(nn.Module):
+    """Rows that are whole blocks, rows that are none, a vector, and an image whose channels lie last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.middle = nn.Linear(WIDTH, 252), nn.Linear(252, 256)  # a cut falls into a block
+        self.whole = nn.Linear(256, 32)  # rows of one block; the bias has fewer elements than are coded
+        self.vector = nn.Parameter(torch.randn(5000))
+        self.image = nn.Parameter(torch.randn(64, 16, 2, 3).to(memory_format=torch.channels_last))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = (self.vector * torch.arange(5000).sin()).mean() + (self.image**2).mean()
+        scaled: Tensor = self.whole(torch.tanh(self.middle(torch.tanh(self.enter(x))))) * extra
+        return scaled
+
+
+Make = Callable[[Sequence[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.1),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1, amsgrad=True, foreach=False),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-2),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
+    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=1e-2),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, momentum=0.5, centered=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+def _note_states(world: World, optimizer: Optimizer) -> None:
+    for number, own in sorted(optimizer.state_dict()["state"].items()):
+        for name, value in sorted(own.items()):
+            world.note(f"{name} of parameter {number}", torch.as_tensor(value))
+
+
+# -- the same numbers --------------------------------------------------------------------------------------------------
+
+
+def _nearest(values: Tensor, *, is_signed: bool) -> Tensor:
+    """Values as they come back from 8 bits: the nearest of a sorted table, block by block of a whole tensor."""
+    table = decode_by(torch.arange(256, dtype=torch.uint8), torch.ones(256), is_signed).unique()
+    found = torch.empty(values.numel())
+    for first in range(0, values.numel(), 256):
+        block = values.reshape(-1)[first : first + 256]
+        largest = block.abs().max()
+        for at, value in enumerate((block / largest).nan_to_num(0).tolist()):
+            near = table[(table - value).abs().argmin()]
+            found[first + at] = near if is_signed or value == 0 or near > 0 else table[table > 0][0]
+        found[first : first + 256] *= largest
+    return found.view(values.shape)
+
+
+def test_a_step_is_decoded_stepped_and_coded() -> None:
+    seed_generator(0)
+    weight = nn.Parameter(torch.randn(64, 65))
+    stepped = nn.Parameter(weight.detach().clone())
+    stock = torch.optim.AdamW([weight], lr=1e-2, fused=True)
+    optimizer = zf.states8bit(torch.optim.AdamW([stepped], lr=1e-2, fused=True))
+    for _ in range(3):
+        weight.grad = torch.randn(64, 65) * torch.randn(64, 1).exp()
+        stepped.grad = weight.grad.clone()
+        stock.step()
+        optimizer.step()
+        own = stock.state[weight]
+        own["exp_avg"].copy_(_nearest(own["exp_avg"], is_signed=True))
+        own["exp_avg_sq"].copy_(_nearest(own["exp_avg_sq"], is_signed=False))
+        assert torch.equal(weight, stepped)
+    found = optimizer.state_dict()["state"][0]
+    # A value in the middle of two codes may go either way.
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert (found[name] != own[name]).sum() <= 2
+    assert optimizer.tier_nbytes() == {None: 2 * (64 * 65) + 2 * 4 * 17}
+
+
+def _steps(names: Sequence[str], world: World) -> None:
+    for name in names:
+        model = world.build(Blocks)
+        optimizer = zf.states8bit(OPTIMIZERS[name]([*model.parameters()]))
+        for step in range(3):
+            world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        world.note_model(model)
+        _note_states(world, optimizer)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_optimizer_steps_as_over_replicas(ranks: Ranks, n: int) -> None:
+    names, stages = ([*OPTIMIZERS], ["zero3"]) if n == 2 else (["AdamW", "SGD"], ALL)
+    names = [name for name in names if name != "AdamW, fused" or n == 1]  # it rounds the ends of shards otherwise
+    assert ranks(n).run(differences, partial(_steps, names), stages=stages) == [[]] * n
+
+
+class _Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 384, bias=False), nn.Linear(384, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+@pytest.mark.parametrize("stage", ["", "zero1", "zero3"])
+@on_ranks(4)
+def test_columns_that_tensor_parallelism_cuts_share_blocks(stage: str) -> None:
+    seed_generator(0)
+    plain = _Wide()
+    seed_generator(0)
+    mesh, style = grid("dp", "tp"), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model: nn.Module = parallelize_module(_Wide(), mesh["tp"], style)
+    model = STAGES[stage](model, mesh["dp"]) if stage else model
+    stock, optimizer = (zf.states8bit(OPTIMIZERS["AdamW"]([*each.parameters()])) for each in (plain, model))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for resting, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            whole.grad = torch.randn(whole.shape, generator=generator)
+            resting.grad = distribute_tensor(whole.grad, resting.device_mesh, resting.placements, src_data_rank=None)
+        optimizer.step()
+        stock.step()
+    assert len(optimizer.states.divided) >= 1
+    for (fqn, resting), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(resting), whole), fqn
+
+
+def _away(folder: str, world: World) -> None:
+    for tier, away, options in (
+        (zf.cpu(), {}, {}),
+        (zf.nvme(folder), {}, {"buffer": "24KiB", "fraction": 0.5}),
+        (zf.nvme(folder), {"params": zf.nvme(folder), "grads": zf.cpu()}, {"finish": "forward"}),
+    ):
+        for name in ("AdamW", "SGD"):
+            model = world.build(Blocks)
+            model = model if world.is_replica or not away else zf.offload(model, **away)
+            optimizer = zf.states8bit(OPTIMIZERS[name]([*model.parameters()]))
+            optimizer = optimizer if world.is_replica else zf.streamed(optimizer, tier, **options)
+            for step in range(3):
+                world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+            world.note_model(model)
+            _note_states(world, optimizer)
+
+
+def test_they_may_rest_in_any_tier(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(differences, partial(_away, str(tmp_path)), stages=["zero1", "zero3"]) == [[]] * 2
+
+
+def _scaled(world: World) -> None:
+    """At step 1 a gradient overflows on one rank: all skip the step, and states stay what they are."""
+    model = world.build(Blocks)
+    optimizer = zf.states8bit(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scaler.scale(model(noise(4, WIDTH, seed=step)).square().mean()).backward()
+        world.reduce(model)
+        if step == 1 and (world.stage in (None, "replicate") or dist.get_rank() == 0):
+            local_of(model.enter.weight.grad)[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        world.note_model(model)
+        _note_states(world, optimizer)
+
+
+def test_a_step_that_is_skipped_leaves_them(ranks: Ranks) -> None:
+    assert ranks(2).run(differences, _scaled, stages=["zero1", "zero3"]) == [[]] * 2
+
+
+@on_ranks(2)
+def test_what_is_no_number_shows_on_every_rank_that_has_a_part_of_the_block() -> None:
+    model = zf.shard_params(Blocks(), axis())
+    optimizer = zf.states8bit(OPTIMIZERS["AdamW"]([*model.parameters()]))
+    model(noise(4, WIDTH, seed=0)).sum().backward()
+    cut = 126 * WIDTH  # the last element of rank 0 lies in a block with the first ones of rank 1
+    if dist.get_rank() == 0:
+        local_of(model.enter.weight.grad)[-1, -1] = math.nan
+    optimizer.step()
+    first = cut // 256 * 256
+    number = [name for name, _ in model.named_parameters()].index("enter.weight")
+    found = full(optimizer.state_dict()["state"][number]["exp_avg"]).view(-1)
+    assert found[first : first + 256].isnan().all()
+    assert found.isnan().sum() == 256
+
+
+# -- saved and loaded --------------------------------------------------------------------------------------------------
+
+
+def _made(place: str, folder: str) -> tuple[nn.Module, Optimizer]:
+    seed_generator(len(place))
+    model: nn.Module = Blocks()
+    if place.startswith("zero"):
+        model = STAGES[place.partition(",")[0]](model, axis())
+    optimizer: Optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
+    if not place.endswith("float"):
+        optimizer = zf.states8bit(optimizer)
+    if place.endswith("disk"):
+        optimizer = zf.streamed(optimizer, zf.nvme(folder), buffer="24KiB")
+    return model, optimizer
+
+
+def _train(model: nn.Module, optimizer: Optimizer, *steps: int) -> None:
+    for step in steps:
+        seed_generator(step)
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _now(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"]
+    found = {
+        f"{number}.{name}": full(torch.as_tensor(each)) for number, own in states.items() for name, each in own.items()
+    }
+    return {name: value.clone() for name, value in found.items()} | {
+        name: full(p).detach().clone() for name, p in model.named_parameters()
+    }
+
+
+def _saved(place: str, folder: str) -> list[dict[str, Tensor]]:
+    model, optimizer = _made(place, folder)
+    _train(model, optimizer, 0, 1)
+    zf.save(Path(folder) / "saved", model, optimizer)
+    before = _now(model, optimizer)
+    _train(model, optimizer, 2, 3)
+    return [before, _now(model, optimizer)]
+
+
+def _loaded(place: str, folder: str) -> list[dict[str, Tensor]]:
+    model, optimizer = _made(place, folder)
+    zf.load(Path(folder) / "saved", model, optimizer)
+    before = _now(model, optimizer)
+    _train(model, optimizer, 2, 3)
+    return [before, _now(model, optimizer)]
+
+
+def _unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("source", ["plain", "zero1", "zero3", "zero3, disk"])
+def test_a_checkpoint_holds_codes_and_loads_anywhere(ranks: Ranks, tmp_path: Path, source: str) -> None:
+    n = 1 if source == "plain" else 2
+    expected = ranks(n).run(_saved, source, str(tmp_path))[0]
+    files = sum(file.stat().st_size for file in (tmp_path / "saved").glob("optimizer/*"))
+    coded_numel = 252 * WIDTH + 252 * 256 + 256 * 32 + 5000 + 64 * 16 * 2 * 3
+    assert 2 * coded_numel < files < 2.1 * coded_numel + 30_000
+    for place, count in (("plain", 1), ("zero3", 4), ("zero1", 2), ("zero3, disk", 2)):
+        for found in ranks(count).run(_loaded, place, str(tmp_path)):
+            assert [_unequal(*pair) for pair in zip(expected, found, strict=True)] == [[], []], place
+    for found in ranks(2).run(_loaded, "zero3, float", str(tmp_path)):
+        assert _unequal(expected[0], found[0]) == []
+
+
+def test_states_in_float32_become_codes_as_they_are_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_saved, "zero3, float", str(tmp_path))
+    (expected,) = ranks(1).run(_loaded, "plain", str(tmp_path))
+    for place, count in (("zero3", 4), ("zero3, disk", 2)):
+        for found in ranks(count).run(_loaded, place, str(tmp_path)):
+            assert [_unequal(*pair) for pair in zip(expected, found, strict=True)] == [[], []], place
+
+
+@on_ranks(2)
+def test_a_state_dict_goes_to_and_from_a_stock_optimizer() -> None:
+    model, optimizer = _made("zero3", "")
+    _train(model, optimizer, 0, 1)
+    other, stock = _made("zero3, float", "")
+    other.load_state_dict(model.state_dict())
+    stock.load_state_dict(optimizer.state_dict())
+    assert not _unequal(_now(model, optimizer), _now(other, stock))
+    again = zf.states8bit(stock)  # the same codes, from states that it has
+    assert not _unequal(_now(model, optimizer), _now(other, again))
+    _train(model, optimizer, 2)
+    _train(other, again, 2)
+    assert not _unequal(_now(model, optimizer), _now(other, again))
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_bytes_are_those_of_the_plan(folder: str) -> None:
+    for tier in (None, zf.nvme(folder)):
+        model = zf.shard_params(Blocks(), axis())
+        optimizer = zf.states8bit(torch.optim.AdamW(model.parameters(), foreach=True))
+        optimizer = optimizer if tier is None else zf.streamed(optimizer, tier)
+        plan = zf.plan(model, optimizer)
+        with zf.traffic() as sent:
+            model(noise(4, WIDTH, seed=0)).sum().backward()
+            optimizer.step()
+        held = zf.held(model, optimizer)
+        assert (held.optimizer, held.buffers, held.tiers) == (plan.held.optimizer, plan.held.buffers, plan.held.tiers)
+        assert sent.nbytes == plan.sent_nbytes
+        assert sent.calls["all-to-all"] == 2
+
+
+def test_a_step_moves_at_most_half_the_bytes_of_a_disk(tmp_path: Path) -> None:
+    def moved(make: Callable[[Optimizer], Any]) -> int:
+        model = zf.precision(nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
+        stock = torch.optim.AdamW(model.parameters(), fused=True)
+        plan = zf.plan(model, zf.streamed(make(stock), zf.nvme(tmp_path)))
+        return sum(each.read + each.written for each in plan.moved.values())
+
+    assert moved(zf.states8bit) <= 0.3 * moved(lambda stock: stock)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_form_in_8_bits_is_refused() -> None:
+    weight = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(PlacementError, match="looks at whole tensors"):
+        zf.states8bit(torch.optim.Muon([weight]))
+    with pytest.raises(PlacementError, match="no form in 8 bits"):
+        zf.states8bit(torch.optim.Rprop([weight]))
+    with pytest.raises(PlacementError, match="no form in 8 bits"):
+        zf.states8bit(torch.optim.AdamW([nn.Parameter(weight.detach().bfloat16())]))
+    with pytest.raises(StateError, match="streamed already"):
+        zf.states8bit(zf.streamed(torch.optim.AdamW([weight], fused=True), zf.cpu()))
+    with pytest.raises(StateError, match="streamed already"):
+        zf.by_owner(zf.states8bit(torch.optim.AdamW([weight], fused=True)))
+
+
+def test_small_parameters_keep_float32() -> None:
+    small, large = nn.Parameter(torch.randn(4095)), nn.Parameter(torch.randn(4096))
+    optimizer = zf.states8bit(torch.optim.SGD([small, large], momentum=0.9))
+    small.grad, large.grad = torch.randn(4095), torch.randn(4096)
+    optimizer.step()
+    states = optimizer.state_dict()["state"]
+    assert torch.equal(states[0]["momentum_buffer"], small.grad)
+    assert not torch.equal(states[1]["momentum_buffer"], large.grad)
+    assert coded.may_be_coded(large)
+    assert not coded.may_be_coded(small)
