@@ -91,7 +91,12 @@ def each_state(
                 if (id(cut.parameter), name) in wanted:
                     take(cut.parameter, name, cut.piece.start, cut.value(buffer, name).reshape(-1).cpu())
                 if (id(cut.parameter), name + CODES) in wanted:
-                    take(cut.parameter, name + CODES, cut.piece.start, cut.codes(buffer, name).cpu())
+                    take(
+                        cut.parameter,
+                        name + CODES,
+                        cut.piece.start,
+                        cut.laid(cut.codes(buffer, name)).reshape(-1).cpu(),
+                    )
 
     ChunkPipeline([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False).run()
 
