@@ -84,7 +84,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
                     parameter=slot,
                     why="its kernels take plain tensors alone, and scale states by blocks of whole ones; nothing was updated",
                     fix="torch.optim.AdamW(model.parameters(), fused=True), in a Trainer optim='adamw_torch_fused': a rank "
-                    "holds its share of the states; zf.streamed(optimizer, zf.cpu()) keeps them off the device",
+                    "holds its share of the states; zf.states8bit(optimizer) keeps them in 8 bits",
                 )
             if slot is not None and slot.path.is_spread:
                 raise PlacementError(
