@@ -29,6 +29,7 @@ from zero_fn.kernels.codes import BLOCK_NUMEL, decode, decode_by, encode, encode
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.box import strides_of
 from zero_fn.runtime.numbering import Numbering
+from zero_fn.runtime.rounding import COMPENSATION
 from zero_fn.streamed.inner import Schema
 
 __all__ = [
@@ -68,15 +69,15 @@ def coded_schema(schema: Schema, parameter: Tensor, optimizer: str) -> Schema:
     if not may_be_coded(parameter):
         return schema
     for name, dtype in schema:
-        if name not in MOMENTS or dtype != torch.float32:
+        if name != COMPENSATION and (name not in MOMENTS or dtype != torch.float32):
             raise PlacementError(
                 f"{optimizer} keeps a state that has no form in 8 bits.",
                 state=f"{name!r}, {str(dtype).removeprefix('torch.')}{list(parameter.shape)}",
                 why=f"known are {', '.join(MOMENTS)}, in float32",
                 fix="AdamW, Adam, NAdam, RAdam, Adamax, SGD, RMSprop, Adagrad or Adadelta of torch.optim, over parameters in "
-                "float32: model = zf.precision(model, rest=torch.float32)",
+                "float32, or rounded: model = zf.precision(model, rest=torch.bfloat16, round='stochastic')",
             )
-    return tuple((name, torch.uint8) for name, _ in schema)
+    return tuple((name, dtype if name == COMPENSATION else torch.uint8) for name, dtype in schema)
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,29 +124,32 @@ def note_largest(largest: Tensor, values: Tensor, blocks: Tensor) -> None:
 
 
 class Coded:
-    """The coded states of one piece."""
+    """The states of one piece of which some are coded."""
 
-    __slots__ = ("codes", "divided", "names", "scales", "start", "stop")
+    __slots__ = ("divided", "in_memory", "names", "scales", "schema", "start", "stop")
 
-    def __init__(self, names: frozenset[str], start: int, stop: int, divided: Divided | None) -> None:
-        self.names, self.start, self.stop, self.divided = names, start, stop, divided
+    def __init__(self, schema: Schema, start: int, stop: int, divided: Divided | None) -> None:
+        self.schema, self.start, self.stop, self.divided = schema, start, stop, divided
+        self.names = frozenset(name for name, dtype in schema if dtype == torch.uint8)
         self.scales: dict[str, Tensor] = {}
-        self.codes: dict[str, Tensor] = {}  # of a divided parameter, in memory
+        self.in_memory: dict[str, Tensor] = {}  # all of a divided parameter, as it rests
 
     def make(self, device: torch.device) -> None:
         """Takes memory for what does not rest in a chunk."""
         blocks = blocks_of(self.stop - self.start)
-        for name in self.names:
-            self.scales[name] = torch.zeros(self.divided.count if self.divided else blocks, device=device)
+        for name, dtype in self.schema:
+            if name in self.names:
+                self.scales[name] = torch.zeros(self.divided.count if self.divided else blocks, device=device)
             if self.divided:
-                self.codes[name] = torch.zeros(self.stop - self.start, dtype=torch.uint8, device=device)
+                self.in_memory[name] = torch.zeros(self.stop - self.start, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes beside a chunk. The pieces of a divided parameter share its scales."""
         if self.divided is None:
             return 4 * len(self.names) * blocks_of(self.stop - self.start)
-        return len(self.names) * (self.stop - self.start + (4 * self.divided.count if self.start == 0 else 0))
+        scales = 4 * len(self.names) * self.divided.count if self.start == 0 else 0
+        return scales + sum((self.stop - self.start) * dtype.itemsize for _, dtype in self.schema)
 
     def decoded(self, name: str, codes: Tensor) -> Tensor:
         """The values of a state, flat."""

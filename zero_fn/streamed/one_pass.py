@@ -71,8 +71,9 @@ class CodesInPlace:
         coded = cut.coded
         if coded is None or coded.divided is not None:
             return cut.states(buffer)
-        found = dict(cut.resident) or {"step": torch.zeros((), dtype=torch.float32)}
-        for name in cut.fields:
+        found = {"step": torch.zeros((), dtype=torch.float32), **cut.resident}
+        found |= {name: cut.value(buffer, name) for name in cut.present - coded.names}
+        for name in coded.names:
             codes = cut.laid(cut.codes(buffer, name))
             if name not in cut.present:
                 codes.zero_()

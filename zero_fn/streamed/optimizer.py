@@ -23,7 +23,6 @@ from zero_fn.runtime.everywhere import everywhere, is_cut
 from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow, take_over_states
 from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.streamed.coded import Divided
 from zero_fn.streamed.divided import agree_on_largest, divided_among
 from zero_fn.streamed.inner import hand_over, require_not_streamed, require_streamable, stand_in
 from zero_fn.streamed.one_pass import arithmetic_of, say_if_one_thread
@@ -319,33 +318,23 @@ class Streamed(Optimizer):
 
     def _begin(self, states: Mapping[Tensor, dict[str, Any]], doing: str) -> None:
         """Makes room for all parameters, and copies these states there: they stay until all ranks have theirs."""
-
         parameters = self._parameters()
         divided = divided_among(parameters) if self._planner.codes else {}
-        if divided and states:
-            largest = everywhere(parameters, lambda: self._largest(states, divided), doing)
-            agree_on_largest(largest)
 
-        def make() -> States:
+        def taken() -> Mapping[Tensor, Mapping[str, Any]]:
             kept = {parameter: as_kept(parameter, own) for parameter, own in states.items()}
             take_over_states(stand_in(self.inner, self.param_groups, kept))
-            return States(self._planner, parameters, kept, divided)
+            return kept
+
+        if divided and states:
+            kept = everywhere(parameters, taken, doing)
+            agree_on_largest({each: blocks.largest_of(each, kept.get(each, {})) for each, blocks in divided.items()})
+
+        def make() -> States:
+            return States(self._planner, parameters, taken(), divided)
 
         self.states = everywhere(parameters, make, doing)
         self._steps.failed = None
-
-    def _rest_by(self, planner: Planner, *, waits: bool) -> None:
-        """Moves the states to where another plan has them."""
-        states = self._whole("zf.streamed")
-        self._planner, self.tier, self._steps = planner, planner.tier, Steps(self.inner, waits=waits)
-        self._begin(states, "Moving the states of an optimizer")
-
-    def _largest(
-        self, states: Mapping[Tensor, dict[str, Any]], divided: Mapping[Tensor, Divided]
-    ) -> dict[Tensor, dict[str, Tensor]]:
-        """The largest values of each block of divided states, on this rank."""
-        take_over_states(stand_in(self.inner, self.param_groups, states))
-        return {parameter: each.largest_of(parameter, states.get(parameter, {})) for parameter, each in divided.items()}
 
     def _make_room_for_new(self) -> None:
         """Makes room for parameters that groups have got since the last time, in any way."""

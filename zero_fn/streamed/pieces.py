@@ -56,7 +56,7 @@ class _Stepped:
     tier: Tier | None  # the tier of its states, and the part of the states that goes there
     fraction: float
     place: RestsAt | None  # the place of the parameter, or of its gradient, in another tier; None if both are in memory
-    coded: frozenset[str] = frozenset()  # the states that rest in 8 bits
+    is_coded: bool = False  # whether states rest in 8 bits
     divided: Divided | None = None
 
     @property
@@ -99,7 +99,7 @@ class ParameterPiece:
             self.stride = tuple(prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         # By name of a state, its dtype and its first byte in the chunk.
         self.fields: dict[str, tuple[torch.dtype, int]] = {name: (dtype, 0) for name, dtype in row.schema}
-        self.coded = Coded(row.coded, piece.start, piece.stop, row.divided) if row.coded else None
+        self.coded = Coded(row.schema, piece.start, piece.stop, row.divided) if row.is_coded else None
         slot = slot_of(row.parameter)
         self.gradient_dtype = slot.kind.gradient_dtype if slot is not None else local.dtype
         # Whether the parameter, and whether its gradient, rests in another tier than the memory of its device.
@@ -147,8 +147,8 @@ class ParameterPiece:
 
     def codes(self, buffer: Tensor, name: str) -> Tensor:
         """A state as it rests, in order of memory."""
-        if self.coded is not None and name in self.coded.codes:
-            return self.coded.codes[name]
+        if self.coded is not None and name in self.coded.in_memory:
+            return self.coded.in_memory[name]
         dtype, offset = self.fields[name]
         return buffer[offset : offset + self.piece.numel * dtype.itemsize].view(dtype)
 
@@ -394,8 +394,8 @@ class Planner:
 
 def _coded(row: _Stepped, optimizer: str, divided: Divided | None) -> _Stepped:
     schema = coded_schema(row.schema, row.parameter, optimizer)
-    names = frozenset(name for name, _ in schema) if schema != row.schema else frozenset()
-    return replace(row, schema=schema, coded=names, divided=divided if names else None)
+    is_coded = schema != row.schema
+    return replace(row, schema=schema, is_coded=is_coded, divided=divided if is_coded else None)
 
 
 def _alike(row_of: Mapping[int, _Stepped], parcels: Sequence[Parcel]) -> Hashable:

@@ -11,6 +11,7 @@ from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.streamed.inner import require_not_streamed, require_streamable
 from zero_fn.streamed.optimizer import Streamed, planned
 from zero_fn.streamed.pieces import BUFFER_NBYTES
+from zero_fn.streamed.stepping import Steps
 from zero_fn.values.tiers import Tier
 
 __all__ = ["States8bit", "states8bit"]
@@ -82,6 +83,8 @@ class States8bit(Streamed):
         finish: Literal["step", "forward"] = "step",
     ) -> States8bit:
         """Moves the states to another tier. `zf.streamed(optimizer, tier, ...)` calls it."""
-        plan = planned(self.inner, tier, fraction, buffer, finish, codes=True)
-        self._rest_by(plan, waits=finish == "forward")
+        planner = planned(self.inner, tier, fraction, buffer, finish, codes=True)
+        states = self._whole("zf.streamed")
+        self._planner, self.tier, self._steps = planner, tier, Steps(self.inner, waits=finish == "forward")
+        self._begin(states, "Moving the states of an optimizer")
         return self

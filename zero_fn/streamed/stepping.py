@@ -167,23 +167,23 @@ class _Step:
             rooms = window.record.begin_copy(chunk.parcel, window.copy)
         codes = CodesInPlace() if states.device.type == "cpu" and takes_codes(self._inner) else None
         own = {cut: cut.states(states) if codes is None else codes.of(cut, states) for cut in window.values}
-        stepping, stepped = self._arranged(window.values, window.grads, own, states.device)
+        stepping, stepped, widened = self._arranged(window.values, window.grads, own, states.device)
         sends = _sends(stepped, rooms) if states.device.type == "cpu" else {}
         if not steps_in_one_pass(stepping, sends, codes.scales if codes is not None else {}):
             sends = {}
             if codes is not None and codes.scales:
                 own = {cut: cut.states(states) for cut in stepped}
-                stepping, stepped = self._arranged(window.values, window.grads, own, states.device)
+                stepping, stepped, widened = self._arranged(window.values, window.grads, own, states.device)
             for piece in stepped.values():
                 _widen(piece)
             raw_step(stepping)
         for cut, piece in stepped.items():
-            value, own_after = window.values[cut], stepping.state.get(piece, {})
+            value, after = window.values[cut], stepping.state.get(piece, {})
             if cut in widened:
-                own_after = {**own_after, **widened[cut].round(piece, value)}
+                after = {**after, **widened[cut].round(piece, value)}
             elif value.device != states.device:
                 value.copy_(piece)
-            cut.keep(states, own_after)
+            cut.keep(states, after)
         if window.record is not None and chunk.parcel is not None and rooms:
             sent = {cut.in_parcel for cut, piece in stepped.items() if piece in sends}
             left = {begin: room for begin, room in rooms.items() if begin not in sent}
@@ -193,7 +193,7 @@ class _Step:
         """The states of a piece after this step, of which nothing else changes. [Note: tried first]"""
         value, grad = (cut.of(whole).to(device, copy=True) for whole in (value, grad))
         own = {name: each.clone() if isinstance(each, Tensor) else each for name, each in cut.states(NOTHING).items()}
-        stepping, stepped = self._arranged({cut: value}, {cut: grad}, {cut: own}, device)
+        stepping, stepped, _ = self._arranged({cut: value}, {cut: grad}, {cut: own}, device)
         _widen(stepped[cut])
         raw_step(stepping)
         found: Mapping[str, Any] = stepping.state[stepped[cut]]
@@ -205,20 +205,27 @@ class _Step:
         grads: Mapping[ParameterPiece, Tensor],
         own: Mapping[ParameterPiece, dict[str, Any]],
         device: torch.device,
-    ) -> tuple[Optimizer, dict[ParameterPiece, nn.Parameter]]:
-        """The optimizer over pieces with these states, and what it updates in place of the user's parameters."""
+    ) -> tuple[Optimizer, dict[ParameterPiece, nn.Parameter], dict[ParameterPiece, Widened]]:
+        """The optimizer over pieces with these states, what it updates in place of the user's parameters, and which of these
+        are to be rounded."""
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         stepped: dict[ParameterPiece, nn.Parameter] = {}
+        widened: dict[ParameterPiece, Widened] = {}
         for number, cuts in groupby(sorted(values, key=_group), key=_group):
             members = []
             for cut in cuts:
-                piece = stepped[cut] = _stand_in(cut, values[cut].to(device), grads[cut].to(device))
+                value = values[cut].to(device)
+                if rounding_of(cut.parameter) is not None:
+                    numbering = Numbering.of(cut.parameter)
+                    widened[cut] = Widened(cut.parameter, value, own[cut], numbering, cut.piece.start)
+                    value = widened[cut].values
+                piece = stepped[cut] = _stand_in(cut, value, grads[cut].to(device))
                 members.append(piece)
                 if own[cut]:
                     state[piece] = own[cut]
             groups.append({**self._options[number], "params": members})
-        return stand_in(self._inner, groups, state), stepped
+        return stand_in(self._inner, groups, state), stepped, widened
 
 
 def _stand_in(cut: ParameterPiece, value: Tensor, grad: Tensor) -> nn.Parameter:

@@ -96,10 +96,7 @@ class Contents:
 
     def first(self, key: Key) -> StoredBox:
         """One box of a tensor: all have its dtype and shape."""
-        return next(iter(self._pieces(key).values()))
-
-    def _pieces(self, key: Key) -> dict[Box, StoredBox]:
-        return self.pieces.get(key) or self.in_parts.get(key, {})
+        return next(iter(_pieces(self, key).values()))
 
     def whole(self, key: Key) -> Tensor:
         """A whole tensor, in memory of the host."""
@@ -112,7 +109,7 @@ class Contents:
     def require_all(self, key: Key, box: Box) -> None:
         """Requires that the files have each element of a box of a tensor once."""
         for read_more in (self.read_all, lambda: None):
-            if sum(meet.numel for _, meet in _meeting(self._pieces(key).values(), box)) == box.numel:
+            if sum(meet.numel for _, meet in _meeting(_pieces(self, key).values(), box)) == box.numel:
                 return
             read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
@@ -137,7 +134,7 @@ class Contents:
         With `out` on meta, blocks are only compared with their digests.
         """
         if key in self.coded:
-            self._fill_decoded(key, box, first, out)
+            _fill_decoded(self, key, box, first, out)
             return
         dtype, at = self.first(key).dtype, 0
         values = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
@@ -145,28 +142,10 @@ class Contents:
             region = box.around(part)
             room = values[at : at + part.numel].view(part.sizes)
             at += part.numel
-            for piece, meet in _meeting(self._pieces(key).values(), region):
+            for piece, meet in _meeting(_pieces(self, key).values(), region):
                 self._read(piece, meet, None if out.is_meta else meet.within(region).of(room))
         if values is not out:
             out.copy_(values)
-
-    def _fill_decoded(self, key: Key, box: Box, first: int, out: Tensor) -> None:
-        """`fill`, of a state in 8 bits. [Note: states in 8 bits]"""
-        of_codes, of_scales = self.coded[key]
-        codes = torch.empty(out.numel(), dtype=torch.uint8, device=out.device)
-        self.fill(of_codes, box, first, codes)
-        if self._scales is None or self._scales[0] != of_scales:
-            self.require_all(of_scales, whole_box(scales_shape(self.first(key).shape)))
-            self._scales = of_scales, self.whole(of_scales).view(-1)
-        if out.is_meta:
-            return
-        at, is_signed = 0, MOMENTS[key[1].rpartition("/")[2]]
-        for part in spans(box.sizes, first, first + out.numel()):
-            numbering = Numbering(self.first(key).shape, box.around(part), tuple(range(len(part.sizes))))
-            blocks = torch.from_numpy(numbering.numbers(0, part.numel) // BLOCK_NUMEL)
-            values = decode_by(codes[at : at + part.numel], self._scales[1][blocks], is_signed)
-            out[at : at + part.numel] = values
-            at += part.numel
 
     def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
         """Reads elements of a piece into a view of their shape; None: only compares digests."""
@@ -182,10 +161,33 @@ class Contents:
             target.copy_(read.as_strided(part.sizes, strides_of(piece.box.sizes)))
 
 
+def _pieces(source: Contents, key: Key) -> dict[Box, StoredBox]:
+    return source.pieces[key] if key in source.pieces else source.in_parts[key]
+
+
+def _fill_decoded(source: Contents, key: Key, box: Box, first: int, out: Tensor) -> None:
+    """`fill`, of a state in 8 bits. [Note: states in 8 bits]"""
+    of_codes, of_scales = source.coded[key]
+    codes = torch.empty(out.numel(), dtype=torch.uint8, device=out.device)
+    source.fill(of_codes, box, first, codes)
+    if source._scales is None or source._scales[0] != of_scales:
+        source.require_all(of_scales, whole_box(scales_shape(source.first(key).shape)))
+        source._scales = of_scales, source.whole(of_scales).view(-1)
+    if out.is_meta:
+        return
+    at, is_signed = 0, MOMENTS[key[1].rpartition("/")[2]]
+    for part in spans(box.sizes, first, first + out.numel()):
+        numbering = Numbering(source.first(key).shape, box.around(part), tuple(range(len(part.sizes))))
+        blocks = torch.from_numpy(numbering.numbers(0, part.numel) // BLOCK_NUMEL)
+        values = decode_by(codes[at : at + part.numel], source._scales[1][blocks], is_signed)
+        out[at : at + part.numel] = values
+        at += part.numel
+
+
 def require_whole(source: Contents, key: Key) -> None:
     """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it."""
     source.require_all(key, whole_box(source.first(key).shape))
-    for piece in source._pieces(key).values():
+    for piece in _pieces(source, key).values():
         _reader_of(source._readers, piece)
 
 
