@@ -184,6 +184,24 @@ def test_they_may_rest_in_any_tier(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(differences, partial(_away, str(tmp_path)), stages=["zero1", "zero3"]) == [[]] * 2
 
 
+def _beside_rounded_parameters(folder: str, mode: Any, world: World) -> None:
+    """2.03 bytes of states beside 2 of a parameter (and 2 of what rounding has cut off)."""
+    for tier in (None, zf.nvme(folder)):
+        model = zf.precision(world.build(Blocks), rest=torch.bfloat16, round=mode)
+        optimizer = zf.states8bit(OPTIMIZERS["AdamW"]([*model.parameters()]))
+        optimizer = optimizer if tier is None else zf.streamed(optimizer, tier, buffer="64KiB")
+        for step in range(3):
+            world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        world.note_model(model)
+        _note_states(world, optimizer)
+
+
+@pytest.mark.parametrize("mode", ["stochastic", "kahan"])
+def test_they_go_with_parameters_in_bfloat16(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    trial = partial(_beside_rounded_parameters, str(tmp_path), mode)
+    assert ranks(2).run(differences, trial, beside="replicate", stages=["zero1", "zero3"]) == [[]] * 2
+
+
 def _scaled(world: World) -> None:
     """At step 1 a gradient overflows on one rank: all skip the step, and states stay what they are."""
     model = world.build(Blocks)
