@@ -54,12 +54,22 @@ static inline float weighted_square(float average, float decay, float weight, fl
     return average * decay + product * grad;
 }
 
+/* Moments in eight bits of one block: as shares of their scales in bfloat16, and where the new ones are written. */
+typedef struct {
+    const uint16_t *shares, *sq_shares;
+    float scale, sq_scale;
+    float *exp_avg, *exp_avg_sq;
+} Coded;
+
 /* The loop. What is constant where it is called decides what is left of it. */
-static inline __attribute__((always_inline)) void run(
+INLINE void run(
     const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int is_bfloat16, int sends, int fuses_lerp,
-    int form
+    int form, int is_coded, const Coded *coded
 ) {
-    float *restrict param = piece->param, *restrict exp_avg = piece->exp_avg, *restrict exp_avg_sq = piece->exp_avg_sq;
+    float *restrict param = piece->param;
+    float *restrict exp_avg = is_coded ? coded->exp_avg : piece->exp_avg;
+    float *restrict exp_avg_sq = is_coded ? coded->exp_avg_sq : piece->exp_avg_sq;
+    const uint16_t *restrict shares = is_coded ? coded->shares : NULL, *restrict sq_shares = is_coded ? coded->sq_shares : NULL;
     const float *restrict grads = piece->grad;
     const uint16_t *restrict half_grads = piece->grad;
     uint16_t *restrict send = piece->send;
@@ -68,12 +78,15 @@ static inline __attribute__((always_inline)) void run(
     const float step_size = piece->negated_step_size, correction = piece->bias_correction2_sqrt;
     const int is_near = fabsf(weight) < 0.5f; /* a lerp begins at the end that it is nearer to */
     const float slope = is_near ? weight : weight - 1.0f;
+    const float scale = is_coded ? coded->scale : 0.0f, sq_scale = is_coded ? coded->sq_scale : 0.0f;
 
     for (int64_t i = begin; i < end; i++) {
         const float g = is_bfloat16 ? of_bfloat16(half_grads[i]) : grads[i];
-        const float m = exp_avg[i], way = g - m, start = is_near ? m : g;
+        const float m = is_coded ? of_bfloat16(shares[i]) * scale : exp_avg[i];
+        const float v = is_coded ? of_bfloat16(sq_shares[i]) * sq_scale : exp_avg_sq[i];
+        const float way = g - m, start = is_near ? m : g;
         const float average = fuses_lerp ? fmaf(slope, way, start) : start + slope * way;
-        const float square = weighted_square(exp_avg_sq[i], beta2, square_weight, g, form);
+        const float square = weighted_square(v, beta2, square_weight, g, form);
         exp_avg[i] = average;
         exp_avg_sq[i] = square;
 
@@ -83,40 +96,48 @@ static inline __attribute__((always_inline)) void run(
     }
 }
 
-static void run_any(const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int form) {
-    run(piece, begin, end, rates, piece->grad_is_bfloat16 != 0, piece->send != NULL, rates->fuses_lerp, form);
+/* Whole vectors of builds of torch by GCC have loops of their own; all others share one. */
+INLINE void run_as(
+    const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int form, int is_coded, const Coded *coded
+) {
+    const int is_half = piece->grad_is_bfloat16 != 0, sends = piece->send != NULL, fuses = rates->fuses_lerp;
+    if (form != FUSED_GRADIENT || !fuses) run(piece, begin, end, rates, is_half, sends, fuses, form, is_coded, coded);
+    else if (is_half && sends) run(piece, begin, end, rates, 1, 1, 1, FUSED_GRADIENT, is_coded, coded);
+    else if (is_half) run(piece, begin, end, rates, 1, 0, 1, FUSED_GRADIENT, is_coded, coded);
+    else if (sends) run(piece, begin, end, rates, 0, 1, 1, FUSED_GRADIENT, is_coded, coded);
+    else run(piece, begin, end, rates, 0, 0, 1, FUSED_GRADIENT, is_coded, coded);
 }
 
-/* Whole vectors. Those of builds of torch by GCC have loops of their own; all others share one. */
-static void run_body(const Piece *piece, int64_t begin, int64_t end, const Rates *rates) {
-    if (rates->body != FUSED_GRADIENT || !rates->fuses_lerp) run_any(piece, begin, end, rates, rates->body);
-    else if (piece->grad_is_bfloat16 && piece->send != NULL) run(piece, begin, end, rates, 1, 1, 1, FUSED_GRADIENT);
-    else if (piece->grad_is_bfloat16) run(piece, begin, end, rates, 1, 0, 1, FUSED_GRADIENT);
-    else if (piece->send != NULL) run(piece, begin, end, rates, 0, 1, 1, FUSED_GRADIENT);
-    else run(piece, begin, end, rates, 0, 0, 1, FUSED_GRADIENT);
+static void run_form(const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int form, const Coded *coded) {
+    if (coded == NULL) run_as(piece, begin, end, rates, form, 0, NULL);
+    else run_as(piece, begin, end, rates, form, 1, coded);
 }
 
-static void run_range(const Piece *piece, int64_t begin, int64_t end, const Rates *rates) {
+static void run_range(const Piece *piece, int64_t begin, int64_t end, const Rates *rates, const Coded *coded) {
     const int64_t vectors_end = end - end % rates->vector_numel; /* differs from end at the end of the piece only */
-    run_body(piece, begin, vectors_end, rates);
-    if (vectors_end < end) run_any(piece, vectors_end, end, rates, rates->tail);
+    run_form(piece, begin, vectors_end, rates, rates->body, coded);
+    if (vectors_end < end) run_form(piece, vectors_end, end, rates, rates->tail, coded);
 }
 
-/* Moments are decoded into the first cache, stepped there, and encoded again. */
+/* In the first cache moments are decoded, stepped and encoded. */
 static void run_coded(const Piece *piece, int64_t begin, int64_t end, const Rates *rates) {
-    enum { DECODED_NUMEL = 4 * CODED_NUMEL };
+    enum { DECODED_NUMEL = 2 * CODED_NUMEL };
+    uint16_t shares[DECODED_NUMEL], sq_shares[DECODED_NUMEL];
     float exp_avg[DECODED_NUMEL], exp_avg_sq[DECODED_NUMEL];
     for (int64_t i = begin; i < end; i += DECODED_NUMEL) {
         const int64_t numel = end - i < DECODED_NUMEL ? end - i : DECODED_NUMEL;
         uint8_t *codes = (uint8_t *)piece->exp_avg + i, *sq_codes = (uint8_t *)piece->exp_avg_sq + i;
         float *scales = piece->exp_avg_scales + i / CODED_NUMEL, *sq_scales = piece->exp_avg_sq_scales + i / CODED_NUMEL;
-        zero_fn_decode_blocks(codes, numel, &rates->exp_avg_map, scales, exp_avg);
-        zero_fn_decode_blocks(sq_codes, numel, &rates->exp_avg_sq_map, sq_scales, exp_avg_sq);
-        Piece part = *piece;
-        part.param += i, part.exp_avg = exp_avg, part.exp_avg_sq = exp_avg_sq;
-        part.grad = (const char *)piece->grad + i * (piece->grad_is_bfloat16 ? sizeof(uint16_t) : sizeof(float));
-        if (piece->send != NULL) part.send += i;
-        run_range(&part, 0, numel, rates);
+        zero_fn_shares(codes, numel, &rates->exp_avg_map, shares);
+        zero_fn_shares(sq_codes, numel, &rates->exp_avg_sq_map, sq_shares);
+        for (int64_t at = 0, block = 0; at < numel; at += CODED_NUMEL, block++) {
+            Piece part = *piece;
+            part.param += i + at;
+            part.grad = (const char *)part.grad + (i + at) * (part.grad_is_bfloat16 ? 2 : 4);
+            if (part.send != NULL) part.send += i + at;
+            const Coded coded = {shares + at, sq_shares + at, scales[block], sq_scales[block], exp_avg + at, exp_avg_sq + at};
+            run_range(&part, 0, numel - at < CODED_NUMEL ? numel - at : CODED_NUMEL, rates, &coded);
+        }
         zero_fn_encode_blocks(exp_avg, numel, &rates->exp_avg_map, 0, scales, codes);
         zero_fn_encode_blocks(exp_avg_sq, numel, &rates->exp_avg_sq_map, 0, sq_scales, sq_codes);
     }
@@ -140,7 +161,7 @@ static void run_block(const void *argument, int64_t block) {
     const int64_t begin = (block - piece->first_block) * BLOCK_NUMEL;
     const int64_t end = piece->numel - begin < BLOCK_NUMEL ? piece->numel : begin + BLOCK_NUMEL;
     if (piece->exp_avg_scales != NULL) run_coded(piece, begin, end, work->rates);
-    else run_range(piece, begin, end, work->rates);
+    else run_range(piece, begin, end, work->rates, NULL);
 }
 
 int64_t zero_fn_adam_block_numel(void) { return BLOCK_NUMEL; }

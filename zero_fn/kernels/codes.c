@@ -1,15 +1,14 @@
 /* Blocks of floats as codes of eight bits and a scale. codes.py says what the codes are, and brings the numbers of the maps.
 
-   Loops are written so that compilers keep them in lanes of 16 bits, of which a vector has most: the upper half of a float
-   decides its code. Where the compiler knows the bends it adds the constants up and does not see the averages any more. */
+   The upper half of a float decides its code. Loops are written so that compilers keep halves in lanes of 16 bits, of which a
+   vector has most. (Where a compiler knows the bends it adds constants up, and does not see the averages any more.) */
 
 #include "kernels.h"
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
-/* A float has bits of its place in a binade, of which 2^FINENESS steps are made; its upper half begins at bit HALF. */
+/* A float has MANTISSA bits of its place in a binade, of which 2^FINENESS steps are made. Its upper half begins at bit HALF. */
 enum { MANTISSA = 23, BIAS = 127, FINENESS = 4, HALF = 16, STEP = MANTISSA - FINENESS - HALF };
+enum { ONE = BIAS << (MANTISSA - HALF), TOP = 0x7fff }; /* halves of 1.0, and above those of all floats */
 
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
@@ -23,47 +22,55 @@ INLINE float of_bits(uint32_t bits) {
     return value;
 }
 
+/* Shares are measured by how far below TOP they are. Averages with a bend make one step of two, and are rounded up as the whole
+   is, so that it is rounded once. */
 INLINE void encode(
     const float *restrict values, int64_t numel, const Map *map, int is_signed, float scale, uint8_t *restrict codes
 ) {
+    const int highest = is_signed ? 127 : 255, offset = TOP - ONE;
     uint16_t bends[BENDS];
-    for (int b = 0; b < BENDS; b++) bends[b] = map->bends[b] << STEP;
-    const uint16_t highest = is_signed ? 127 : 255, most = (highest - 1) << STEP;
-    const uint16_t zero = map->zero_binades << (MANTISSA - HALF);
+    for (int b = 0; b < BENDS; b++) bends[b] = (map->bends[b] << STEP) + offset;
+    const uint16_t most = ((highest - 1) << STEP) + offset, zero = (map->zero_binades << (MANTISSA - HALF)) + offset;
+    const uint16_t rounding = 128; /* any in [0, 256) rounds, but not to the nearest */
+    const uint16_t above = (highest << 8) + rounding + (offset << (8 - STEP));
     for (int64_t i = 0; i < numel; i++) {
-        const uint16_t half = bits_of(values[i] / scale) >> HALF;
-        const uint16_t distance = (uint16_t)(BIAS << (MANTISSA - HALF)) - (uint16_t)(half & 0x7fff);
-        uint16_t below = distance; /* 1, in steps of the first codes; rounded up here and in averages, so that it is rounded once */
+        const uint16_t half = bits_of(values[i] / scale) >> HALF, distance = ~half & TOP;
+        uint16_t below = distance;
         for (int b = 0; b < BENDS; b++) {
             const uint16_t bend = bends[b], average = (below + bend + 1) >> 1;
             below = average < below ? average : below;
         }
         below = below < most ? below : most;
-        const uint16_t rounded = below + (1 << (STEP - 1)) - 1; /* any addend in [0, 1 << STEP) rounds, but not to the nearest */
-        uint8_t code = highest - (uint8_t)((uint16_t)(rounded << (8 - STEP)) >> 8);
+        const uint16_t fixed = above - (uint16_t)(below << (8 - STEP)); /* the code, with eight bits after the point */
+        uint8_t code = fixed >> 8;
         if (is_signed) code |= (int16_t)half < 0 ? 128 : 0;
         const int is_zero = is_signed ? distance > zero : values[i] == 0.0f;
         codes[i] = is_zero ? 0 : code;
     }
 }
 
-INLINE void decode(
-    const uint8_t *restrict codes, int64_t numel, const Map *map, int is_signed, float scale, float *restrict values
-) {
-    uint16_t bends[BENDS];
-    memcpy(bends, map->bends, sizeof bends);
+INLINE void shares_of(const uint8_t *restrict codes, int64_t numel, const Map *map, int is_signed, uint16_t *restrict shares) {
+    const int highest = is_signed ? 127 : 255;
+    uint16_t lines[BENDS + 1]; /* what those between bends have at code 0; the right one is the least of all */
+    for (int b = 0, line = ONE; b <= BENDS; b++) {
+        lines[b] = line - (highest << (STEP + b));
+        if (b < BENDS) line += map->bends[b] << (STEP + b);
+    }
     for (int64_t i = 0; i < numel; i++) {
         const uint16_t code = is_signed ? codes[i] & 127 : codes[i];
-        uint16_t below = (is_signed ? 127 : 255) - code;
-        for (int b = BENDS - 1; b >= 0; b--) {
-            const uint16_t beyond = below > bends[b] ? below : bends[b];
-            below += (uint16_t)(beyond - bends[b]);
+        uint16_t least = UINT16_MAX;
+        for (int b = 0; b <= BENDS; b++) {
+            const uint16_t share = (uint16_t)(code << (STEP + b)) + lines[b];
+            least = share < least ? share : least;
         }
-        uint16_t half = (uint16_t)((BIAS << FINENESS) - below) << STEP;
-        if (is_signed) half |= (uint16_t)(codes[i] & 128) << 8;
-        half = code ? half : 0;
-        values[i] = of_bits((uint32_t)half << HALF) * scale;
+        if (is_signed) least |= (uint16_t)(codes[i] & 128) << 8;
+        shares[i] = code ? least : 0;
     }
+}
+
+void zero_fn_shares(const uint8_t *codes, int64_t numel, const Map *map, uint16_t *shares) {
+    if (map->is_signed) shares_of(codes, numel, map, 1, shares);
+    else shares_of(codes, numel, map, 0, shares);
 }
 
 INLINE float scale_of(const float *values, int64_t numel) {
@@ -100,11 +107,6 @@ void zero_fn_encode_blocks(
     else encode_blocks(values, numel, map, 0, scales, codes);
 }
 
-void zero_fn_decode_blocks(const uint8_t *codes, int64_t numel, const Map *map, const float *scales, float *values) {
-    if (map->is_signed) EACH_BLOCK(numel, decode(codes + begin, count, map, 1, scales[block], values + begin))
-    else EACH_BLOCK(numel, decode(codes + begin, count, map, 0, scales[block], values + begin))
-}
-
 typedef struct {
     float *values, *scales;
     uint8_t *codes;
@@ -128,9 +130,14 @@ static void encode_task(const void *argument, int64_t task) {
 
 static void decode_task(const void *argument, int64_t task) {
     const Work *work = argument;
-    const int64_t begin = task * TASK_NUMEL;
-    const float *scales = work->scales + begin / CODED_NUMEL;
-    zero_fn_decode_blocks(work->codes + begin, numel_of(work, begin), work->map, scales, work->values + begin);
+    const int64_t begin = task * TASK_NUMEL, numel = numel_of(work, begin);
+    float *values = work->values + begin;
+    uint16_t shares[TASK_NUMEL];
+    zero_fn_shares(work->codes + begin, numel, work->map, shares);
+    for (int64_t at = 0; at < numel; at += CODED_NUMEL) {
+        const float scale = work->scales[(begin + at) / CODED_NUMEL];
+        for (int64_t i = at; i < numel && i < at + CODED_NUMEL; i++) values[i] = of_bits((uint32_t)shares[i] << HALF) * scale;
+    }
 }
 
 void zero_fn_encode(

@@ -90,11 +90,10 @@ def encode_by(values: Tensor, scale_of_element: Tensor, is_signed: bool) -> Tens
     shift, highest = _MANTISSA - _FINENESS, 127 if is_signed else 255
     distance = _ONE - ((values / scale_of_element).view(torch.int32) & 0x7FFFFFFF)
     below = distance
-    for bend in _BENDS[is_signed]:
-        # Averages are rounded up and the sum at the end is, too: so all of it is rounded once.
+    for bend in _BENDS[is_signed]:  # averages are rounded up as the whole is, so that it is rounded once
         below = torch.minimum(below, (below + ((bend << shift) + 1)) >> 1)
-    below = (below + ((1 << shift - 1) - 1)) >> shift  # any addend in [0, 1 << shift) rounds, but not to the nearest
-    codes = highest - below.clamp_max_(highest - 1)
+    rounding = 1 << shift - 1  # any in [0, 1 << shift) rounds, but not to the nearest
+    codes = (((highest << shift) + rounding - below) >> shift).clamp_min_(1)
     if is_signed:
         codes += values.signbit() * 128
     is_zero = distance > _ZERO_BINADES << _MANTISSA if is_signed else values == 0

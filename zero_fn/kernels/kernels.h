@@ -2,6 +2,8 @@
 
 #include <stdint.h>
 
+#define INLINE static inline __attribute__((always_inline))
+
 /* Runs tasks 0, 1, ... by up to so many threads. Those that cannot be started are done without. */
 void zero_fn_by_threads(void (*task)(const void *work, int64_t number), const void *work, int64_t tasks, int32_t threads);
 
@@ -13,8 +15,8 @@ typedef struct {
     uint16_t is_signed;
 } Map;
 
-/* Blocks that follow each other. Where `is_given` is 0 scales are found and written. */
-void zero_fn_encode_blocks(
-    const float *values, int64_t numel, const Map *map, int is_given, float *scales, uint8_t *codes
-);
-void zero_fn_decode_blocks(const uint8_t *codes, int64_t numel, const Map *map, const float *scales, float *values);
+/* Of blocks that follow each other. Where `is_given` is 0 scales are found and written. */
+void zero_fn_encode_blocks(const float *values, int64_t numel, const Map *map, int is_given, float *scales, uint8_t *codes);
+
+/* The shares of their scales that codes stand for, in bfloat16, which holds them exactly. */
+void zero_fn_shares(const uint8_t *codes, int64_t numel, const Map *map, uint16_t *shares);
