@@ -63,6 +63,7 @@ class Placed:
     options: dict[str, Any] = field(default_factory=dict)  # of the stages
     finish: str = "step"
     grads: torch.dtype | None = None
+    round: Any = None  # of parameters that rest in bfloat16
 
 
 class Training:
@@ -98,6 +99,7 @@ class Training:
         if "optim" in tiers:
             tiers["fraction"] = placed.fraction
         outer, dtypes = placed.outer, (placed.compute, placed.grads)
+        rounded: dict[str, Any] = {"rest": torch.bfloat16, "round": placed.round} if placed.round else {}
 
         def staged(module: nn.Module, stage: str, mesh: DeviceMesh) -> nn.Module:
             options = {key: value for key, value in placed.options.items() if key == "units" or stage != "replicate"}
@@ -108,7 +110,9 @@ class Training:
             lambda m: m if outer is None else staged(m, outer, root_of(self.axis())["outer"]),
             lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
             lambda m: (
-                m if dtypes == (None, None) else zf.precision(m, compute=dtypes[0] or torch.float32, grads=dtypes[1])
+                m
+                if dtypes == (None, None) and not rounded
+                else zf.precision(m, compute=dtypes[0] or torch.float32, grads=dtypes[1], **rounded)
             ),
         ]
         for transform in reversed(transforms) if placed.is_offloaded_first else transforms:
@@ -128,7 +132,7 @@ class Training:
         if is_accelerator(self.device_type):
             optimizer.param_groups = [{**group, "foreach": False} for group in optimizer.param_groups]  # as on the host
         if self.path is None:
-            return optimizer
+            return zf.streamed(optimizer) if self.placed.round else optimizer
         how: dict[str, Any] = {"buffer": self.placed.buffer, "finish": self.placed.finish}
         if "optim" in self.placed.states and self.placed.where is None:
             return zf.streamed(optimizer, **how)  # each to the tier that offload said
@@ -404,7 +408,7 @@ def make_the_optimizer_anew(training: Training, _: int) -> None:
 def stream_what_has_stepped(training: Training, _: int) -> None:
     """The optimizer is made, loaded, and streamed only then."""
     states = training.optimizer.state_dict()
-    if training.placed.groups != "late":
+    if training.placed.groups != "late" and training.placed.round is None:  # a stock one would round them
         stock = OPTIMIZERS[training.placed.optimizer](training._groups())
         stock.load_state_dict(states)  # with the way of its arithmetic
         if training.path is not None:
@@ -449,6 +453,7 @@ places = st.builds(
     buffer=st.sampled_from(["64KiB", "1MiB"]),
     finish=st.sampled_from(["step", "forward"]),
     grads=st.sampled_from([None, None, torch.bfloat16]),
+    round=st.sampled_from([None, None, None, "stochastic", "kahan"]),
     options=st.fixed_dictionaries(
         {},
         optional={

@@ -1,4 +1,4 @@
-/* Rounds float to bfloat16 up or down by chance, so that the mean is the float. The same bits as by torch; see rounding.py. */
+/* Widens bfloat16 to float and rounds it back: by chance, or keeping what is cut off. The bits are those of rounding.py. */
 
 #include <stdint.h>
 #include <string.h>
@@ -30,5 +30,34 @@ void zero_fn_round_randomly(
             for (uint64_t i = 0; i < count; i++) into[i] = rounded(values[i], mixed((low + (uint32_t)i) ^ high));
             values += count, into += count, number += count, left -= count;
         }
+    }
+}
+
+static inline float of_bfloat16(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint16_t nearest(float value) { /* ties to even; every NaN becomes one */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t up = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : up);
+}
+
+void zero_fn_widen(const uint16_t *restrict halves, const uint16_t *restrict lost, float *restrict into, int64_t numel) {
+    if (lost) for (int64_t i = 0; i < numel; i++) into[i] = of_bfloat16(halves[i]) + of_bfloat16(lost[i]);
+    else for (int64_t i = 0; i < numel; i++) into[i] = of_bfloat16(halves[i]);
+}
+
+void zero_fn_round_to_two(const float *restrict values, uint16_t *restrict into, uint16_t *restrict lost, int64_t numel) {
+    for (int64_t i = 0; i < numel; i++) {
+        into[i] = nearest(values[i]);
+        const float rest = values[i] - of_bfloat16(into[i]);
+        uint32_t bits;
+        memcpy(&bits, &rest, sizeof bits);
+        lost[i] = (bits & 0x7fffffffu) < 0x7f800000u ? nearest(rest) : 0; /* of infinity, and beyond it, nothing */
     }
 }

@@ -1,4 +1,6 @@
-"""Stochastic rounding of float32 to bfloat16: up with the probability that makes the mean the number itself.
+"""Rounding of float32 to bfloat16 that loses nothing: what is cut off is kept, or decides by chance.
+
+Stochastic rounding goes up with the probability that makes the mean the number itself:
 
     float32    s eeeeeeee mmmmmmm rrrrrrrrrrrrrrrr      16 random bits are added to the r, and all r are cut off:
     bfloat16   s eeeeeeee mmmmmmm                       m goes up in r of 65536 cases
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from zero_fn.kernels.compiler import library
 
-__all__ = ["key_of", "round_randomly"]
+__all__ = ["key_of", "round_randomly", "round_to_two", "widen"]
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # so that step 0 is no fixed point of the hash
@@ -48,24 +50,56 @@ def round_randomly(
     values: Tensor, into: Tensor, firsts: NDArray[np.int64], counts: NDArray[np.int64], key: int
 ) -> None:
     """Rounds flat float32 `values` into flat bfloat16 `into`, element by element; the numbers of elements come in runs."""
-    functions = library().functions
-    if functions is None or values.device.type != "cpu" or type(values) is not Tensor:
+    if (functions := _functions_for(values, into)) is None:
         into.copy_(by_torch(values, firsts, counts, key))
         return
+    runs = (ctypes.c_void_p(each.ctypes.data) for each in (firsts, counts))
     functions.zero_fn_round_randomly(
-        ctypes.c_void_p(values.data_ptr()),
-        ctypes.c_void_p(into.data_ptr()),
-        firsts.ctypes.data_as(ctypes.c_void_p),
-        counts.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_int64(len(firsts)),
-        ctypes.c_uint32(key),
+        *_addresses(values, into), *runs, ctypes.c_int64(len(firsts)), ctypes.c_uint32(key)
     )
-    if not into.is_inference():
-        torch.autograd.graph.increment_version(into)
+    _was_written(into)
+
+
+def widen(halves: Tensor, lost: Tensor | None, into: Tensor) -> None:
+    """Writes flat bfloat16 `halves`, and `lost` added to them, into flat float32 `into`."""
+    tensors = (halves, into) if lost is None else (halves, lost, into)
+    if (functions := _functions_for(*tensors)) is None:
+        into.copy_(halves)
+        if lost is not None:
+            into.add_(lost)
+        return
+    address = ctypes.c_void_p(lost.data_ptr()) if lost is not None else None
+    source, target = _addresses(halves, into)
+    functions.zero_fn_widen(source, address, target, ctypes.c_int64(into.numel()))
+    _was_written(into)
+
+
+def round_to_two(values: Tensor, into: Tensor, lost: Tensor) -> None:
+    """Rounds flat float32 `values` to the nearest bfloat16, and what that has cut off to another one."""
+    if (functions := _functions_for(values, into, lost)) is None:
+        into.copy_(values).masked_fill_(values.isnan(), math.nan)
+        rest = values - into
+        lost.copy_(torch.where(rest.isfinite(), rest, 0.0))
+        return
+    functions.zero_fn_round_to_two(*_addresses(values, into, lost), ctypes.c_int64(values.numel()))
+    _was_written(into, lost)
+
+
+def _functions_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    is_memory = all(type(each) is Tensor and each.device.type == "cpu" for each in tensors)
+    return library().functions if is_memory else None
+
+
+def _addresses(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
+    return tuple(ctypes.c_void_p(each.data_ptr()) for each in tensors)
+
+
+def _was_written(*tensors: Tensor) -> None:
+    torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
 
 
 def by_torch(values: Tensor, firsts: NDArray[np.int64], counts: NDArray[np.int64], key: int) -> Tensor:
-    """The same by torch, on any device."""
+    """Stochastic rounding by torch, on any device."""
     device = values.device
     begins, times = (torch.from_numpy(each).to(device) for each in (firsts - counts.cumsum() + counts, counts))
     numbers = torch.repeat_interleave(begins, times, output_size=values.numel())

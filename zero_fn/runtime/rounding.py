@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StateError
-from zero_fn.kernels.rounding import key_of, round_randomly
+from zero_fn.kernels.rounding import key_of, round_randomly, round_to_two, widen
 from zero_fn.resting import is_dense
 from zero_fn.runtime.box import strides_of
 from zero_fn.runtime.numbering import Numbering
@@ -80,51 +80,55 @@ class Widened:
     """Elements of a parameter that rests in bfloat16, in float32 while they are stepped."""
 
     def __init__(
-        self, parameter: Tensor, value: Tensor, states: dict[str, Any], numbering: Numbering, start: int = 0
+        self,
+        parameter: Tensor,
+        value: Tensor,
+        states: dict[str, Any],
+        numbering: Numbering,
+        start: int = 0,
+        room: Tensor | None = None,
     ) -> None:
         """`value`: the elements where they rest, from the number `start` in memory on. What rounding keeps is taken out of
-        `states`."""
+        `states`. `room`: flat memory for them in float32; None: new memory."""
         slot = slot_of(parameter)
         assert slot is not None and slot.kind.rounding is not None
         self._name, self._rounding, self._value = slot.fqn, slot.kind.rounding, value
         self._numbering, self._start = numbering, start
         self._count: int = states.pop(ROUNDINGS, 0)
-        self._compensation: Tensor | None = states.pop(COMPENSATION, None)
         self._stride = value.stride() if is_dense(value) else strides_of(tuple(value.shape))
-        self.values = self._like(torch.float32).copy_(value)  # what the optimizer steps
-        if self._compensation is not None:
-            self.values += self._compensation
+        self._lost = self._laid(states.pop(COMPENSATION)) if COMPENSATION in states else None
+        # What the optimizer steps.
+        self.values = self._like(torch.float32) if room is None else room.as_strided(value.shape, self._stride)
+        widen(_flat(self._laid(value)), None if self._lost is None else _flat(self._lost), _flat(self.values))
 
     def _like(self, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(self._value.shape, self._stride, dtype=dtype, device=self._value.device)
 
+    def _laid(self, tensor: Tensor) -> Tensor:
+        """A tensor, or a copy of one that lies in memory otherwise, or in a tier."""
+        is_alike = type(tensor) is Tensor and tensor.stride() == self._stride
+        return tensor if is_alike else self._like(tensor.dtype).copy_(tensor)
+
     def round(self, result: Tensor, into: Tensor) -> dict[str, Any]:
         """Rounds what a step has made of the values to where they rest. Returns what rounding keeps."""
-        found = self._round(result)
-        if into.device != self._value.device:
-            into.copy_(self._value)
-        return found
-
-    def _round(self, result: Tensor) -> dict[str, Any]:
-        result = result.detach()
+        rounded = self._laid(self._value)
+        source, target = _flat(self._laid(result.detach())), _flat(rounded)
         if self._rounding.mode == "kahan":
-            self._value.copy_(result)
-            if self._compensation is None:
-                self._compensation = self._like(torch.bfloat16)
-            lost = result - self._value  # nothing of what has become infinite
-            self._compensation.copy_(torch.where(lost.isfinite(), lost, 0.0))
-            return {COMPENSATION: self._compensation}
-        value = self._value
-        is_there = type(value) is Tensor and value.stride() == self._stride
-        room = value if is_there else self._like(torch.bfloat16)
-        if result.stride() != self._stride:  # the step has given it other memory
-            result = self._like(torch.float32).copy_(result)
-        source, target = (t.as_strided((t.numel(),), (1,)) for t in (result, room))
-        key = key_of(self._rounding.seed, self._name, self._count)
-        for at in range(0, source.numel(), _BLOCK_NUMEL):
-            to = min(at + _BLOCK_NUMEL, source.numel())
-            runs = self._numbering.runs(self._start + at, self._start + to)
-            round_randomly(source[at:to], target[at:to], *runs, key)
-        if not is_there:
-            value.copy_(room)
-        return {ROUNDINGS: self._count + 1}
+            lost = self._like(torch.bfloat16) if self._lost is None else self._lost
+            round_to_two(source, target, _flat(lost))
+            kept: dict[str, Any] = {COMPENSATION: lost}
+        else:
+            key = key_of(self._rounding.seed, self._name, self._count)
+            for at in range(0, source.numel(), _BLOCK_NUMEL):
+                to = min(at + _BLOCK_NUMEL, source.numel())
+                runs = self._numbering.runs(self._start + at, self._start + to)
+                round_randomly(source[at:to], target[at:to], *runs, key)
+            kept = {ROUNDINGS: self._count + 1}
+        if rounded is not into:
+            into.copy_(rounded)
+        return kept
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in order of memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -152,7 +152,7 @@ class _Step:
     def __init__(self, inner: Optimizer) -> None:
         """Begins a step of the optimizer whose arithmetic it is."""
         self.count = 0  # number of chunks that were updated, at least in part
-        self._inner = inner
+        self._inner, self._room = inner, torch.empty(0, device="cpu")
         # The options of now, whatever is in the groups, and in the tensors in them, when a chunk is stepped.
         self._options = [
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
@@ -212,13 +212,16 @@ class _Step:
         groups: list[dict[str, Any]] = []
         stepped: dict[ParameterPiece, nn.Parameter] = {}
         widened: dict[ParameterPiece, Widened] = {}
+        numels = [cut.piece.numel for cut in values if rounding_of(cut.parameter) is not None]
+        room = self._room_of(sum(numels), device)
         for number, cuts in groupby(sorted(values, key=_group), key=_group):
             members = []
             for cut in cuts:
                 value = values[cut].to(device)
                 if rounding_of(cut.parameter) is not None:
+                    own_room, room = room[: value.numel()], room[value.numel() :]
                     numbering = Numbering.of(cut.parameter)
-                    widened[cut] = Widened(cut.parameter, value, own[cut], numbering, cut.piece.start)
+                    widened[cut] = Widened(cut.parameter, value, own[cut], numbering, cut.piece.start, own_room)
                     value = widened[cut].values
                 piece = stepped[cut] = _stand_in(cut, value, grads[cut].to(device))
                 members.append(piece)
@@ -226,6 +229,12 @@ class _Step:
                     state[piece] = own[cut]
             groups.append({**self._options[number], "params": members})
         return stand_in(self._inner, groups, state), stepped, widened
+
+    def _room_of(self, numel: int, device: torch.device) -> Tensor:
+        """Memory for values in float32, shared by all chunks: to get new memory takes longer than to step them."""
+        if self._room.numel() < numel or self._room.device != device:
+            self._room = torch.empty(numel, device=device)
+        return self._room
 
 
 def _stand_in(cut: ParameterPiece, value: Tensor, grad: Tensor) -> nn.Parameter:

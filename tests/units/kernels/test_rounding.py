@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_fn.kernels import library
-from zero_fn.kernels.rounding import by_torch, key_of, round_randomly
+from zero_fn.kernels import library, rounding
+from zero_fn.kernels.rounding import by_torch, key_of, round_randomly, round_to_two, widen
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e-40, 1.0]
 RUNS = (np.array([2**32 - 1000, 7, 3 * 2**32 + 5]), np.array([5000, 1, 60_534]))
@@ -23,17 +23,44 @@ def _rounded(values: Tensor, key: int = 0, runs: tuple[object, object] | None = 
     return into
 
 
-def test_the_kernel_has_the_bits_of_torch_for_any_number() -> None:
-    if library().functions is None:
-        pytest.skip("no compiler")
+def _any_floats() -> Tensor:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (RUNS[1].sum(),), generator=generator).to(torch.int32)
     values = bits.view(torch.float32)
     values[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    return values
+
+
+def test_the_kernels_have_the_bits_of_torch_for_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    if library().functions is None:
+        pytest.skip("no compiler")
+    values = _any_floats()
     for step in range(3):
         key = key_of(11, "blocks.0.weight", step)
         ours, theirs = _rounded(values, key, RUNS), by_torch(values, *RUNS, key)
         assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    found: list[list[Tensor]] = []
+    for _ in range(2):
+        into, lost = torch.empty(2, values.numel(), dtype=torch.bfloat16)
+        round_to_two(values, into, lost)
+        wide = [torch.empty_like(values), torch.empty_like(values)]
+        widen(into, None, wide[0])
+        widen(into, lost, wide[1])
+        found.append([into.view(torch.int16), lost.view(torch.int16), *(each.nan_to_num(7.0) for each in wide)])
+        monkeypatch.setattr(rounding, "_functions_for", lambda *tensors: None)
+    assert all(map(torch.equal, *found))
+
+
+def test_two_halves_have_sixteen_bits_of_a_number() -> None:
+    values = _any_floats()
+    into, lost = torch.empty(2, values.numel(), dtype=torch.bfloat16)
+    round_to_two(values, into, lost)
+    finite = into.isfinite()
+    assert torch.equal(into[finite], values[finite].bfloat16())
+    assert lost.isfinite().all()
+    normal = finite & (values.abs() > 1e-30)
+    error = (into.double() + lost.double() - values.double()).abs() / values.double().abs()
+    assert error[normal].max() <= 2**-16
 
 
 def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour() -> None:
