@@ -92,7 +92,8 @@ class Widened:
         `states`. `room`: flat memory for them in float32; None: new memory."""
         slot = slot_of(parameter)
         assert slot is not None and slot.kind.rounding is not None
-        self._name, self._rounding, self._value = slot.fqn, slot.kind.rounding, value
+        self._name = slot.fqn.replace("_orig_mod.", "")  # what `torch.compile` puts before it
+        self._rounding, self._value = slot.kind.rounding, value
         self._numbering, self._start = numbering, start
         self._count: int = states.pop(ROUNDINGS, 0)
         self._stride = value.stride() if is_dense(value) else strides_of(tuple(value.shape))
