@@ -30,6 +30,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime import ending, side_stream, tier_tensor
 from zero_fn.runtime.door import units_of
 from zero_fn.storage import Transfer
+from zero_fn.streamed import coded
 from zero_fn.transforms.parked import Parking
 from zero_fn.values.tiers import Cpu, Tier
 
@@ -179,6 +180,19 @@ def gradients_in_bfloat16(tier: Tier) -> None:
         model = zf.offload(zf.precision(net(), grads=torch.bfloat16), **dict.fromkeys(kinds.split(), tier))
         plain: nn.Module = zf.precision(net(), grads=torch.bfloat16)
         require_same(model, zf.streamed(adamw(model)), plain, zf.streamed(adamw(plain), tier))
+
+
+@program
+def fewer_bits_at_rest(tier: Tier) -> None:
+    """States in 8 bits, on the device and on the host, of parameters in float32 and of those that are rounded."""
+    with patch.object(coded, "_LEAST_NUMEL", 1):
+        for rounding in (None, "stochastic", "kahan"):
+            models = [net(), net()]
+            if rounding is not None:
+                models = [zf.precision(each, rest=torch.bfloat16, round=rounding) for each in models]
+            plain, model = models
+            here, there = (zf.states8bit(adamw(each)) for each in models)
+            require_same(model, zf.streamed(there, tier), plain, here)
 
 
 @program
