@@ -60,6 +60,8 @@ def agree_on_largest(largest: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
     """
     for mesh, members in _by_mesh(largest).items():
         rows = [row for parameter in members for row in largest[parameter].values()]
+        if not rows:  # parameters without states
+            continue
         both, lines = torch.cat(rows), _lines(mesh)
         if lines:
             both = both.to(lines[0].device)
