@@ -552,6 +552,12 @@ def step_that_failed_on_another_rank() -> object:
         return zf.streamed(_stepped()[1], zf.cpu())
 
 
+def step_of_what_has_states_in_8_bits() -> object:
+    optimizer = torch.optim.SGD(Model().parameters())
+    zf.states8bit(optimizer)
+    return optimizer.step()
+
+
 def streamed_gradient_is_sparse() -> object:
     model, inner = _stepped()
     model.bias.grad = torch.ones(64).to_sparse()
@@ -1197,6 +1203,10 @@ ROWS: dict[str, Callable[..., object]] = {
     "offload_to_two_tiers": lambda: zf.offload(zf.offload(Model(), optim=zf.cpu()), optim=zf.nvme("/tmp")),
     "resting_parameter_is_drawn": lambda two: nn.init.orthogonal_(zf.shard_params(nn.Linear(6, 4), two).weight),
     "resting_parameter_is_read_at_positions": lambda two: zf.shard_params(nn.Linear(4, 4), two).weight[[1, 3]],
+    "states8bit_without_a_form": lambda: zf.states8bit(torch.optim.Rprop(nn.Linear(64, 64).parameters())),
+    "states8bit_after_streamed": lambda: zf.states8bit(
+        zf.streamed(torch.optim.AdamW(Model().parameters(), fused=True), zf.cpu())
+    ),
     "streamed_without_a_tier": lambda: zf.streamed(torch.optim.AdamW(Model().parameters())),
     "streamed_of_no_fraction": lambda: zf.streamed(torch.optim.AdamW(Model().parameters()), zf.cpu(), fraction=2.0),
     "streamed_optimizer_of_whole_matrices": lambda: zf.streamed(

@@ -133,8 +133,9 @@ def streamed(
             tier, **{name: value for name, (value, usual) in given.items() if value != usual}
         )
     require_not_streamed(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
+    plan = planned(optimizer, tier, fraction, buffer, finish)
     require_streamable(optimizer, elementwise=elementwise)
-    found = Streamed(planned(optimizer, tier, fraction, buffer, finish), waits=finish == "forward")
+    found = Streamed(plan, waits=finish == "forward")
     say_if_alone(optimizer)
     say_if_slow(optimizer)
     say_if_rounded(optimizer)
@@ -186,7 +187,7 @@ class Streamed(Optimizer):
         self._planner = planner
         self._steps = Steps(inner, waits=waits)
         self._begin(inner.state, "Moving the states of an optimizer")
-        hand_over(inner)
+        hand_over(inner, "states8bit" if planner.codes else "streamed")
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
 
