@@ -58,8 +58,14 @@ def _reload(optimizer: Any, folder: str) -> Any:
     return optimizer
 
 
+def _read(optimizer: Any, folder: str) -> Any:
+    optimizer.state_dict()
+    return optimizer
+
+
 MOVES: dict[str, Callable[[Any, str], Any]] = {
     "stay": lambda optimizer, folder: optimizer,
+    "read": _read,
     "load": _reload,
     "to the host": lambda optimizer, folder: zf.streamed(optimizer, zf.cpu()),
     "half to a disk, late": lambda optimizer, folder: zf.streamed(

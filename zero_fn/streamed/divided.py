@@ -56,23 +56,25 @@ def _is_divided(numbering: Numbering) -> bool:
 def agree_on_largest(largest: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
     """Makes the largest values of the blocks of some parameters those of all ranks, and keeps them as what is coded by next.
 
-    Communicates 8 (n-1)/n bytes for each block and state from each rank, along the axes of the mesh.
+    Communicates 8 (n-1)/n bytes for each block and state from each rank, along the axes of the mesh. Ranks with other states
+    of these parameters than this one raise `DisagreementError`.
     """
     for mesh, members in _by_mesh(largest).items():
         rows = [row for parameter in members for row in largest[parameter].values()]
-        if not rows:  # parameters without states
+        if not rows:
             continue
+        check = ";".join(",".join(largest[parameter]) for parameter in members)
         both, lines = torch.cat(rows), _lines(mesh)
         if lines:
             both = both.to(lines[0].device)
         for line in lines:
-            _take_largest(line, both)
+            _take_largest(line, both, check)
         both.masked_fill_(both.isinf(), torch.nan)
         for row, found in zip(rows, torch.split(both, [len(row) for row in rows]), strict=True):
             row.copy_(found)
 
 
-def _take_largest(line: Line, values: Tensor) -> None:
+def _take_largest(line: Line, values: Tensor, check: str) -> None:
     """Takes the largest of each number over ranks, in place: each rank does so for a part, and sends it to all."""
     others = [rank for rank in range(line.size) if rank != line.rank]
     parts = values.tensor_split(line.size)
@@ -81,7 +83,7 @@ def _take_largest(line: Line, values: Tensor) -> None:
     sends = [[part] if rank in others else [] for rank, part in enumerate(parts)]
     arriving = iter(rooms)
     places = [[next(arriving)] if rank in others else [] for rank in range(line.size)]
-    line.all_to_all(sends, places, values.numel(), _WHAT).wait()
+    line.all_to_all(sends, places, values.numel(), _WHAT, check=check).wait()
     for room in rooms:
         torch.maximum(own, room, out=own)
     back = [[own] if rank in others else [] for rank in range(line.size)]

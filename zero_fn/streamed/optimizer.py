@@ -311,9 +311,8 @@ class Streamed(Optimizer):
         for parameter in self._parameters():
             rest_gradient(parameter)
         if self.states.divided:  # [Note: tried first]
-            found: list[dict[Tensor, dict[str, Tensor]]] = []
-            self._steps.everywhere(self._parameters(), lambda: found.append(self._steps.tried(self.states)))
-            agree_on_largest(found[0])
+            trying = "A step of a streamed optimizer"
+            agree_on_largest(everywhere(self._parameters(), lambda: self._steps.tried(self.states), trying))
         self._steps.everywhere(self._parameters(), lambda: self._steps.take(self.states))
         return loss
 

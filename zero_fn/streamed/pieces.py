@@ -179,7 +179,7 @@ class ParameterPiece:
         """Notes the largest value of each block of divided states."""
         assert self.coded is not None and self.coded.divided is not None
         divided = self.coded.divided
-        for name in sorted(self.coded.names):
+        for name in sorted(self.coded.names & states.keys()):  # momentum may have become 0
             value = states[name]
             blocks = divided.blocks(self.piece.start, self.piece.stop, value.device)
             if name not in largest:

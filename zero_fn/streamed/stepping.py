@@ -90,8 +90,10 @@ class Steps:
             raise
 
     def tried(self, states: States) -> dict[Tensor, dict[str, Tensor]]:
-        """The largest values of each block of divided states after this step, on this rank. [Note: tried first]"""
-        step, found = _Step(self._inner), dict[Tensor, dict[str, Tensor]]()
+        """The largest values of each block of divided states after this step, on this rank; of none of a parameter without a
+        gradient. [Note: tried first]"""
+        step = _Step(self._inner)
+        found = {parameter: dict[str, Tensor]() for parameter in states.divided}
         for parameter, cuts in states.divided.items():
             if parameter.grad is None:
                 continue
@@ -102,7 +104,7 @@ class Steps:
             )
             for cut, device in cuts:
                 after = step.tried(cut, value, grad, device)
-                cut.note_largest(found.setdefault(parameter, {}), after)
+                cut.note_largest(found[parameter], after)
         return found
 
     def finish(self) -> None:
