@@ -94,14 +94,14 @@ class Steps:
         gradient. [Note: tried first]"""
         step = _Step(self._inner)
         found = {parameter: dict[str, Tensor]() for parameter in states.divided}
+        for chunk in states.chunks:
+            if any(cut.parameter in found for cut in chunk.cuts):
+                states.require_as_planned(chunk)
         for parameter, cuts in states.divided.items():
             if parameter.grad is None:
                 continue
-            value, grad = local_of(parameter), in_memory(local_of(parameter.grad))
-            value, grad = (
-                in_memory(value),
-                torch.empty_strided(value.shape, value.stride(), dtype=grad.dtype).copy_(grad),
-            )
+            value, own = in_memory(local_of(parameter)), in_memory(local_of(parameter.grad))
+            grad = torch.empty_strided(value.shape, value.stride(), dtype=own.dtype, device=own.device).copy_(own)
             for cut, device in cuts:
                 after = step.tried(cut, value, grad, device)
                 cut.note_largest(found[parameter], after)

@@ -145,6 +145,20 @@ def test_a_state_that_options_leave_out_is_kept_once_it_comes() -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_what_cannot_be_stepped_is_refused_before_it_is_tried() -> None:
+    columns = nn.Parameter(torch.randn(64, 100).t())
+    optimizer = zf.states8bit(torch.optim.AdamW([columns], foreach=False))
+    assert optimizer.states.divided
+    nn.functional.embedding(torch.tensor([1, 2]), columns, sparse=True).sum().backward()
+    with pytest.raises(zf.PlacementError, match="Sparse gradients"):
+        optimizer.step()
+    columns.grad = None
+    columns.data = columns.data[:50]
+    columns.grad = torch.randn_like(columns)
+    with pytest.raises(zf.StateError, match="has changed since"):
+        optimizer.step()
+
+
 def test_it_cannot_be_copied_or_pickled() -> None:
     optimizer = zf.states8bit(torch.optim.AdamW([nn.Parameter(torch.randn(64, 64))], fused=True))
     for act in (copy.copy, copy.deepcopy, pickle.dumps):
