@@ -57,5 +57,3 @@ def test_a_plain_parameter_is_numbered_as_it_lies_in_memory() -> None:
     stored = image.detach().as_strided((24,), (1,))
     assert Numbering.of(image).numbers(0, 24).tolist() == stored.tolist()
     assert not Numbering.of(image).is_in_order
-    gaps = nn.Parameter(torch.arange(24.0).view(4, 6)[:, ::2])  # is copied in the order of its rows
-    assert Numbering.of(gaps).numbers(0, 12).tolist() == list(range(12))
