@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -186,6 +186,11 @@ def _coded_all() -> Iterator[None]:
         yield
 
 
+COLUMNS = Tree(Node((Leaf((300,), (0,)), Leaf((20, 256), (1, 0))), (Node(()),)))
+
+
+# A parameter of divided blocks, which has no states yet, could not be added.
+@example(Case(COLUMNS, "Adagrad", 1, [-1, -1], 0.0), World(2, ((Link("replicate"), "dp"),), {}, []), (), "exchange")
 @examples(dev=40, ci=2_000, deep=100_000)
 @given(case=cases(), world=worlds(), schedule=schedules, transport=st.sampled_from(["exchange", "native"]))
 def test_states_in_8_bits_are_those_of_one_process(
