@@ -136,12 +136,11 @@ class Coded:
 
     def make(self, device: torch.device) -> None:
         """Takes memory for what does not rest in a chunk."""
-        blocks = blocks_of(self.stop - self.start)
         for name, dtype in self.schema:
-            if name in self.names:
-                self.scales[name] = torch.zeros(self.divided.count if self.divided else blocks, device=device)
-            if self.divided:
+            if self.divided is not None:  # its scales come with its first values
                 self.in_memory[name] = torch.zeros(self.stop - self.start, dtype=dtype, device=device)
+            elif name in self.names:
+                self.scales[name] = torch.zeros(blocks_of(self.stop - self.start), device=device)
 
     @property
     def nbytes(self) -> int:

@@ -234,7 +234,7 @@ class Streamed(Optimizer):
             "A streamed optimizer cannot be copied or pickled.",
             tier=self.tier,
             why="its states are in a file or in memory of this process, and a copy would share them",
-            fix="save optimizer.state_dict(); load it into zf.streamed(AdamW(model.parameters()), tier)",
+            fix="save optimizer.state_dict(), or zf.save(folder, model, optimizer); load it into a new one",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
