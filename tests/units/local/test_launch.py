@@ -266,5 +266,5 @@ def is_gone_within(seconds: float, pid: int) -> bool:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: gone while it was read
         return False
