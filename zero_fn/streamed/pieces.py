@@ -337,7 +337,9 @@ class Planner:
 
     def _here(self, rows: Sequence[_Stepped]) -> list[Chunk]:
         """Chunks of parameters in memory."""
-        limit = self.buffer_nbytes // 4 if self.codes else self.buffer_nbytes  # they are stepped in float32
+        limit = self.buffer_nbytes
+        if self.codes and not all(group.get("fused") for group in self.inner.param_groups):
+            limit //= 4  # they are decoded for their step
         if any(row.fraction != 1 for row in rows):  # so little that the part is met
             total = sum(_states_nbytes(row.schema, row.numel) for row in rows)
             limit = min(limit, max(total // 32, _LEAST_PART_NBYTES))
