@@ -57,7 +57,7 @@ FEATURES: dict[str, dict[str, int]] = {
         "": 4, "checkpoint": 13, "deepspeed": 227, "integrations": 14, "looking": 9, "streamed": 28, "transport": 62,
     },
     "ema": {"": 2, "checkpoint": 86, "extras": 239},
-    "states8bit": {"": 2, "checkpoint": 129, "kernels": 406, "looking": 1, "runtime": 91, "streamed": 595},
+    "states8bit": {"": 16, "checkpoint": 129, "kernels": 359, "looking": 1, "runtime": 93, "streamed": 587},
     "rounding": {
         "checkpoint": 2, "kernels": 173, "looking": 4, "runtime": 160, "streamed": 25, "transforms": 39, "values": 44,
     },

@@ -6,7 +6,6 @@
 
 #include "kernels.h"
 #include <math.h>
-#include <string.h>
 
 enum { SEPARATE, FUSED_DECAY, FUSED_GRADIENT }; /* v * b + (c * g) * g: nothing, the first, or the second product fused */
 
@@ -32,20 +31,6 @@ typedef struct {
 } Rates;
 
 enum { BLOCK_NUMEL = 1 << 15 }; /* a multiple of CODED_NUMEL, and that one of every vector_numel */
-
-static inline float of_bfloat16(uint16_t half) {
-    const uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint16_t to_bfloat16(float value) { /* to nearest, ties to even; every NaN becomes one */
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
 
 static inline float weighted_square(float average, float decay, float weight, float grad, int form) {
     const float product = weight * grad;

@@ -34,6 +34,7 @@ from torch import Tensor
 from zero_fn.kernels.codes import MapInC, decode, encode, map_in_c
 from zero_fn.kernels.compiler import library
 from zero_fn.kernels.threads import threads_for
+from zero_fn.kernels.written import was_written
 
 __all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
@@ -129,11 +130,8 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: 
         ctypes.c_int32(threads_for(numel) if threads is None else threads),
     )
     for piece in pieces:
-        written = (
-            *(piece.param, piece.exp_avg, piece.exp_avg_sq),
-            *(piece.send, piece.exp_avg_scale, piece.exp_avg_sq_scale),
-        )
-        torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
+        was_written(piece.param, piece.exp_avg, piece.exp_avg_sq)
+        was_written(piece.send, piece.exp_avg_scale, piece.exp_avg_sq_scale)
 
 
 def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:

@@ -10,18 +10,6 @@
 enum { MANTISSA = 23, BIAS = 127, FINENESS = 4, HALF = 16, STEP = MANTISSA - FINENESS - HALF };
 enum { ONE = BIAS << (MANTISSA - HALF), TOP = 0x7fff }; /* halves of 1.0, and above those of all floats */
 
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Shares are measured by how far below TOP they are. Averages with a bend make one step of two, and are rounded up as the whole
    is, so that it is rounded once. */
 INLINE void encode(

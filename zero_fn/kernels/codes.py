@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zero_fn.kernels.compiler import library
 from zero_fn.kernels.threads import threads_for
+from zero_fn.kernels.written import was_written
 
 __all__ = ["BLOCK_NUMEL", "MapInC", "decode", "decode_by", "encode", "encode_by", "map_in_c"]
 
@@ -66,7 +67,7 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool, gi
             ctypes.byref(map_in_c(is_signed=is_signed)),
             *map(ctypes.c_int32, (given, threads_for(values.numel()))),
         )
-        _were_written(codes, scales)
+        was_written(codes, scales)
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, *, is_signed: bool) -> None:
@@ -82,7 +83,7 @@ def decode(codes: Tensor, scales: Tensor, out: Tensor, *, is_signed: bool) -> No
             ctypes.byref(map_in_c(is_signed=is_signed)),
             ctypes.c_int32(threads_for(out.numel())),
         )
-        _were_written(out)
+        was_written(out)
 
 
 def encode_by(values: Tensor, scale_of_element: Tensor, is_signed: bool) -> Tensor:
@@ -142,8 +143,3 @@ def _rows(values: Tensor, codes: Tensor, scales: Tensor) -> Iterator[tuple[Tenso
         yield values[:numel].view(whole, -1), codes[:numel].view(whole, -1), scales[:whole]
     if numel < values.numel():
         yield values[numel:].view(1, -1), codes[numel:].view(1, -1), scales[whole:]
-
-
-def _were_written(*tensors: Tensor) -> None:
-    """Tells autograd of writes by a kernel."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])

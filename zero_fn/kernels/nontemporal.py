@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels.compiler import library
+from zero_fn.kernels.written import was_written
 
 __all__ = ["copy", "mean"]
 
@@ -92,7 +93,7 @@ def _copy_in_c(functions: ctypes.CDLL, into: Tensor, source: Tensor) -> None:
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_int64(into.numel() * into.element_size()),
     )
-    _was_written(into)
+    was_written(into)
 
 
 def _mean_in_c(functions: ctypes.CDLL, into: Tensor, parts: Sequence[Tensor]) -> None:
@@ -104,18 +105,12 @@ def _mean_in_c(functions: ctypes.CDLL, into: Tensor, parts: Sequence[Tensor]) ->
         ctypes.c_int32(into.dtype == torch.bfloat16),
         ctypes.c_int64(into.numel()),
     )
-    _was_written(into)
+    was_written(into)
 
 
 @cache  # Python would make the type anew for each call
 def _addresses(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
     return ctypes.c_void_p * count
-
-
-def _was_written(tensor: Tensor) -> None:
-    """Tells autograd of the write, so that it refuses to use values that it saved before."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
 
 
 def _mean_by_torch(into: Tensor, parts: Sequence[Tensor]) -> None:

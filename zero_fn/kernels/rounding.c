@@ -1,7 +1,6 @@
 /* Widens bfloat16 to float and rounds it back: by chance, or keeping what is cut off. The bits are those of rounding.py. */
 
-#include <stdint.h>
-#include <string.h>
+#include "kernels.h"
 
 static inline uint32_t mixed(uint32_t x) { /* lowbias32: each bit of x changes half of the bits of the result */
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -10,9 +9,7 @@ static inline uint32_t mixed(uint32_t x) { /* lowbias32: each bit of x changes h
 }
 
 static inline uint16_t rounded(float value, uint32_t noise) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t size = bits & 0x7fffffffu;
+    const uint32_t bits = bits_of(value), size = bits & 0x7fffffffu;
     const uint32_t up = bits + (size < 0x7f800000u ? noise >> 16 : 0u); /* finite ones end at infinity at most */
     return (uint16_t)(size > 0x7f800000u ? 0x7fc0u : up >> 16);
 }
@@ -33,20 +30,6 @@ void zero_fn_round_randomly(
     }
 }
 
-static inline float of_bfloat16(uint16_t half) {
-    const uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint16_t nearest(float value) { /* ties to even; every NaN becomes one */
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t up = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : up);
-}
-
 void zero_fn_widen(const uint16_t *restrict halves, const uint16_t *restrict lost, float *restrict into, int64_t numel) {
     if (lost) for (int64_t i = 0; i < numel; i++) into[i] = of_bfloat16(halves[i]) + of_bfloat16(lost[i]);
     else for (int64_t i = 0; i < numel; i++) into[i] = of_bfloat16(halves[i]);
@@ -54,10 +37,8 @@ void zero_fn_widen(const uint16_t *restrict halves, const uint16_t *restrict los
 
 void zero_fn_round_to_two(const float *restrict values, uint16_t *restrict into, uint16_t *restrict lost, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
-        into[i] = nearest(values[i]);
+        into[i] = to_bfloat16(values[i]);
         const float rest = values[i] - of_bfloat16(into[i]);
-        uint32_t bits;
-        memcpy(&bits, &rest, sizeof bits);
-        lost[i] = (bits & 0x7fffffffu) < 0x7f800000u ? nearest(rest) : 0; /* of infinity, and beyond it, nothing */
+        lost[i] = (bits_of(rest) & 0x7fffffffu) < 0x7f800000u ? to_bfloat16(rest) : 0; /* of infinity, and beyond it, nothing */
     }
 }

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zero_fn.kernels.compiler import library
+from zero_fn.kernels.written import was_written
 
 __all__ = ["key_of", "round_randomly", "round_to_two", "widen"]
 
@@ -57,7 +58,7 @@ def round_randomly(
     functions.zero_fn_round_randomly(
         *_addresses(values, into), *runs, ctypes.c_int64(len(firsts)), ctypes.c_uint32(key)
     )
-    _was_written(into)
+    was_written(into)
 
 
 def widen(halves: Tensor, lost: Tensor | None, into: Tensor) -> None:
@@ -71,7 +72,7 @@ def widen(halves: Tensor, lost: Tensor | None, into: Tensor) -> None:
     address = ctypes.c_void_p(lost.data_ptr()) if lost is not None else None
     source, target = _addresses(halves, into)
     functions.zero_fn_widen(source, address, target, ctypes.c_int64(into.numel()))
-    _was_written(into)
+    was_written(into)
 
 
 def round_to_two(values: Tensor, into: Tensor, lost: Tensor) -> None:
@@ -82,7 +83,7 @@ def round_to_two(values: Tensor, into: Tensor, lost: Tensor) -> None:
         lost.copy_(torch.where(rest.isfinite(), rest, 0.0))
         return
     functions.zero_fn_round_to_two(*_addresses(values, into, lost), ctypes.c_int64(values.numel()))
-    _was_written(into, lost)
+    was_written(into, lost)
 
 
 def _functions_for(*tensors: Tensor) -> ctypes.CDLL | None:
@@ -92,10 +93,6 @@ def _functions_for(*tensors: Tensor) -> ctypes.CDLL | None:
 
 def _addresses(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
     return tuple(ctypes.c_void_p(each.data_ptr()) for each in tensors)
-
-
-def _was_written(*tensors: Tensor) -> None:
-    torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
 
 
 def by_torch(values: Tensor, firsts: NDArray[np.int64], counts: NDArray[np.int64], key: int) -> Tensor:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.errors import PlacementError
-from zero_fn.runtime.slot import slot_of
+from zero_fn.runtime.slot import slot_of, spec_of
 from zero_fn.values.layout import ShardLayout
 from zero_fn.values.mesh import Axis, axes_text, mesh_axis
 
@@ -74,7 +74,7 @@ def route_of(parameter: Tensor) -> Route:
     Raises:
         PlacementError: It is neither sharded nor replicated, or sharded by others in an order that cannot be read off it.
     """
-    slot, spec = slot_of(parameter), _spec_of(parameter)
+    slot, spec = slot_of(parameter), spec_of(parameter)
     assert spec is not None, "a plain tensor has no way"
     legs: list[AxisLeg] = []
     left = tuple(parameter.shape)
@@ -97,11 +97,6 @@ def route_of(parameter: Tensor) -> Route:
         left = left if hop.layout is None else hop.layout.local_shape(hop.axis.rank)
     legs = [leg for leg in legs if leg.axis.size > 1]
     return Route(tuple(parameter.shape), tuple(sorted(legs, key=lambda leg: leg.layout is None)))
-
-
-def _spec_of(parameter: Tensor) -> DTensorSpec | None:
-    slot = slot_of(parameter)
-    return slot.spec if slot is not None else parameter._spec if isinstance(parameter, DTensor) else None
 
 
 def _placements_of(spec: DTensorSpec | None) -> list[tuple[Axis, object]]:

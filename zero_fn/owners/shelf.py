@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from zero_fn.resting import is_dense
+from zero_fn.resting import dense_stride, flat_in
 from zero_fn.runtime.parcels import Form, record_nbytes
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -80,7 +79,7 @@ class Shelf:
         if [(each.shape, each.dtype) for each in rooms] != [(each.shape, each.dtype) for each in large]:
             rooms = self._rooms_for(large)
         record = rooms[0].record
-        values = {room.number: _flat(value, room.stride()) for room, value in zip(rooms, large, strict=True)}
+        values = {room.number: flat_in(value, room.stride()) for room, value in zip(rooms, large, strict=True)}
         if _is_in_place(record):
             first = {number: record.shelf.borrow(record.place + record.starts[number], 1) for number in values}
             values = {number: value for number, value in values.items() if value.data_ptr() != first[number].data_ptr()}
@@ -104,7 +103,7 @@ class Shelf:
         (place,) = self._storage.reserve([nbytes])
         self._storage.stage(nbytes, STAGINGS)
         record = Record(self._storage, forms, values[0].device, place)
-        return [TierTensor(record, at, value.shape, _strides_of(value)) for at, value in enumerate(values)]
+        return [TierTensor(record, at, value.shape, dense_stride(value)) for at, value in enumerate(values)]
 
 
 def _record_of(states: Mapping[str, Any]) -> Record | None:
@@ -114,14 +113,3 @@ def _record_of(states: Mapping[str, Any]) -> Record | None:
 def _is_in_place(record: Record) -> bool:
     """Whether states are stepped where they rest."""
     return record.is_addressable and record.device.type == "cpu"
-
-
-def _strides_of(value: Tensor) -> tuple[int, ...]:
-    return value.stride() if is_dense(value) else value.contiguous().stride()
-
-
-def _flat(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The elements in the order of these strides, which leave no gaps."""
-    if value.stride() != stride:
-        value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-    return value.as_strided((value.numel(),), (1,))

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
-from zero_fn.runtime.slot import slot_of
+from zero_fn.runtime.slot import slot_of, spec_of
 from zero_fn.values.layout import ShardLayout
 
 __all__ = [
@@ -158,8 +158,7 @@ DEALT_RANKS = 8
 
 def holding_of(tensor: Tensor) -> Holding | None:
     """What this rank holds of a parameter or buffer; None if nothing, since the rank is not on the mesh of the tensor."""
-    slot = slot_of(tensor)
-    spec = slot.spec if slot is not None else tensor._spec if isinstance(tensor, DTensor) else None
+    slot, spec = slot_of(tensor), spec_of(tensor)
     box = whole_box(tensor.shape)
     if spec is None:
         return Holding(box.sizes, box)

@@ -7,9 +7,8 @@ from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from zero_fn.runtime.slot import slot_of
+from zero_fn.runtime.slot import slot_of, spec_of
 from zero_fn.transport.agree import axes_of, done_over
 
 R = TypeVar("R")
@@ -36,8 +35,7 @@ def is_cut(parameter: Tensor) -> bool:
 
 def mesh_of(parameter: Tensor) -> DeviceMesh | None:
     """The mesh on which a parameter rests; None of a plain tensor."""
-    slot = slot_of(parameter)
-    spec = slot.spec if slot is not None else parameter._spec if isinstance(parameter, DTensor) else None
+    spec = spec_of(parameter)
     return None if spec is None else spec.mesh
 
 

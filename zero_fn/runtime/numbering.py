@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zero_fn.resting import is_dense, local_of
+from zero_fn.resting import dense_stride, local_of
 from zero_fn.runtime.box import Box, holding_of, strides_of, whole_box
 
 __all__ = ["Numbering"]
@@ -77,5 +77,5 @@ class Numbering:
 
 
 def _order_of(local: Tensor) -> tuple[int, ...]:
-    strides = local.stride() if is_dense(local) else strides_of(tuple(local.shape))
+    strides = dense_stride(local)
     return tuple(sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim)))

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from zero_fn.errors import StateError
 from zero_fn.kernels.rounding import key_of, round_randomly, round_to_two, widen
-from zero_fn.resting import is_dense
-from zero_fn.runtime.box import strides_of
+from zero_fn.resting import dense_stride
 from zero_fn.runtime.numbering import Numbering
 from zero_fn.runtime.slot import slot_of
 from zero_fn.values.rounding import ParameterRounding
@@ -96,7 +95,7 @@ class Widened:
         self._rounding, self._value = slot.kind.rounding, value
         self._numbering, self._start = numbering, start
         self._count: int = states.pop(ROUNDINGS, 0)
-        self._stride = value.stride() if is_dense(value) else strides_of(tuple(value.shape))
+        self._stride = dense_stride(value)
         self._lost = self._laid(states.pop(COMPENSATION)) if COMPENSATION in states else None
         # What the optimizer steps.
         self.values = self._like(torch.float32) if room is None else room.as_strided(value.shape, self._stride)

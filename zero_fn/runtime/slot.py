@@ -24,7 +24,7 @@ from zero_fn.values.layout import ShardLayout
 EXTENSION = "_zero_fn_extension"
 """An attribute of a parameter: how its class makes what a module sees. (extended.py)"""
 
-__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of", "slot_on", "trained"]
+__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of", "slot_on", "spec_of", "trained"]
 
 _slots: dict[
     int, weakref.ref[Slot]
@@ -255,6 +255,12 @@ def slot_of(parameter: object) -> Slot | None:
     reference = _slots.get(id(parameter))
     slot = reference() if reference is not None else None
     return slot if slot is not None and slot.parameter is parameter else None
+
+
+def spec_of(tensor: Tensor) -> DTensorSpec | None:
+    """How a parameter or any other tensor rests on a mesh; None of a plain one."""
+    slot = slot_of(tensor)
+    return slot.spec if slot is not None else tensor._spec if isinstance(tensor, DTensor) else None
 
 
 def slot_on(tensor: Tensor) -> Slot | None:

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.kernels.codes import BLOCK_NUMEL, decode, decode_by, encode, encode_by
-from zero_fn.resting import is_dense, local_of
-from zero_fn.runtime.box import strides_of
+from zero_fn.resting import dense_stride, flat_in, local_of
 from zero_fn.runtime.numbering import Numbering
 from zero_fn.runtime.rounding import COMPENSATION
 from zero_fn.streamed.inner import Schema
@@ -102,14 +101,11 @@ class Divided:
     def largest_of(self, parameter: Tensor, states: Mapping[str, Any]) -> dict[str, Tensor]:
         """The largest values of each block of whole states on this rank, which the states are coded by next."""
         local, found = local_of(parameter), dict[str, Tensor]()
-        stride = local.stride() if is_dense(local) else strides_of(tuple(local.shape))
         for name in sorted(states.keys() & MOMENTS.keys()):
             value = local_of(states[name])
-            laid = torch.empty_strided(local.shape, stride, device=value.device).copy_(value)
             found[name] = self.coming[name] = torch.zeros(self.count, device=value.device)
-            note_largest(
-                found[name], laid.as_strided((laid.numel(),), (1,)), self.blocks(0, laid.numel(), value.device)
-            )
+            blocks = self.blocks(0, value.numel(), value.device)
+            note_largest(found[name], flat_in(value, dense_stride(local)), blocks)
         return found
 
     def blocks(self, start: int, stop: int, device: torch.device) -> Tensor:

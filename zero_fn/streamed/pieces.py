@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
-from zero_fn.resting import is_dense, local_of
+from zero_fn.resting import flat_in, is_dense, local_of
 from zero_fn.runtime.parcels import Parcel, padded_nbytes
 from zero_fn.runtime.rounding import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
@@ -179,25 +179,21 @@ class ParameterPiece:
         """Notes the largest value of each block of divided states."""
         assert self.coded is not None and self.coded.divided is not None
         divided = self.coded.divided
+        blocks: Tensor | None = None  # the same of all states
         for name in sorted(self.coded.names & states.keys()):  # momentum may have become 0
             value = states[name]
-            blocks = divided.blocks(self.piece.start, self.piece.stop, value.device)
+            if blocks is None:
+                blocks = divided.blocks(self.piece.start, self.piece.stop, value.device)
             if name not in largest:
                 largest[name] = divided.coming[name] = value.new_zeros(divided.count)
-            note_largest(largest[name], self._flat(value), blocks)
+            note_largest(largest[name], flat_in(value, self.stride), blocks)
 
     def _is_coded(self, name: str) -> bool:
         return self.coded is not None and name in self.coded.names
 
     def _encode(self, buffer: Tensor, name: str, value: Tensor) -> None:
         assert self.coded is not None
-        self.coded.encode(name, self._flat(value), self.codes(buffer, name))
-
-    def _flat(self, value: Tensor) -> Tensor:
-        """A state in order of memory: a view, or a copy if it lies otherwise."""
-        if value.stride() != self.stride:
-            value = torch.empty_strided(self.shape, self.stride, device=value.device).copy_(value)
-        return value.as_strided((self.piece.numel,), (1,))
+        self.coded.encode(name, flat_in(value, self.stride), self.codes(buffer, name))
 
 
 class Chunk:
