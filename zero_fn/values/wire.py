@@ -1,11 +1,11 @@
 """Formats in which tensors travel: a code of four or eight bits for each element, and a scale for each block of them.
 
     a row, w elements       |----- block -----|----- block -----|----- block ---|
-    the same as it travels  |scale|codes      |scale|codes      |scale|codes    |       a record for each block, all of one size
+    the same as it travels  |scale|codes      |scale|codes      |scale|codes    |     a record for each block, all of one size
 
 A *row* is as many of the innermost dims as have 64 elements together, but never the outermost dim. Axes cut parameters along
-the outermost dim, so no cut falls into a row, and what a block is does not depend on how many ranks there are. The blocks of a
-row have as many elements, but for the last.
+the outermost dim, so no cut falls into a row, and what a block is does not depend on how many ranks there are. The blocks of
+a row have as many elements, but for the last.
 
 Source: ZeRO++, Wang et al. 2023 (blocks, weights and gradients); SDP4Bit, Jia et al. 2024 (differences, rotations).
 """
@@ -161,8 +161,8 @@ def delta4(*, block: int = 256, rotate: bool = False) -> Wire:
     """Of parameters the change since they travelled last, in half a byte an element and a scale for each block.
 
     For parameters that ranks keep whole between uses (`shard_optimizer`, `shard_grads`), or whole inside a node
-    (`shard_params` inside, `shard_grads` outside). What coding rounds away stays with the owner, who knows what the others hold,
-    and travels later. The first time, and after parameters were loaded or saved, they travel in full.
+    (`shard_params` inside, `shard_grads` outside). What coding rounds away stays with the owner, who knows what the others
+    hold, and travels later. The first time, and after parameters were loaded or saved, they travel in full.
 
     Source: SDP4Bit, Jia et al. 2024 (arXiv:2410.15526).
     """
