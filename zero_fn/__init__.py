@@ -47,6 +47,7 @@ from zero_fn.transport.traffic import Sent, traffic
 from zero_fn.transport.waiting import guard
 from zero_fn.values.tiers import cpu, nvme
 from zero_fn.values.units import by_size
+from zero_fn.values.wire import Wire, delta4, float8, int4, int8
 
 __version__ = "0.2.0"
 
@@ -79,6 +80,7 @@ __all__ = [
     "Streamed",
     "TierError",
     "UnitError",
+    "Wire",
     "ZeroError",
     "accumulate",
     "autoplan",
@@ -88,16 +90,20 @@ __all__ = [
     "checkpoint_activations",
     "checkpoints",
     "cpu",
+    "delta4",
     "describe",
     "ema",
     "evict",
     "flatten_subclasses",
+    "float8",
     "from_deepspeed",
     "gather_in",
     "give_groups_one_thread",
     "guard",
     "held",
     "hybrid",
+    "int4",
+    "int8",
     "is_transformed",
     "launch",
     "load",

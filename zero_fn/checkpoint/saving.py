@@ -127,6 +127,8 @@ def save(
     except BaseException:
         draft.drop()
         raise
+    for unit in units_of(model) if model is not None else ():
+        unit.groups.is_held = False  # who loads this gets parameters in full, and goes on as this run does
     writing = _Writing(meeting, draft, plan, agreed, _shared_out(plan, agreed), (keep, keep_every))
     writing.failure = failure_of(lambda: writing.begin(copies=background))
     if not background:

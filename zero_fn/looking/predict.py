@@ -32,13 +32,16 @@ from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of, sent_of
+from zero_fn.runtime.coded_gradients import piece_rows
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import planned_parcels, record_nbytes
 from zero_fn.runtime.passes import Script
+from zero_fn.runtime.path import Hop
 from zero_fn.runtime.rounding import kept_beside
 from zero_fn.runtime.run import Run, run_of
+from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage import stagings_for
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
@@ -253,16 +256,32 @@ def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: boo
             if hop.layout is not None:
                 times = 1 if number and kind.keeps_inner else times_gathered
                 own_nbytes = gathered * kind.compute_dtype.itemsize
+                if kind.gather is not None and not (kind.keeps_inner and kind.gather.is_difference and not number):
+                    own_nbytes = kind.records_of(slot.path).nbytes_of(gathered)
                 if kind.travels and slot.extension.sent_nbytes is not None:
                     own_nbytes = slot.extension.sent_nbytes // size * (size - 1)
                 total[hop.axis.name] += times * own_nbytes
-            if slot.parameter.requires_grad:
+            if slot.parameter.requires_grad and kind.scatter is not None:
+                own, nbytes = _coded(slot, hop, numel)
+                total[hop.axis.name] += nbytes
+            elif slot.parameter.requires_grad:
                 # In the dtype of their sum if they are exact; along the second axis always.
                 summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
                 total[hop.axis.name] += scattered * summed.itemsize
                 total[hop.axis.name] += gathered * kind.gradient_dtype.itemsize if hop.layout is None else 0
             numel = own
     return +total
+
+
+def _coded(slot: Slot, hop: Hop, numel: int) -> tuple[int, int]:
+    """Of a gradient that travels in a format, and of which this rank has so many elements: those that a hop leaves to it, and
+    bytes that it sends."""
+    scatter, row, size = slot.kind.scatter, slot.path.row_numel, hop.axis.size
+    assert scatter is not None
+    most, rows = piece_rows(slot, hop, numel // row), numel // row
+    own = min(most, rows - min(hop.axis.rank * most, rows))
+    shared = own * row * (size - 1) * slot.kind.gradient_dtype.itemsize if hop.layout is None else 0
+    return own * row, (rows - own) * scatter.records(row).row_nbytes + shared
 
 
 def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:

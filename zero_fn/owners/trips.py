@@ -17,7 +17,7 @@ from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import Axis
 
-__all__ = ["Carried", "LinesByAxis", "Trip", "collected", "spread"]
+__all__ = ["Carried", "LinesByAxis", "collected", "spread"]
 
 
 class Carried(NamedTuple):
@@ -50,20 +50,6 @@ class LinesByAxis:
         """Tells all ranks that this one sends nothing more."""
         for line in self._lines.values():
             line.give_up()
-
-
-class Trip:
-    """Tensors under way. The first leg is begun at once, the others when it is waited for."""
-
-    def __init__(self, legs: Iterator[Work]) -> None:
-        self._legs = legs
-        self._work = next(legs, None)
-
-    def wait(self) -> None:
-        """Waits until all have arrived."""
-        while self._work is not None:
-            self._work.wait()
-            self._work = next(self._legs, None)
 
 
 def collected(carried: Sequence[Carried], lines: LinesByAxis, check: str = "") -> Iterator[Work]:

@@ -241,6 +241,8 @@ class Forward:
         if (root := self.root()) is not None:
             warn_of_unwritten_buffers(root)
         units = [unit for unit in self.live_units() if not unit.is_gone]
+        for unit in units:
+            unit.groups.is_held = False
         if self.assignment.axis is not None and self.transport.size > 1:
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
         self.has_agreed = True

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_fn.runtime.coded_parameters import CodedParameters
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group
@@ -87,6 +88,7 @@ class Gathered:
         self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._away: list[tuple[ParameterRecord, dict[Record, list[_Run]]]] = []
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
+        self.coded: list[CodedParameters] = []  # groups whose parameters travel in a format
         segments: list[Segment] = []
         views: dict[Slot, Tensor] = {}
         transient: list[tuple[Tensor, int]] = []  # buffers, and how many parameters each has
@@ -102,19 +104,26 @@ class Gathered:
                 if group.record is not None and group.inner is None:
                     records = [record for record in group.records() if record is not group.gradient_record]
                     self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))
+                coded = CodedParameters(group, buffer) if group.kind.gather is not None else None
+                if coded is not None:
+                    self.coded.append(coded)
                 for slot in group.slots:
                     start = group.whole.starts[slot]
                     views[slot] = buffer.as_strided(slot.path.shape, slot.path.stride, start)
+                    if coded is not None and not coded.is_of_inner:
+                        continue
                     if group.kind.is_cut:
                         segments.append(_segment(group, slot, buffer, start))
                     self._cut_own(group, slot, buffer, start)
             self._views = [views.get(slot, slot.local) for slot in slots]
             for travelling in self.travelling.values():
                 segments += travelling.segments
-        # How the all-gathers fill parts of the buffers; None if there is nothing to gather.
-        self.plan = line.gather_plan(segments) if segments else None
+        # How the all-gathers fill parts of the buffers; None if there is nothing to gather. The second of two plans is for
+        # when all ranks hold the same. [Note: what the others hold] (coded_parameters.py)
+        self.plans = _plans(line, segments, [coded.segments for coded in self.coded])
         self._inner: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.inner_plan = self._inner_plan(groups, line)
+        inner = self._inner_segments(groups)
+        self.inner_plans = _plans(line, inner, [coded.inner_segments for coded in self.coded])
         # Storages that lose their memory between uses, each with its bytes, and the numbers of references to it from here and
         # from tensors that are lent.
         self._freed: list[tuple[torch.UntypedStorage, int, int, int]] | None = None
@@ -125,11 +134,11 @@ class Gathered:
         for travelling in self.travelling.values():
             self._add(travelling.outputs)
 
-    def _inner_plan(self, groups: Sequence[Group], line: Line) -> Any:
+    def _inner_segments(self, groups: Sequence[Group]) -> list[Segment]:
         """How the all-gather over the second axis fills parts on the first axis that are kept."""
         segments: list[Segment] = []
         for group in groups:
-            for slot in group.slots if group.inner is not None else ():
+            for slot in group.slots if group.inner is not None and group.kind.gather is None else ():
                 path = slot.path
                 assert group.inner is not None and path.sublayout is not None
                 own = group.inner.range(slot, path.inner_start, path.local_numel)
@@ -137,7 +146,7 @@ class Gathered:
                     self._inner[0].append(own)
                     self._inner[1].append(slot.flat)
                 segments.append(path.inner_segment(group.inner.range(slot, 0, path.sublayout.padded_numel)))
-        return line.gather_plan(segments) if segments else None
+        return segments
 
     def fill_inner(self) -> None:
         """Copies this rank's own parts into the kept parts on the first axis."""
@@ -246,6 +255,15 @@ def _runs(group: Group, buffer: Tensor, record: Record) -> list[_Run]:
         begin, _, first, _ = runs.pop() if joins else (start, 0, number, number)
         runs.append((begin, start + slot.path.local_numel, first, number))
     return [(buffer.as_strided((end - begin,), (1,), begin), first, last) for begin, end, first, last in runs]
+
+
+def _plans(
+    line: Line, segments: list[Segment], coded: Sequence[tuple[list[Segment], list[Segment]]]
+) -> tuple[Any, Any]:
+    """The plans of all-gathers of some segments beside those of groups that travel in a format."""
+    both = [[*segments, *(each for pair in coded for each in pair[at])] for at in (False, True)]
+    plan = line.gather_plan(both[0]) if both[0] else None
+    return plan, plan if both[0] == both[1] else line.gather_plan(both[1])
 
 
 def _segment(group: Group, slot: Slot, buffer: Tensor, start: int) -> Segment:

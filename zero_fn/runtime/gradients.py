@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zero_fn.errors import PlacementError, StorageError
 from zero_fn.resting import as_plain, goes_through_dlpack, local_of, rest_gradient, rested
+from zero_fn.runtime.coded_gradients import CodedGradient, reduced
 from zero_fn.runtime.group import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
@@ -30,6 +31,7 @@ from zero_fn.runtime.slot import Slot, trained
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.pool import BufferPool
 from zero_fn.transport.line import Line, Work
+from zero_fn.transport.trip import Trip
 
 __all__ = ["GradientMemory", "Gradients", "Reduction", "add_gradients"]
 
@@ -237,15 +239,16 @@ class GradientMemory:
                 self.places[number] = _GradientPlace(number, slot, len(self._buffers), offsets[slot])
             self._buffers.append(BufferPool(total, dtype, device))
         self._placed = [place for place in self.places if place is not None]
-        self._reduced = [place for place in self._placed if place.slot.path.numel]
+        self._reduced = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is None]
+        self._coded = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is not None]
         self.count = len(self._placed)
         # For each slot, whether its gradient is at rest after the reduction.
         self.at_once = [place is not None and place.slot.path.is_reduced_at_once for place in self.places]
 
-    def _rows(self, local: Sequence[Tensor | None], *, exact: bool) -> list[Tensor]:
-        """What this rank contributes for each slot with elements, in order: zeros where it has no gradient."""
+    def _rows(self, places: Sequence[_GradientPlace], local: Sequence[Tensor | None], *, exact: bool) -> list[Tensor]:
+        """What this rank contributes for each of these slots with elements, in order: zeros where it has no gradient."""
         rows: list[Tensor] = []
-        for place in self._reduced:
+        for place in places:
             grad, dtype, path = local[place.number], place.dtypes[exact], place.slot.path
             if grad is None:
                 grad = torch.zeros(path.shape, dtype=dtype, device=place.slot.flat.device)
@@ -254,9 +257,21 @@ class GradientMemory:
             rows.append(grad if path.is_in_order else path.rows_of(grad))
         return rows
 
+    def reduce_coded(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Trip | None:
+        """Issues the reduction of local gradients that travel in a format; None if none do."""
+        if not self._coded:
+            return None
+        gradients = []
+        for place, rows in zip(self._coded, self._rows(self._coded, local, exact=exact), strict=True):
+            start, numel = (place.offset, place.numel) if place.slot.path.layout is None else place.out
+            gradients.append(CodedGradient(place.slot, rows, buffers[place.buffer].narrow(0, start, numel)))
+        return Trip(reduced(gradients, self._line, f"coded gradients of {self._unit}"))
+
     def reduce(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Work:
         """Issues the reduce-scatter of local gradients into these buffers. `exact`: see `Reduction`."""
-        rows = self._rows(local, exact=exact)
+        if not self._reduced and self._coded:
+            return Work()
+        rows = self._rows(self._reduced, local, exact=exact)
         if self._plans[exact] is None:  # made once
             contributions = []
             for place, own in zip(self._reduced, rows, strict=True):
@@ -323,10 +338,13 @@ class Reduction:
         self.local_at_once = [*map(and_, self.has_local, memory.at_once)]
         self._memory, self._buffers = memory, memory.allocate() if buffers is None else buffers
         self._pending = memory.reduce(local, self._buffers, exact=exact)
+        self._coded = memory.reduce_coded(local, self._buffers, exact=exact)
 
     def wait(self) -> None:
         """Waits for the sums. Gradients that rest sharded are ready then."""
         self._pending.wait()
+        if self._coded is not None:
+            self._coded.wait()
 
     def regather(self) -> Work | None:
         """Issues the all-gather of gradients that rest replicated, which are ready after it. A collective."""

@@ -84,9 +84,12 @@ class Group:
             starts, numel = _aligned(slots, [slot.path.padded_numel for slot in slots], kind.compute_dtype)
             self.whole = Buffer(starts, numel, kind.compute_dtype, kind.device, is_transient=self.is_transient)
         if kind.keeps_inner:
+            dtype = torch.uint8 if kind.keeps_records else kind.compute_dtype
             numels = [slot.path.sublayout.padded_numel for slot in slots if slot.path.sublayout is not None]
-            starts, numel = _aligned(slots, numels, kind.compute_dtype)
-            self.inner = Buffer(starts, numel, kind.compute_dtype, kind.device)
+            if kind.keeps_records:
+                numels = [kind.records_of(slot.path).nbytes_of(n) for slot, n in zip(slots, numels, strict=True)]
+            starts, numel = _aligned(slots, numels, dtype)
+            self.inner = Buffer(starts, numel, dtype, kind.device)
         if kind.rests is Rests.IN_OWN:
             starts, numel = dense_offsets(slots, [slot.path.local_numel for slot in slots], kind.dtype.itemsize)
             self._rest = Buffer(starts, numel, kind.dtype, kind.device)

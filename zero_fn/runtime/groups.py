@@ -61,6 +61,8 @@ class Groups:
         # them here, and the next `follow` takes them over. (moved.py)
         self.moving: list[tuple[nn.Parameter, Tensor]] | None = None
         self.is_inner_current = False  # whether kept parts on the first axis have the values that rest now
+        # Whether all ranks hold the same of what travels as differences. [Note: what the others hold] (coded_parameters.py)
+        self.is_held = False
         self.phase = Phase.AT_REST
         self.gathered: Gathered | None = None  # kept without memory for the next gather, unless somebody holds a part
         # Known once the parameters are gathered: a tier could not be read on some rank (every rank has it then), or a tensor
@@ -93,7 +95,8 @@ class Groups:
         self._known = []
         self.is_away = any(group.record is not None for group in self.members)
         self.is_transient = any(group.is_transient for group in self.members)
-        self.phase, self.gathered, self.failure, self.is_inner_current = Phase.AT_REST, None, None, False
+        self.phase, self.gathered, self.failure = Phase.AT_REST, None, None
+        self.is_inner_current = self.is_held = False
 
     def allocate(self, requires_grad: Sequence[bool]) -> None:
         """Lays out the memory, and registers parameters on it. Their values are still to be written."""
@@ -202,23 +205,33 @@ class Groups:
             self.gathered = gathered = Gathered(unit, self.slots, self.members, self.line)
         else:
             gathered.renew()
-        if gathered.inner_plan is not None and not self.is_inner_current:
+        inner_plan = gathered.inner_plans[self.is_held]
+        if inner_plan is not None and not self.is_inner_current:
             gathered.fill_inner()
-            self.line.all_gather(gathered.inner_plan, f"inner parameters of {self._unit}").wait()
+            for coded in gathered.coded:
+                coded.begin_inner(is_held=self.is_held)
+            self.line.all_gather(inner_plan, f"inner parameters of {self._unit}").wait()
+            for coded in gathered.coded:
+                coded.end_inner(is_held=self.is_held)
             self.is_inner_current = True
         if self.is_away and any(group.may_fail for group in self.members):
             self._told = Outcome(self.line, self.failure, f"Fetching {self._unit}")
         gathered.fill_own(has_failed=self.failure is not None)
-        if gathered.plan is not None:
-            what = f"parameters of {self._unit}"
-            if gathered.beside is None:
-                self._pending = self.line.all_gather(gathered.plan, what)
-            else:
-                with gathered.beside:  # it waits for the copies there; what computes waits for neither before `wait`
-                    self._pending = self.line.all_gather(gathered.plan, what)
+        if gathered.beside is None:
+            self._issue(gathered)
+        else:
+            with gathered.beside:  # it waits for the copies there; what computes waits for neither before `wait`
+                self._issue(gathered)
         self.phase = Phase.GATHERING
         if self.is_away:
             self._let_go()
+
+    def _issue(self, gathered: Gathered) -> None:
+        for coded in gathered.coded:
+            coded.begin(is_held=self.is_held)
+        plan = gathered.plans[self.is_held]
+        if plan is not None:
+            self._pending = self.line.all_gather(plan, f"parameters of {self._unit}")
 
     def wait(self) -> None:
         """Waits for the all-gather that is under way."""
@@ -230,6 +243,9 @@ class Groups:
             self._pending = None
         if self.gathered is not None:
             self.gathered.wait_for_own()
+            for coded in self.gathered.coded:
+                coded.end(is_held=self.is_held)
+            self.is_held = True
             if self.gathered.travelling:
                 try:
                     self.gathered.make_products()
@@ -263,7 +279,8 @@ class Groups:
         if pending is not None:
             pending.wait()  # the next message would be taken for it
         self._let_go()
-        self.phase, self.gathered, self.failure, self.is_inner_current = Phase.AT_REST, None, None, False
+        self.phase, self.gathered, self.failure = Phase.AT_REST, None, None
+        self.is_inner_current = self.is_held = False
 
     def _arrive(self, *, exact: bool = False) -> StorageError | None:
         """Waits until resting parameters in other tiers can be read; returns the first failure. See `Group.arrive`."""

@@ -13,6 +13,7 @@ precision and offload are only which of these live how long, and where:
     | shard_params inside,       | a view of inner   | always    | during a use         | a shard                    |
     |   less outside (hpZ)       |                   |           |                      |                            |
     | + precision(bf16)          | its own, float32  | bf16      | bf16                 | float32                    |
+    | + precision(gather=int8)   | its own           | coded     | decoded              |                            |
     | + offload(params=)         | on a shelf        | -         | during a use         |                            |
     | + offload(grads=)          |                   |           |                      | on a shelf                 |
 
@@ -33,6 +34,7 @@ from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Stage
 from zero_fn.values.rounding import ParameterRounding
 from zero_fn.values.tiers import Tier, is_away
+from zero_fn.values.wire import Records, Wire, is_coded
 
 __all__ = ["Kind", "Rests", "Shelved", "dtypes_text"]
 
@@ -63,6 +65,8 @@ class Kind:
     hops: tuple[tuple[int, Stage], ...]  # each axis that gradients are summed over: its number, and what it shards
     is_cut: bool  # by any axis
     travels: bool = False  # their tensor subclass decides which bytes are sent for them (extended.py)
+    gather: Wire | None = None  # the format in which parameters travel, and gradients; None: as they are
+    scatter: Wire | None = None
 
     @classmethod
     def of(cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device, *, travels: bool = False) -> Kind:
@@ -71,7 +75,9 @@ class Kind:
         if device.type not in (device_type, "meta"):
             device = torch.empty(0, device=device_type).device  # with its index
         hops = tuple((hop.number, hop.stage) for hop in path.hops)
-        return cls(home, dtype, device, device_type, hops, path.layout is not None, travels)
+        has_formats = path.row_numel > 0 and is_coded(home.compute_dtype(dtype)) and not travels
+        formats = (home.gather, home.scatter if hops else None) if has_formats else (None, None)
+        return cls(home, dtype, device, device_type, hops, path.layout is not None, travels, *formats)
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
@@ -108,7 +114,12 @@ class Kind:
     @cached_property
     def has_whole(self) -> bool:
         """Whether whole parameters have a buffer of their own; if not, the resting parameters are whole already."""
-        return self.is_cut or self.compute_dtype != self.dtype or self.is_away
+        return self.is_cut or self.is_other_than_rest or self.is_away
+
+    @cached_property
+    def is_other_than_rest(self) -> bool:
+        """Whether gathered parameters have other values than resting ones: another dtype, or those of a format."""
+        return self.compute_dtype != self.dtype or self.gather is not None
 
     @cached_property
     def is_kept(self) -> bool:
@@ -126,9 +137,9 @@ class Kind:
         """Where the resting parameters have their memory."""
         if self.is_away and self.device.type != "meta":
             return Rests.ON_SHELF
-        if self.compute_dtype == self.dtype and self.has_whole and self.is_kept:
+        if not self.is_other_than_rest and self.has_whole and self.is_kept:
             return Rests.IN_WHOLE
-        if self.compute_dtype == self.dtype and self.keeps_inner:
+        if not self.is_other_than_rest and self.keeps_inner:
             return Rests.IN_INNER
         return Rests.IN_OWN
 
@@ -136,7 +147,19 @@ class Kind:
     def is_gathered_from_rest(self) -> bool:
         """Whether an all-gather reads resting parameters where they lie: in a buffer of their own, and without a cast."""
         is_apart = self.rests is Rests.IN_OWN and self.is_cut
-        return is_apart and self.compute_dtype == self.dtype and len(self.hops) == 1
+        return is_apart and not self.is_other_than_rest and len(self.hops) == 1
+
+    # -- formats ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def keeps_records(self) -> bool:
+        """Whether this rank's part on the first axis is kept as it travels, in a format."""
+        return self.keeps_inner and self.gather is not None and not self.gather.is_difference
+
+    def records_of(self, path: Path) -> Records:
+        """How a parameter with this path travels."""
+        assert self.gather is not None
+        return self.gather.records(path.row_numel)
 
     # -- tiers ------------------------------------------------------------------------------------------------------
 
@@ -163,16 +186,17 @@ class Kind:
             return 0
         own = path.local_numel * self.dtype.itemsize
         kept = path.numel if self.is_kept else path.inner_numel if self.keeps_inner else 0
-        if self.compute_dtype != self.dtype:
+        if self.keeps_records:
+            return own + self.records_of(path).nbytes_of(kept)
+        if self.is_other_than_rest:
             return own + kept * self.compute_dtype.itemsize
         return kept * self.dtype.itemsize or own
 
 
 def dtypes_text(kind: Kind) -> str:
-    """The dtypes at rest (and how a step is rounded to it), in compute and of gradient sums, as text; and of gradients at
-    rest, if that is another one."""
-    found = [kind.dtype, kind.compute_dtype, kind.sum_dtype]
-    found += [kind.gradient_dtype] * (kind.gradient_dtype != kind.dtype)
-    names = (str(dtype).removeprefix("torch.") for dtype in found)
-    at_rest, *others = (_SHORT.get(name, name) for name in names)
-    return "/".join((f"{at_rest} ({kind.rounding})" if kind.rounding is not None else at_rest, *others))
+    """The dtypes at rest (and how a step is rounded to it), in compute and of gradient sums (and the formats in which
+    parameters and gradients travel), as text; and of gradients at rest, if that is another one."""
+    found = [(kind.dtype, kind.rounding), (kind.compute_dtype, kind.gather), (kind.sum_dtype, kind.scatter)]
+    found += [(kind.gradient_dtype, None)] * (kind.gradient_dtype != kind.dtype)
+    names = [(str(dtype).removeprefix("torch."), more) for dtype, more in found]
+    return "/".join(_SHORT.get(name, name) + (f" ({more})" if more is not None else "") for name, more in names)

@@ -25,8 +25,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from zero_fn.transport.segment import Contribution, Route, Segment
 from zero_fn.values.grid import Cut, Grid
 from zero_fn.values.home import Stage
-from zero_fn.values.layout import ShardLayout
+from zero_fn.values.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.values.mesh import Axis
+from zero_fn.values.wire import row_numel
 
 __all__ = ["Hop", "Path", "path_of"]
 
@@ -144,6 +145,14 @@ class Path:
     def is_spread(self) -> bool:
         """Whether any other rank of the data axes holds a part of it."""
         return any(hop.layout is not None and hop.axis.size > 1 for hop in self.hops)
+
+    @cached_property
+    def row_numel(self) -> int:
+        """Elements of a row, of which no part is ever alone on a rank; 0 if it travels as it is. (zero_fn.values.wire)"""
+        if not is_shardable(self.shape):
+            return 0
+        order = self.cut.order if self.cut is not None else shard_layout(self.shape, self.stride, 1).order
+        return row_numel(self.shape, order)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

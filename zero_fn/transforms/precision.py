@@ -16,6 +16,7 @@ from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home
 from zero_fn.values.rounding import Mode, ParameterRounding
 from zero_fn.values.units import NamedParameter, distinct_parameters
+from zero_fn.values.wire import Wire
 
 __all__ = ["precision"]
 
@@ -26,7 +27,8 @@ def precision(
     module: M,
     *,
     compute: torch.dtype = torch.bfloat16,
-    reduce: torch.dtype = torch.float32,
+    reduce: torch.dtype | Wire = torch.float32,
+    gather: Wire | None = None,
     grads: torch.dtype | None = None,
     output: torch.dtype | None = None,
     rest: torch.dtype | None = None,
@@ -44,14 +46,23 @@ def precision(
     the dtype of their parameter. Floating point inputs of each unit (wrap group) are cast to `compute`, also in
     dataclasses. Buffers are left alone.
 
-    Communicates: the collectives of the stage, in elements of `compute`. A gradient of a single backward is sent in
-    `compute` and summed in `reduce`, which gives the same numbers as sending it in `reduce`; a sum over microbatches is
-    sent in `reduce`.
+    Communicates: the collectives of the stage, in elements of `compute`, or in the formats of `gather` and `reduce`. A
+    gradient of a single backward is sent in `compute` and summed in `reduce`, which gives the same numbers as sending it in
+    `reduce`; a sum over microbatches is sent in `reduce`.
 
     Args:
         module: Any module, transformed or not, before or after other transforms.
         compute: Dtype of parameters and inputs in forward and backward.
-        reduce: Dtype of gradient sums.
+        reduce: Dtype of gradient sums. Or the format in which gradients travel, for slow links: `zf.int4()`, `zf.int8()`,
+            `zf.float8()`. Ranks send one another coded addends, and sum them in float32 in the order of the ranks; over a
+            second axis the sums are coded once more. A block with NaN or infinity arrives as NaN.
+        gather: The format in which parameters travel: `zf.int8()`, `zf.int4()`, `zf.float8()`, or `zf.delta4()` for the
+            change since they travelled last. All ranks compute with what travelled, the owner too, so the numbers are the
+            same at every stage and for every number of ranks. Whole parameters are then beside those at rest, at stages 0 to
+            2, too: an element of `compute` more. Over two axes, of which the first shards parameters and the second less,
+            the part that stays inside a node is kept as it travelled. None: they travel in `compute`. Parameters of one
+            dim, those whose inner dims have fewer than 32 elements, and what is no float of at most 32 bits in `compute`
+            travel as they are; so do their gradients. `zf.unsharded`, `state_dict` and checkpoints give exact values.
         grads: Dtype in which reduced gradients rest, from backward to the step: torch.bfloat16 makes 2 bytes of 4 for each
             element. Each sum is rounded once, when it is complete; the sums inside `accumulate` stay in `reduce`. Optimizers
             of torch.optim widen the gradients of a group for their step (4 bytes an element while it lasts), streamed ones
@@ -80,13 +91,17 @@ def precision(
     Raises:
         LayoutError: A dtype is not floating point, or contradicts an earlier `precision`; or `where` selects nothing; or
             `grads` has 8 bits, or more than the dtype of a parameter at rest; or `round` is of a parameter that does not
-            rest in bfloat16.
+            rest in bfloat16; or gradients would travel as differences. In the first forward: parameters would, and no rank
+            keeps them.
         StateError: `module` is running, or was donated.
 
     Source:
         Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights); ZeRO, Rajbhandari et al. 2020, 3.1 (16 Ψ);
-        rounding without masters: Revisiting BFloat16 Training, Zamirai et al. 2020.
+        rounding without masters: Revisiting BFloat16 Training, Zamirai et al. 2020; formats: ZeRO++, Wang et al. 2023.
     """
+    for name, wire in (("gather", gather), ("reduce", reduce)):
+        _require_travels(name, wire)
+    reduce, scatter = (torch.float32, reduce) if isinstance(reduce, Wire) else (reduce, None)
     for name, dtype in (("compute", compute), ("reduce", reduce), ("grads", grads), ("output", output), ("rest", rest)):
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if dtype is not None and not (is_float and (name != "grads" or dtype.itemsize > 1)):
@@ -101,7 +116,7 @@ def precision(
     _require_rounds(castable, rounding, rest)
     if grads is not None:
         _require_no_wider(castable, grads, rest)
-    home = Home(compute=compute, reduce=reduce, grads=grads, round=rounding)
+    home = Home(compute=compute, reduce=reduce, grads=grads, round=rounding, gather=gather, scatter=scatter)
     homes = dict.fromkeys((each.fqn for each in castable), home)
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
     result = substitute(module, request, verb="precision", donate=donate)
@@ -113,6 +128,19 @@ def precision(
     )
     # Once more: as if they had been of this dtype from the beginning.
     return substitute(result, Assignment(), verb="precision", donate=True)
+
+
+def _require_travels(name: str, wire: object) -> None:
+    is_format = isinstance(wire, Wire) or wire is None
+    if not is_format and name == "gather":
+        raise LayoutError("Parameters travel in a format.", gather=wire, fix="gather=zf.int8(); compute=torch.bfloat16")
+    if isinstance(wire, Wire) and wire.is_difference and name == "reduce":
+        raise LayoutError(
+            "Gradients do not travel as differences.",
+            reduce=wire,
+            why="each is another one, and no rank holds the last",
+            fix="reduce=zf.int4(), gather=zf.delta4()",
+        )
 
 
 def _require_no_wider(castable: list[NamedParameter], grads: torch.dtype, rest: torch.dtype | None) -> None:

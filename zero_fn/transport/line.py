@@ -152,6 +152,10 @@ class Line:
         if axis is not None:
             set_timeout_of(axis)
 
+    def along(self, number: int) -> Line:
+        """The collectives along one of the axes."""
+        return self
+
     def gather_plan(self, segments: Sequence[Segment]) -> Any:
         """How an all-gather moves these segments, for many gathers of the same memory."""
         return self.raw.gather_plan(segments)

@@ -121,6 +121,9 @@ class Lines(Line):
         for line in reversed(lines):
             self.rank = self.rank * line.size + line.rank
 
+    def along(self, number: int) -> Line:
+        return self._lines[number]
+
     def gather_plan(self, segments: Sequence[Segment]) -> _Hops:
         hops: list[list[tuple[Line, Any]]] = []
         while segments:

@@ -27,6 +27,7 @@ from zero_fn.errors import LayoutError
 from zero_fn.values.agreed import agreed
 from zero_fn.values.rounding import ParameterRounding
 from zero_fn.values.tiers import IN_MEMORY, Tiers
+from zero_fn.values.wire import Wire
 
 __all__ = ["Home", "ReshardAfter", "Stage"]
 
@@ -72,6 +73,8 @@ class Home:
     reshard_after: ReshardAfter = ReshardAfter.FORWARD  # when the gathered parameter is freed
     tiers: Tiers = IN_MEMORY
     round: ParameterRounding | None = None  # of results into parameters that rest in bfloat16; None: by the optimizer
+    gather: Wire | None = None  # the format in which parameters travel; None: as they are
+    scatter: Wire | None = None  # the format in which gradients travel
 
     def join(self, other: Home) -> Home:
         """The least home that gives both what they ask for.
@@ -92,6 +95,8 @@ class Home:
                 "roundings of the same parameter",
                 fix="pass one precision(model, round=...) per parameter; select parameters with where=",
             ),
+            _format("gather", self.gather, other.gather),
+            _format("reduce", self.scatter, other.scatter),
         )
 
     def compute_dtype(self, resting: torch.dtype) -> torch.dtype:
@@ -113,3 +118,8 @@ class Home:
 def _dtype(name: str, one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:
     fix = f"pass one precision(model, {name}=...) per parameter; select parameters with where="
     return agreed(one, other, f"{name} dtypes of the same parameter", fix=fix)
+
+
+def _format(name: str, one: Wire | None, other: Wire | None) -> Wire | None:
+    fix = f"pass one precision(model, {name}=...) per parameter; select parameters with where="
+    return agreed(one, other, f"formats in which the same parameter travels ({name}=)", fix=fix)

@@ -20,7 +20,7 @@ import torch
 
 from zero_fn.errors import LayoutError
 
-__all__ = ["Codes", "Records", "Wire", "delta4", "float8", "int4", "int8", "row_numel"]
+__all__ = ["Codes", "Records", "Wire", "delta4", "float8", "int4", "int8", "is_coded", "row_numel"]
 
 Codes = Literal["int4", "int8", "float8_e4m3fn", "float8_e5m2"]
 
@@ -104,15 +104,20 @@ class Records:
         return numel // self.row_numel * self.row_nbytes
 
 
-def row_numel(shape: Sequence[int], order: Sequence[int], dtype: torch.dtype) -> int:
-    """The elements of a row of a tensor whose dims lie in this order, the outermost first; 0 of a tensor that travels as it
-    is: a small or one-dimensional one, and one that is no float of at most 32 bits."""
+def is_coded(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype may travel in a format."""
+    return dtype in _TRAVELLING
+
+
+def row_numel(shape: Sequence[int], order: Sequence[int]) -> int:
+    """The elements of a row of a tensor whose dims lie in this order, the outermost first; 0 of a tensor that travels as it is,
+    as it is too small or has one dim."""
     numel = 1
     for dim in reversed(order[1:]):
         numel *= shape[dim]
         if numel >= _ROW_NUMEL:
             break
-    return numel if dtype in _TRAVELLING and numel >= _LEAST_ROW_NUMEL else 0
+    return numel if numel >= _LEAST_ROW_NUMEL else 0
 
 
 def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> Wire:
