@@ -110,8 +110,8 @@ def is_coded(dtype: torch.dtype) -> bool:
 
 
 def row_numel(shape: Sequence[int], order: Sequence[int]) -> int:
-    """The elements of a row of a tensor whose dims lie in this order, the outermost first; 0 of one that travels as it is, since
-    it is too small or has one dim."""
+    """The elements of a row of a tensor whose dims lie in this order, the outermost first; 0 of one that travels as it is: it
+    is too small or has one dim."""
     numel = 1
     for dim in reversed(order[1:]):
         numel *= shape[dim]
