@@ -7,21 +7,19 @@
 #include <float.h>
 
 enum { MOST_NUMEL = 1 << 12, USUAL_NUMEL = 256, TASK_BLOCKS = 16 }; /* of a block; of what a thread takes */
-enum { INT4, INT8, FLOAT8 };
+enum { INT4, INT8, FLOAT8, LINE_NBYTES = 64, AHEAD_NBYTES = 1 << 11 }; /* codes; of the cache */
 
 typedef struct { /* as records.py lists them */
     int64_t rows, row_numel, blocks, numel, rotated, head_nbytes, nbytes;
     int64_t codes, is_symmetric, highest; /* the largest code, or how many follow that of the least value */
     int64_t mantissa, bias;               /* of a float of eight bits */
-    int64_t is_bfloat16, held_is_bfloat16, threads;
+    int64_t is_bfloat16, held_is_bfloat16, encodes, adds, threads;
 } Form;
 
-typedef struct Work {
-    void (*block)(const struct Work *work, int64_t block, int64_t begin, int64_t numel);
+typedef struct {
     const Form *form;
     const void *const *sources; /* ended by NULL: values and what is held; or parts */
     void *out;
-    int32_t adds;
 } Work;
 
 /* Floats in lanes, and each with the one whose place differs in one bit. */
@@ -35,41 +33,55 @@ typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(float))));
 #define SIGN(lane, h) (lane & h) / h << 31
 #define MIX(h) values = (Floats)EACH_LANE(OTHER, h) + (Floats)((Words)values ^ (Words)EACH_LANE(SIGN, h##u))
 
-/* Butterflies of elements h = 1, 2, 4, ... apart: (a, b) becomes (a + b, a - b). */
-INLINE void rotate_runs(float *y, int64_t numel, int64_t rotated) {
-    int64_t h = 1;
-    if (rotated >= LANES) {
-        for (int64_t i = 0; i < numel; i += LANES) {
-            Floats values;
-            memcpy(&values, y + i, sizeof values);
-            MIX(1), MIX(2), MIX(4), MIX(8);
-            memcpy(y + i, &values, sizeof values);
-        }
-        for (h = LANES; h < rotated; h *= 2)
-            for (int64_t run = 0; run < numel; run += 2 * h)
-                for (int64_t i = run; i < run + h; i += LANES) {
-                    Floats a, b;
-                    memcpy(&a, y + i, sizeof a);
-                    memcpy(&b, y + i + h, sizeof b);
-                    const Floats sum = a + b, difference = a - b;
-                    memcpy(y + i, &sum, sizeof sum);
-                    memcpy(y + i + h, &difference, sizeof difference);
-                }
-    }
-    for (; h < rotated; h *= 2)
-        for (int64_t run = 0; run < numel; run += 2 * h)
-            for (int64_t i = run; i < run + h; i++) {
-                const float a = y[i], b = y[i + h];
-                y[i] = a + b, y[i + h] = a - b;
+/* Of runs of `lines` times h elements, 1, 2 or 4, those that are h and 2 h apart; and first those in a line. */
+INLINE void rotate_lines(float *y, int64_t numel, int64_t h, int lines, int is_first) {
+    for (int64_t run = 0; run < numel; run += lines * h)
+        for (float *at = y + run; at < y + run + h; at += LANES) {
+            Floats of_line[4];
+            for (int line = 0; line < lines; line++) {
+                Floats values;
+                memcpy(&values, at + line * h, sizeof values);
+                if (is_first) MIX(1), MIX(2), MIX(4), MIX(8);
+                of_line[line] = values;
             }
+            for (int apart = 1; apart < lines; apart *= 2)
+                for (int line = 0; line < lines; line++)
+                    if (!(line & apart)) {
+                        const Floats a = of_line[line], b = of_line[line + apart];
+                        of_line[line] = a + b, of_line[line + apart] = a - b;
+                    }
+            for (int line = 0; line < lines; line++) memcpy(at + line * h, of_line + line, sizeof *of_line);
+        }
 }
 
+/* Butterflies of elements h = 1, 2, 4, ... apart: (a, b) becomes (a + b, a - b). */
 static void rotate(float *y, int64_t numel, int64_t rotated) {
-    if (numel == USUAL_NUMEL && rotated == USUAL_NUMEL) rotate_runs(y, USUAL_NUMEL, USUAL_NUMEL);
-    else rotate_runs(y, numel, rotated);
+    int64_t h = LANES;
+    if (rotated < LANES) {
+        for (h = 1; h < rotated; h *= 2)
+            for (int64_t i = 0; i < numel; i++)
+                if (!(i & h)) {
+                    const float a = y[i], b = y[i + h];
+                    y[i] = a + b, y[i + h] = a - b;
+                }
+    } else if (rotated == LANES) rotate_lines(y, numel, h, 1, 1);
+    else if (rotated == 2 * LANES) rotate_lines(y, numel, h, 2, 1);
+    else {
+        rotate_lines(y, numel, h, 4, 1);
+        for (h *= 4; 2 * h < rotated; h *= 4) rotate_lines(y, numel, h, 4, 0);
+        if (h < rotated) rotate_lines(y, numel, h, 2, 0);
+    }
+}
+
+/* Begins to fetch what comes after a block: the processor guesses late, for between blocks it reads nothing new. */
+INLINE void fetch_after(const void *values, int is_bfloat16, int64_t begin, int64_t numel) {
+    const int64_t size = is_bfloat16 ? 2 : 4;
+    const char *from = (const char *)values + begin * size + AHEAD_NBYTES;
+    for (const char *line = from; line < from + numel * size; line += LINE_NBYTES) __builtin_prefetch(line);
 }
 
 INLINE void load(float *restrict y, const void *values, int is_bfloat16, int64_t begin, int64_t numel) {
+    fetch_after(values, is_bfloat16, begin, numel);
     if (is_bfloat16) for (int64_t i = 0; i < numel; i++) y[i] = of_bfloat16(((const uint16_t *)values)[begin + i]);
     else memcpy(y, (const float *)values + begin, numel * sizeof *y);
 }
@@ -115,13 +127,10 @@ INLINE void encode_block(float *restrict y, int64_t numel, const Form *form, uin
     const int is_finite = width <= FLT_MAX, is_coded = is_finite && width >= 0x1p-100f;
     head[0] = is_coded ? width / form->highest : is_finite ? 0.0f : of_bits(0x7fc00000);
     if (!is_finite) head[1] = 0.0f;
+    memset(record, 0, form->nbytes);
     memcpy(record, head, form->head_nbytes);
+    if (!is_coded) return;
     uint8_t *restrict codes = record + form->head_nbytes;
-    if (!is_coded) {
-        memset(codes, 0, form->nbytes - form->head_nbytes);
-        return;
-    }
-    memset(record + form->nbytes - 4, 0, 4); /* codes may end before */
     const float inverse = form->highest / width;
     if (form->codes == INT4) {
         const int64_t half = (numel + 1) / 2;
@@ -139,21 +148,20 @@ INLINE void encode_block(float *restrict y, int64_t numel, const Form *form, uin
 }
 
 INLINE void decode_block(float *restrict y, int64_t numel, const Form *form, const uint8_t *restrict record) {
-    float head[2] = {0};
+    float head[2];
     memcpy(head, record, form->head_nbytes);
-    const float scale = head[0], least = head[1];
+    const float scale = head[0], least = form->is_symmetric ? 0.0f : head[1];
     const uint8_t *restrict codes = record + form->head_nbytes;
-    if (form->codes == INT4) {
-        const int32_t sign = form->is_symmetric ? 8 : 0; /* flipped and subtracted, it counts as negative */
-        const int64_t half = (numel + 1) / 2;
+    const int64_t half = (numel + 1) / 2;
+    const int32_t sign = form->is_symmetric ? form->codes == INT4 ? 8 : 128 : 0; /* flipped and subtracted, it is negative */
+    if (form->codes == INT4)
         for (int64_t i = 0; i < half; i++) {
             const int32_t low = ((codes[i] & 15) ^ sign) - sign, high = ((codes[i] >> 4) ^ sign) - sign;
             y[i] = (float)low * scale + least, y[i + half] = (float)high * scale + least;
         }
-    } else if (form->codes == INT8) {
-        const int32_t sign = form->is_symmetric ? 128 : 0;
+    else if (form->codes == INT8)
         for (int64_t i = 0; i < numel; i++) y[i] = (float)((codes[i] ^ sign) - sign) * scale + least;
-    } else {
+    else {
         const int mantissa = form->mantissa, bias = form->bias;
         for (int64_t i = 0; i < numel; i++) y[i] = of_float8(codes[i], mantissa, bias) * scale;
     }
@@ -187,13 +195,15 @@ static void decode_mean(const Work *work, int64_t block, int64_t begin, int64_t 
     const Form *form = work->form;
     float sum[MOST_NUMEL + 1], y[MOST_NUMEL + 1];
     int count = 1;
+    fetch_after(work->out, form->is_bfloat16, begin, numel); /* to be written */
     decode(sum, form, (const uint8_t *)work->sources[0] + block * form->nbytes);
     for (; work->sources[count]; count++) {
         decode(y, form, (const uint8_t *)work->sources[count] + block * form->nbytes);
         for (int64_t i = 0; i < numel; i++) sum[i] += y[i];
     }
-    if (count > 1) for (int64_t i = 0; i < numel; i++) sum[i] /= count;
-    if (work->adds) {
+    if (count & (count - 1)) for (int64_t i = 0; i < numel; i++) sum[i] /= count;
+    else if (count > 1) for (int64_t i = 0; i < numel; i++) sum[i] *= 1.0f / count; /* the same bits, sooner */
+    if (form->adds) {
         load(y, work->out, form->is_bfloat16, begin, numel);
         for (int64_t i = 0; i < numel; i++) sum[i] = y[i] + sum[i];
     }
@@ -207,20 +217,14 @@ static void take_blocks(const void *argument, int64_t task) {
     const int64_t end = (task + 1) * TASK_BLOCKS, all = form->rows * form->blocks;
     for (int64_t block = task * TASK_BLOCKS; block < end && block < all; block++) {
         const int64_t column = block % form->blocks * form->numel, begin = block / form->blocks * form->row_numel + column;
-        const int64_t rest = form->row_numel - column;
-        work->block(work, block, begin, rest < form->numel ? rest : form->numel);
+        const int64_t rest = form->row_numel - column, numel = rest < form->numel ? rest : form->numel;
+        if (form->encodes) encode(work, block, begin, numel);
+        else decode_mean(work, block, begin, numel);
     }
 }
 
-static void by_threads(const Work *work, const Form *form) {
-    zero_fn_by_threads(take_blocks, work, (form->rows * form->blocks + TASK_BLOCKS - 1) / TASK_BLOCKS, form->threads);
-}
-
-void zero_fn_encode_records(const Form *form, const void *const *sources, void *out) {
-    by_threads(&(Work){encode, form, sources, out, 0}, form);
-}
-
-/* The mean of the parts in their order; or the only one, which may be added to `out`. */
-void zero_fn_decode_records(const Form *form, const void *const *parts, void *out, int32_t adds) {
-    by_threads(&(Work){decode_mean, form, parts, out, adds}, form);
+/* Records of values, or of how they differ from what is held; or the mean of parts, or the only one, which may be added. */
+void zero_fn_records(const Form *form, const void *const *sources, void *out) {
+    const int64_t tasks = (form->rows * form->blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
+    zero_fn_by_threads(take_blocks, &(Work){form, sources, out}, tasks, form->threads);
 }

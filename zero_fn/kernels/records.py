@@ -48,7 +48,7 @@ def encode(values: Tensor, records: Records, out: Tensor, held: Tensor | None = 
         _encode_by_torch(values.float() if held is None else values.float() - held.float(), records, out)
         return
     sources = [source.float() if source.dtype == torch.float16 else source for source in sources]
-    functions.zero_fn_encode_records(_form(records, sources), _addresses(sources), ctypes.c_void_p(out.data_ptr()))
+    _run(functions, records, sources, sources, out, adds=None)
     was_written(out)
 
 
@@ -72,8 +72,7 @@ def _decode(parts: Sequence[Tensor], records: Records, out: Tensor, add: bool) -
         out.copy_(out.float() + mean if add else mean)
         return
     into = out.float() if out.dtype == torch.float16 else out
-    place = ctypes.c_void_p(into.data_ptr())
-    functions.zero_fn_decode_records(_form(records, [into]), _addresses(parts), place, ctypes.c_int32(add))
+    _run(functions, records, [into], list(parts), into, adds=add)
     if into is out:
         was_written(out)
     else:
@@ -90,22 +89,19 @@ def _functions_for(records: Records, rows: Sequence[Tensor], coded: Sequence[Ten
     return library().functions if is_real_memory else None
 
 
-def _form(records: Records, rows: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
-    """The numbers of `Form` in records.c."""
-    sizes = (rows[0].shape[0], records.row_numel, records.blocks, records.numel, records.rotated)
-    kind, *float8 = _KINDS[records.wire.codes]
-    codes = (records.head_nbytes, records.nbytes, kind, records.wire.is_symmetric, _highest(records), *float8)
-    are_bfloat16 = (tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1]))
-    numbers = (*sizes, *codes, *are_bfloat16, threads_for(rows[0].numel()))
-    return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * (len(tensors) + 1))(*[tensor.data_ptr() for tensor in tensors])  # ended by NULL
-
-
-def _highest(records: Records) -> int:
-    return _HIGHEST[records.wire.codes][not records.wire.is_symmetric]
+def _run(
+    functions: ctypes.CDLL, records: Records, rows: list[Tensor], sources: list[Tensor], out: Tensor, adds: bool | None
+) -> None:
+    """Encodes (`adds` is None), or decodes."""
+    wire, (kind, *float8) = records.wire, _KINDS[records.wire.codes]
+    numbers = (  # those of `Form` in records.c
+        *(rows[0].shape[0], records.row_numel, records.blocks, records.numel, records.rotated, records.head_nbytes),
+        *(records.nbytes, kind, wire.is_symmetric, _HIGHEST[wire.codes][not wire.is_symmetric], *float8),
+        *(tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1])),
+        *(adds is None, adds is True, threads_for(rows[0].numel())),
+    )
+    addresses = (ctypes.c_void_p * (len(sources) + 1))(*[source.data_ptr() for source in sources])  # ended by NULL
+    functions.zero_fn_records((ctypes.c_int64 * len(numbers))(*numbers), addresses, ctypes.c_void_p(out.data_ptr()))
 
 
 def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
@@ -117,7 +113,8 @@ def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
         least = y.amin(-1, keepdim=True) + 0.0  # no negative zero
         width, y = y.amax(-1, keepdim=True) - least, y - least
         heads = [least.masked_fill(~width.isfinite(), 0.0)]
-    highest, is_finite = _full(y, _highest(records)), width.isfinite()
+    highest = _full(y, _HIGHEST[records.wire.codes][not records.wire.is_symmetric])
+    is_finite = width.isfinite()
     is_coded = is_finite & (width >= 2.0**-100)
     scale = torch.where(is_coded, width / highest, 0.0).masked_fill_(~is_finite, torch.nan)
     shares = torch.where(is_coded, y * (highest / width), 0.0)
