@@ -37,7 +37,7 @@ def _losses(said: str) -> list[float]:
 
 def test_each_example_is_run_by_a_test() -> None:
     tested = Path(__file__).read_text() + Path(__file__).with_name("test_finetune_hf.py").read_text()
-    assert len(EXAMPLES) == 9
+    assert len(EXAMPLES) == 10
     assert all(path.name in tested for path in EXAMPLES)
 
 
@@ -130,6 +130,16 @@ def test_two_axes_train_the_same_in_each_composition(ranks: Ranks, tmp_path: Pat
     assert len(_losses(said[0])) == 2
     for other in said[1:]:
         assert _losses(other) == pytest.approx(_losses(said[0]), abs=1e-5)
+
+
+def test_islands_that_meet_every_few_steps_learn_as_one_does_for_few_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    line = "outer_steps.py --layers 1 --dim 32 --heads 2 --seq 16 --steps 40"
+    apart, together = (_said(ranks, 4, tmp_path, f"{line} --apart {steps}") for steps in (8, 0))
+    assert _losses(apart)[0] == _losses(together)[0]
+    assert _losses(apart)[-1] == pytest.approx(_losses(together)[-1], rel=0.05)
+    sent = [{axis: int(n) for axis, n in re.findall(r"'(\w+)': (\d+)", said)} for said in (apart, together)]
+    assert sent[0]["dp"] == sent[1]["dp"]
+    assert sent[0]["islands"] < sent[1]["islands"] / (8 * 5)  # an eighth of the steps, some 5 bits of 32
 
 
 @pytest.mark.parametrize("schedule", ["1F1B" if IS_2_11 else "ZBVZeroBubble", "Interleaved1F1B"])
