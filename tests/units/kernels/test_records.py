@@ -172,13 +172,19 @@ def test_records_lie_as_the_format_says(codes: Codes, is_symmetric: bool, row_nu
 
 
 @both
-@pytest.mark.parametrize(("row_numel", "run"), [(32, 32), (64, 64), (100, 2), (120, 4), (384, 64), (66, 1), (80, 8)])
+@pytest.mark.parametrize(
+    ("row_numel", "block", "run"),
+    [
+        *((100, 64, 2), (120, 64, 4), (384, 64, 64), (66, 64, 1), (80, 64, 8), (1000, 4096, 8), (144, 4096, 16)),
+        *((run, 4096, run) for run in (32, 64, 128, 256, 512, 1024, 2048, 4096)),
+    ],
+)
 @pytest.mark.parametrize("is_symmetric", [True, False])
 def test_a_rotated_block_is_coded_as_its_product_with_a_hadamard_matrix(
-    row_numel: int, run: int, is_symmetric: bool
+    row_numel: int, block: int, run: int, is_symmetric: bool
 ) -> None:
-    rotated = Wire("int8", 64, is_symmetric=is_symmetric, rotates=True).records(row_numel)
-    plain = Wire("int8", 64, is_symmetric=is_symmetric).records(row_numel)
+    rotated = Wire("int8", block, is_symmetric=is_symmetric, rotates=True).records(row_numel)
+    plain = Wire("int8", block, is_symmetric=is_symmetric).records(row_numel)
     assert rotated.rotated == run
     matrix = torch.ones(1, 1)
     while len(matrix) < run:
@@ -230,7 +236,9 @@ def test_zeros_and_what_is_too_small_become_zero(wire: Wire) -> None:
     places = coded[:, form.head_nbytes :]
     assert not heads(coded, form)[..., 0].any() and not places.any()
     assert (decoded([coded], form) - values).abs().max() < 2.0**-100
-    assert heads(encoded(values.clamp(max=0.0) * 2.0**20, form), form)[3, :, 0].all()
+    width = torch.zeros(2, 64)
+    width[:, 5] = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24)])
+    assert (heads(encoded(width, form), form)[..., 0] > 0).flatten().tolist() == [True, False]
 
 
 @both
