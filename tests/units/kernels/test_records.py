@@ -238,6 +238,8 @@ def test_zeros_and_what_is_too_small_become_zero(wire: Wire) -> None:
     assert (decoded([coded], form) - values).abs().max() < 2.0**-100
     width = torch.zeros(2, 64)
     width[:, 5] = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24)])
+    if wire.rotates and not wire.is_symmetric:
+        width /= 2  # rotated, it is there with both signs
     assert (heads(encoded(width, form), form)[..., 0] > 0).flatten().tolist() == [True, False]
 
 
