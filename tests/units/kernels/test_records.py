@@ -247,8 +247,10 @@ def test_zeros_and_what_is_too_small_become_zero(wire: Wire) -> None:
 @pytest.mark.parametrize("codes", ["int4", "int8"])
 def test_a_constant_row_comes_back_whole_where_the_least_value_travels(codes: Codes) -> None:
     form = Wire(codes, is_symmetric=False).records(64)
-    values = torch.tensor([[0.1], [-3e30], [7.0]]).expand(3, 64).contiguous()
-    assert torch.equal(decoded([encoded(values, form)], form), values)
+    values = torch.tensor([[0.1], [-3e30], [7.0], [-0.0]]).expand(4, 64).contiguous()
+    coded = encoded(values, form)
+    assert torch.equal(decoded([coded], form), values)
+    assert heads(coded, form)[..., 1].flatten().signbit().tolist() == [False, True, False, False], "no zero is negative"
 
 
 @both
