@@ -240,7 +240,7 @@ class GradientMemory:
             self._buffers.append(BufferPool(total, dtype, device))
         self._placed = [place for place in self.places if place is not None]
         self._reduced = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is None]
-        self._coded = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is not None]
+        self.coded = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is not None]
         self.count = len(self._placed)
         # For each slot, whether its gradient is at rest after the reduction.
         self.at_once = [place is not None and place.slot.path.is_reduced_at_once for place in self.places]
@@ -257,19 +257,17 @@ class GradientMemory:
             rows.append(grad if path.is_in_order else path.rows_of(grad))
         return rows
 
-    def reduce_coded(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Trip | None:
-        """Issues the reduction of local gradients that travel in a format; None if none do."""
-        if not self._coded:
-            return None
+    def reduce_coded(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Trip:
+        """Issues the reduction of local gradients that travel in a format."""
         gradients = []
-        for place, rows in zip(self._coded, self._rows(self._coded, local, exact=exact), strict=True):
+        for place, rows in zip(self.coded, self._rows(self.coded, local, exact=exact), strict=True):
             start, numel = (place.offset, place.numel) if place.slot.path.layout is None else place.out
             gradients.append(CodedGradient(place.slot, rows, buffers[place.buffer].narrow(0, start, numel)))
         return Trip(reduced(gradients, self._line, f"coded gradients of {self._unit}"))
 
     def reduce(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Work:
         """Issues the reduce-scatter of local gradients into these buffers. `exact`: see `Reduction`."""
-        if not self._reduced and self._coded:
+        if not self._reduced and self.coded:
             return Work()
         rows = self._rows(self._reduced, local, exact=exact)
         if self._plans[exact] is None:  # made once
@@ -338,7 +336,7 @@ class Reduction:
         self.local_at_once = [*map(and_, self.has_local, memory.at_once)]
         self._memory, self._buffers = memory, memory.allocate() if buffers is None else buffers
         self._pending = memory.reduce(local, self._buffers, exact=exact)
-        self._coded = memory.reduce_coded(local, self._buffers, exact=exact)
+        self._coded = memory.reduce_coded(local, self._buffers, exact=exact) if memory.coded else None
 
     def wait(self) -> None:
         """Waits for the sums. Gradients that rest sharded are ready then."""

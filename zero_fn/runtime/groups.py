@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from enum import Enum, auto
 
 import torch
@@ -217,21 +218,21 @@ class Groups:
         if self.is_away and any(group.may_fail for group in self.members):
             self._told = Outcome(self.line, self.failure, f"Fetching {self._unit}")
         gathered.fill_own(has_failed=self.failure is not None)
-        if gathered.beside is None:
-            self._issue(gathered)
-        else:
-            with gathered.beside:  # it waits for the copies there; what computes waits for neither before `wait`
-                self._issue(gathered)
+        if gathered.coded:
+            with gathered.beside or nullcontext():
+                for coded in gathered.coded:
+                    coded.begin(is_held=self.is_held)
+        plan = gathered.plans[self.is_held]
+        if plan is not None:
+            what = f"parameters of {self._unit}"
+            if gathered.beside is None:
+                self._pending = self.line.all_gather(plan, what)
+            else:
+                with gathered.beside:  # it waits for the copies there; what computes waits for neither before `wait`
+                    self._pending = self.line.all_gather(plan, what)
         self.phase = Phase.GATHERING
         if self.is_away:
             self._let_go()
-
-    def _issue(self, gathered: Gathered) -> None:
-        for coded in gathered.coded:
-            coded.begin(is_held=self.is_held)
-        plan = gathered.plans[self.is_held]
-        if plan is not None:
-            self._pending = self.line.all_gather(plan, f"parameters of {self._unit}")
 
     def wait(self) -> None:
         """Waits for the all-gather that is under way."""

@@ -222,7 +222,7 @@ def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_o
 def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
     model, unit = build()
     train(model, 1)
-    (pack,) = memory_of(unit).plan.packs
+    (pack,) = memory_of(unit).plans[0].packs
     assert [piece is slot.flat for piece, slot in zip(pack.pieces, unit.slots, strict=True)] == [True, True]
 
 

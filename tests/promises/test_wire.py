@@ -1,0 +1,492 @@
+"""`precision(gather=, reduce=)`: what travels in fewer bits is what it would be if replicas coded it by hand, at every stage,
+on any number of ranks and axes, in every tier, and as many bytes as were planned."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.axes.grids import grid
+from tests.support.groups import alone, pretended
+from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
+from tests.support.ranks import Ranks, axis
+from tests.support.wholes import full
+from zero_fn.kernels.records import decode, decode_mean, encode
+from zero_fn.values.wire import Wire, row_numel
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8": {"gather": zf.int8()},
+    "int8, int4": {"gather": zf.int8(symmetric=False, block=64), "reduce": zf.int4()},
+    "int4, both": {"gather": zf.int4(rotate=False), "reduce": zf.int4(symmetric=False, block=48)},
+    "float8": {"gather": zf.float8(), "reduce": zf.float8(dtype=torch.float8_e5m2)},
+    "differences": {"gather": zf.delta4(), "reduce": zf.int8(rotate=True)},
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Model(nn.Module):
+    """Matrices whose rows ranks share unevenly, one that lies the other way round in memory, a tied one, and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(41, 64)
+        self.up = nn.Linear(64, 301)
+        self.norm = nn.LayerNorm(301)
+        self.turned = nn.Parameter(torch.randn(67, 301).t() / 20)
+        self.down = nn.Linear(67, 64)
+        self.filter = nn.Conv1d(16, 4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(40, 40)
+        self.frozen = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.head = nn.Linear(64, 41)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.frozen(self.embedding(tokens) * self.scale)
+        x = self.down(F.gelu(self.norm(self.up(x))) @ self.turned)
+        x = x + self.filter(x.view(-1, 16, 4)).mean()
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _built() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def _loss(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    tokens = torch.randint(0, 41, (2, 6), generator=torch.Generator().manual_seed(100 * step + rank))
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def _rows(values: Tensor) -> Tensor | None:
+    """What shares blocks, in the order of memory; None of what travels as it is."""
+    order = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
+    row = row_numel(values.shape, order) if values.dim() else 0
+    return values.permute(order).reshape(-1, row) if row else None
+
+
+def _like(rows: Tensor, values: Tensor) -> Tensor:
+    """The values that rows stand for."""
+    order = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
+    back = [order.index(dim) for dim in range(values.dim())]
+    return rows.reshape([values.shape[dim] for dim in order]).permute(back)
+
+
+class ByHand:
+    """Replicas that compute with what would have travelled, and average what would have come."""
+
+    def __init__(self, model: nn.Module, gather: Wire | None, reduce: Wire | None, compute: torch.dtype) -> None:
+        self.model, self.gather, self.reduce, self.compute = model, gather, reduce, compute
+        self.held: dict[str, Tensor] = {}
+
+    def seen(self) -> nn.Module:
+        """A copy with the values that a forward sees."""
+        seen = copy.deepcopy(self.model).to(self.compute)
+        with torch.no_grad():
+            for name, parameter in seen.named_parameters():
+                parameter.copy_(self._travelled(name, parameter.detach()))
+        return seen
+
+    def _travelled(self, name: str, values: Tensor) -> Tensor:
+        rows = _rows(values)
+        if self.gather is None or rows is None:
+            return values
+        held = self.held.get(name)
+        if self.gather.is_difference and held is None:
+            self.held[name] = rows.clone()
+            return values
+        records = self.gather.records(rows.shape[1])
+        coded = torch.empty(len(rows), records.row_nbytes, dtype=torch.uint8)
+        encode(rows.contiguous(), records, coded, held=held if self.gather.is_difference else None)
+        out = held if self.gather.is_difference and held is not None else torch.empty_like(rows)
+        decode(coded, records, out, add=self.gather.is_difference)
+        return _like(out, values)
+
+    def mean(self, grad: Tensor) -> Tensor:
+        """What the addends of all ranks become at rest."""
+        addends = [torch.empty(grad.shape, dtype=grad.dtype) for _ in range(dist.get_world_size())]
+        dist.all_gather(addends, grad.contiguous())
+        rows = _rows(grad)
+        if self.reduce is None or rows is None:
+            return sum(addends[1:], addends[0].float()) / len(addends)
+        records, parts = self.reduce.records(rows.shape[1]), []
+        for addend in addends:
+            addend = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype).copy_(addend)
+            parts.append(torch.empty(len(rows), records.row_nbytes, dtype=torch.uint8))
+            laid = _rows(addend)
+            assert laid is not None
+            encode(laid.contiguous(), records, parts[-1])
+        out = torch.empty(rows.shape)
+        decode_mean(parts, records, out)
+        return _like(out, grad)
+
+    def step(self, optimizer: torch.optim.Optimizer, number: int) -> float:
+        seen = self.seen()
+        loss = _loss(seen, number)
+        loss.backward()
+        for name, parameter in self.model.named_parameters():
+            grad = seen.get_parameter(name).grad
+            if grad is not None:
+                laid = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype).copy_(grad)
+                parameter.grad = torch.empty_like(parameter).copy_(self.mean(laid))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+
+def _by_hand(wires: Mapping[str, Wire], compute: torch.dtype, steps: int = 3) -> tuple[list[float], list[Tensor]]:
+    model = _built()
+    hand = ByHand(model, wires.get("gather"), wires.get("reduce"), compute)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    losses = [hand.step(optimizer, number) for number in range(steps)]
+    return losses, [parameter.detach() for parameter in model.parameters()]
+
+
+def _step(model: nn.Module, optimizer: Any, number: int) -> float:
+    loss = _loss(model, number)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _trained(model: nn.Module, optimizer: Any = None, steps: int = 3) -> tuple[list[float], list[Tensor]]:
+    optimizer = AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer
+    losses = [_step(model, optimizer, number) for number in range(steps)]
+    return losses, [full(parameter) for parameter in model.parameters()]
+
+
+def _require_same(
+    found: tuple[list[float], list[Tensor]], wanted: tuple[list[float], list[Tensor]], what: object
+) -> None:
+    assert found[0] == wanted[0], (what, found[0], wanted[0])
+    assert all(map(torch.equal, found[1], wanted[1])), what
+
+
+def _stages(wires: Mapping[str, Wire]) -> list[str]:
+    """Those at which something is kept, for differences."""
+    differs = "gather" in wires and wires["gather"].is_difference
+    return [stage for stage in STAGES if not (differs and stage == "zero3")]
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_stage_computes_what_replicas_code_by_hand(ranks: Callable[..., Ranks], name: str, n: int) -> None:
+    ranks(n, deadline_s=120).run(_every_stage, name)
+
+
+def _every_stage(name: str) -> None:
+    wires = FORMATS[name]
+    for compute in DTYPES:
+        wanted = _by_hand(wires, compute)
+        for stage in _stages(wires):
+            model = zf.precision(STAGES[stage](_built(), axis()), compute=compute, **wires)
+            _require_same(_trained(model), wanted, (stage, compute))
+
+
+GRIDS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+    "shard_params twice": lambda m, mesh: zf.shard_params(zf.shard_params(m, mesh["inner"]), mesh["outer"]),
+    "hpZ": lambda m, mesh: zf.shard_grads(zf.shard_params(m, mesh["inner"]), mesh["outer"]),
+    "shard_optimizer twice": lambda m, mesh: zf.shard_optimizer(zf.shard_optimizer(m, mesh["inner"]), mesh["outer"]),
+    "hybrid": lambda m, mesh: zf.replicate(zf.shard_params(m, mesh["inner"]), mesh["outer"]),
+    "replicate twice": lambda m, mesh: zf.replicate(zf.replicate(m, mesh["inner"]), mesh["outer"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@on_ranks(4, deadline_s=120)
+def test_all_mixtures_over_two_axes_have_the_same_bits_and_send_what_was_planned(name: str) -> None:
+    wires, mesh = FORMATS[name], grid("outer", "inner")
+    wanted: Any = None
+    for mixture, place in GRIDS.items():
+        differs = wires["gather"].is_difference
+        if differs and mixture in ("shard_params twice", "hybrid"):
+            continue
+        model: nn.Module = place(zf.precision(_built(), **wires), mesh)  # transforms come in any order
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        found = _trained(model, optimizer)
+        wanted = found if wanted is None else wanted
+        _require_same(found, wanted, mixture)
+        with zf.traffic() as sent:
+            _step(model, optimizer, 3)
+        plan = zf.plan(model, optimizer)
+        assert dict(sent.by_axis) == dict(plan.sent_by_axis), mixture
+        assert zf.held(model).parameters == plan.held.parameters + plan.padding.parameters, mixture
+
+
+class Wide(nn.Module):
+    """Rows of parts on a model axis are long enough to be coded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 130), nn.Linear(130, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+@on_ranks(4)
+def test_parts_on_a_model_axis_travel_alike_at_every_stage() -> None:
+    mesh, found = grid("dp", "tp"), []
+    for stage in ("zero1", "zero3"):
+        torch.manual_seed(0)
+        wide = parallelize_module(Wide(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model: Any = zf.precision(getattr(zf, stage)(wide, mesh["dp"]), **FORMATS["int8, int4"])
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * number + mesh["dp"].get_local_rank()))
+            with zf.traffic() as sent:
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert dict(sent.by_axis) == dict(zf.plan(model, optimizer).sent_by_axis), stage
+        found.append([full(parameter) for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def _program(model: Any, optimizer: Any) -> list[float]:
+    """Microbatches, a recomputed forward, gradients that torch returns, clipping, and copies."""
+    losses = []
+    for number in range(2):
+        with zf.accumulate(model):
+            for part in range(2):
+                _loss(model, 10 * number + part).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        losses.append(_step(model, optimizer, number))
+        tokens = torch.arange(12).view(2, 6) + dist.get_rank()
+        checkpoint(model, tokens, use_reentrant=False).float().square().mean().backward()
+        (given,) = torch.autograd.grad(_loss(model, number), [model.up.weight])
+        assert model.up.weight.grad is not None and given.shape == model.up.weight.shape
+        optimizer.step()
+        optimizer.zero_grad()
+    model = copy.deepcopy(model)
+    return [*losses, _loss(model, 9).item()]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@on_ranks(2)
+def test_programs_of_every_day_compute_the_same_at_every_stage(name: str) -> None:
+    wires, found = FORMATS[name], []
+    for stage in _stages(wires):
+        model = zf.precision(STAGES[stage](_built(), axis(), units=nn.Linear), **wires)
+        found.append((_program(model, AdamW(model.parameters(), lr=1e-2)), [full(p) for p in model.parameters()]))
+    for each, stage in zip(found[1:], _stages(wires)[1:], strict=True):
+        _require_same(each, found[0], stage)
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@on_ranks(2)
+def test_tiers_keep_the_bits(compute: torch.dtype, folder: str) -> None:
+    wires = FORMATS["int8, int4"]
+    wanted = _trained(zf.precision(zf.zero3(_built(), axis()), compute=compute, **wires))
+    for tiers in ({"optim": zf.cpu()}, dict.fromkeys(("params", "grads", "optim"), zf.nvme(folder))):
+        model = zf.offload(zf.zero3(_built(), axis()), **tiers)
+        model = zf.precision(model, compute=compute, **wires)
+        optimizer = zf.streamed(AdamW(model.parameters(), lr=1e-2))
+        _require_same(_trained(model, optimizer), wanted, tiers)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def _matrices() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(4)))
+
+
+PSI = 4 * 256 * 256
+AGAIN = 7 / 4  # gathers of a step of ZeRO-3: the last of four units stays from the forward to the backward
+BYTES: dict[str, tuple[str, dict[str, Any], float]] = {  # of a step, for each element of which a rank sends a part
+    "bf16": ("zero3", {}, AGAIN * 2 + 2),
+    "int8, int4": ("zero3", {"gather": zf.int8(), "reduce": zf.int4()}, AGAIN * 260 / 256 + 132 / 256),
+    "asymmetric": ("zero3", {"gather": zf.int8(symmetric=False)}, AGAIN * 264 / 256 + 2),
+    "blocks of 64": ("zero3", {"gather": zf.int4(block=64)}, AGAIN * 36 / 64 + 2),
+    "ZeRO-2": ("zero2", {"gather": zf.float8(), "reduce": zf.int4()}, 260 / 256 + 132 / 256),
+    "differences": ("zero2", {"gather": zf.delta4(), "reduce": zf.int4()}, 2 * 132 / 256),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+@on_ranks(2)
+def test_as_many_bytes_travel_as_the_format_has(name: str) -> None:
+    stage, wires, each = BYTES[name]
+    model: Any = zf.precision(STAGES[stage](_matrices(), axis(), units=nn.Linear), **wires)
+    x = torch.ones(2, 256)
+    for _ in range(3):
+        with zf.traffic() as sent:
+            model(x).float().sum().backward()
+    assert sent.nbytes == zf.plan(model).sent_nbytes == each * PSI / 2
+
+
+@on_ranks(4)
+def test_a_part_that_is_kept_inside_a_node_is_kept_as_it_travelled() -> None:
+    mesh = grid("outer", "inner")
+    model: Any = zf.shard_grads(zf.shard_params(_matrices(), mesh["inner"]), mesh["outer"])
+    model = zf.precision(model, gather=zf.int8(), reduce=zf.int4())
+    x = torch.ones(2, 256)
+    for _ in range(3):
+        with zf.traffic() as sent:
+            model(x).float().sum().backward()
+    # Between nodes once a step 8 bits of what is kept, and 4 bits of the sums: 1.5 of the 6 bytes of ZeRO-3, and scales.
+    assert sent.by_axis["outer"] == PSI / 4 * (260 + 132) / 256
+    assert zf.held(model).parameters == PSI // 4 * 4 + PSI // 2 * 260 // 256
+
+
+def test_a_table_and_the_digest_of_ranks_name_formats() -> None:
+    with pretended(2) as mesh:
+        model = zf.precision(zf.zero3(_built(), mesh), gather=zf.int8(block=64, symmetric=False), reduce=zf.int4())
+        text = str(zf.describe(model))
+    assert "fp32/bf16 (int8, asymmetric, block 64)/fp32 (int4, rotated)" in text
+    assert text.endswith("fp32/bf16/fp32")  # of small ones
+
+
+# -- what cannot be coded ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoilt", [torch.inf, -torch.inf, torch.nan])
+@on_ranks(2)
+def test_a_gradient_that_is_no_number_on_one_rank_is_none_on_any(spoilt: float) -> None:
+    """A loss scaler must see it: where DeepSpeed quantises gradients, norms became zero (#6926)."""
+    for stage in STAGES:
+        model: Any = zf.precision(STAGES[stage](_built(), axis()), **FORMATS["int8, int4"])
+        (_loss(model, 0) * (spoilt if dist.get_rank() else 1.0)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert not full(norm).isfinite(), stage
+
+
+@on_ranks(2)
+def test_small_and_odd_parameters_travel_as_they_are() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.norm = nn.Linear(31, 50), nn.LayerNorm(50)
+            self.turn = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+            self.table = nn.Parameter(torch.arange(128).view(2, 64), requires_grad=False)
+            self.exact = nn.Linear(64, 64, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (
+                self.norm(self.narrow(x.to(self.narrow.weight.dtype))).float().sum()
+                + (self.turn.abs() * self.table.sum()).mean()
+            )
+            return y + self.exact(torch.ones(64, dtype=torch.float64)).sum().float()
+
+    found = []
+    for wires in ({}, FORMATS["int8, int4"]):
+        torch.manual_seed(0)
+        # Not `exact`, which is computed in its own dtype.
+        model: Any = zf.precision(zf.zero3(Small(), axis()), where=lambda name, _: "exact" not in name, **wires)
+        model = zf.precision(model, where="exact.*", compute=torch.float64, **wires)
+        optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            model(torch.ones(3, 31)).backward()
+            optimizer.step()
+        found.append([full(parameter) for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+
+def _seen(model: Any) -> Tensor:
+    """What a forward computes with."""
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        hook = model.up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
+        model(torch.arange(12).view(2, 6))
+        hook.remove()
+    return seen[0]
+
+
+@on_ranks(2)
+def test_what_coding_rounds_away_is_sent_later() -> None:
+    model: Any = zf.precision(zf.zero2(_built(), axis()), compute=torch.float32, gather=zf.delta4())
+    optimizer = SGD(model.parameters(), lr=1.0)
+    _loss(model, 0).backward()
+    before = full(model.up.weight)
+    optimizer.step()
+    exact = full(model.up.weight)
+    gaps = [(_seen(model) - exact).abs().max().item() for _ in range(8)]
+    moved = (exact - before).abs().max().item()
+    # Each difference is coded to a fifteenth of the largest of its block.
+    assert 0 < gaps[0] <= moved / 14 and gaps[2] < moved / 1000 and gaps[-1] <= torch.finfo(torch.float32).eps * 64
+
+
+@on_ranks(2)
+def test_values_that_were_loaded_come_in_full_and_a_run_goes_on_as_if_it_had_not_ended(folder: str) -> None:
+    wires = FORMATS["differences"]
+
+    def made() -> tuple[Any, Any]:
+        model = zf.precision(zf.zero2(_built(), axis()), **wires)
+        return model, AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = made()
+    _trained(model, optimizer, steps=2)
+    zf.save(folder + "/checkpoint", model, optimizer)
+    wanted = [_step(model, optimizer, number) for number in (2, 3)]
+    other, its = made()
+    _trained(other, its, steps=1)
+    zf.load(folder + "/checkpoint", other, its)
+    assert [_step(other, its, number) for number in (2, 3)] == wanted
+    assert all(map(torch.equal, [full(p) for p in model.parameters()], [full(p) for p in other.parameters()]))
+    model.load_state_dict({name: torch.zeros_like(full(value)) for name, value in model.state_dict().items()})
+    assert not _seen(model).any()
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_differences_need_a_copy_that_they_can_be_added_to() -> None:
+    with alone() as mesh:
+        for place in (zf.zero3, lambda m, axis: zf.offload(zf.zero2(m, axis), params=zf.nvme("/tmp"))):
+            model = zf.precision(place(_built(), mesh), gather=zf.delta4())
+            with pytest.raises(zf.LayoutError, match="No rank keeps"):
+                model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda model: zf.precision(model, reduce=zf.delta4()), "Gradients do not travel as differences"),
+        (lambda model: zf.precision(model, gather="int8"), "Parameters travel in a format"),
+        (lambda model: zf.precision(model, gather=torch.int8), "Parameters travel in a format"),
+        (lambda model: zf.precision(model, gather=zf.int8(block=8)), "A block has 32 to 4096 elements"),
+        (lambda model: zf.precision(model, gather=zf.float8(dtype=torch.float16)), "Not a float of eight bits"),
+        (
+            lambda model: zf.precision(zf.precision(model, gather=zf.int8()), gather=zf.int4()),
+            "different formats in which the same parameter travels (gather=)",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_asked_for(ask: Callable[[nn.Module], object], says: str) -> None:
+    with pytest.raises(zf.LayoutError, match=re.escape(says)):
+        ask(_built())
+
+
+@on_ranks(2)
+def test_ranks_with_other_formats_are_told_so() -> None:
+    block = 64 if dist.get_rank() else 256
+    model = zf.precision(zf.zero3(_built(), axis()), gather=zf.int8(block=block))
+    with pytest.raises(zf.DisagreementError, match="block 64"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
