@@ -112,7 +112,7 @@ def _first_seen(case: Case, world: World) -> Tensor:
     return found
 
 
-@examples(dev=60, ci=3_000, deep=100_000)
+@examples(dev=40, ci=600, deep=30_000)
 @given(drawn=_worlds(), schedule=schedules, transport=st.sampled_from(["exchange", "native"]))
 def test_every_mixture_computes_what_replicas_compute(
     simulated: Simulated, drawn: tuple[Case, World], schedule: tuple[int, ...], transport: Any
@@ -124,7 +124,7 @@ def test_every_mixture_computes_what_replicas_compute(
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@examples(dev=30, ci=1_000, deep=30_000)
+@examples(dev=20, ci=300, deep=10_000)
 @given(drawn=_worlds())
 def test_what_is_gathered_does_not_depend_on_the_number_of_ranks(
     simulated: Simulated, drawn: tuple[Case, World]

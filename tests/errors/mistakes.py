@@ -1261,15 +1261,15 @@ ROWS: dict[str, Callable[..., object]] = {
     "config_is_wrong_in_many_ways": lambda: _from_config(
         gradient_cliping=1.0,
         gradient_clipping="1.0",
-        zero_optimization={"stage": 3, "zero_quantized_weights": True, "prefetch_bucket_size": "many"},
+        zero_optimization={"stage": 3, "mics_shard_size": 8, "prefetch_bucket_size": "many"},
         optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         train_micro_batch_size_per_gpu=4,
     ),
     "config_has_a_name_twice": lambda: _from_config(
         zero_optimization={"max_live_parameters": 1e9, "stage3_max_live_parameters": 1e9}
     ),
-    "config_wants_quantized_messages": lambda: _from_config(
-        zero_optimization={"stage": 3, "zero_quantized_weights": True}
+    "config_wants_errors_of_codes_sent_later": lambda: _from_config(
+        zero_optimization={"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
     ),
     "config_wants_a_log": lambda: _from_config(tensorboard={"enabled": True}),
     "config_of_contradicting_batches": lambda: _from_config(

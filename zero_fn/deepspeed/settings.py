@@ -16,6 +16,7 @@ from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
 from zero_fn.deepspeed.optimizers import Stock, stock_of
 from zero_fn.deepspeed.rates import Warmup, warmup_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
+from zero_fn.values.wire import Wire, int4, int8
 
 __all__ = ["Settings", "Sharding", "settings_of"]
 
@@ -31,6 +32,9 @@ class Sharding:
     secondary: int = 1  # ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none
     persist_numel: int = 0  # parameters of at most so many elements stay whole
     tiers: Tiers = IN_MEMORY
+    gather: Wire | None = None  # the format in which parameters travel; of frozen ones; and of gradients
+    gather_frozen: Wire | None = None
+    scatter: Wire | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,9 @@ def _reduce(entries: Entries) -> torch.dtype:
     if name != "fp32" and not (entries["bf16.enabled"] or entries["fp16.enabled"]):
         wants = "fp32: gradients are sent in the dtype of the computation"
         raise entries.refused("communication_data_type", wants, '"bf16": {"enabled": true}; or remove it')
+    if name != "fp32" and entries[f"{_ZERO}.zero_quantized_gradients"]:
+        wants = "fp32: what travels in 4 bits is summed in float32"
+        raise entries.refused("communication_data_type", wants, '"communication_data_type": "fp32"')
     return _DTYPES[name]
 
 
@@ -160,7 +167,16 @@ def _sharding(entries: Entries) -> Sharding:
     # Parameters in a tier are stepped on the host, so their states rest there too, unless the config says otherwise.
     optim = states or (cpu() if params is not None else None)
     grads = states if entries[f"{_ZERO}.offload_optimizer.gradients"] else None
-    return Sharding(stage, secondary, persist_numel if stage == 3 else 0, Tiers(params, grads, optim, fraction))
+    gather, frozen = (entries[f"{_ZERO}.zero_quantized_{name}weights"] for name in ("", "nontrainable_"))
+    return Sharding(
+        stage,
+        secondary,
+        persist_numel if stage == 3 else 0,
+        Tiers(params, grads, optim, fraction),
+        gather=int8() if gather else None,
+        gather_frozen=int8() if gather or frozen else None,
+        scatter=int4() if entries[f"{_ZERO}.zero_quantized_gradients"] else None,
+    )
 
 
 def _tier(entries: Entries, section: str) -> Tier | None:

@@ -291,19 +291,25 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
         mesh = require_placed(settings, mesh, model)
         if all(slot_of(parameter) is not None for parameter in model.parameters()):
             return model
-    placed, tiers = _sharded(model, settings.sharding, mesh, units, donate=donate), settings.sharding.tiers
-    if settings.compute is not None:
-        placed = precision(placed, compute=settings.compute, reduce=settings.reduce, grads=settings.grads, donate=True)
+    sharding = settings.sharding
+    placed, tiers = _sharded(model, sharding, mesh, units, donate=donate), sharding.tiers
+    in_flight = partial(precision, compute=settings.compute or torch.float32, donate=True)
+    if settings.compute is not None or sharding.gather is not None or sharding.scatter is not None:
+        reduce = sharding.scatter or settings.reduce
+        placed = in_flight(placed, reduce=reduce, gather=sharding.gather, grads=settings.grads)
+    if sharding.gather_frozen is not None and not all(parameter.requires_grad for parameter in placed.parameters()):
+        placed = in_flight(placed, gather=sharding.gather_frozen, reduce=settings.reduce, where=_is_frozen)
     if any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
-        compute = settings.compute or torch.float32
-        placed = precision(
-            placed, compute=compute, reduce=settings.reduce, rest=torch.float32, where=is_widened, donate=True
-        )
+        placed = in_flight(placed, reduce=settings.reduce, rest=torch.float32, where=is_widened)
     if tiers == IN_MEMORY:
         return placed
     return offload(
         placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, fraction=tiers.fraction, donate=True
     )
+
+
+def _is_frozen(_: str, parameter: Tensor) -> bool:
+    return not parameter.requires_grad
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -373,7 +373,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         "zero_optimization": {
             "stage": 0,
             "zero_hpz_partition_size": 2,
-            "zero_quantized_weights": True,
+            "mics_shard_size": 2,
             "offload_param": {"device": "cpu"},
             "offload_optimizer": {"device": "cpu", "pin_memory": 1},
         },
@@ -383,7 +383,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         "gradient_cliping", "gradient_clipping", "train_batch_size", "fp16.enabled", "optimizer.params.betas",
         "optimizer.params.moment", "optimizer.params.fused", "scheduler.params.warmup_max_ratio",
         "scheduler.params.warmup_min_ratio", "scheduler.params.total_num_steps", "wandb",
-        "zero_optimization.zero_quantized_weights", "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.mics_shard_size", "zero_optimization.offload_optimizer.pin_memory",
         "fp16.hysteresis, optimizer.params.lr",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:

@@ -20,6 +20,7 @@ from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from tests.units.deepspeed.configs import ADAM, Json
+from zero_fn.runtime.slot import slot_of
 
 MICRO, STEPS, MICROBATCHES = 3, 4, 2
 BASE: Json = {
@@ -391,3 +392,34 @@ def test_weights_of_16_bits_have_masters() -> None:
             setup.step()
             after = values(setup.model)
             assert all(not torch.equal(after[name], before[name]) for name in dtypes if after[name].numel())
+
+
+FORMATS: dict[str, tuple[Json, list[object]]] = {  # of the trained matrix and the frozen one, and of gradients
+    "weights": ({"zero_quantized_weights": True}, [zf.int8(), zf.int8(), None]),
+    "gradients": ({"zero_quantized_gradients": True}, [None, None, zf.int4()]),
+    "frozen": ({"zero_quantized_nontrainable_weights": True}, [None, zf.int8(), None]),
+    "both": ({"zero_quantized_weights": True, "zero_quantized_gradients": True}, [zf.int8(), zf.int8(), zf.int4()]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@on_ranks(2)
+def test_what_zero_plus_plus_quantises_travels_in_formats(name: str) -> None:
+    flags, wanted = FORMATS[name]
+    for bf16 in (False, True):
+        seed_generator(0)
+        plain = nn.Sequential(nn.Linear(64, 70), nn.Linear(70, 64).requires_grad_(False))
+        setup = zf.from_deepspeed(plain, {**zero(3, **flags), "bf16": {"enabled": bf16}}, axis())
+        slots = [slot_of(layer.weight) for layer in setup.model]
+        kinds = [slot.kind for slot in slots if slot is not None]
+        assert [*(kind.gather for kind in kinds), kinds[0].scatter] == wanted
+        x = torch.ones(2, 64, dtype=torch.bfloat16 if bf16 else torch.float32)
+        with zf.accumulate(setup.model):
+            setup.scaled(setup.model(x).float().square().mean()).backward()
+        setup.step()
+
+
+def test_what_travels_in_four_bits_is_summed_in_float32() -> None:
+    config = {**zero(3, zero_quantized_gradients=True), "bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    with alone() as mesh, pytest.raises(zf.ConfigError, match="summed in float32"):
+        zf.from_deepspeed(built(), config, mesh)
