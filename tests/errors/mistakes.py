@@ -706,6 +706,11 @@ def step_of_another_class_with_narrow_gradients() -> None:
     optimizer.step()
 
 
+def differences_that_nobody_holds(one: DeviceMesh) -> object:
+    model = zf.precision(zf.shard_params(nn.Linear(64, 2), one), gather=zf.delta4())
+    return model(torch.ones(2, 64))
+
+
 def forward_goes_on_after_an_interrupt(one: DeviceMesh) -> object:
     class Catching(nn.Module):
         def __init__(self) -> None:
@@ -1034,6 +1039,14 @@ ROWS: dict[str, Callable[..., object]] = {
     "precision_rounds_float32": lambda: zf.precision(Model(), round="stochastic"),
     "precision_seed_without_random_numbers": lambda: zf.precision(Model().bfloat16(), seed=3),
     "precision_seed_of_kahan": lambda: zf.precision(Model().bfloat16(), round="kahan", seed=3),
+    "format_of_small_blocks": lambda: zf.int8(block=8),
+    "format_of_other_floats": lambda: zf.float8(dtype=torch.float16),
+    "format_that_is_none": lambda: zf.Wire("float8_e5m2", is_symmetric=False),
+    "precision_gathers_in_a_dtype": lambda: zf.precision(Model(), gather=torch.int8),  # type: ignore[arg-type]
+    "precision_reduces_differences": lambda: zf.precision(Model(), reduce=zf.delta4()),
+    "precision_twice_with_other_formats": lambda: zf.precision(
+        zf.precision(Model(), gather=zf.int8()), gather=zf.int8(block=64)
+    ),
     "precision_twice_with_other_roundings": lambda: zf.precision(
         zf.precision(Model().bfloat16(), round="stochastic", seed=1), round="stochastic"
     ),

@@ -4,7 +4,6 @@ on any number of ranks and axes, in every tier, and as many bytes as were planne
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -463,25 +462,6 @@ def test_differences_need_a_copy_that_they_can_be_added_to() -> None:
             model = zf.precision(place(_built(), mesh), gather=zf.delta4())
             with pytest.raises(zf.LayoutError, match="No rank keeps"):
                 model(torch.zeros(1, 2, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        (lambda model: zf.precision(model, reduce=zf.delta4()), "Gradients do not travel as differences"),
-        (lambda model: zf.precision(model, gather="int8"), "Parameters travel in a format"),
-        (lambda model: zf.precision(model, gather=torch.int8), "Parameters travel in a format"),
-        (lambda model: zf.precision(model, gather=zf.int8(block=8)), "A block has 32 to 4096 elements"),
-        (lambda model: zf.precision(model, gather=zf.float8(dtype=torch.float16)), "Not a float of eight bits"),
-        (
-            lambda model: zf.precision(zf.precision(model, gather=zf.int8()), gather=zf.int4()),
-            "different formats in which the same parameter travels (gather=)",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_when_it_is_asked_for(ask: Callable[[nn.Module], object], says: str) -> None:
-    with pytest.raises(zf.LayoutError, match=re.escape(says)):
-        ask(_built())
 
 
 @on_ranks(2)

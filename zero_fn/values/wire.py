@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -42,6 +42,11 @@ class Wire:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
+        is_float = self.codes.startswith("float8")
+        if self.codes not in get_args(Codes) or (is_float and not (self.is_symmetric and not self.rotates)):
+            raise LayoutError(
+                "There is no such format.", got=repr(self), fix="zf.int8(), zf.int4(), zf.float8() or zf.delta4()"
+            )
         if not 32 <= self.block <= _MOST_NUMEL:
             raise LayoutError(
                 "A block has 32 to 4096 elements.",
