@@ -32,11 +32,11 @@ SEQ, BATCH, LAST = 64, 4, 50
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "int8": {"gather": zf.int8(), "reduce": zf.int8()},
-    "int8, int4 not rotated": {"gather": zf.int8(), "reduce": zf.int4(rotate=False)},
     "int8, int4": {"gather": zf.int8(), "reduce": zf.int4()},
+    "int8, int4 rotated": {"gather": zf.int8(), "reduce": zf.int4(rotate=True)},
     "differences, int4": {"gather": zf.delta4(), "reduce": zf.int4()},
-    "rotated differences, int4": {"gather": zf.delta4(rotate=True), "reduce": zf.int4()},
-    "int4, int4": {"gather": zf.int4(rotate=False), "reduce": zf.int4()},
+    "differences, int4 rotated": {"gather": zf.delta4(), "reduce": zf.int4(rotate=True)},
+    "int4, int4": {"gather": zf.int4(), "reduce": zf.int4()},
     "float8": {"gather": zf.float8(), "reduce": zf.float8(dtype=torch.float8_e5m2)},
 }
 

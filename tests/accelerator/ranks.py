@@ -32,7 +32,7 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for stage in STAGES
     for tier in ("none", "cpu", "nvme")
-] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies", "by owner"]
+] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies", "by owner", "formats"]
 
 
 def share(rank: int) -> Iterator[Tensor]:
@@ -217,6 +217,24 @@ def by_owner(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
+def formats(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+    """What travels in fewer bits is coded on the device, also where it comes from the host."""
+    ways: dict[str, Any] = {
+        "differences": {"gather": zf.delta4(), "reduce": zf.int8()},
+        "blocks": {"gather": zf.int8(), "reduce": zf.int4()},
+    }
+    for name, wires in ways.items():
+        found: list[list[Any]] = []
+        for stage in STAGES[: 2 if name == "differences" else 3]:
+            for tier in (None,) if name == "differences" else (None, *tiers):
+                model = zf.precision(net() if tier is None else net().cpu(), **wires)
+                model = getattr(zf, stage)(model, mesh)
+                model = model if tier is None else all_away(model, tier)
+                found.append(numbers(model, mesh, is_streamed=tier is not None)[0])
+                assert device.same(found[0], found[-1]), (name, stage, tier)
+    return []
+
+
 def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int) -> None:
     """They are on the device or in their tier, and have taken no more than they take now and one unit."""
     gc.collect()  # what the graph of a forward has saved may be in a cycle
@@ -240,6 +258,7 @@ def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
         "the host runs ahead": the_host_runs_ahead,
         "gathered behind copies": gathered_behind_copies,
         "by owner": by_owner,
+        "formats": formats,
     }
     said: dict[str, str] = {}
     expected: dict[str, list[Any]] = {}

@@ -29,7 +29,7 @@ from zero_fn.values.wire import Wire, row_numel
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"gather": zf.int8()},
     "int8, int4": {"gather": zf.int8(symmetric=False, block=64), "reduce": zf.int4()},
-    "int4, both": {"gather": zf.int4(rotate=False), "reduce": zf.int4(symmetric=False, block=48)},
+    "int4, both": {"gather": zf.int4(rotate=True), "reduce": zf.int4(symmetric=False, block=48, rotate=True)},
     "float8": {"gather": zf.float8(), "reduce": zf.float8(dtype=torch.float8_e5m2)},
     "differences": {"gather": zf.delta4(), "reduce": zf.int8(rotate=True)},
 }
@@ -354,7 +354,9 @@ def test_a_part_that_is_kept_inside_a_node_is_kept_as_it_travelled() -> None:
 
 def test_a_table_and_the_digest_of_ranks_name_formats() -> None:
     with pretended(2) as mesh:
-        model = zf.precision(zf.zero3(_built(), mesh), gather=zf.int8(block=64, symmetric=False), reduce=zf.int4())
+        model = zf.precision(
+            zf.zero3(_built(), mesh), gather=zf.int8(block=64, symmetric=False), reduce=zf.int4(rotate=True)
+        )
         text = str(zf.describe(model))
     assert "fp32/bf16 (int8, asymmetric, block 64)/fp32 (int4, rotated)" in text
     assert text.endswith("fp32/bf16/fp32")  # of small ones

@@ -134,8 +134,8 @@ def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> W
         block: Most elements of a row of the tensor that share a scale, 32 to 4096.
         symmetric: Codes -127 to 127 of multiples of the scale; else 0 to 255 from the least value of the block on, which
             takes four bytes more.
-        rotate: Mix the elements of each block by a Hadamard matrix before they are coded: large ones then leave the others
-            more of the codes.
+        rotate: Mix the elements of each block by a Hadamard matrix before they are coded: a few large ones then leave the
+            others more of the codes, and zeros do not stay zeros.
 
     Returns:
         A format for `zf.precision(gather=, reduce=)`.
@@ -146,7 +146,7 @@ def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> W
     return Wire("int8", block, is_symmetric=symmetric, rotates=rotate)
 
 
-def int4(*, block: int = 256, symmetric: bool = True, rotate: bool = True) -> Wire:
+def int4(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> Wire:
     """Half a byte an element, and a scale for each block: 0.26 of the bytes of bfloat16. Arguments: see `int8`; codes are -7
     to 7, or 0 to 15."""
     return Wire("int4", block, is_symmetric=symmetric, rotates=rotate)
