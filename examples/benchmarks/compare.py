@@ -39,10 +39,10 @@ from contestants import CONTESTANTS, GPT, Contestant, available
 from measured import (
     draw_ratios,
     forget_peak,
-    loopback_nbytes,
     ratios_of,
     resident_nbytes,
     shown,
+    sockets_nbytes,
     table,
     waited_s,
 )
@@ -135,7 +135,7 @@ def interleaved(names: Sequence[str], task: Task) -> dict[str, Cost]:
 def step(contestant: Contestant, cost: Cost, tokens: Tensor, *, keeps: bool) -> None:
     """One step between two barriers."""
     dist.barrier()
-    sockets, waited = loopback_nbytes(), waited_s()
+    sockets, waited = sockets_nbytes(), waited_s()
     cpu, wall = time.process_time(), time.perf_counter()
     with zf.traffic() as sent:
         loss = contestant.step(tokens)
@@ -143,7 +143,7 @@ def step(contestant: Contestant, cost: Cost, tokens: Tensor, *, keeps: bool) -> 
             torch.cuda.synchronize()
     dist.barrier()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    waited, sockets = waited_s() - waited, loopback_nbytes() - sockets
+    waited, sockets = waited_s() - waited, sockets_nbytes() - sockets
     dist.all_reduce(loss)
     if keeps:
         cost.wall_s.append(wall)

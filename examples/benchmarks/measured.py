@@ -33,13 +33,14 @@ def forget_peak() -> None:
         _CLEAR.write_text("5")
 
 
-def loopback_nbytes() -> int:
-    """Bytes that went over the sockets of this host so far, of all its programs; 0 where the system does not say."""
+def sockets_nbytes(device: str = "lo") -> int:
+    """Bytes that this host sent over a network device so far, of all its programs; 0 where the system does not say. Over "lo"
+    go those to itself."""
     devices = Path("/proc/net/dev")
     if not devices.exists():
         return 0
     rows = [line.split() for line in devices.read_text().splitlines()]
-    return next((int(row[9]) for row in rows if row[0] == "lo:"), 0)
+    return next((int(row[9]) for row in rows if row[0] == f"{device}:"), 0)
 
 
 def waited_s() -> float:
@@ -71,13 +72,13 @@ class Meter:
         def metered(*args: Any, **kwargs: Any) -> Any:
             dist.barrier()
             forget_peak()
-            resident, sockets = resident_nbytes(), loopback_nbytes()
+            resident, sockets = resident_nbytes(), sockets_nbytes()
             wall, cpu = time.perf_counter(), time.process_time()
             with zf.traffic() as sent:
                 found = function(*args, **kwargs)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             dist.barrier()
-            sockets = (loopback_nbytes() - sockets) // dist.get_world_size()
+            sockets = (sockets_nbytes() - sockets) // dist.get_world_size()
             self._costs.append((cpu, wall, sent.nbytes, sockets, resident_nbytes(peak=True) - resident))
             return found
 

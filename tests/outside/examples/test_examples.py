@@ -210,6 +210,26 @@ def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly() -> None:
         assert max(map(float, rows[llama])) <= 1.1
 
 
+@pytest.mark.parametrize("where", ["--here 2", "--gbit 1"])
+def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where: str) -> None:
+    """Of two ranks on each of two hosts, one sends two of three pieces to the other host; on one host nothing is sent."""
+    program = ROOT / "examples" / "benchmarks" / "slow_link.py"
+    command = [sys.executable, program, *f"{where} --shape 4x128 --rounds 1".split()]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "No two hosts can be made here: " in done.stdout:
+        pytest.skip(done.stdout)
+    rows = re.findall(r"^(zero\d, .*?) {2,}.*?\] +(\S+) +(\S+) +(\S+) +(\S+)$", done.stdout, re.MULTILINE)
+    sent = {name: (float(own), float(of_bf16), float(link)) for name, own, of_bf16, link, _ in rows}
+    assert sent["zero3, int8, int4"][1] < 0.45
+    assert sent["zero2, delta4, int4"][1] < 0.3
+    if where == "--gbit 1":
+        assert all(link == pytest.approx(own * 4 / 3, rel=0.05, abs=0.15) for own, _, link in sent.values()), (
+            done.stdout
+        )
+
+
 # The demo
 
 
