@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/benchmarks/wire.py --seeds 0 1 2        # half an hour
     torchrun --nproc-per-node 4 examples/benchmarks/wire.py --ways int8 --curves curves.json
+    python examples/benchmarks/wire.py --curves curves.json --draw losses.svg    # of what was written: needs matplotlib
 
 All ways of a seed begin with the same weights and see the same batches, on as many ranks as there are; they compute in
 float32. Losses: the mean of the last 50 steps over all ranks, and how far it is off that of `whole`, where nothing is coded.
@@ -66,13 +67,42 @@ def learnt(way: str, steps: int, seed: int, text: Tensor) -> list[float]:
     return found
 
 
+def draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Draws the loss of each way and seed, and how far it is off that of `whole`; each point is the mean of 20 steps."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "wire"}
+    )  # text as text, the same file each time
+    figure, (losses, gaps) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for number, (way, seeds) in enumerate(curves.items()):
+        for first, (seed, steps) in enumerate(seeds.items()):
+            ends = range(20, len(steps) + 1, 20)
+            means, base = (
+                [statistics.mean(each[end - 20 : end]) for end in ends] for each in (steps, curves["whole"][seed])
+            )
+            look: dict[str, Any] = {"color": f"C{number}", "linewidth": 0.8, "label": None if first else way}
+            losses.plot(ends, means, **look)
+            gaps.plot(ends, [100 * (mean / whole - 1) for mean, whole in zip(means, base, strict=True)], **look)
+    losses.set(xlabel="step", ylabel="loss", ylim=(1.9, 3.2))
+    gaps.set(xlabel="step", ylabel="off `whole` of the same seed, %")
+    losses.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="(default: 500)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of weights and batches (default: 0)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which ways learn")
     parser.add_argument("--curves", type=Path, help="write the losses of all steps into this file")
+    parser.add_argument("--draw", type=Path, help="only draw the file of --curves, into this SVG")
     given = parser.parse_args()
+    if given.draw is not None:
+        draw(json.loads(given.curves.read_text()), given.draw)
+        return
     dist.init_process_group("gloo")
     text, _ = texts()
     curves: dict[str, dict[int, list[float]]] = {}
