@@ -228,6 +228,30 @@ def test_the_tables_of_one_gpu_are_what_their_program_computes() -> None:
             assert cells == [str(way), gpu, f"{plan.host_nbytes / 1e9:,.1f}", f"{disk / 1e9:,.1f}"], (model, way)
 
 
+_SLOW = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("70 B", "175 B"))]
+
+
+@pytest.mark.parametrize("model", _SLOW)
+def test_the_table_of_slow_links_is_what_its_program_computes(model: str) -> None:
+    space, _ = _computed("sizes.md")
+    path = _ROOT / "docs" / "guides" / "slow-links.md"
+    ((_, program),) = page_of(path).parsed
+    exec(compile(program, str(path), "exec"), space)
+    table = re.findall(
+        r"^\| ([^|]+) \| (\w+), (\w+) \| [\d x/+]+ \| ([\d.]+) \| (.+) \|$", path.read_text("utf-8"), re.MULTILINE
+    )
+    assert len(table) == 12
+    with space["torch"].device("meta"):
+        psi = sum(p.numel() for p in space["Decoder"](*space["MODELS"][model]).parameters())
+    number = ["7 B", "70 B", "175 B"].index(model)
+    for stages, gather, reduce, exact, cells in table:
+        for stage in stages.split(", "):
+            nbytes = space["sent"](model, stage, gather, reduce)
+            assert cells.split(" | ")[number] == f"{nbytes / 1e9:.2f}", (stage, gather, reduce)
+            each = nbytes / (7 / 8 * psi / 8)  # ZeRO-3 gathers the last layer and the head once
+            assert (0.98 if stage == "ZeRO-3" else 0.9999) < each / float(exact) < 1.0005, (stage, gather, reduce)
+
+
 def test_the_readme_is_short() -> None:
     assert len((_ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 
