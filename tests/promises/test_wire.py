@@ -338,6 +338,17 @@ def test_as_many_bytes_travel_as_the_format_has(name: str) -> None:
     assert sent.nbytes == zf.plan(model).sent_nbytes == each * PSI / 2
 
 
+def test_records_are_in_flight_beside_what_they_are_made_of() -> None:
+    with pretended(2) as mesh:
+        found = []
+        for wires in ({}, {"gather": zf.int8()}, {"gather": zf.int8(), "reduce": zf.int4()}):
+            found.append(zf.plan(zf.precision(zf.zero3(_matrices(), mesh, units=nn.Linear), **wires)).in_flight_nbytes)
+    unit = PSI // 4
+    # Of two units at most, which are gathered, or whose gradients are whole: their records leave, and others come.
+    assert found[1] - found[0] == 2 * unit * 260 // 256
+    assert found[2] - found[1] == 2 * 2 * unit * 132 // 256
+
+
 @on_ranks(4)
 def test_a_part_that_is_kept_inside_a_node_is_kept_as_it_travelled() -> None:
     mesh = grid("outer", "inner")

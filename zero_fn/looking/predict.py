@@ -352,9 +352,15 @@ def _walk(run: Run, *, backwards: int) -> _Walk:
 
 
 def _gradient_nbytes(unit: Unit) -> int:
-    """Bytes of the whole gradients of a unit, from the backward that makes them until they are reduced."""
-    trained = (slot for slot in unit.slots if slot.parameter.requires_grad)
-    return sum(slot.path.numel * slot.kind.compute_dtype.itemsize for slot in trained)
+    """Bytes of the whole gradients of a unit, from the backward that makes them until they are reduced; of those that travel
+    in a format, also of the records that this rank sends, and of as many that come."""
+    total = 0
+    for slot in unit.slots:
+        if slot.parameter.requires_grad:
+            numel, scatter = slot.path.numel, slot.kind.scatter
+            total += numel * slot.kind.compute_dtype.itemsize
+            total += 2 * scatter.records(slot.path.row_numel).nbytes_of(numel) if scatter is not None else 0
+    return total
 
 
 def _way_back(trace: Trace, trained: Set[int]) -> Trace:

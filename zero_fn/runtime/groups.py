@@ -137,8 +137,9 @@ class Groups:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of the buffers that have memory during a use only."""
-        return sum(group.whole.nbytes for group in self.members if group.is_transient and group.whole is not None)
+        """Bytes of the buffers that have memory during a use only, and of records."""
+        whole = sum(group.whole.nbytes for group in self.members if group.is_transient and group.whole is not None)
+        return whole + sum(group.records_nbytes for group in self.members)
 
     @property
     def padding_nbytes(self) -> int:
