@@ -706,6 +706,12 @@ def step_of_another_class_with_narrow_gradients() -> None:
     optimizer.step()
 
 
+def formats_of_whole_leaves(one: DeviceMesh) -> None:
+    model = zf.precision(zf.shard_params(nn.Linear(64, 2), one), gather=zf.int8())
+    with zf.accumulate(model, unshard=True):
+        pass
+
+
 def differences_that_nobody_holds(one: DeviceMesh) -> object:
     model = zf.precision(zf.shard_params(nn.Linear(64, 2), one), gather=zf.delta4())
     return model(torch.ones(2, 64))

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from torch import nn
 
+from zero_fn.errors import LayoutError
 from zero_fn.runtime.blocks import Body, UserBlock, opened
 from zero_fn.runtime.door import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
@@ -53,6 +54,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> AbstractContextMan
     Raises:
         StateError: A module was not transformed, or `unshard=True` inside a block that has begun. Inside the block:
             `optimizer.step()` and, without `unshard`, any read of `.grad`.
+        LayoutError: `unshard=True`, and parameters travel in a format (`precision(gather=)`).
     """
     return opened(_accumulated, modules, unshard=unshard, accumulates=True)
 
@@ -61,6 +63,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> AbstractContextMan
 def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: bool) -> Body:
     runs = runs_of(*with_parameters(modules), verb="accumulate")
     if unshard:
+        _require_exact(runs)
         require_idle((unit for run in runs for unit in run.live_units()), "accumulate(unshard=True)")
     for run in runs:
         run.begin_accumulation(block)
@@ -81,6 +84,18 @@ def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: boo
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
             for run in reversed(runs):
                 ends.callback(run.end_accumulation, block, failed=failed)
+
+
+def _require_exact(runs: Sequence[Run]) -> None:
+    for slot in (slot for run in runs for unit in run.live_units() for slot in unit.slots):
+        if slot.kind.gather is not None:
+            raise LayoutError(
+                "Parameters that travel in a format cannot be whole leaves in accumulate(unshard=True).",
+                parameter=slot,
+                gather=slot.kind.gather,
+                why="leaves are whole as they rest, and forwards would compute with other numbers than without unshard=True",
+                fix="accumulate(model); or precision(...) without gather=: gradients may travel in a format",
+            )
 
 
 def _take_over(run: Run, *, failed: bool) -> None:
