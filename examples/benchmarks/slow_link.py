@@ -108,7 +108,7 @@ def on_two_hosts(args: argparse.Namespace) -> int:
     for number, name in enumerate("ab", 1):
         commands += [f"ip -n {name} link set lo up", f"ip -n {name} link set wire up"]
         commands.append(f"ip -n {name} addr add 10.0.0.{number}/24 dev wire")
-        commands.append(f"tc -n {name} qdisc add dev wire root tbf rate {args.gbit}gbit burst 256kb latency 50ms")
+        commands.append(f"tc -n {name} qdisc add dev wire root tbf rate {args.gbit}gbit burst 256kb latency 1s")
     for command in commands:
         done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False)
         if done.returncode:

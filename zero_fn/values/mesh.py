@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,6 +40,8 @@ class Axis:
     def backend(self) -> str:
         """The backend that moves the bytes: "gloo", "nccl", ... A process group may have one for each type of device."""
         named = str(dist.get_backend(self.group))
+        if named == "undefined":  # of a group that was started without a name, as init_device_mesh does
+            return str(self.group._get_backend(torch.device(self.device_type)).name())
         by_device = dict(pair.split(":", 1) for pair in named.split(",") if ":" in pair)
         return by_device.get(self.device_type, named)
 

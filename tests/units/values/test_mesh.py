@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.groups import pretended_grid
-from zero_fn.values.mesh import dims_in, joined_mesh, root_of
+from zero_fn.values.mesh import dims_in, joined_mesh, mesh_axis, root_of
 
 
 def test_submeshes_know_their_root_and_can_be_joined_again() -> None:
@@ -20,3 +22,13 @@ def test_submeshes_know_their_root_and_can_be_joined_again() -> None:
         assert dims_in(cube, flat) == {0, 1}
         assert dims_in(cube, cube["c"]) == {2}
         assert root_of(flat) is cube
+
+
+@pytest.mark.parametrize("named", [None, "gloo", "cpu:gloo"])
+def test_a_group_that_was_started_without_a_backend_has_one_for_each_device(named: str | None) -> None:
+    """As `init_device_mesh` starts it where there is none: torch calls its backend undefined, and ranks shared no memory."""
+    dist.init_process_group(named, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert mesh_axis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), verb="a test").backend == "gloo"
+    finally:
+        dist.destroy_process_group()
