@@ -14,6 +14,7 @@ import argparse
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
-        return self.head(self.blocks(x, mask, is_causal=True))
+        return cast(Tensor, self.head(self.blocks(x, mask, is_causal=True)))
 
 
 class Shards(nn.Module):
@@ -75,14 +76,13 @@ def main() -> None:
     zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    shape = (options.islands, ranks // options.islands)  # neighbours are on one island
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("islands", "dp"))  # starts the process group, too
+    mesh = init_device_mesh(device, (options.islands, ranks // options.islands), mesh_dim_names=("islands", "dp"))
 
     torch.manual_seed(0)  # every rank builds the same model
     model: nn.Module = zf.shard_params(GPT(options), mesh["dp"], units=nn.TransformerEncoderLayer)
     model = model if options.apart else zf.replicate(model, mesh["islands"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    shards = [parameter.detach().to_local() for parameter in model.parameters()]
+    shards = [parameter.detach().to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
     outer: nn.Module = zf.shard_grads(Shards(shards), mesh["islands"])
     outer = zf.precision(outer, compute=torch.float32, gather=zf.delta4(), reduce=zf.int4())
     outer_optimizer = torch.optim.SGD(outer.parameters(), lr=options.outer_lr, momentum=0.9, nesterov=True)
@@ -95,7 +95,7 @@ def main() -> None:
             starts = torch.randint(len(text) - options.seq, (options.rows, 1), generator=draws)
             tokens = text[starts + torch.arange(options.seq + 1)].to(device, torch.long)
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             if options.apart and (step + 1) % options.apart == 0:

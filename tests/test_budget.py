@@ -62,8 +62,8 @@ FEATURES: dict[str, dict[str, int]] = {
         "checkpoint": 2, "kernels": 173, "looking": 4, "runtime": 160, "streamed": 25, "transforms": 39, "values": 44,
     },
     "wire": {
-        "": 6, "checkpoint": 2, "deepspeed": 22, "kernels": 391, "looking": 25, "runtime": 400, "transforms": 43,
-        "transport": 30, "values": 189,
+        "": 6, "checkpoint": 2, "deepspeed": 22, "kernels": 391, "looking": 29, "runtime": 406, "transforms": 43,
+        "transport": 30, "values": 192,
     },
 }  # fmt: skip
 """Lines that later features may have in folders that were there before them."""
@@ -74,7 +74,7 @@ TESTS = 33_000
 TESTS_DEBT = 7_530
 """... and as many above it today."""
 
-TESTS_OF_FEATURES = {"by_owner": 1_310, "ema": 225, "states8bit": 1_074, "rounding": 524}
+TESTS_OF_FEATURES = {"by_owner": 1_310, "ema": 225, "states8bit": 1_074, "rounding": 524, "wire": 1_085}
 """Lines of tests of later features."""
 
 MOST = 15

@@ -84,15 +84,15 @@ def measure(args: argparse.Namespace) -> None:
             costs[key].append((took.item(), sent.nbytes, over, loss.item() / mesh.size()))
     rows = []
     for (stage, formats), found in costs.items():
-        seconds, nbytes, over, losses = zip(*found[WARMUP:], strict=True)
+        seconds, sent_nbytes, link_nbytes, losses = zip(*found[WARMUP:], strict=True)
         base = [*zip(*costs[stage, "bf16"][WARMUP:], strict=True)]
         rows.append({
             "": f"{stage}, {formats}",
             "s a step": f"{statistics.median(seconds):.3f}",
             "/ bf16": shown(ratios_of(seconds, base[0])),
-            "sent MB": f"{statistics.median(nbytes) / 1e6:.1f}",
-            "sent / bf16": f"{statistics.median(nbytes) / statistics.median(base[1]):.3f}",
-            "link MB": f"{statistics.median(over) / 1e6:.1f}",
+            "sent MB": f"{statistics.median(sent_nbytes) / 1e6:.1f}",
+            "sent / bf16": f"{statistics.median(sent_nbytes) / statistics.median(base[1]):.3f}",
+            "link MB": f"{statistics.median(link_nbytes) / 1e6:.1f}",
             "loss": f"{losses[-1]:.4f}",
         })  # fmt: skip
     if dist.get_rank() == 0:
@@ -108,11 +108,12 @@ def on_two_hosts(args: argparse.Namespace) -> int:
     for number, name in enumerate("ab", 1):
         commands += [f"ip -n {name} link set lo up", f"ip -n {name} link set wire up"]
         commands.append(f"ip -n {name} addr add 10.0.0.{number}/24 dev wire")
+        # A queue of a second loses nothing.
         commands.append(f"tc -n {name} qdisc add dev wire root tbf rate {args.gbit}gbit burst 256kb latency 1s")
-    for command in commands:
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False)
+    for line in commands:
+        done = subprocess.run(shlex.split(line), capture_output=True, text=True, check=False)
         if done.returncode:
-            return cannot(f"{command}: {done.stderr.strip()}")
+            return cannot(f"{line}: {done.stderr.strip()}")
     ranks, size = [], 2 * PER_HOST
     for rank in range(size):
         environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "wire"}

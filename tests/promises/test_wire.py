@@ -473,8 +473,9 @@ def test_differences_need_a_copy_that_they_can_be_added_to() -> None:
     with alone() as mesh:
         for place in (zf.zero3, lambda m, axis: zf.offload(zf.zero2(m, axis), params=zf.nvme("/tmp"))):
             model = zf.precision(place(_built(), mesh), gather=zf.delta4())
-            with pytest.raises(zf.LayoutError, match="No rank keeps"):
-                model(torch.zeros(1, 2, dtype=torch.int64))
+            for ask in (zf.plan, lambda model: model(torch.zeros(1, 2, dtype=torch.int64))):
+                with pytest.raises(zf.LayoutError, match="No rank keeps"):
+                    ask(model)
 
 
 @on_ranks(2)

@@ -33,6 +33,7 @@ from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of, sent_of
 from zero_fn.runtime.coded_gradients import piece_rows
+from zero_fn.runtime.coded_parameters import require_held
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
@@ -145,6 +146,7 @@ def plan(
 
     Raises:
         StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
+        LayoutError: Parameters would travel as differences (`zf.delta4`), and no rank keeps any.
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
     units = units_of(module)
@@ -157,6 +159,8 @@ def plan(
             fix="leave one of them out: plan(model, optimizer)",
         )
     groups = [group for unit in units for group in unit.groups]
+    for group in groups:
+        require_held(group)
     device_type = next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
     held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else None)

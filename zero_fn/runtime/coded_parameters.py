@@ -27,7 +27,7 @@ from zero_fn.transport.segment import Route, Segment
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.wire import Records
 
-__all__ = ["CodedParameters"]
+__all__ = ["CodedParameters", "require_held"]
 
 
 class CodedParameters:
@@ -39,23 +39,11 @@ class CodedParameters:
     """
 
     def __init__(self, group: Group, buffer: Tensor) -> None:
-        """Cuts the buffer, and the records.
-
-        Raises:
-            LayoutError: Differences were asked for, and no copy is kept that they could be added to.
-        """
+        """Cuts the buffer, and the records. Raises what `require_held` raises."""
+        require_held(group)
         kind, self._group = group.kind, group
         assert kind.gather is not None
         self.is_difference, self._keeps_inner = kind.gather.is_difference, kind.keeps_inner
-        if self.is_difference and not (kind.is_kept or kind.keeps_inner):
-            raise LayoutError(
-                "No rank keeps the parameters to which differences could be added.",
-                parameter=group.slots[0],
-                gather=kind.gather,
-                why="they are freed after each use, or rest in another tier",
-                fix="gather=zf.int8(); or shard_grads in place of shard_params; or over two axes shard_params inside a node "
-                "and shard_grads between nodes; in memory of the device",
-            )
         self.is_of_inner = self.is_difference and self._keeps_inner  # what it makes is the part on the first axis
         self.segments: tuple[list[Segment], list[Segment]] = ([], [])
         self.inner_segments: tuple[list[Segment], list[Segment]] = ([], [])
@@ -152,6 +140,24 @@ class CodedParameters:
 
     def _free(self) -> None:
         self._memory.untyped_storage().resize_(0)
+
+
+def require_held(group: Group) -> None:
+    """Requires a copy to which differences can be added.
+
+    Raises:
+        LayoutError: Differences were asked for, and no rank keeps any.
+    """
+    kind = group.kind
+    if kind.gather is not None and kind.gather.is_difference and not (kind.is_kept or kind.keeps_inner):
+        raise LayoutError(
+            "No rank keeps the parameters to which differences could be added.",
+            parameter=group.slots[0],
+            gather=kind.gather,
+            why="they are freed after each use, or rest in another tier",
+            fix="gather=zf.int8(); or shard_grads in place of shard_params; or over two axes shard_params inside a node "
+            "and shard_grads between nodes; in memory of the device",
+        )
 
 
 def _rows(memory: Tensor, start: int, numel: int, records: Records) -> Tensor:
