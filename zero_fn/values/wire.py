@@ -135,7 +135,8 @@ def int8(*, block: int = 256, symmetric: bool = True, rotate: bool = False) -> W
         symmetric: Codes -127 to 127 of multiples of the scale; else 0 to 255 from the least value of the block on, which
             takes four bytes more.
         rotate: Mix the elements of each block by a Hadamard matrix before they are coded: a few large ones then leave the
-            others more of the codes, and zeros do not stay zeros.
+            others more of the codes, and zeros do not stay zeros. Of a block whose size is no power of two, runs of the
+            largest power of two that divides it are mixed.
 
     Returns:
         A format for `zf.precision(gather=, reduce=)`.
