@@ -63,7 +63,7 @@ FEATURES: dict[str, dict[str, int]] = {
     },
     "wire": {
         "": 6, "checkpoint": 2, "deepspeed": 22, "kernels": 391, "looking": 29, "runtime": 406, "transforms": 43,
-        "transport": 30, "values": 192,
+        "transport": 30, "values": 193,
     },
 }  # fmt: skip
 """Lines that later features may have in folders that were there before them."""
