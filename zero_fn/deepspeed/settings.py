@@ -32,7 +32,7 @@ class Sharding:
     secondary: int = 1  # ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none
     persist_numel: int = 0  # parameters of at most so many elements stay whole
     tiers: Tiers = IN_MEMORY
-    gather: Wire | None = None  # the format in which parameters travel; of frozen ones; and of gradients
+    gather: Wire | None = None  # the format in which all parameters travel; or frozen ones alone; and gradients
     gather_frozen: Wire | None = None
     scatter: Wire | None = None
 
@@ -174,7 +174,7 @@ def _sharding(entries: Entries) -> Sharding:
         persist_numel if stage == 3 else 0,
         Tiers(params, grads, optim, fraction),
         gather=int8() if gather else None,
-        gather_frozen=int8() if gather or frozen else None,
+        gather_frozen=int8() if frozen and not gather else None,
         scatter=int4() if entries[f"{_ZERO}.zero_quantized_gradients"] else None,
     )
 

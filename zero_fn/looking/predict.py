@@ -260,7 +260,7 @@ def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: boo
             if hop.layout is not None:
                 times = 1 if number and kind.keeps_inner else times_gathered
                 own_nbytes = gathered * kind.compute_dtype.itemsize
-                if kind.gather is not None and not (kind.keeps_inner and kind.gather.is_difference and not number):
+                if kind.gather is not None and (number or not kind.adds_to_inner):
                     own_nbytes = kind.records_of(slot.path).nbytes_of(gathered)
                 if kind.travels and slot.extension.sent_nbytes is not None:
                     own_nbytes = slot.extension.sent_nbytes // size * (size - 1)

@@ -43,24 +43,18 @@ class CodedParameters:
         require_held(group)
         kind, self._group = group.kind, group
         assert kind.gather is not None
-        self.is_difference, self._keeps_inner = kind.gather.is_difference, kind.keeps_inner
-        self.is_of_inner = self.is_difference and self._keeps_inner  # what it makes is the part on the first axis
+        self.is_difference, self._keeps_records = kind.gather.is_difference, kind.keeps_records
+        self.is_of_inner = kind.adds_to_inner  # what it makes is the part on the first axis
         self.segments: tuple[list[Segment], list[Segment]] = ([], [])
         self.inner_segments: tuple[list[Segment], list[Segment]] = ([], [])
         # Of each parameter what this rank codes, or holds, and its records; all records, and what they are decoded into.
         self._sent: list[tuple[Slot, Tensor, Tensor, Records]] = []
         self._got: list[tuple[Tensor, Tensor, Records]] = []
-        records = [kind.records_of(slot.path) for slot in group.slots]
-        numels = [self._room(slot) for slot in group.slots]
-        *starts, self._nbytes = aligned_offsets([r.nbytes_of(n) for r, n in zip(records, numels, strict=True)], 1)
+        *starts, self._nbytes = aligned_offsets([kind.records_nbytes(slot.path) for slot in group.slots], 1)
         self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=buffer.device)
-        for slot, start, each in zip(group.slots, starts, records, strict=True):
+        for slot, start in zip(group.slots, starts, strict=True):
             if slot.path.numel:
-                self._cut(slot, buffer, start, each)
-
-    def _room(self, slot: Slot) -> int:
-        path = slot.path
-        return path.sublayout.padded_numel if self.is_of_inner and path.sublayout is not None else path.padded_numel
+                self._cut(slot, buffer, start, kind.records_of(slot.path))
 
     def _cut(self, slot: Slot, buffer: Tensor, start: int, records: Records) -> None:
         path, group, memory = slot.path, self._group, self._memory
@@ -70,11 +64,9 @@ class CodedParameters:
             assert group.inner is not None and group.inner.memory is not None
             values, begin = group.inner.memory, group.inner.starts[slot]
             numel, own, route = path.inner_numel, path.inner_start, path.route[1:]
-        self._got.append(
-            (_records(memory, start, numel, records), _rows(values, begin, numel, records), records),
-        )
+        self._got.append((_records(memory, start, numel, records), _rows(values, begin, numel, records), records))
         coded, coded_start, source = memory, start + records.nbytes_of(own), None
-        if self._keeps_inner and not self.is_of_inner:  # [Note: a part in records]
+        if self._keeps_records:  # [Note: a part in records]
             assert group.inner is not None and group.inner.memory is not None
             coded, inner_start = group.inner.memory, group.inner.starts[slot]
             coded_start = inner_start + records.nbytes_of(path.inner_start)
@@ -93,7 +85,7 @@ class CodedParameters:
         """Codes this rank's part of the part on the first axis, or writes it there in full."""
         if self.is_of_inner:
             self._begin(is_held=is_held)
-        elif self._keeps_inner:
+        elif self._keeps_records:
             self._encode()
 
     def end_inner(self, *, is_held: bool) -> None:
@@ -103,10 +95,10 @@ class CodedParameters:
 
     def begin(self, *, is_held: bool) -> None:
         """Codes this rank's part, or writes it where it is held, in full."""
-        if not self._keeps_inner:
-            self._begin(is_held=is_held)
-        elif not self.is_of_inner:
+        if self._keeps_records:
             self._allocate()
+        elif not self.is_of_inner:
+            self._begin(is_held=is_held)
 
     def end(self, *, is_held: bool) -> None:
         """Makes whole parameters of the records that have come."""

@@ -171,15 +171,6 @@ class Group:
         return kept - sum(self.kind.resting_nbytes(slot.path) for slot in self.slots)
 
     @property
-    def records_nbytes(self) -> int:
-        """Bytes of the records of parameters that travel in a format, while a gather is under way; 0 if they travel as they
-        are."""
-        kind = self.kind
-        if kind.gather is None or (kind.gather.is_difference and kind.keeps_inner):
-            return 0
-        return sum(kind.records_of(slot.path).nbytes_of(slot.path.padded_numel) for slot in self.slots)
-
-    @property
     def is_transient(self) -> bool:
         """Whether the gathered parameters are freed between uses."""
         return not self.kind.is_kept

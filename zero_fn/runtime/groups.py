@@ -139,7 +139,7 @@ class Groups:
     def gathered_nbytes(self) -> int:
         """Bytes of the buffers that have memory during a use only, and of records."""
         whole = sum(group.whole.nbytes for group in self.members if group.is_transient and group.whole is not None)
-        return whole + sum(group.records_nbytes for group in self.members)
+        return whole + sum(group.kind.records_nbytes(slot.path) for group in self.members for slot in group.slots)
 
     @property
     def padding_nbytes(self) -> int:

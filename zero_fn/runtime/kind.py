@@ -156,10 +156,22 @@ class Kind:
         """Whether this rank's part on the first axis is kept as it travels, in a format."""
         return self.keeps_inner and self.gather is not None and not self.gather.is_difference
 
+    @cached_property
+    def adds_to_inner(self) -> bool:
+        """Whether this rank's part on the first axis is kept, and differences are added to it."""
+        return self.keeps_inner and self.gather is not None and self.gather.is_difference
+
     def records_of(self, path: Path) -> Records:
         """How a parameter with this path travels."""
         assert self.gather is not None
         return self.gather.records(path.row_numel)
+
+    def records_nbytes(self, path: Path) -> int:
+        """Bytes of the records of one parameter while a gather is under way; 0 if it travels as it is."""
+        if self.gather is None:
+            return 0
+        inner = path.sublayout if self.adds_to_inner else None
+        return self.records_of(path).nbytes_of(inner.padded_numel if inner is not None else path.padded_numel)
 
     # -- tiers ------------------------------------------------------------------------------------------------------
 

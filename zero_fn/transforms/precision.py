@@ -99,8 +99,7 @@ def precision(
         Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights); ZeRO, Rajbhandari et al. 2020, 3.1 (16 Ψ);
         rounding without masters: Revisiting BFloat16 Training, Zamirai et al. 2020; formats: ZeRO++, Wang et al. 2023.
     """
-    for name, wire in (("gather", gather), ("reduce", reduce)):
-        _require_travels(name, wire)
+    _require_formats(gather, reduce)
     reduce, scatter = (torch.float32, reduce) if isinstance(reduce, Wire) else (reduce, None)
     for name, dtype in (("compute", compute), ("reduce", reduce), ("grads", grads), ("output", output), ("rest", rest)):
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -130,14 +129,14 @@ def precision(
     return substitute(result, Assignment(), verb="precision", donate=True)
 
 
-def _require_travels(name: str, wire: object) -> None:
-    is_format = isinstance(wire, Wire) or wire is None
-    if not is_format and name == "gather":
-        raise LayoutError("Parameters travel in a format.", gather=wire, fix="gather=zf.int8(); compute=torch.bfloat16")
-    if isinstance(wire, Wire) and wire.is_difference and name == "reduce":
+def _require_formats(gather: object, reduce: object) -> None:
+    if not isinstance(gather, Wire | None):
+        fix = "gather=zf.int8(); compute=torch.bfloat16"
+        raise LayoutError("Parameters travel in a format.", gather=gather, fix=fix)
+    if isinstance(reduce, Wire) and reduce.is_difference:
         raise LayoutError(
             "Gradients do not travel as differences.",
-            reduce=wire,
+            reduce=reduce,
             why="each is another one, and no rank holds the last",
             fix="reduce=zf.int4(), gather=zf.delta4()",
         )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +31,8 @@ from zero_fn.values.tiers import IN_MEMORY, Tiers
 from zero_fn.values.wire import Wire
 
 __all__ = ["Home", "ReshardAfter", "Stage"]
+
+T = TypeVar("T")
 
 
 class Stage(IntEnum):
@@ -82,21 +85,17 @@ class Home:
         Raises:
             LayoutError: The two ask for different dtypes, roundings or tiers.
         """
+        dtypes, formats = "{} dtypes of the same parameter", "formats in which the same parameter travels ({}=)"
         return Home(
             max(self.stage, other.stage),
-            _dtype("compute", self.compute, other.compute),
-            _dtype("reduce", self.reduce, other.reduce),
-            _dtype("grads", self.grads, other.grads),
+            _agreed("compute", self.compute, other.compute, dtypes),
+            _agreed("reduce", self.reduce, other.reduce, dtypes),
+            _agreed("grads", self.grads, other.grads, dtypes),
             max(self.reshard_after, other.reshard_after),
             self.tiers.join(other.tiers),
-            agreed(
-                self.round,
-                other.round,
-                "roundings of the same parameter",
-                fix="pass one precision(model, round=...) per parameter; select parameters with where=",
-            ),
-            _format("gather", self.gather, other.gather),
-            _format("reduce", self.scatter, other.scatter),
+            _agreed("round", self.round, other.round, "roundings of the same parameter"),
+            _agreed("gather", self.gather, other.gather, formats),
+            _agreed("reduce", self.scatter, other.scatter, formats),
         )
 
     def compute_dtype(self, resting: torch.dtype) -> torch.dtype:
@@ -115,11 +114,7 @@ class Home:
         return self.grads if self.grads is not None and resting.is_floating_point else resting
 
 
-def _dtype(name: str, one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:
+def _agreed(name: str, one: T | None, other: T | None, what: str) -> T | None:
+    """What two calls of `precision` ask for by the argument `name`. `what`: as in `agreed`, with a place for the name."""
     fix = f"pass one precision(model, {name}=...) per parameter; select parameters with where="
-    return agreed(one, other, f"{name} dtypes of the same parameter", fix=fix)
-
-
-def _format(name: str, one: Wire | None, other: Wire | None) -> Wire | None:
-    fix = f"pass one precision(model, {name}=...) per parameter; select parameters with where="
-    return agreed(one, other, f"formats in which the same parameter travels ({name}=)", fix=fix)
+    return agreed(one, other, what.format(name), fix=fix)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Literal, get_args
 
 import torch
@@ -43,7 +44,7 @@ class Wire:
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
         is_float = self.codes.startswith("float8")
-        if self.codes not in get_args(Codes) or (is_float and not (self.is_symmetric and not self.rotates)):
+        if self.codes not in get_args(Codes) or (is_float and (self.rotates or not self.is_symmetric)):
             raise LayoutError(
                 "There is no such format.", got=repr(self), fix="zf.int8(), zf.int4(), zf.float8() or zf.delta4()"
             )
@@ -57,7 +58,7 @@ class Wire:
 
     def records(self, row_numel: int) -> Records:
         """How rows of so many elements travel."""
-        return Records(self, row_numel)
+        return _records(self, row_numel)
 
     def __str__(self) -> str:
         name = self.codes.partition("_")[0] if self.codes == "float8_e4m3fn" else self.codes
@@ -73,33 +74,33 @@ class Records:
     wire: Wire
     row_numel: int
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """The blocks of a row."""
         return -(-self.row_numel // self.wire.block)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The elements of a block; the last of a row may have fewer, its other codes are zero."""
         return -(-self.row_numel // self.blocks)
 
-    @property
+    @cached_property
     def rotated(self) -> int:
         """How many elements that follow each other are mixed: the largest power of two that divides a block. 1: none."""
         return self.numel & -self.numel if self.wire.rotates else 1
 
-    @property
+    @cached_property
     def head_nbytes(self) -> int:
         """Bytes before the codes: the scale, and the least value of an asymmetric block, in float32."""
         return 4 if self.wire.is_symmetric else 8
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of a block, so that the next one begins where a float32 may."""
         codes = -(-self.numel // 2) if self.wire.codes == "int4" else self.numel
         return self.head_nbytes + -(-codes // 4) * 4
 
-    @property
+    @cached_property
     def row_nbytes(self) -> int:
         """Bytes of a row."""
         return self.blocks * self.nbytes
@@ -107,6 +108,9 @@ class Records:
     def nbytes_of(self, numel: int) -> int:
         """Bytes of so many elements, which are whole rows."""
         return numel // self.row_numel * self.row_nbytes
+
+
+_records = cache(Records)  # each gather and reduction asks for the same few
 
 
 def is_coded(dtype: torch.dtype) -> bool:
