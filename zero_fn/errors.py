@@ -13,7 +13,7 @@
     |-- LostRankError      (RuntimeError)  a rank ended, or does not answer
     |-- StorageError       (RuntimeError)  a disk did not take or give back what it was asked to
     |-- CheckpointError    (ValueError)    the bytes on disk do not fit the layout in memory
-    `-- ConfigError        (ValueError)    a DeepSpeed config that cannot be followed
+    `-- ConfigError        (ValueError)    a DeepSpeed config, or a sink, that cannot be followed
 
 A message is a summary sentence, then aligned `name : value` lines, the last of which is always `fix`.
 """
@@ -116,7 +116,7 @@ class CheckpointError(ZeroError, ValueError):
 
 
 class ConfigError(ZeroError, ValueError):
-    """A DeepSpeed config, or arguments of a trainer, cannot be followed."""
+    """A DeepSpeed config or arguments of a trainer cannot be followed, or a sink cannot be made."""
 
 
 def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, object]) -> ZeroError:

@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import resource
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import _sharded, require_placed
 from zero_fn.errors import StateError, StorageError
+from zero_fn.monitor import Csv, Prometheus, sink_of
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
 from zero_fn.transport.line import Work
@@ -993,6 +995,21 @@ def average_of_a_model_that_was_transformed(one: DeviceMesh) -> None:
     del sharded
 
 
+def sink_without_its_library() -> object:
+    with mock.patch.dict(sys.modules, {"wandb": None}):
+        return sink_of("wandb")
+
+
+def sink_at_a_port_in_use() -> object:
+    with mock.patch("prometheus_client.start_http_server", side_effect=OSError(98, "Address already in use")):
+        return sink_of("prometheus:9400")
+
+
+def sink_in_the_file_of_another(folder: Path) -> object:
+    (folder / "run.csv").write_text("name,age\n")
+    return sink_of(f"csv:{folder}/run.csv")
+
+
 def average_of_a_parameter_that_was_frozen() -> None:
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
@@ -1332,6 +1349,12 @@ ROWS: dict[str, Callable[..., object]] = {
     "checkpoint_of_an_average_alone": lambda folder: zf.save(
         folder / "step-1", extra={"average": zf.ema(nn.Linear(2, 2))}
     ),
+    # sinks
+    "sink_of_another_word": lambda: sink_of("visdom:8097"),
+    "sink_in_no_folder": lambda: Csv("/dev/null/run.csv"),
+    "sink_of_a_name_that_is_none": lambda folder: Csv(folder / "run.csv").log(1, {"eval/loss": 1.0}),
+    "sink_of_two_ways": lambda: Prometheus(9400, textfile="run.prom"),
+    "sink_that_node_exporter_does_not_read": lambda: Prometheus(textfile="run.txt"),
     # averages
     "average_of_no_decay": lambda: zf.ema(nn.Linear(2, 2), 1.5),
     "average_of_what_is_frozen": lambda: zf.ema(nn.Linear(2, 2).requires_grad_(False)),

@@ -1,0 +1,338 @@
+"""Numbers of a run arrive where they are sent, and what goes wrong on the way costs neither the training nor what is there.
+
+Sinks over libraries that the tests of every day lack are in `tests/outside/integrations/test_monitoring.py`.
+"""
+
+from __future__ import annotations
+
+import csv
+import http.server
+import json
+import math
+import resource
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.units.storage.disks import limited
+from zero_fn import errors
+from zero_fn.errors import ConfigError
+from zero_fn.monitor import Csv, JsonLines, Numbers, Prometheus, Sink, sink_of
+from zero_fn.monitor.names import COUNTERS, GAUGES, HISTOGRAMS, NAMES
+from zero_fn.monitor.prometheus import BUCKETS
+from zero_fn.monitor.sink import Outlet, flat, split
+
+NUMBERS: dict[str, float | list[float]] = {
+    "zero_fn_steps_total": 3,
+    "zero_fn_loss": 2.5,
+    'zero_fn_sent_bytes_total{axis="dp"}': 1e9,
+    'zero_fn_sent_bytes_total{axis="tp"}': 5.0,
+    "zero_fn_step_seconds": [0.25, 0.75],
+    "zero_fn_gather_seconds": [],
+}
+FLAT = {
+    "zero_fn/steps_total": 3.0,
+    "zero_fn/loss": 2.5,
+    "zero_fn/sent_bytes_total/dp": 1e9,
+    "zero_fn/sent_bytes_total/tp": 5.0,
+    "zero_fn/step_seconds/mean": 0.5,
+    "zero_fn/step_seconds/max": 0.75,
+}
+FILES: list[Callable[[Path], Outlet]] = [Csv, JsonLines]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    """What a reader finds: numbers by name."""
+    text = path.read_text()
+    assert text.endswith("\n"), "a torn line"
+    if path.suffix == ".jsonl":
+        return [{name: float(x) for name, x in json.loads(line).items()} for line in text.splitlines()]
+    return [
+        {name: float(x) for name, x in row.items() if x not in ("", None)} for row in csv.DictReader(text.splitlines())
+    ]
+
+
+def _path(make: Callable[[Path], Outlet], folder: Path) -> Path:
+    return folder / ("run.csv" if make is Csv else "run.jsonl")
+
+
+def _scraped(text: str) -> dict[tuple[str, str], float]:
+    """Values by name and one label, of what Prometheus is shown."""
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def _answer(sink: Prometheus) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_those_of_prometheus_and_say_their_kind() -> None:
+    assert len(NAMES) == len(COUNTERS) + len(GAUGES) + len(HISTOGRAMS)
+    assert all(name.startswith("zero_fn_") and split(name) == (name, {}) for name in NAMES)
+    assert {name for name in NAMES if name.endswith("_total")} == COUNTERS.keys()
+    assert {name for name in HISTOGRAMS if not name.endswith("_seconds")} == set()
+    assert all(text.endswith(".") for text in NAMES.values())
+
+
+def test_a_key_is_a_name_and_labels() -> None:
+    assert split('a_total{tier="nvme",x="1, 2"}') == ("a_total", {"tier": "nvme", "x": "1, 2"})
+    for wrong in ("", "a b", "1a", "a{", "a{b}", 'a{b="c"', 'a{b="c" }', 'a{b="c";d="e"}', 'a{b="\\""}', "a\n"):
+        with pytest.raises(ConfigError, match="cannot be named"):
+            split(wrong)
+
+
+def test_labels_and_histograms_become_numbers_of_their_own() -> None:
+    assert flat(NUMBERS) == FLAT
+    assert flat({"eval_loss": 1}) == {"eval_loss": 1.0}
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", FILES)
+def test_a_file_has_a_row_for_each_step(make: Callable[[Path], Outlet], tmp_path: Path) -> None:
+    path = _path(make, tmp_path / "new" / "folder")
+    with make(path) as sink:
+        sink.log(10, NUMBERS)
+        assert len(_rows(path)) == 1, "rows are there at once"
+        sink.log(20, NUMBERS | {"zero_fn_loss": math.inf})
+    first, second = _rows(path)
+    assert {name: value for name, value in first.items() if name != "time"} == {"step": 10, **FLAT}
+    assert second["zero_fn/loss"] == math.inf
+    assert second["time"] >= first["time"] > 1.7e9
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_that_is_not_finite_is_json(value: float, tmp_path: Path) -> None:
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    with JsonLines(tmp_path / "run.jsonl") as sink:
+        sink.log(1, {"zero_fn_loss": value})
+    (found,) = (json.loads(line, parse_constant=refuse) for line in (tmp_path / "run.jsonl").read_text().splitlines())
+    assert repr(float(found["zero_fn/loss"])) == repr(value)
+
+
+def test_a_column_that_appears_later_leaves_the_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    with Csv(path) as sink:
+        sink.log(1, {"zero_fn_loss": 3.0})
+        sink.log(2, {"zero_fn_loss": 2.0, "zero_fn_checkpoint_age_seconds": 5.0})
+        sink.log(3, {"zero_fn_checkpoint_age_seconds": 6.0})
+    assert [{name: x for name, x in row.items() if name != "time"} for row in _rows(path)] == [
+        {"step": 1, "zero_fn/loss": 3.0},
+        {"step": 2, "zero_fn/loss": 2.0, "zero_fn/checkpoint_age_seconds": 5.0},
+        {"step": 3, "zero_fn/checkpoint_age_seconds": 6.0},
+    ]
+    assert [found.name for found in tmp_path.iterdir()] == ["run.csv"]
+
+
+@pytest.mark.parametrize("make", FILES)
+@pytest.mark.parametrize("torn", [0, 1, 7])
+def test_a_line_that_a_crash_tore_hides_no_other(make: Callable[[Path], Outlet], torn: int, tmp_path: Path) -> None:
+    path = _path(make, tmp_path)
+    with make(path) as sink:
+        sink.log(1, NUMBERS)
+        sink.log(2, NUMBERS)
+    text = path.read_bytes()
+    path.write_bytes(text[: len(text) - torn])
+    with make(path) as sink:
+        sink.log(3, NUMBERS)
+    assert [row["step"] for row in _rows(path)] == ([1, 2, 3] if torn == 0 else [1, 3])
+
+
+@pytest.mark.parametrize("make", FILES)
+def test_a_file_that_is_torn_in_its_first_line_begins_anew(make: Callable[[Path], Outlet], tmp_path: Path) -> None:
+    path = _path(make, tmp_path)
+    path.write_text("step,ti")
+    with make(path) as sink:
+        sink.log(3, NUMBERS)
+    assert [row["step"] for row in _rows(path)] == [3]
+
+
+@pytest.mark.parametrize("make", FILES)
+def test_a_full_disk_costs_rows_and_one_warning(make: Callable[[Path], Outlet], tmp_path: Path) -> None:
+    path = _path(make, tmp_path)
+    with make(path) as sink:
+        sink.log(1, NUMBERS)
+        before = path.read_bytes()
+        with limited(resource.RLIMIT_FSIZE, len(before) + 20):  # the kernel takes 20 bytes of the next row
+            with pytest.warns(UserWarning, match=rf"{make.__name__} lost numbers on their way to .*run") as said:
+                sink.log(2, NUMBERS)
+            assert path.read_bytes() == before
+            sink.log(3, NUMBERS | {"zero_fn_checkpoint_age_seconds": 1.0})  # a new column, in a CSV
+            assert path.read_bytes() == before
+        assert (len(said), sink.lost) == (1, 2)
+        assert "step  : 2" in str(said[0].message)
+        sink.log(4, NUMBERS | {"zero_fn_checkpoint_age_seconds": 1.0})
+    assert [row["step"] for row in _rows(path)] == [1, 4]
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+# -- Prometheus ------------------------------------------------------------------------------------------------------
+
+
+def test_prometheus_is_shown_counters_gauges_and_histograms() -> None:
+    with Prometheus(0, address="127.0.0.1", labels={"job_name": "llama"}) as sink:
+        sink.log(3, NUMBERS)
+        sink.log(4, NUMBERS | {"zero_fn_steps_total": 4, "zero_fn_loss": math.nan})
+        sink.log(4, {"eval_loss": 7.0})  # what is not logged now keeps its value
+        text = _answer(sink)
+    assert "# TYPE zero_fn_steps_total counter" in text
+    assert "# TYPE zero_fn_loss gauge" in text
+    assert "# TYPE zero_fn_step_seconds histogram" in text
+    assert f"# HELP zero_fn_loss {NAMES['zero_fn_loss']}" in text
+    found = _scraped(text)
+    assert found["zero_fn_steps_total", "llama"] == 4
+    assert found["eval_loss", "llama"] == 7
+    assert math.isnan(found["zero_fn_loss", "llama"])
+    assert found["zero_fn_sent_bytes_total", "dp,llama"] == 1e9
+    assert found["zero_fn_sent_bytes_total", "tp,llama"] == 5
+    assert found["zero_fn_step_seconds_sum", "llama"] == 2
+    assert [found["zero_fn_step_seconds_bucket", f"llama,{le}"] for le in ("0.2", "0.5", "1.0", "+Inf")] == [0, 2, 4, 4]
+
+
+def test_buckets_are_seconds_from_a_millisecond_to_a_thousand() -> None:
+    assert (BUCKETS[0], BUCKETS[-1], len(BUCKETS)) == (0.001, 1000.0, 19)
+    assert sorted(BUCKETS) == BUCKETS
+    assert {1.0, 5.0} <= set(BUCKETS), "the bounds of alerts"
+
+
+def test_a_counter_of_another_run_begins_at_nothing() -> None:
+    with Prometheus(0, address="127.0.0.1") as sink:
+        for steps in (5, 9, 2, 3):
+            sink.log(steps, {"zero_fn_steps_total": steps})
+        assert _scraped(_answer(sink))["zero_fn_steps_total", ""] == 3
+
+
+def test_a_port_in_use_raises_at_once() -> None:
+    with Prometheus(0) as sink, pytest.raises(ConfigError, match=f"Port {sink.port} cannot be opened"):
+        Prometheus(sink.port)
+
+
+def test_a_closed_sink_gives_its_port_back() -> None:
+    with Prometheus(0) as sink:
+        pass
+    with Prometheus(sink.port):
+        pass
+
+
+def test_a_text_file_is_whole_at_every_moment(tmp_path: Path) -> None:
+    with Prometheus(textfile=tmp_path / "zero_fn.prom", labels={"rank": "1"}) as sink:
+        sink.log(3, NUMBERS)
+        before = (tmp_path / "zero_fn.prom").read_text()
+        assert _scraped(before)["zero_fn_loss", "1"] == 2.5
+        with limited(resource.RLIMIT_FSIZE, 50), pytest.warns(UserWarning, match="Prometheus lost numbers"):
+            sink.log(4, NUMBERS)
+        assert (tmp_path / "zero_fn.prom").read_text() == before
+        sink.log(5, {"zero_fn_loss": 1.5})
+    assert _scraped((tmp_path / "zero_fn.prom").read_text())["zero_fn_loss", "1"] == 1.5
+    assert [found.name for found in tmp_path.iterdir()] == ["zero_fn.prom"]
+
+
+@contextmanager
+def _gateway(port: int = 0) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+    """A pushgateway: its port, and what was pushed, with the path."""
+    pushed: list[tuple[str, str]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            pushed.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    try:
+        yield server.server_port, pushed
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_numbers_are_pushed_to_the_group_of_their_labels() -> None:
+    with _gateway() as (port, pushed):
+        Prometheus(gateway=f"http://127.0.0.1:{port}", labels={"job_name": "llama"}).log(3, NUMBERS)
+    ((path, text),) = pushed
+    assert path == "/metrics/job/zero_fn/job_name/llama"
+    assert _scraped(text)["zero_fn_loss", ""] == 2.5
+
+
+def test_a_gateway_that_is_away_is_left_alone_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("zero_fn.monitor.sink.time.monotonic", lambda: now)
+    with _gateway() as (port, _):
+        pass
+    sink = Prometheus(gateway=f"http://127.0.0.1:{port}")
+    with pytest.warns(UserWarning, match=f"Prometheus lost numbers on their way to http://127.0.0.1:{port}"):
+        sink.log(1, NUMBERS)
+    with _gateway(port) as (_, pushed):
+        now += 59
+        sink.log(2, NUMBERS)
+        assert (pushed, sink.lost) == ([], 2)
+        now += 2
+        sink.log(3, NUMBERS | {"zero_fn_steps_total": 9})
+    assert _scraped(pushed[0][1])["zero_fn_steps_total", ""] == 9
+    assert sink.lost == 2
+
+
+# -- any sink --------------------------------------------------------------------------------------------------------
+
+
+def test_any_object_with_log_is_a_sink_and_so_are_ours(tmp_path: Path) -> None:
+    class Mine:
+        def log(self, step: int, numbers: Numbers) -> None:
+            self.last = step, numbers
+
+    mine = Mine()
+    with Csv(tmp_path / "run.csv") as ours:
+        sinks: list[Sink] = [mine, ours]
+        for sink in sinks:
+            sink.log(7, NUMBERS)
+    assert mine.last == (7, NUMBERS)
+    assert [row["step"] for row in _rows(tmp_path / "run.csv")] == [7]
+
+
+def test_a_name_that_cannot_be_one_raises_and_writes_nothing(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "run.jsonl") as sink, pytest.raises(ConfigError, match="'eval/loss'"):
+        sink.log(1, NUMBERS | {"eval/loss": 1.0})
+    assert (tmp_path / "run.jsonl").read_text() == ""
+
+
+def test_words_of_a_command_line_are_sinks(tmp_path: Path) -> None:
+    with sink_of(f"csv:{tmp_path}/a.csv") as made:
+        assert isinstance(made, Csv)
+    with sink_of(f"jsonl:{tmp_path}/a.jsonl") as made:
+        assert isinstance(made, JsonLines)
+    with sink_of("prometheus:0") as shown, sink_of(f"prometheus:{tmp_path}/a.prom") as written:
+        for sink in (shown, written):
+            assert isinstance(sink, Prometheus)
+            sink.log(1, {"zero_fn_loss": 1.0})
+    assert "zero_fn_loss 1.0" in (tmp_path / "a.prom").read_text()
+    with _gateway() as (port, pushed):
+        sink_of(f"prometheus:http://127.0.0.1:{port}").log(1, NUMBERS)
+    assert len(pushed) == 1
+    with pytest.raises(ConfigError, match="'carbon' is no sink"):
+        sink_of("carbon")
