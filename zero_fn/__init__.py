@@ -31,6 +31,7 @@ from zero_fn.looking.check import check, is_transformed
 from zero_fn.looking.describe import Description, describe
 from zero_fn.looking.held import Held, held
 from zero_fn.owners import ByOwner, by_owner
+from zero_fn.profiling import Profile, profile
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import States8bit, Streamed, states8bit, streamed
 from zero_fn.transforms.accumulate import accumulate
@@ -68,6 +69,7 @@ __all__ = [
     "MeshError",
     "PlacementError",
     "Plan",
+    "Profile",
     "Proposal",
     "Proposals",
     "Saving",
@@ -114,6 +116,7 @@ __all__ = [
     "offload",
     "plan",
     "precision",
+    "profile",
     "refresh",
     "replicate",
     "save",

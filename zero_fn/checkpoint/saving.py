@@ -55,6 +55,7 @@ from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.coded import CODES
 from zero_fn.transforms.selection import Where
+from zero_fn.values import watching
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["Saving", "save", "wait_for_saving"]
@@ -362,6 +363,8 @@ class _Writing:
         except BaseException:
             self.draft.drop()
             raise
+        for watch in watching.watchers:
+            watch.saved()
         if self.meeting.rank == 0:
             prune(self.draft.target, *self.keep)
 

@@ -38,8 +38,10 @@ from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
+from zero_fn.values import watching
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.schedule import Reduce, Settle
+from zero_fn.values.watching import Moment
 
 __all__ = ["Backward"]
 
@@ -72,6 +74,8 @@ class Backward(Forward):
     def need_in_backward(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
         """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
         backward = self.opened()
+        for watch in watching.watchers:
+            watch.note(Moment.NEED, unit.name)
         if self._nested.left:
             self._nested.reshard()
         if backward is not None:
@@ -93,6 +97,8 @@ class Backward(Forward):
         if self._nested.left:
             self._nested.reshard()
         unit, key, accumulating = use.unit, use.key, self.accumulating
+        for watch in watching.watchers:
+            watch.arrived(unit.name, grads or ())
         scheduled = backward is not None and backward.has(key)
         if grads is not None and accumulating:
             unit.gradients.add_pending(grads)
@@ -155,6 +161,8 @@ class Backward(Forward):
             return self.backward
         self.abandon()
         self.recover_backward()
+        for watch in watching.watchers:
+            watch.note(Moment.BACKWARD, "accumulated" if self.accumulating else "")
         self.is_backward_open = True
         self.backward = self._begun()
         return self.backward
@@ -282,6 +290,8 @@ class Backward(Forward):
         if not self.accumulating:
             self.away.finish_gradients(unit.groups.members for unit in self.live_units())
         self.is_backward_open = False
+        for watch in watching.watchers:
+            watch.note(Moment.BACKWARD_END)
 
     def give_up(self, ending: Ending) -> None:
         """Called when the engine has dropped a backward. If it raised, names show resting parameters again, and collectives

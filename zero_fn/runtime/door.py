@@ -36,6 +36,8 @@ from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_ho
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import see_leaves, show_in_backward
+from zero_fn.values import watching
+from zero_fn.values.watching import Moment
 
 __all__ = [
     "Door",
@@ -120,10 +122,14 @@ class Door:
         begun = _Begun(run.era, is_outermost=is_outermost, is_transforming=odd and is_transforming())
         # But a checkpoint may recompute a forward from before the block that registered whole parameters.
         if unit.shown.leaves is not None and not (in_backward and run.graphs.uses_of(unit.index)):
+            for watch in watching.watchers:
+                watch.note(Moment.ENTER, unit.name)
             self._begin_with_leaves(begun)
             return True
         if in_backward and run.is_recomputing(unit, self):
             return False
+        for watch in watching.watchers:
+            watch.note(Moment.ENTER, unit.name)
         try:
             if not odd:
                 use = run.enter(unit, self, self.attribute)
@@ -180,6 +186,8 @@ class Door:
                     called_outside(run.leave, begun.use, failed=not is_done)
                 else:
                     run.leave(begun.use, failed=not is_done)
+            for watch in watching.watchers:
+                watch.note(Moment.LEAVE, self.unit.name)
             if begun.is_outermost and run.forward is None:
                 run.call = None
         return output

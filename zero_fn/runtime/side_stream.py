@@ -19,6 +19,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from zero_fn.values import watching
+from zero_fn.values.watching import Moment
+
 __all__ = ["SideStream", "side_stream"]
 
 _PIECE_NBYTES = 32 << 20  # [Note: pieces]
@@ -41,6 +44,8 @@ class SideStream:
         their end; the caller keeps those on the host.
         """
         is_there = sources[0].device.type == "cpu"
+        for watch in watching.watchers:
+            watch.moving("host", sum(source.nbytes for source in sources), is_read=is_there)
         stream = self.there if is_there else self._back
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         if after is not None:
@@ -65,7 +70,11 @@ class SideStream:
 
     def wait_for(self, event: torch.Event) -> None:
         """Lets the device wait for a copy before what is issued from now on; the host does not wait."""
+        for watch in watching.watchers:
+            watch.note(Moment.COPY, "host")
         torch.accelerator.current_stream(self._device).wait_event(event)
+        for watch in watching.watchers:
+            watch.note(Moment.COPIED)
 
 
 @cache

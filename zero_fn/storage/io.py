@@ -20,7 +20,9 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.storage.files import FULL, SpillFile
+from zero_fn.values import watching
 from zero_fn.values.tiers import bytes_text
+from zero_fn.values.watching import Moment
 
 __all__ = ["Block", "IoBackend", "ProcessLocal", "Request", "Threads", "Transfer", "Waited", "wait_all"]
 
@@ -255,6 +257,8 @@ class Transfer(ProcessLocal):
         if not self._requests:
             return
         self.require_own()
+        for watch in watching.watchers:
+            watch.note(Moment.COPY, "nvme")
         self._backend.wait(self._requests)  # after an interrupt the next call waits for them
         requests, self._requests = self._requests, ()
         for request in requests:
@@ -263,6 +267,8 @@ class Transfer(ProcessLocal):
         for request, block in zip(requests, self._blocks, strict=True):
             if not request.is_write:
                 block.require_undamaged(request)
+        for watch in watching.watchers:
+            watch.note(Moment.COPIED)
 
 
 class Waited(Protocol):

@@ -22,6 +22,7 @@ from zero_fn.storage.files import SpillFile, extents_of, share_of
 from zero_fn.storage.host_memory import Slab, too_small, whole_pages
 from zero_fn.storage.io import Block, IoBackend, ProcessLocal, Request, Transfer
 from zero_fn.storage.uring import io_backend
+from zero_fn.values import watching
 from zero_fn.values.tiers import Cpu, Nvme, Tier, bytes_text, is_accelerator
 
 __all__ = [
@@ -223,6 +224,8 @@ class DiskStorage(ProcessLocal):
             requests.append(Request(self.files[disk], offset, memory[start : start + nbytes], is_write=is_write))
             blocks.append(self._blocks.setdefault(place + start, Block(nbytes)))
             assert is_write or blocks[-1].nbytes == nbytes, "not written as one"
+        for watch in watching.watchers:
+            watch.moving("nvme", memory.numel(), is_read=not is_write)
         return Transfer(self._backend, requests, blocks)
 
 

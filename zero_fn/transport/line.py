@@ -27,7 +27,9 @@ from zero_fn.transport import waiting
 from zero_fn.transport.segment import ByRank, Contribution, Segment
 from zero_fn.transport.traffic import count, open_counts
 from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, deadline, lost, set_timeout_of
+from zero_fn.values import watching
 from zero_fn.values.mesh import Axis
+from zero_fn.values.watching import Moment
 
 __all__ = ["MISMATCH", "Line", "Transport", "Work"]
 
@@ -215,6 +217,8 @@ class Line:
             mark ^= crc32(check.encode())
         name = shared.count, text, numel, check
         shared.count += 1
+        for watch in watching.watchers:
+            watch.note(Moment.ISSUE)
         try:
             work = operation(*payload, (mark ^ numel * 0x9E3779B1) & 0x7FFFFFFF)
         except (PeerLost, OutOfStep) as failure:
@@ -229,6 +233,8 @@ class Line:
         work.line, work.name = self, name
         if open_counts and self.size > 1:
             count(kind, work.nbytes, self.axes[0].name)
+        for watch in watching.watchers:
+            watch.issued(work, kind)
         return work
 
     def failed(self, failure: Failure, name: tuple[int, str, int, str]) -> ZeroError:

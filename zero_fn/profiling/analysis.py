@@ -1,0 +1,300 @@
+"""What the records of all ranks say together: the parts of each step, units, collectives, and the rank that is slowest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from zero_fn.profiling.clock import Collective
+from zero_fn.profiling.spans import PARTS, Span
+
+__all__ = [
+    "CollectiveTimes",
+    "RankRecord",
+    "Slowest",
+    "Step",
+    "UnitTimes",
+    "collectives_of",
+    "overlap",
+    "slowest_of",
+    "steps_of_ranks",
+    "units_of_ranks",
+    "wait_for_last",
+]
+
+_SLOWER = 0.02
+"""A rank is called slowest if it takes longer than the others by this part of a step at least."""
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """What one rank has noted. Times are nanoseconds of the clock of rank 0."""
+
+    rank: int
+    steps: list[list[Span]]
+    more: dict[str, Any]  # memory, bytes, operations
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans, in order."""
+        return [span for step in self.steps for span in step]
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Those that the rank has issued or waited for in these steps, each once."""
+        found = {id(span.collective): span.collective for span in self.spans if span.collective is not None}
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank. `parts`: seconds by name; together they are `seconds`."""
+
+    rank: int
+    number: int
+    seconds: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Computation in one phase of a unit: seconds a step by rank, the lower quartile of the steps. Idle time counts."""
+
+    unit: str
+    phase: str
+    seconds: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """One collective of a step, such as the gather of a unit, over all ranks.
+
+    Attributes:
+        name: What it moves, in words.
+        axis: The name of the data axis; ranks: how many it has.
+        count: How often in a step.
+        nbytes: Bytes that a rank sends in a step, the mean over ranks.
+        seconds: From when the last rank began to when it was complete, the median; where it was complete before anybody
+            waited, at most.
+        exposed_s: Seconds a step, the mean over ranks, in which a rank waited for it, but for those below.
+        waited_s: Seconds a step, the mean over ranks, in which a rank waited for a slower one.
+        last_rank: The rank that others waited for longest; -1 if nobody waited.
+        slowest_peer: The rank whose messages took longest on the way; -1 where that is not known.
+    """
+
+    name: str
+    axis: str
+    ranks: int
+    count: float
+    nbytes: float
+    seconds: float
+    exposed_s: float
+    waited_s: float
+    last_rank: int
+    slowest_peer: int
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the whole message by seconds."""
+        return self.bus_bandwidth * self.ranks / (self.ranks - 1) if self.ranks > 1 else 0.0
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes that a rank sends by seconds: what its link carries."""
+        return self.nbytes / self.count / self.seconds if self.seconds and self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """The rank that takes longest beside collectives, and where.
+
+    Attributes:
+        rank: Its number.
+        seconds: How much longer a step takes there than on the median of the others; of each the lower quartile
+            of the steps, which is what it takes when nothing comes between.
+        part: The part of the step in which most of that lies.
+        unit, phase: The unit where most of that lies, in which phase; "" if it lies in none.
+        waited_s: Seconds a step that the others waited for it, the mean over these.
+    """
+
+    rank: int
+    seconds: float
+    part: str
+    unit: str
+    phase: str
+    waited_s: float
+
+    def __str__(self) -> str:
+        where = f"{self.part} in {self.phase} of {self.unit}" if self.unit else self.part
+        return (
+            f"rank {self.rank} is slowest: {self.seconds * 1e3:.1f} ms a step longer than the others ({where}); "
+            f"they waited {self.waited_s * 1e3:.1f} ms for it"
+        )
+
+
+def wait_for_last(records: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
+    """For each collective, the rank that began it last, and when. What the others waited until then becomes `waiting`."""
+    last: dict[str, tuple[int, int]] = {}
+    for record in records:
+        for each in record.collectives:
+            if each.group and each.begin_ns > last.get(each.group, (0, -1))[1]:
+                last[each.group] = record.rank, each.begin_ns
+    for record in records:
+        for number, step in enumerate(record.steps):
+            record.steps[number] = [part for span in step for part in _told_apart(span, record, last)]
+    return last
+
+
+def _told_apart(span: Span, record: RankRecord, last: dict[str, tuple[int, int]]) -> Iterable[Span]:
+    if span.part == "communication" and span.collective is not None:
+        rank, begin_ns = last.get(span.collective.group, (record.rank, 0))
+        end = min(span.end_ns, begin_ns)
+        if rank != record.rank and end > span.begin_ns:
+            rest = (span.phase, span.unit, span.collective)
+            return Span(span.begin_ns, end, "waiting", *rest), Span(end, span.end_ns, "communication", *rest)
+    return (span,)
+
+
+def steps_of_ranks(records: Sequence[RankRecord]) -> list[Step]:
+    """All steps of all ranks."""
+    found = []
+    for record in records:
+        for number, spans in enumerate(record.steps):
+            parts = dict.fromkeys(PARTS, 0)
+            for span in spans:
+                parts[span.part] += span.ns - span.idle_ns
+                parts["idle"] += span.idle_ns
+            seconds = (spans[-1].end_ns - spans[0].begin_ns) / 1e9
+            found.append(Step(record.rank, number, seconds, {part: ns / 1e9 for part, ns in parts.items()}))
+    return found
+
+
+def units_of_ranks(records: Sequence[RankRecord]) -> list[UnitTimes]:
+    """Computation of each unit, in the order in which forwards begin; forward first."""
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for place, record in enumerate(records):
+        for number, spans in enumerate(record.steps):
+            for span in spans:
+                if span.part == "compute" and span.unit:
+                    key = span.phase, span.unit
+                    rows = found.setdefault(key, [[0.0] * len(each.steps) for each in records])
+                    rows[place][number] += span.ns / 1e9
+    units = [UnitTimes(unit, phase, [_usual(row) for row in times]) for (phase, unit), times in found.items()]
+    return sorted(units, key=lambda row: row.phase == "backward")
+
+
+def collectives_of(records: Sequence[RankRecord], last: dict[str, tuple[int, int]]) -> list[CollectiveTimes]:
+    """The collectives of the steps, by name; the longest first."""
+    count = sum(len(record.steps) for record in records)
+    waits: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for_whom: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    peers: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    several: dict[str, list[Collective]] = defaultdict(list)
+    for record in records:
+        for each in record.collectives:
+            several[each.name].append(each)
+            if each.slowest_peer >= 0:
+                peers[each.name][each.slowest_peer] += each.peer_ns / 1e9
+        for span in record.spans:
+            if span.collective is not None:
+                waits[span.collective.name][span.part] += span.ns / 1e9
+                if span.part == "waiting":
+                    for_whom[span.collective.name][last[span.collective.group][0]] += span.ns / 1e9
+    rows = []
+    for name, all_ in several.items():
+        took = [each.end_ns - last.get(each.group, (0, each.begin_ns))[1] for each in all_ if each.end_ns]
+        first = all_[0]
+        rows.append(
+            CollectiveTimes(
+                name,
+                first.axis,
+                first.size,
+                len(all_) / count,
+                sum(each.nbytes for each in all_) / count,
+                max(0.0, median(took)) / 1e9 if took else 0.0,
+                waits[name]["communication"] / count,
+                waits[name]["waiting"] / count,
+                _most(for_whom[name]),
+                _most(peers[name]),
+            )
+        )
+    return sorted(rows, key=lambda row: -(row.exposed_s + row.waited_s))
+
+
+def _most(found: dict[int, float]) -> int:
+    return max(found, key=lambda key: found[key], default=-1)
+
+
+def slowest_of(records: Sequence[RankRecord], steps: Sequence[Step], units: Sequence[UnitTimes]) -> Slowest | None:
+    """The rank that takes longer than the others beside collectives; None if none does, by a fiftieth of a step."""
+    if len(records) < 2:
+        return None
+    own = {record.rank: _own([step for step in steps if step.rank == record.rank]) for record in records}
+    totals = {rank: sum(parts.values()) for rank, parts in own.items()}
+    rank = max(totals, key=lambda each: totals[each])
+    excess = _beyond(totals, rank)
+    if excess < _SLOWER * median(step.seconds for step in steps):
+        return None
+    part = max(PARTS, key=lambda part: _beyond({each: parts.get(part, 0.0) for each, parts in own.items()}, rank))
+    unit, phase = "", ""
+    if part in ("compute", "idle"):
+        ranks = [record.rank for record in records]
+        more = [(_beyond(dict(zip(ranks, row.seconds, strict=True)), rank), row.unit, row.phase) for row in units]
+        longest = max(more, default=(0.0, "", ""))
+        if longest[0] > excess / 2:  # else it is slow in all of them
+            _, unit, phase = longest
+    others = [step.parts["waiting"] for step in steps if step.rank != rank]
+    return Slowest(rank, excess, part, unit, phase, sum(others) / len(others))
+
+
+def _usual(times: Iterable[float]) -> float:
+    """The lower quartile: what a step takes when nothing comes between."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 4] if ordered else 0.0
+
+
+def _own(steps: Sequence[Step]) -> dict[str, float]:
+    names = [part for part in PARTS if part not in ("communication", "waiting")]
+    return {part: _usual(step.parts[part] for step in steps) for part in names}
+
+
+def _beyond(times: dict[int, float], rank: int) -> float:
+    """How much longer one rank takes than the median of the others."""
+    return times[rank] - median(time for other, time in times.items() if other != rank)
+
+
+def overlap(record: RankRecord) -> float | None:
+    """The part of the time with a collective under way in which this rank computes, as Holistic Trace Analysis defines it:
+    the overlap of communication with computation, by all of communication. None without collectives."""
+    begin, end = record.steps[0][0].begin_ns, record.steps[-1][-1].end_ns
+    moving = _merged((each.begin_ns, each.end_ns) for each in record.collectives if each.end_ns)
+    moving = [(max(a, begin), min(b, end)) for a, b in moving if b > begin and a < end]
+    total = sum(b - a for a, b in moving)
+    if not total:
+        return None
+    computing = _merged(
+        (s.begin_ns, s.end_ns) for s in record.spans if s.part in ("compute", "optimizer") and s.idle_ns < s.ns
+    )
+    shared, at = 0, 0
+    for a, b in moving:
+        while at < len(computing) and computing[at][1] <= a:
+            at += 1
+        for c, d in computing[at:]:
+            if c >= b:
+                break
+            shared += max(0, min(b, d) - max(a, c))
+    return shared / total
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges without those that meet others: each moment once."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > begin:
+            merged.append((begin, end))
+    return merged

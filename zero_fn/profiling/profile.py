@@ -1,0 +1,326 @@
+"""`profile`: where the time, the bytes and the memory of some steps went, on each rank.
+
+Each rank notes what happens (`clock.py`), which gives spans (`spans.py`). At the end rank 0 hears from all (`ranks.py`),
+compares them (`analysis.py`), tells all ranks what it has found, and writes the files (`trace.py`, `page.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from statistics import median
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from zero_fn.errors import StateError
+from zero_fn.looking.held import Held, held
+from zero_fn.looking.predict import Plan, plan
+from zero_fn.profiling import analysis
+from zero_fn.profiling.analysis import CollectiveTimes, RankRecord, Slowest, Step, UnitTimes
+from zero_fn.profiling.clock import Clock, Collective, Taken
+from zero_fn.profiling.files import write
+from zero_fn.profiling.operations import Operations, peak_of
+from zero_fn.profiling.ranks import Ranks
+from zero_fn.profiling.spans import Span, spans_of, steps_of
+from zero_fn.profiling.text import text_of
+from zero_fn.runtime.door import runs_of, units_of
+from zero_fn.transport.traffic import PAYLOAD
+from zero_fn.values.tiers import is_accelerator
+from zero_fn.values.watching import Moment
+
+__all__ = ["Profile", "profile"]
+
+
+class Profile:
+    """Some steps of training, as `profile` has seen them. Printable; the same on every rank. Empty until the block has ended.
+
+    Attributes:
+        steps: Each step of each rank: seconds, and the parts that they consist of. See `zero_fn.profiling.spans`.
+        units: Computation of each unit, forward and backward: seconds by rank.
+        collectives: What ranks sent one another: count, bytes, seconds, bandwidth, and who was waited for.
+        slowest: The rank that takes longest beside collectives, and where; None if none is slower by a fiftieth of a step.
+        overlap: For each rank the part of its communication that runs beside computation; None without communication.
+        memory: Bytes by phase ("at rest", "forward", "backward", "optimizer") and by what: "process" (resident memory of the
+            host, the largest of all ranks), "device" (the peak of its allocator). `planned` beside them is of training state.
+        numbers: What is one number: see `docs/guides/profile.md`.
+    """
+
+    steps: list[Step]
+    units: list[UnitTimes]
+    collectives: list[CollectiveTimes]
+    slowest: Slowest | None
+    overlap: list[float | None]
+    memory: dict[str, dict[str, int]]
+    numbers: dict[str, Any]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        out: str | None,
+        tokens: int | None,
+        flops: bool,
+        peak: float | None,
+    ) -> None:
+        self._model, self._optimizer, self._out = model, optimizer, out
+        self._tokens, self._peak = tokens, peak
+        groups = [group for unit in units_of(model) for group in unit.groups]
+        if not groups:
+            runs_of(model, verb="profile")  # raises
+        self._device_type = next((g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu")
+        self._dtype = max(groups, key=lambda g: sum(slot.path.numel for slot in g.slots)).kind.compute_dtype
+        self._clock = Clock(self._device_type, optimizer)
+        self._operations = Operations() if flops else None
+        self._held, self._measured = Held(0, 0, 0), 0
+        self._hooks: list[RemovableHandle] = []
+        self._fill(
+            {"steps": [], "units": [], "collectives": [], "slowest": None, "overlap": [], "memory": {}, "numbers": {}}
+        )
+
+    def __enter__(self) -> Self:
+        self._ranks = Ranks()
+        if self._operations is not None:
+            self._operations.open()
+        if self._optimizer is not None:
+            before = self._optimizer.register_step_pre_hook(lambda *_: self._measure())
+            after = self._optimizer.register_step_post_hook(lambda *_: self._end_count())
+            self._hooks = [before, after]
+        self._clock.open()
+        self._clock.note(Moment.STEPPED)
+        return self
+
+    def step(self) -> None:
+        """Ends a step, in loops whose steps no optimizer ends that was given to `profile`."""
+        self._measure()
+        self._end_count()
+        self._clock.note(Moment.STEPPED)
+
+    def _end_count(self) -> None:
+        if self._operations is not None:
+            self._operations.close()
+
+    def _measure(self) -> None:
+        """Bytes held before a step of the optimizer: of the second, which has states, or else of the first."""
+        if self._measured < 2:
+            self._measured, self._held = self._measured + 1, held(self._model, self._optimizer)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._clock.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._end_count()
+        if kind is not None:
+            return  # ranks that raise would not meet
+        mine = self._found(self._clock.resolve(self._clock.take()))
+        rows = self._ranks.collect(mine)
+        found = None
+        if self._ranks.rank == 0:
+            records = [_record(row, offset) for row, offset in zip(rows, self._ranks.offsets, strict=True)]
+            found = _compared(records) if all(record.steps for record in records) else None
+        found = self._ranks.tell(found)
+        if found is None:
+            raise StateError(
+                "A profile has seen no step.",
+                steps_of_this_rank=len(mine["steps"]),
+                fix="step the optimizer that is given to profile inside the block, on every rank; without one call "
+                "profile.step() after each step" + ("; flops=True counts in the first" if self._operations else ""),
+            )
+        self._fill(found)
+        if self._out is not None and self._ranks.rank == 0:
+            write(self, records, self._out)
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    def _fill(self, found: Mapping[str, Any]) -> None:
+        self.steps = [Step(**row) for row in found["steps"]]
+        self.units = [UnitTimes(**row) for row in found["units"]]
+        self.collectives = [CollectiveTimes(**row) for row in found["collectives"]]
+        self.slowest = Slowest(**found["slowest"]) if found["slowest"] else None
+        self.overlap, self.memory, self.numbers = found["overlap"], found["memory"], found["numbers"]
+
+    def _found(self, taken: Taken) -> dict[str, Any]:
+        """What this rank tells rank 0."""
+        on_device = is_accelerator(self._device_type)
+        spans = list(spans_of(taken.marks, on_device=on_device))
+        steps = steps_of(taken.marks)[1 if self._operations is not None else 0 :]
+        timed = [spans[begin:end] for begin, end in steps]
+        collectives = {id(s.collective): s.collective for step in timed for s in step if s.collective is not None}
+        numbers = {key: number for number, key in enumerate(collectives)}
+        rows = [[[*_row(span), numbers.get(id(span.collective), -1)] for span in step] for step in timed]
+        found: dict[str, Any] = {
+            "rank": self._ranks.rank,
+            "steps": rows,
+            "overlap": None,
+            "phases": _phases(taken, spans),
+        }
+        found["collectives"] = [asdict(each) for each in collectives.values()]
+        if not steps:
+            return found
+        count = len(steps)
+        sent = Counter[str]()
+        for each in collectives.values():
+            sent[each.axis] += each.nbytes if each.kind in PAYLOAD else 0
+        inside = taken.marks[steps[0][0] : steps[-1][1]]
+        backwards = [mark.what for mark in inside if mark.moment is Moment.BACKWARD]
+        planned = self._planned(len(backwards) / count, all(backwards))
+        found["sent"] = {axis: nbytes / count for axis, nbytes in sent.items() if nbytes}
+        found["planned"] = planned and {axis: nbytes for axis, nbytes in planned.sent_by_axis.items() if nbytes}
+        found["tiers"] = {f"{'from' if is_read else 'to'} {tier}": n for (tier, is_read), n in taken.moved.items()}
+        found["held"] = {"planned": planned and planned.held.total, "held": self._held.total}
+        found["peak"] = planned and planned.peak_nbytes
+        if self._operations is not None and self._operations.total:
+            peak = peak_of(self._device_type, self._dtype) if self._peak is None else self._peak
+            found["operations"] = [self._operations.total, self._operations.of_model, peak]
+        found["tokens"] = self._tokens
+        return found
+
+    def _planned(self, backwards: float, are_accumulated: bool) -> Plan | None:
+        """What `plan` says of such a step; None where it cannot."""
+        if backwards == 1 or (are_accumulated and backwards == int(backwards) and backwards):
+            with suppress(StateError):
+                return plan(self._model, self._optimizer, backwards=int(backwards))
+        return None
+
+
+def profile(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    out: str | None = None,
+    tokens: int | None = None,
+    flops: bool = False,
+    peak: float | None = None,
+) -> Profile:
+    """Shows where the time of the steps in a block goes, by part, rank, unit and collective; and their bytes and memory.
+
+        with zf.profile(model, optimizer, out="profile") as profile:      # some steps, on every rank
+            for _ in range(10):
+                train_step()
+        print(profile)
+
+    A step ends with `optimizer.step()`. It consists of computation, communication (what runs beside computation is not in
+    it), waiting for slower ranks, waits for tiers, idle time, data loading, the optimizer and the rest, which add up to it.
+    On the CPU these are times of the host; on an accelerator those of the stream that computes, by events.
+
+    Communicates, at the beginning and at the end, over all ranks of the process group, which must all call it: some KB for
+    each step and rank to rank 0, and the result to all. Nothing in between. Without a block that is open it costs nothing.
+
+    Collectives of others (tensor parallelism, a norm, your own) count as the part in which they are called.
+
+    Args:
+        model: A transformed module, or one that holds some (the stages of a pipeline).
+        optimizer: The optimizer whose steps end a step, stock, `zf.streamed` or `zf.by_owner`.
+        out: A folder that rank 0 writes into: `trace.json` (Perfetto, chrome://tracing: tracks for each rank, its collectives
+            and its tiers), `timeline.png` (needs matplotlib), `profile.html` (one page, no network), `profile.json`.
+        tokens: Tokens of a step on one rank, for tokens/s.
+        flops: Counts operations in the first step of the block, by torch's counter. It is slower for that, and not timed.
+        peak: Operations a second that the device can do, for the utilisation. Left out: what its vendor says (A100, H100,
+            H200, B200 in 16 bits), else what a product of matrices reaches, which is measured.
+
+    Returns:
+        A `Profile`, which is the context manager.
+
+    Raises:
+        StateError: The model was not transformed; or, at the end, on every rank: some rank has made no step.
+        LostRankError: A rank has ended, or does not come to the end of the block.
+    """
+    return Profile(model, optimizer, out=out, tokens=tokens, flops=flops, peak=peak)
+
+
+def _row(span: Span) -> list[Any]:
+    return [span.begin_ns, span.end_ns, span.part, span.phase, span.unit, span.tier, span.idle_ns]
+
+
+def _record(found: dict[str, Any], offset: int) -> RankRecord:
+    """The record of a rank, by the clock of rank 0."""
+    collectives = [Collective(**row) for row in found["collectives"]]
+    for each in collectives:
+        each.begin_ns -= offset
+        each.end_ns -= offset if each.end_ns else 0
+    steps = []
+    for rows in found["steps"]:
+        spans = []
+        for begin, end, part, phase, unit, tier, idle, number in rows:
+            collective = collectives[number] if number >= 0 else None
+            spans.append(Span(begin - offset, end - offset, part, phase, unit, collective, tier, idle))
+        steps.append(spans)
+    return RankRecord(found["rank"], steps, found)
+
+
+def _phases(taken: Taken, spans: list[Span]) -> dict[str, dict[str, int]]:
+    """The most bytes in each phase: of the process, and of the device on CUDA."""
+    found: dict[str, dict[str, int]] = {}
+
+    def note(phase: str, what: str, nbytes: int) -> None:
+        row = found.setdefault(phase, {})
+        row[what] = max(row.get(what, 0), nbytes)
+
+    for number, span in enumerate(spans):
+        for at in (number, number + 1):
+            if taken.resident_nbytes[at] and span.phase:
+                note(span.phase, "process", taken.resident_nbytes[at])
+    for mark, nbytes in zip(taken.marks, taken.resident_nbytes, strict=True):
+        if mark.moment is Moment.STEPPED and nbytes:
+            note("at rest", "process", nbytes)
+    before = {Moment.BACKWARD: "forward", Moment.OPTIMIZER: "backward", Moment.STEPPED: "optimizer"}
+    for moment, peak, now in taken.allocated:
+        note(before[moment], "device", peak)
+        if moment is Moment.STEPPED:
+            note("at rest", "device", now)
+    return found
+
+
+def _compared(records: list[RankRecord]) -> dict[str, Any]:
+    """What rank 0 finds in the records of all."""
+    overlap = [analysis.overlap(record) for record in records]
+    last = analysis.wait_for_last(records)
+    steps, units = analysis.steps_of_ranks(records), analysis.units_of_ranks(records)
+    slowest = analysis.slowest_of(records, steps, units)
+    memory: dict[str, dict[str, int]] = {}
+    for record in records:
+        for phase, row in record.more["phases"].items():
+            for what, nbytes in row.items():
+                memory.setdefault(phase, {})[what] = max(memory.get(phase, {}).get(what, 0), nbytes)
+    seconds = median(step.seconds for step in steps)
+    more = [record.more for record in records]
+    numbers: dict[str, Any] = {
+        "ranks": len(records),
+        "steps": len(records[0].steps),
+        "seconds": seconds,
+        "sent": _most(row["sent"] for row in more),
+        "planned": _most(row["planned"] for row in more) if all(row["planned"] is not None for row in more) else None,
+        "tiers": _most(row["tiers"] for row in more),
+        "held": [row["held"] for row in more],
+        "peak": max((row["peak"] for row in more if row["peak"]), default=None),
+    }
+    if all(row["tokens"] for row in more):
+        numbers["tokens_per_second"] = sum(row["tokens"] for row in more) / seconds
+    if all("operations" in row for row in more):
+        total, of_model, peak = (sum(row["operations"][at] for row in more) / len(more) for at in range(3))
+        numbers |= {"flops": total, "model_flops": of_model, "peak_flops_per_second": peak}
+        numbers |= {"utilisation": of_model / seconds / peak, "hardware_utilisation": total / seconds / peak}
+    return {
+        "steps": [asdict(step) for step in steps],
+        "units": [asdict(unit) for unit in units],
+        "collectives": [asdict(each) for each in analysis.collectives_of(records, last)],
+        "slowest": slowest and asdict(slowest),
+        "overlap": overlap,
+        "memory": memory,
+        "numbers": numbers,
+    }
+
+
+def _most(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest of all ranks, by name."""
+    found: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            found[name] = max(found.get(name, 0.0), value)
+    return found
