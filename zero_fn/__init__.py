@@ -30,6 +30,7 @@ from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, mea
 from zero_fn.looking.check import check, is_transformed
 from zero_fn.looking.describe import Description, describe
 from zero_fn.looking.held import Held, held
+from zero_fn.monitor.metrics import Metrics, metrics
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.profiling import Profile, profile
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
@@ -67,6 +68,7 @@ __all__ = [
     "LinkSpeeds",
     "LostRankError",
     "MeshError",
+    "Metrics",
     "PlacementError",
     "Plan",
     "Profile",
@@ -112,6 +114,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "measure_links",
+    "metrics",
     "nvme",
     "offload",
     "plan",

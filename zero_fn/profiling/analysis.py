@@ -13,12 +13,13 @@ from zero_fn.profiling.spans import PARTS, Span
 
 __all__ = [
     "CollectiveTimes",
+    "Findings",
     "RankRecord",
     "Slowest",
     "Step",
     "UnitTimes",
     "collectives_of",
-    "overlap",
+    "overlap_of",
     "slowest_of",
     "steps_of_ranks",
     "units_of_ranks",
@@ -27,6 +28,18 @@ __all__ = [
 
 _SLOWER = 0.02
 """A rank is called slowest if it takes longer than the others by this part of a step at least."""
+
+
+class Findings:
+    """What a profile has found: the attributes of `zero_fn.profiling.profile.Profile`."""
+
+    steps: list[Step]
+    units: list[UnitTimes]
+    collectives: list[CollectiveTimes]
+    slowest: Slowest | None
+    overlap: list[float | None]
+    memory: dict[str, dict[str, int]]
+    numbers: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -266,7 +279,7 @@ def _beyond(times: dict[int, float], rank: int) -> float:
     return times[rank] - median(time for other, time in times.items() if other != rank)
 
 
-def overlap(record: RankRecord) -> float | None:
+def overlap_of(record: RankRecord) -> float | None:
     """The part of the time with a collective under way in which this rank computes, as Holistic Trace Analysis defines it:
     the overlap of communication with computation, by all of communication. None without collectives."""
     begin, end = record.steps[0][0].begin_ns, record.steps[-1][-1].end_ns

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from time import perf_counter_ns, process_time_ns
+from time import monotonic, perf_counter_ns, process_time_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +71,8 @@ class Taken:
         return not self.events or self.events[-1].query()
 
     def resolve(self, before: tuple[Any, int]) -> tuple[Any, int]:
-        """Waits until the device has come to the last mark, and sets the times at which it came to each. `before`: an event and
-        when it was; returns the last such."""
+        """Waits until the device has come to the last mark, and sets the times at which it came to each. `before`: an
+        event, and when it was; returns the last such."""
         events, self.events = self.events, []
         if events:
             events[-1].synchronize()
@@ -101,6 +101,7 @@ class Clock(Watch):
         self.anchor: tuple[Any, int] = None, 0  # on an accelerator, an event whose time is known, and that time
         self._thread = get_ident()
         self._undo: list[Callable[[], object]] = []
+        self.saved_at = monotonic()  # when a checkpoint was complete last, or when it began to look on
         self._working: list[tuple[Collective, list[Any]]] = []  # under way, with the works of the backend
 
     def open(self) -> None:
@@ -147,12 +148,14 @@ class Clock(Watch):
         if get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
             return
         taken, line = self._taken, work.line
+        if line.size == 1:
+            self.note(Moment.ISSUED, kind)
+            return
         count, text, *_ = work.name
-        axis = line.axes[0] if line.axes else None
-        group = f"{axis.name} {dist.get_process_group_ranks(axis.group)} #{count}" if axis is not None else ""
-        name = axis.name if axis is not None else ""
+        axis = line.axes[0]
+        group = f"{axis.name} {dist.get_process_group_ranks(axis.group)} #{count}"
         begin_ns = taken.marks[-1].at_ns if taken.marks else perf_counter_ns()  # that of ISSUE
-        collective = Collective(text, kind, group, name, line.size, work.nbytes, begin_ns)
+        collective = Collective(text, kind, group, axis.name, line.size, work.nbytes, begin_ns)
         self.note(Moment.ISSUED, kind, collective)
         works, finish = [each for each, _ in work.works], work.finish
         if not work.on_stream and works and hasattr(works[0], "is_completed"):
@@ -176,6 +179,10 @@ class Clock(Watch):
         """The gradients of a unit are there."""
         self.note(Moment.ARRIVED, unit)
 
+    def saved(self) -> None:
+        """A checkpoint is complete."""
+        self.saved_at = monotonic()
+
     # -- what it has noted ------------------------------------------------------------------------------------------
 
     def take(self) -> Taken:
@@ -190,7 +197,7 @@ class Clock(Watch):
 
     def _event(self) -> Any:
         event = torch.Event(self.device_type, enable_timing=True)
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         return event
 
 
@@ -198,11 +205,11 @@ class _Waiting:
     """Stands before the works of a collective, and notes when the host begins to wait for them."""
 
     def __init__(self, clock: Clock, kind: str, collective: Collective) -> None:
-        self._note = lambda: clock.note(Moment.WAIT, kind, collective)
+        self._clock, self._kind, self._collective = clock, kind, collective
 
     def wait(self, *_: object) -> None:
         """Notes."""
-        self._note()
+        self._clock.note(Moment.WAIT, self._kind, self._collective)
 
 
 class _Waited:

@@ -8,20 +8,17 @@ from dataclasses import asdict
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_fn.errors import warn_once
-from zero_fn.profiling.analysis import RankRecord
+from zero_fn.profiling.analysis import Findings, RankRecord
 from zero_fn.profiling.text import Table, headline, tables_of
 from zero_fn.profiling.timeline import COLOURS, bars_of, draw, in_lanes, name_of, svg_of
-
-if TYPE_CHECKING:
-    from zero_fn.profiling.profile import Profile
 
 __all__ = ["trace_of", "write"]
 
 
-def write(profile: Profile, records: Sequence[RankRecord], out: str) -> None:
+def write(profile: Findings, records: Sequence[RankRecord], out: str) -> None:
     """Writes `profile.json`, `trace.json`, `profile.html` and `timeline.png` into a folder, which is made if need be."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +73,7 @@ svg { width: 100%; font-size: 11px } .key { display: inline-block; width: 1em; h
 """
 
 
-def _page(profile: Profile, picture: str) -> str:
+def _page(profile: Findings, picture: str) -> str:
     lines = ['<!doctype html><html lang="en"><meta charset="utf-8"><title>zero_fn profile</title>']
     lines += [f"<style>{_STYLE}</style><h1>Where the time of a step goes</h1>"]
     lines += [f"<p>{escape(line)}</p>" for line in headline(profile)]

@@ -20,8 +20,20 @@ from torch.utils.hooks import RemovableHandle
 from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, held
 from zero_fn.looking.predict import Plan, plan
-from zero_fn.profiling import analysis
-from zero_fn.profiling.analysis import CollectiveTimes, RankRecord, Slowest, Step, UnitTimes
+from zero_fn.profiling.analysis import (
+    CollectiveTimes,
+    Findings,
+    RankRecord,
+    Slowest,
+    Step,
+    UnitTimes,
+    collectives_of,
+    overlap_of,
+    slowest_of,
+    steps_of_ranks,
+    units_of_ranks,
+    wait_for_last,
+)
 from zero_fn.profiling.clock import Clock, Collective, Taken
 from zero_fn.profiling.files import write
 from zero_fn.profiling.operations import Operations, peak_of
@@ -36,7 +48,7 @@ from zero_fn.values.watching import Moment
 __all__ = ["Profile", "profile"]
 
 
-class Profile:
+class Profile(Findings):
     """Some steps of training, as `profile` has seen them. Printable; the same on every rank. Empty until the block has ended.
 
     Attributes:
@@ -49,14 +61,6 @@ class Profile:
             host, the largest of all ranks), "device" (the peak of its allocator). `planned` beside them is of training state.
         numbers: What is one number: see `docs/guides/profile.md`.
     """
-
-    steps: list[Step]
-    units: list[UnitTimes]
-    collectives: list[CollectiveTimes]
-    slowest: Slowest | None
-    overlap: list[float | None]
-    memory: dict[str, dict[str, int]]
-    numbers: dict[str, Any]
 
     def __init__(
         self,
@@ -279,10 +283,10 @@ def _phases(taken: Taken, spans: list[Span]) -> dict[str, dict[str, int]]:
 
 def _compared(records: list[RankRecord]) -> dict[str, Any]:
     """What rank 0 finds in the records of all."""
-    overlap = [analysis.overlap(record) for record in records]
-    last = analysis.wait_for_last(records)
-    steps, units = analysis.steps_of_ranks(records), analysis.units_of_ranks(records)
-    slowest = analysis.slowest_of(records, steps, units)
+    overlap = [overlap_of(record) for record in records]
+    last = wait_for_last(records)
+    steps, units = steps_of_ranks(records), units_of_ranks(records)
+    slowest = slowest_of(records, steps, units)
     memory: dict[str, dict[str, int]] = {}
     for record in records:
         for phase, row in record.more["phases"].items():
@@ -309,7 +313,7 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
     return {
         "steps": [asdict(step) for step in steps],
         "units": [asdict(unit) for unit in units],
-        "collectives": [asdict(each) for each in analysis.collectives_of(records, last)],
+        "collectives": [asdict(each) for each in collectives_of(records, last)],
         "slowest": slowest and asdict(slowest),
         "overlap": overlap,
         "memory": memory,

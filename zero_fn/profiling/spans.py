@@ -74,7 +74,12 @@ def spans_of(marks: Sequence[Mark], *, on_device: bool) -> Iterator[Span]:
     for mark, after in pairwise(marks):
         moment = mark.moment
         if moment in _PAIRS:
-            begins = [at for at, each in enumerate(open_) if each.moment is _PAIRS[moment]]
+            opens = _PAIRS[moment]
+            begins = [
+                at
+                for at, each in enumerate(open_)
+                if each.moment is opens and (opens is not Moment.ENTER or each.what == mark.what)
+            ]
             if begins:  # none where the watch was opened between; and what an exception has left inside goes, too
                 del open_[begins[-1] :]
             if moment is Moment.STEPPED:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_fn.looking.table import table
-from zero_fn.profiling.analysis import Step
+from zero_fn.profiling.analysis import Findings, Step
 from zero_fn.profiling.spans import PARTS
-
-if TYPE_CHECKING:
-    from zero_fn.profiling.profile import Profile
 
 __all__ = ["Table", "tables_of", "text_of"]
 
@@ -22,7 +19,7 @@ _FEW_RANKS = 8
 _FEW_ROWS = 8
 
 
-def text_of(profile: Profile) -> str:
+def text_of(profile: Findings) -> str:
     """All of it."""
     if not profile.steps:
         return "profile: the block has not ended"
@@ -32,7 +29,7 @@ def text_of(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def headline(profile: Profile) -> list[str]:
+def headline(profile: Findings) -> list[str]:
     """The sentences above the tables."""
     numbers = profile.numbers
     first = f"{numbers['steps']} steps on {numbers['ranks']} ranks, {_ms(numbers['seconds'])} ms a step (median)"
@@ -57,7 +54,7 @@ def headline(profile: Profile) -> list[str]:
     return lines
 
 
-def tables_of(profile: Profile, *, few: bool) -> list[Table]:
+def tables_of(profile: Findings, *, few: bool) -> list[Table]:
     """The tables; `few` for one screen: the rows that matter most."""
     return [
         found
@@ -66,7 +63,7 @@ def tables_of(profile: Profile, *, few: bool) -> list[Table]:
     ]
 
 
-def _steps(profile: Profile, few: bool) -> Table:
+def _steps(profile: Findings, few: bool) -> Table:
     ranks = sorted({step.rank for step in profile.steps})
     own = {rank: [step for step in profile.steps if step.rank == rank] for rank in ranks}
     names = [name for name in PARTS if any(step.parts[name] for step in profile.steps)]
@@ -88,7 +85,7 @@ def _steps(profile: Profile, few: bool) -> Table:
     return "milliseconds of a step", rows
 
 
-def _units(profile: Profile, few: bool) -> Table | None:
+def _units(profile: Findings, few: bool) -> Table | None:
     names = list(dict.fromkeys(row.unit for row in profile.units))
     times = {(row.unit, row.phase): row.seconds for row in profile.units}
 
@@ -111,7 +108,7 @@ def _units(profile: Profile, few: bool) -> Table | None:
     return (title, rows) if names else None
 
 
-def _collectives(profile: Profile, few: bool) -> Table | None:
+def _collectives(profile: Findings, few: bool) -> Table | None:
     rows: list[Sequence[str]] = [
         ("collective", "axis", "a step", "MB", "ms each", "exposed ms", "waited ms", "for rank", "GB/s", "bus GB/s")
     ]
@@ -127,7 +124,7 @@ def _collectives(profile: Profile, few: bool) -> Table | None:
     return (title, rows) if len(rows) > 1 else None
 
 
-def _memory(profile: Profile) -> Table | None:
+def _memory(profile: Findings) -> Table | None:
     if not profile.memory:
         return None
     kinds = sorted({what for row in profile.memory.values() for what in row})

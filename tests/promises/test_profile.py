@@ -1,0 +1,326 @@
+"""`zf.profile`: the parts of a step add up to it, a fault is named, bytes are those of the plan, nobody looks on later."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import zero_fn as zf
+from tests.support.groups import alone
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
+from zero_fn.profiling import ranks as meeting
+from zero_fn.profiling.clock import Collective, Mark
+from zero_fn.profiling.profile import Profile
+from zero_fn.profiling.spans import spans_of, steps_of
+from zero_fn.storage import Transfer
+from zero_fn.values import watching
+from zero_fn.values.watching import Moment
+
+SLEEP_S = 0.02
+
+
+class Block(nn.Module):
+    """Two layers, which may sleep before them."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.sleep_s = 0.0
+        self.checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
+        if self.checkpoints:
+            return x + checkpoint(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.down(self.up(x).relu())
+        return inner
+
+
+def built(stage: str = "zero3", blocks: int = 5, **offloaded: Any) -> tuple[nn.Module, Optimizer, list[Block]]:
+    torch.manual_seed(0)
+    plain = [Block() for _ in range(blocks)]
+    model = getattr(zf, stage)(nn.Sequential(*plain), axis(), units=Block)
+    if offloaded:
+        model = zf.offload(model, **offloaded)
+    optimizer: Optimizer = AdamW(model.parameters(), fused=True)
+    return (
+        model,
+        zf.streamed(optimizer) if offloaded else optimizer,
+        [module for module in model.modules() if isinstance(module, Block)],
+    )
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> None:
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def profiled(model: nn.Module, optimizer: Optimizer, steps: int = 10, **options: Any) -> Profile:
+    for _ in range(2):
+        step(model, optimizer)
+    with zf.profile(model, optimizer, **options) as profile:
+        for _ in range(steps):
+            step(model, optimizer)
+    return profile
+
+
+@on_ranks(2)
+def test_the_parts_of_a_step_add_up_to_what_a_clock_shows() -> None:
+    model, optimizer, _ = built()
+    loader = iter(DataLoader(TensorDataset(torch.randn(320, 64)), batch_size=8))
+    step(model, optimizer)
+    began = time.perf_counter()
+    with zf.profile(model, optimizer) as profile:
+        opened = time.perf_counter()
+        for _ in range(10):
+            model(next(loader)[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        took = time.perf_counter() - opened
+    assert began < opened
+    own = [each for each in profile.steps if each.rank == dist.get_rank()]
+    assert [each.number for each in own] == [*range(10)]
+    for each in own:
+        assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=1e-6)
+        assert all(each.parts[part] > 0 for part in ("compute", "communication", "data", "optimizer", "other"))
+    assert sum(each.seconds for each in own) == pytest.approx(took, rel=0.02, abs=0.002)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@on_ranks(2)
+def test_a_unit_that_is_slow_on_one_rank_is_named(phase: str) -> None:
+    model, optimizer, blocks = built()
+    if dist.get_rank() == 1 and phase == "forward":
+        blocks[3].sleep_s = SLEEP_S
+    elif dist.get_rank() == 1:
+        blocks[3].down.register_full_backward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+    profile = profiled(model, optimizer)
+    slowest = profile.slowest
+    assert slowest is not None
+    assert (slowest.rank, slowest.unit, slowest.phase, slowest.part) == (1, "3", phase, "idle")
+    assert 0.8 * SLEEP_S < slowest.seconds < 2 * SLEEP_S
+    assert slowest.waited_s > 0.5 * SLEEP_S
+    waited = max(profile.collectives, key=lambda each: each.waited_s)
+    assert waited.last_rank == 1
+    assert f"idle in {phase} of 3" in str(profile)
+
+
+@on_ranks(2)
+def test_a_slow_disk_is_named(folder: str) -> None:
+    """The parameters of rank 1 come late from its disk."""
+    model, optimizer, _ = built(params=zf.nvme(folder), optim=zf.nvme(folder))
+    wait = Transfer.wait
+
+    def late(transfer: Transfer) -> None:
+        if transfer._requests:
+            inner = transfer._backend
+
+            class Late:
+                def wait(self, requests: Any) -> None:
+                    time.sleep(0.002)
+                    inner.wait(requests)
+
+            transfer._backend = Late()  # type: ignore[assignment]
+        wait(transfer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Transfer, "wait", late)
+        profile = profiled(model, optimizer, steps=6)
+    assert profile.slowest is not None
+    assert (profile.slowest.rank, profile.slowest.part) == (1, "copies")
+    assert profile.numbers["tiers"]["from nvme"] > 0
+    assert profile.numbers["tiers"]["to nvme"] > 0
+
+
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])
+@on_ranks(2)
+def test_bytes_are_those_of_the_plan(stage: str) -> None:
+    model, optimizer, _ = built(stage)
+    profile = profiled(model, optimizer, steps=3)
+    assert profile.numbers["sent"] == profile.numbers["planned"] == zf.plan(model, optimizer).sent_by_axis
+    assert sum(each.nbytes for each in profile.collectives if not each.name.startswith("agreement")) == pytest.approx(
+        zf.plan(model, optimizer).sent_nbytes
+    )
+    gathers = [each for each in profile.collectives if each.name == "all-gather of parameters of unit 1"]
+    assert [each.count for each in gathers] == ([] if stage == "replicate" else [2 if stage == "zero3" else 1])
+    assert all(each.bus_bandwidth * 2 == each.algorithm_bandwidth > 0 for each in gathers)
+    held = profile.numbers["held"]
+    assert all(row["held"] == row["planned"] for row in held)
+
+
+@on_ranks(2)
+def test_bytes_of_accumulated_microbatches_are_those_of_the_plan() -> None:
+    model, optimizer, _ = built()
+    with zf.profile(model, optimizer) as profile:
+        for _ in range(3):
+            with zf.accumulate(model):
+                for _ in range(4):
+                    model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert profile.numbers["planned"] is not None
+    assert profile.numbers["sent"] == pytest.approx(
+        profile.numbers["planned"], rel=0.2
+    )  # the first step had no schedule
+
+
+@on_ranks(2)
+def test_operations_and_tokens_are_counted() -> None:
+    model, optimizer, blocks = built()
+    profile = profiled(model, optimizer, steps=4, flops=True, tokens=16, peak=1e12)
+    forward = 2 * 16 * 2 * 64 * 256 * len(blocks)
+    numbers = profile.numbers
+    assert numbers["steps"] == 3  # the first one counts, and is slower for it
+    # The gradient of the input of the first layer is not needed.
+    assert numbers["flops"] == numbers["model_flops"] == 3 * forward - 2 * 16 * 64 * 256
+    assert numbers["utilisation"] == pytest.approx(numbers["flops"] / numbers["seconds"] / 1e12)
+    assert numbers["tokens_per_second"] == pytest.approx(2 * 16 / numbers["seconds"])
+    for block in blocks:
+        block.checkpoints = True
+    again = profiled(model, optimizer, steps=2, flops=True, peak=1e12).numbers
+    assert again["flops"] == 3.5 * forward - 2 * 16 * 64 * 256  # the second layer need not be computed again
+    assert again["model_flops"] == 3 * forward
+
+
+@on_ranks(2)
+def test_the_files_say_what_the_profile_says(folder: str) -> None:
+    model, optimizer, _ = built()
+    profile = profiled(model, optimizer, steps=3, out=f"{folder}/out")
+    dist.barrier()
+    out = Path(folder, "out")
+    data = json.loads((out / "profile.json").read_text())
+    assert data["numbers"] == profile.numbers and len(data["steps"]) == 6
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "profile.html").read_text()
+    assert "http" not in page and "<svg" in page and "all-gather of parameters of unit 4" in page
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(tracks.values()) >= {"steps", "computation", "axis dp"}
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    names = set()
+    for event in (event for event in events if event["ph"] == "X"):
+        slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        names.add(event["name"])
+    assert slices.keys() == tracks.keys() and {pid for pid, _ in slices} == {0, 1}
+    for ranges in slices.values():  # Perfetto drops slices that overlap in one track
+        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(sorted(ranges)))
+    assert {"forward of 3", "backward of 3", "reduce-scatter of gradients of unit 3", "optimizer"} <= names
+
+
+@on_ranks(2)
+def test_clocks_of_two_hosts_are_set_right() -> None:
+    """Rank 1 has a clock of its own, 5 s ahead."""
+    shift = 5_000_000_000 * dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "perf_counter_ns", lambda: time.perf_counter_ns() + shift)
+        offsets = meeting.Ranks().offsets
+    if dist.get_rank() == 0:
+        assert offsets[0] == 0 and abs(offsets[1] - 5_000_000_000) < 5_000_000
+
+
+@on_ranks(2)
+def test_a_profile_that_saw_no_step_raises_on_all_ranks() -> None:
+    model, optimizer, _ = built()
+    with pytest.raises(zf.StateError, match="has seen no step"), zf.profile(model) as profile:
+        if dist.get_rank() == 0:
+            profile.step()
+    with zf.profile(model) as profile:  # without the optimizer steps are told
+        for _ in range(2):
+            step(model, optimizer)
+            profile.step()
+    assert len(profile.steps) == 4
+
+
+@on_ranks(2)
+def test_nobody_looks_on_after_a_block_that_raised() -> None:
+    model, optimizer, _ = built()
+    step(model, optimizer)
+    with pytest.raises(ZeroDivisionError), zf.profile(model, optimizer, flops=True):
+        step(model, optimizer)
+        raise ZeroDivisionError
+    assert watching.watchers == ()
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    inner, outer = zf.profile(model, optimizer), zf.profile(model, optimizer)
+    with outer, inner:  # two at once see the same
+        step(model, optimizer)
+    assert watching.watchers == () and inner.numbers["sent"] == outer.numbers["sent"]
+
+
+def test_a_model_that_was_not_transformed_is_refused() -> None:
+    with pytest.raises(zf.StateError, match="profile was given a module that no transform returned"):
+        zf.profile(nn.Linear(2, 2))
+
+
+def test_one_rank_alone_is_profiled() -> None:
+    with alone() as mesh:
+        model = zf.zero3(nn.Sequential(Block(), Block()), mesh, units=Block)
+        optimizer = AdamW(model.parameters())
+        profile = profiled(model, optimizer, steps=2)
+    assert profile.slowest is None and profile.overlap == [None]
+    assert profile.numbers["ranks"] == 1 and profile.numbers["sent"] == {}
+    assert {row.unit for row in profile.units} >= {"0", "1"}
+
+
+# -- spans ---------------------------------------------------------------------------------------------------------------
+
+
+def marks(*rows: tuple[Moment, str]) -> list[Mark]:
+    """One millisecond apart, of which the process has run half."""
+    one = Collective("gather", "all-gather", "g", "dp", 2, 8, 0)
+    waits = (Moment.ISSUED, Moment.WAIT, Moment.WAITED)
+    return [
+        Mark(1_000_000 * at, 500_000 * at, moment, what, one if moment in waits else None, 1_000_000 * at)
+        for at, (moment, what) in enumerate(rows)
+    ]
+
+
+def test_time_belongs_to_the_innermost() -> None:
+    rows = [
+        (Moment.STEPPED, ""), (Moment.ENTER, ""), (Moment.ENTER, "a"), (Moment.WAIT, ""), (Moment.WAITED, ""),
+        (Moment.LEAVE, "a"), (Moment.LEAVE, ""), (Moment.BACKWARD, ""), (Moment.NEED, "a"), (Moment.NEED, ""),
+        (Moment.ENTER, "a"), (Moment.LEAVE, "a"), (Moment.ARRIVED, "a"), (Moment.BACKWARD_END, ""), (Moment.COPY, "nvme"),
+        (Moment.COPIED, ""), (Moment.OPTIMIZER, ""), (Moment.ISSUE, ""), (Moment.ISSUED, ""), (Moment.STEPPED, ""),
+    ]  # fmt: skip
+    spans = [*spans_of(marks(*rows), on_device=False)]
+    found = [(span.part, span.phase, span.unit) for span in spans]
+    assert found == [
+        ("other", "", ""), ("compute", "forward", "root"), ("compute", "forward", "a"), ("communication", "forward", "a"),
+        ("compute", "forward", "a"), ("compute", "forward", "root"), ("other", "", ""), ("compute", "backward", "root"),
+        *[("compute", "backward", "a")] * 4, ("compute", "backward", "root"),
+        ("other", "", ""), ("copies", "", ""), ("other", "", ""), ("optimizer", "optimizer", ""),
+        ("communication", "optimizer", ""), ("optimizer", "optimizer", ""),
+    ]  # fmt: skip
+    assert {span.idle_ns for span in spans} == {0, 500_000}
+    assert all(span.collective is not None for span in spans if span.part == "communication")
+    assert steps_of(marks(*rows)) == [(0, 19)]
+
+
+def test_an_exception_leaves_nothing_open() -> None:
+    rows = [(Moment.ENTER, "a"), (Moment.ENTER, "a.b"), (Moment.WAIT, ""), (Moment.LEAVE, "a"), (Moment.STEPPED, "")]
+    assert [span.part for span in spans_of(marks(*rows), on_device=False)][-1] == "other"
+
+
+def test_a_device_that_keeps_up_with_the_host_is_idle() -> None:
+    late = [
+        mark._replace(device_ns=mark.at_ns + at * 15_000) for at, mark in enumerate(marks(*[(Moment.BACKWARD, "")] * 4))
+    ]
+    idle = [span.idle_ns / span.ns for span in spans_of(late, on_device=True)]
+    assert idle == [1.0, 0.0, 0.0]

@@ -1,0 +1,62 @@
+"""What the steps since the last report add up to."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from zero_fn.profiling.clock import Taken
+from zero_fn.profiling.spans import spans_of
+from zero_fn.transport.traffic import PAYLOAD
+from zero_fn.values.watching import Moment
+
+__all__ = ["Tally"]
+
+_BY_KIND = {"all-gather": "gather", "reduce-scatter": "reduce", "all-to-all": "reduce"}
+_BY_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "optimizer_step"}
+
+
+class Tally:
+    """Seconds of each step since the last `clear`, and sums since the run began."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.beside: list[float] = []  # of each step, seconds beside collectives
+        self.totals = Counter[str]()
+        self.peaks = Counter[str]()  # bytes
+
+    def add(self, taken: Taken, *, on_device: bool) -> float:
+        """Adds a step; returns how long it took."""
+        spans = list(spans_of(taken.marks, on_device=on_device))
+        own = Counter[str]()
+        for span in spans:
+            own[span.part] += span.ns
+            own[span.phase] += span.ns
+        length = spans[-1].end_ns - spans[0].begin_ns
+        self.seconds["step"].append(length / 1e9)
+        self.seconds["waiting"].append(own["communication"] / 1e9)
+        self.beside.append((length - own["communication"]) / 1e9)
+        for phase, name in _BY_PHASE.items():
+            self.seconds[name] += [own[phase] / 1e9] if own[phase] else []
+        for part, name in (("data", "data"), ("copies", "tier_wait")):
+            self.seconds[name] += [own[part] / 1e9] if own[part] else []
+        self._add_bytes(taken)
+        return length / 1e9
+
+    def _add_bytes(self, taken: Taken) -> None:
+        peaks = {"host": max(taken.resident_nbytes), "device": max((each for _, each, _ in taken.allocated), default=0)}
+        self.peaks |= Counter(peaks)
+        for mark in taken.marks:
+            each = mark.collective
+            if each is not None and each.kind in PAYLOAD:
+                if mark.moment is Moment.ISSUED:
+                    self.totals[f'sent_bytes_total{{axis="{each.axis}"}}'] += each.nbytes
+                elif mark.moment is Moment.WAITED:
+                    self.seconds[_BY_KIND[each.kind]].append((each.end_ns - each.begin_ns) / 1e9)
+        for (tier, is_read), nbytes in taken.moved.items():
+            self.totals[f'tier_{"read" if is_read else "written"}_bytes_total{{tier="{tier}"}}'] += nbytes
+
+    def clear(self) -> None:
+        """Begins anew, but for the sums."""
+        self.seconds.clear()
+        self.beside.clear()
+        self.peaks.clear()
