@@ -45,7 +45,7 @@ GAUGES = {
     "zero_fn_memory_limit_bytes": "Bytes that there are, by tier.",
     "zero_fn_memory_free_bytes": "Bytes that are free, by tier.",
     "zero_fn_step_peak_memory_bytes": "Most bytes in use in a step since the numbers were last logged, by tier.",
-    "zero_fn_checkpoint_age_seconds": "Time since the last checkpoint was complete.",
+    "zero_fn_checkpoint_age_seconds": "Time since the last checkpoint was complete, or since the run began.",
     "zero_fn_ranks": "Ranks of the run.",
     "zero_fn_slowest_rank": "The rank that computed longest.",
     "zero_fn_slowest_rank_excess_seconds": "What it computed longer in a step than the median of the other ranks.",
