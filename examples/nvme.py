@@ -32,6 +32,7 @@ class Options:
     rows: int = 16  # of a batch of each rank
     steps: int = 5
     lr: float = 1e-3
+    log_to: str = ""  # where metrics go while it runs: "tensorboard:runs prometheus:9400"
 
 
 class Block(nn.Module):
@@ -46,7 +47,7 @@ class Block(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser()
     for field in fields(Options):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+        parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
     options = Options(**vars(parser.parse_args()))
     zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,6 +64,7 @@ def main() -> None:
     optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True), buffer=options.buffer)
     if rank == 0:
         print(zf.plan(model, optimizer))
+    metrics = zf.metrics(model, optimizer, sinks=options.log_to.split(), every=1)
 
     draws = torch.Generator().manual_seed(rank)  # random rows, which the model learns by heart
     x, y = torch.randn(2, options.rows, options.dim, generator=draws).to(device)
@@ -72,10 +74,12 @@ def main() -> None:
         loss.backward()
         computed = time.perf_counter()
         optimizer.step()
+        metrics.step(loss, samples=options.rows)
         optimizer.zero_grad()
         if rank == 0:
             took = f"{computed - began:.2f} s + {time.perf_counter() - computed:.2f} s of optimizer"
             print(f"step {step}: loss {loss.item():.4f}, {took}", flush=True)
+    metrics.close()
     dist.destroy_process_group()
 
 

@@ -40,6 +40,7 @@ class Options:
     text: str = argparse.__file__  # a file to learn
     save: str = ""  # a folder for checkpoints, from which a run also goes on
     save_every: int = 50
+    log_to: str = ""  # where metrics go while it runs: "tensorboard:runs prometheus:9400"
 
 
 class Block(nn.Module):
@@ -64,14 +65,12 @@ class GPT(nn.Module):
     def __init__(self, layers: int, dim: int, heads: int, seq: int) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(256, dim), nn.Embedding(seq, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(x)))
 
 
 def main() -> None:
@@ -83,7 +82,6 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))  # starts the process group, too
-
     torch.manual_seed(0)  # every rank builds the same model
     model: nn.Module = GPT(options.layers, options.dim, options.heads, options.seq)
     model = zf.precision(model) if options.precision == "bf16" else model
@@ -94,15 +92,16 @@ def main() -> None:
     losses: list[float] = []
     if os.path.isdir(options.save) and any(found.is_complete for found in zf.checkpoints(options.save)):
         losses = zf.load(options.save, model, optimizer, extra={"warmup": warmup})["losses"]  # the newest complete one
-
+    metrics = zf.metrics(model, optimizer, sinks=options.log_to.split(), step=len(losses))
     for step in range(len(losses), options.steps):
         draws = torch.Generator().manual_seed(step)  # every rank draws the same batch, and takes some of its rows
         starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=draws)[rank::ranks]
         tokens = text[starts + torch.arange(options.seq + 1)].to(device, torch.long)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        metrics.step(loss, tokens=tokens.numel(), grad_norm=norm)
         optimizer.zero_grad()
         warmup.step()
         mean = loss.detach() / ranks
@@ -113,6 +112,7 @@ def main() -> None:
         if options.save and (step + 1) % options.save_every == 0:
             extra = {"warmup": warmup, "losses": losses}
             zf.save(f"{options.save}/step-{step + 1:06d}", model, optimizer, extra=extra, keep=3)
+    metrics.close()
     dist.destroy_process_group()
 
 

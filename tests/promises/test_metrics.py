@@ -97,6 +97,8 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     for name in ("step", "forward", "backward", "optimizer_step", "waiting", "tier_wait"):
         seconds = found[f"zero_fn_{name}_seconds"]
         assert isinstance(seconds, list) and len(seconds) == 5 and all(0 < each < took for each in seconds)
+    phases: Any = [found[f"zero_fn_{name}_seconds"] for name in ("forward", "backward", "optimizer_step", "step")]
+    assert all(sum(parts) <= whole for *parts, whole in zip(*phases, strict=True)), "a phase is counted twice"
     gathers = found["zero_fn_gather_seconds"]
     assert isinstance(gathers, list) and len(gathers) == 5 * 7  # the last unit stays gathered into the backward
     assert found['zero_fn_sent_bytes_total{axis="dp"}'] == pytest.approx(10 * sent.by_axis["dp"], rel=0.1)
@@ -114,6 +116,16 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     assert isinstance(peak, int) and peak > 0
     age = found["zero_fn_checkpoint_age_seconds"]
     assert isinstance(age, float) and 0 < age <= took
+
+
+def test_a_run_that_goes_on_counts_on() -> None:
+    with alone():
+        sink, (model, optimizer) = Kept(), built()
+        with zf.metrics(model, optimizer, sinks=[sink], every=2, step=120) as metrics:
+            for _ in range(3):
+                metrics.step(step(model, optimizer))
+    ((at, found),) = sink.rows
+    assert at == found["zero_fn_steps_total"] == 122
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import csv
 import http.server
 import json
 import math
+import re
 import resource
 import threading
 import urllib.request
@@ -90,6 +91,22 @@ def test_names_are_those_of_prometheus_and_say_their_kind() -> None:
     assert {name for name in NAMES if name.endswith("_total")} == COUNTERS.keys()
     assert {name for name in HISTOGRAMS if not name.endswith("_seconds")} == set()
     assert all(text.endswith(".") for text in NAMES.values())
+
+
+def test_rules_and_the_dashboard_ask_for_these_names_alone() -> None:
+    for name in ("rules.yml", "dashboard.json"):
+        text = (Path(__file__).parents[2] / "examples" / "monitoring" / name).read_text()
+        asked = {re.sub("(_seconds)_(bucket|sum|count)$", r"\1", each) for each in re.findall(r"\bzero_fn_\w+", text)}
+        assert len(asked) > 15
+        assert asked <= NAMES.keys()
+        assert not [each for each in HISTOGRAMS if re.search(rf"\b{each}\b", text)], (
+            "a histogram has no number of its own"
+        )
+
+
+def test_the_guide_has_each_name_and_no_other() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "monitoring.md").read_text()
+    assert sorted(re.findall(r"^\| `(zero_fn_\w+)", guide, re.MULTILINE)) == sorted(NAMES)
 
 
 def test_a_key_is_a_name_and_labels() -> None:

@@ -48,7 +48,7 @@ class Metrics:
     """The numbers of a run, and its watch. Made by `metrics`.
 
     Attributes:
-        steps: How many calls of `step` there were.
+        steps: How many calls of `step` there were, and the steps before that `metrics` was told of.
         skipped: How many of them the optimizer did not make, as of the last report: its step was skipped, here or by a
             `GradScaler`.
         spikes: What went wrong, the last hundred.
@@ -66,8 +66,9 @@ class Metrics:
         norm: bool,
         on_spike: Answer | Callable[[Spike], Answer] | None,
         checkpoints: str | os.PathLike[str] | None,
+        step: int,
     ) -> None:
-        self.steps = self.skipped = 0
+        self.steps, self.skipped = step, 0
         self.spikes: deque[Spike] = deque(maxlen=100)
         self.loaded: dict[str, Any] | None = None
         self._logs = every_rank or not dist.is_initialized() or dist.get_rank() == 0
@@ -294,6 +295,7 @@ def metrics(
     norm: bool = True,
     on_spike: Answer | Callable[[Spike], Answer] | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
+    step: int = 0,
 ) -> Metrics:
     """Measures a run while it goes on: loss, norm, seconds of each phase and collective, bytes, memory, the slowest rank.
 
@@ -320,6 +322,7 @@ def metrics(
             "load" (no step, and the last complete checkpoint is loaded), or a function of the `Spike` that says which, alike
             on every rank. A step that is slow is always only reported. Costs a pass over all gradients as they arrive.
         checkpoints: The folder of checkpoints for "load".
+        step: Steps that were taken before, of a run that goes on: its numbers go on from there.
 
     Returns:
         A `Metrics`, a context manager.
@@ -341,6 +344,7 @@ def metrics(
         norm=norm,
         on_spike=on_spike,
         checkpoints=checkpoints,
+        step=step,
     )
 
 

@@ -27,18 +27,18 @@ class Tally:
     def add(self, taken: Taken, *, on_device: bool) -> float:
         """Adds a step; returns how long it took."""
         spans = list(spans_of(taken.marks, on_device=on_device))
-        own = Counter[str]()
+        parts, phases = Counter[str](), Counter[str]()  # the optimizer is one of both
         for span in spans:
-            own[span.part] += span.ns
-            own[span.phase] += span.ns
+            parts[span.part] += span.ns
+            phases[span.phase] += span.ns
         length = spans[-1].end_ns - spans[0].begin_ns
         self.seconds["step"].append(length / 1e9)
-        self.seconds["waiting"].append(own["communication"] / 1e9)
-        self.beside.append((length - own["communication"]) / 1e9)
+        self.seconds["waiting"].append(parts["communication"] / 1e9)
+        self.beside.append((length - parts["communication"]) / 1e9)
         for phase, name in _BY_PHASE.items():
-            self.seconds[name] += [own[phase] / 1e9] if own[phase] else []
+            self.seconds[name] += [phases[phase] / 1e9] if phases[phase] else []
         for part, name in (("data", "data"), ("copies", "tier_wait")):
-            self.seconds[name] += [own[part] / 1e9] if own[part] else []
+            self.seconds[name] += [parts[part] / 1e9] if parts[part] else []
         self._add_bytes(taken)
         return length / 1e9
 
