@@ -23,6 +23,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <map>
@@ -115,6 +116,7 @@ std::map<StreamId, Queue> queues;
 struct Recorded {
   StreamId stream;
   int64_t count, known;
+  std::chrono::steady_clock::time_point at = std::chrono::steady_clock::now();  // of the stream that computes: it runs at once
 };
 
 void run_until(StreamId stream, int64_t count) {
@@ -206,6 +208,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const bool is_done = queues[recorded->stream].done >= recorded->count;
     if (is_done) host_waited(recorded->known);
     return is_done;
+  }
+  double elapsedTime(void* first, void* second, const DeviceIndex) const override {
+    const auto* begin = static_cast<Recorded*>(first);
+    return std::chrono::duration<double, std::milli>(static_cast<Recorded*>(second)->at - begin->at).count();
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
   bool queryStream(const Stream& stream) const override { return queues[stream.id()].waiting.empty(); }

@@ -32,7 +32,7 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for stage in STAGES
     for tier in ("none", "cpu", "nvme")
-] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies", "by owner", "formats"]
+] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies", "by owner", "formats", "profiled"]
 
 
 def share(rank: int) -> Iterator[Tensor]:
@@ -187,6 +187,29 @@ def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
+def profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+    """The parts of a step by the events of the device, without a wait of the host for it in between."""
+    for name, tier in {"device": None, "host": tiers[0], "disk": tiers[1]}.items():
+        model: Any = zf.zero3(net() if tier is None else all_away(net().cpu(), tier), mesh)
+        optimizer: Any = adamw(model) if tier is None else zf.streamed(adamw(model))
+        trained(model, optimizer, islice(share(mesh.get_local_rank()), 2))
+        with zf.profile(model, optimizer) as profile:
+            trained(model, optimizer, islice(share(mesh.get_local_rank()), 3))
+        with zf.metrics(model, optimizer, every=1, norm=False) as metrics:
+            trained(model, optimizer, islice(share(mesh.get_local_rank()), 1))
+            found = metrics.step()
+        assert len(profile.steps) == 3 * mesh.size()
+        assert all(abs(sum(each.parts.values()) - each.seconds) < 1e-6 for each in profile.steps), profile.steps
+        if device.NAME == "pretend":  # it always keeps up with the host
+            idle, busy = (sum(each.parts[part] for each in profile.steps) for part in ("idle", "compute"))
+            assert idle > 0.2 * busy, profile.steps
+        assert profile.numbers["sent"] == profile.numbers["planned"], (name, profile.numbers)
+        assert ("from host" in profile.numbers["tiers"]) == (tier is not None), profile.numbers["tiers"]
+        assert any(each.parts["copies"] > 0 for each in profile.steps) == (tier is not None), name
+        assert found["zero_fn_steps_total"] == 1 and found.get("zero_fn_step_seconds"), found
+    return []
+
+
 def gathered_behind_copies(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     """An all-gather waits for the copies of the shards from the host. What computes the unit before waits for neither."""
     for tier in tiers:
@@ -259,6 +282,7 @@ def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
         "gathered behind copies": gathered_behind_copies,
         "by owner": by_owner,
         "formats": formats,
+        "profiled": profiled,
     }
     said: dict[str, str] = {}
     expected: dict[str, list[Any]] = {}

@@ -320,7 +320,7 @@ def test_an_exception_leaves_nothing_open() -> None:
 
 def test_a_device_that_keeps_up_with_the_host_is_idle() -> None:
     late = [
-        mark._replace(device_ns=mark.at_ns + at * 15_000) for at, mark in enumerate(marks(*[(Moment.BACKWARD, "")] * 4))
+        mark._replace(device_ns=mark.at_ns + at * 40_000) for at, mark in enumerate(marks(*[(Moment.BACKWARD, "")] * 4))
     ]
     idle = [span.idle_ns / span.ns for span in spans_of(late, on_device=True)]
     assert idle == [1.0, 0.0, 0.0]

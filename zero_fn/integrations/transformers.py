@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.accelerator_config import follow_settings
+from zero_fn.integrations.metrics import MetricsCallback
 from zero_fn.integrations.placing import (
     Place,
     all_ranks,
@@ -83,6 +84,8 @@ class ZeroTrainerMixin(_AnyTrainer):
         weights: For a model on `meta`, or a plain one, a folder of safetensors of which each rank reads its shards once the
             model is placed, by `zf.load_pretrained`: files have the names of parameters. Others, such as experts of Mixtral,
             `placed` reads.
+        metrics: True adds the numbers of `zf.metrics` to what the Trainer logs, and so to all that it reports to; or options
+            of `zf.metrics`, such as `{"on_spike": "report", "sinks": ["prometheus:9400"]}`.
         **options: Those of the Trainer.
 
     Raises:
@@ -104,6 +107,7 @@ class ZeroTrainerMixin(_AnyTrainer):
     _place: Place[nn.Module] | None = None
     _finish: Any = None
     _weights: str | os.PathLike[str] | None = None
+    _metrics: MetricsCallback | None = None
     _is_read = False  # whether the model has been placed once, with its weights
     _settings_at: Callable[[int], Settings]
 
@@ -115,6 +119,7 @@ class ZeroTrainerMixin(_AnyTrainer):
         deepspeed: Any = None,
         mesh: DeviceMesh | None = None,
         weights: str | os.PathLike[str] | None = None,
+        metrics: bool | Mapping[str, Any] = False,
         **options: Any,
     ) -> None:
         self._place, self._finish, self._is_configured = place, finish, deepspeed is not None
@@ -124,6 +129,14 @@ class ZeroTrainerMixin(_AnyTrainer):
         if deepspeed is not None:
             self._follow_config(deepspeed, mesh)
         self._place_model()
+        if metrics is not False:
+            self._metrics = MetricsCallback(self, {} if metrics is True else metrics)
+            self.add_callback(self._metrics)
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        if self._metrics is not None and "loss" in logs:
+            logs, self._metrics.numbers = logs | self._metrics.numbers, {}
+        super().log(logs, *args, **options)
 
     def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
         """Reads from the DeepSpeed config how to place the model, scale losses, and finish the optimizer."""

@@ -108,9 +108,10 @@ class Clock(Watch):
         """Looks on from now."""
         self._thread = get_ident()
         if is_accelerator(self.device_type):
-            event = self._event()
-            event.synchronize()
-            self.anchor = event, perf_counter_ns()
+            self._event().synchronize()  # the first one takes longer
+            before_ns = perf_counter_ns()  # as in `note`: what it takes to issue an event is in both
+            self.anchor = self._event(), before_ns
+            self.anchor[0].synchronize()
         watching.look(self)
         self._undo.append(lambda: watching.look_away(self))
         self._undo.append(_on_batches(self))
@@ -131,17 +132,19 @@ class Clock(Watch):
         """A moment, now. Those of other threads are left out: of saves in the background, say."""
         if get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
             return
-        taken = self._taken
-        now = perf_counter_ns()
-        taken.marks.append(Mark(now, process_time_ns(), moment, what, collective, now))
-        taken.resident_nbytes.append(resident_nbytes() if moment in _RESIDENT else 0)
-        if self.anchor[0] is not None:
+        taken, now = self._taken, perf_counter_ns()
+        if self.anchor[0] is None:
+            used = process_time_ns()
+            if self._working:
+                self._working = [each for each in self._working if not _has_ended(*each, now)]
+        else:
+            used = 0
             taken.events.append(self._event())
             if moment in _PHASES and self.device_type == "cuda":
                 taken.allocated.append((moment, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
                 torch.cuda.reset_peak_memory_stats()
-        elif self._working:
-            self._working = [each for each in self._working if not _has_ended(*each, now)]
+        taken.marks.append(Mark(now, used, moment, what, collective, now))
+        taken.resident_nbytes.append(resident_nbytes() if moment in _RESIDENT else 0)
 
     def issued(self, work: Any, kind: str) -> None:
         """A collective has begun: `work` will note when it is waited for."""

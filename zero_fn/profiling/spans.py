@@ -45,7 +45,7 @@ _PART = {
 }
 
 _PAUSE_NS = 100_000  # less than that is how exact the two clocks are
-_CAUGHT_UP_NS = 20_000  # a device that is no further behind the host has nothing to do
+_CAUGHT_UP_NS = 50_000  # a device that is no further behind the host has nothing to do
 
 
 @dataclass(slots=True)

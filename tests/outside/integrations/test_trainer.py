@@ -33,6 +33,7 @@ from tests.outside.integrations.worlds import (
 )
 from tests.support.ranks import Ranks
 from zero_fn.integrations.placing import place_module
+from zero_fn.values import watching
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
     "zero3": (llama, "zero3", {}, 2e-5),
@@ -358,3 +359,28 @@ def test_a_checkpoint_without_states_is_not_resumed_in_silence(folder: str) -> N
     again = zero_trainer(folder, llama, "zero3")
     with pytest.raises(zf.CheckpointError, match="holds no states"):
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+
+
+@on_two_ranks
+def test_numbers_of_metrics_are_in_what_the_trainer_logs(folder: str) -> None:
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    args = arguments(folder, logging_steps=2, report_to="tensorboard", eval_strategy="steps", eval_steps=2)
+    data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+    trainer = ZeroTrainer(model=llama(), args=args, place=place(), metrics={"on_spike": "report"}, **data)
+    trainer.train()
+    losses = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["zero_fn/steps_total"] for row in losses] == [2, 4]
+    assert all(row["zero_fn/step_seconds/mean"] > 0 and row["zero_fn/sent_bytes_total/dp"] > 0 for row in losses)
+    assert not any("zero_fn/steps_total" in row for row in trainer.state.log_history if "eval_loss" in row)
+    assert watching.watchers == ()
+    if dist.get_rank() == 0:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        tags = [
+            tag
+            for path in Path(folder).rglob("events.*")
+            for tag in EventAccumulator(str(path)).Reload().scalars.Keys()
+        ]
+        assert "train/zero_fn/step_seconds/mean" in tags
