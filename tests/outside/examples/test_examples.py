@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import re
 import signal
@@ -84,6 +86,14 @@ def test_a_run_that_goes_on_is_the_whole_one_to_the_bit(ranks: Ranks, tmp_path: 
     assert _saved(tmp_path / "resumed") == _saved(tmp_path / "whole")
 
 
+def test_metrics_of_a_run_that_goes_on_are_in_one_file(ranks: Ranks, tmp_path: Path) -> None:
+    for steps in (10, 20):
+        _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps {steps} --save runs --log-to csv:log.csv")
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == [10, 20]
+    assert float(rows[1]["zero_fn/loss"]) == pytest.approx(_saved(tmp_path / "runs")[19])
+
+
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole: Path, tmp_path: Path) -> None:
     # Ranks that are started again meet in a store of their own: torchrun's shared one has the addresses of the killed.
     environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -118,10 +128,13 @@ def test_one_gpu_and_its_host_train_the_same_wherever_states_rest(interpreter: I
 
 
 def test_a_model_trains_with_everything_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
-    said = _said(ranks, 2, tmp_path, "nvme.py --layers 3 --dim 64 --steps 3")
+    said = _said(ranks, 2, tmp_path, "nvme.py --layers 3 --dim 64 --steps 3 --log-to jsonl:log.jsonl")
     assert "in nvme('.')" in said
     assert len(_losses(said)) == 3
     assert _losses(said) == sorted(_losses(said), reverse=True)
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["zero_fn/tier_written_bytes_total/nvme"] > 3 * 64 * 64 for row in rows)
 
 
 def test_two_axes_train_the_same_in_each_composition(ranks: Ranks, tmp_path: Path) -> None:
