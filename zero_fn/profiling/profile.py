@@ -142,6 +142,9 @@ class Profile(Findings):
     def __str__(self) -> str:
         return text_of(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Findings.__annotations__}  # what a rank may return, without the model
+
     def _fill(self, found: Mapping[str, Any]) -> None:
         self.steps = [Step(**row) for row in found["steps"]]
         self.units = [UnitTimes(**row) for row in found["units"]]
