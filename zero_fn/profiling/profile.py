@@ -142,8 +142,8 @@ class Profile(Findings):
     def __str__(self) -> str:
         return text_of(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in Findings.__annotations__}  # what a rank may return, without the model
+    def __getstate__(self) -> dict[str, Any]:  # a rank may return it, without the model
+        return {name: getattr(self, name) for name in Findings.__annotations__}
 
     def _fill(self, found: Mapping[str, Any]) -> None:
         self.steps = [Step(**row) for row in found["steps"]]
