@@ -115,7 +115,7 @@ def test_a_unit_that_is_slow_on_one_rank_is_named(phase: str) -> None:
     slowest = profile.slowest
     assert slowest is not None
     assert (slowest.rank, slowest.unit, slowest.phase, slowest.part) == (1, "3", phase, "idle")
-    assert 0.8 * SLEEP_S < slowest.seconds < 2 * SLEEP_S
+    assert 0.3 * SLEEP_S < slowest.seconds < 2 * SLEEP_S  # the other rank may be held up, too
     assert slowest.waited_s > 0.5 * SLEEP_S
     waited = max(profile.collectives, key=lambda each: each.waited_s)
     assert waited.last_rank == 1
@@ -148,6 +148,8 @@ def test_a_slow_disk_is_named(folder: str) -> None:
     assert (profile.slowest.rank, profile.slowest.part) == (1, "copies")
     assert profile.numbers["tiers"]["from nvme"] > 0
     assert profile.numbers["tiers"]["to nvme"] > 0
+    assert all(held == planned > 0 for held, planned in profile.numbers["rests"].values())
+    assert f"at rest in nvme('{folder}')" in str(profile)
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])

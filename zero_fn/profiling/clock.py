@@ -33,7 +33,7 @@ class Collective:
 
     name: str  # "all-gather of parameters of unit layers.0"
     kind: str
-    group: str  # its axis and ranks, with the count of the process group: the same text on all of its ranks, and on no other
+    group: str  # its axis, the first rank along it, and the count of the process group: one text on all ranks that take part
     axis: str
     size: int  # ranks
     nbytes: int  # that this rank sends
@@ -102,6 +102,7 @@ class Clock(Watch):
         self._thread = get_ident()
         self._undo: list[Callable[[], object]] = []
         self.saved_at = monotonic()  # when a checkpoint was complete last, or when it began to look on
+        self._first_ranks: dict[Any, int] = {}  # by process group
         self._working: list[tuple[Collective, list[Any]]] = []  # under way, with the works of the backend
 
     def open(self) -> None:
@@ -156,7 +157,9 @@ class Clock(Watch):
             return
         count, text, *_ = work.name
         axis = line.axes[0]
-        group = f"{axis.name} {dist.get_process_group_ranks(axis.group)} #{count}"
+        if axis.group not in self._first_ranks:
+            self._first_ranks[axis.group] = min(dist.get_process_group_ranks(axis.group))
+        group = f"{axis.name} from rank {self._first_ranks[axis.group]} #{count}"
         begin_ns = taken.marks[-1].at_ns if taken.marks else perf_counter_ns()  # that of ISSUE
         collective = Collective(text, kind, group, axis.name, line.size, work.nbytes, begin_ns)
         self.note(Moment.ISSUED, kind, collective)

@@ -181,6 +181,9 @@ class Profile(Findings):
         found["planned"] = planned and {axis: nbytes for axis, nbytes in planned.sent_by_axis.items() if nbytes}
         found["tiers"] = {f"{'from' if is_read else 'to'} {tier}": n for (tier, is_read), n in taken.moved.items()}
         found["held"] = {"planned": planned and planned.held.total, "held": self._held.total}
+        found["rests"] = {
+            tier: [nbytes, planned and planned.held.tiers.get(tier, 0)] for tier, nbytes in self._held.tiers.items()
+        }
         found["peak"] = planned and planned.peak_nbytes
         if self._operations is not None and self._operations.total:
             peak = peak_of(self._device_type, self._dtype) if self._peak is None else self._peak
@@ -305,6 +308,7 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
         "planned": _most(row["planned"] for row in more) if all(row["planned"] is not None for row in more) else None,
         "tiers": _most(row["tiers"] for row in more),
         "held": [row["held"] for row in more],
+        "rests": {tier: max(row["rests"].get(tier, [0, 0]) for row in more) for row in more for tier in row["rests"]},
         "peak": max((row["peak"] for row in more if row["peak"]), default=None),
     }
     if all(row["tokens"] for row in more):

@@ -49,6 +49,9 @@ def headline(profile: Findings) -> list[str]:
         planned = (numbers["planned"] or {}).get(axis)
         beside = f", planned {planned / 1e6:,.3f} MB" if planned is not None else ""
         lines.append(f"sent along {axis!r}: {nbytes / 1e6:,.3f} MB a step and rank{beside}")
+    for tier, (held, planned) in numbers["rests"].items():
+        beside = f", planned {planned / 1e6:,.3f} MB" if planned is not None else ""
+        lines.append(f"at rest in {tier}: {held / 1e6:,.3f} MB a rank{beside}")
     for what, nbytes in numbers["tiers"].items():
         lines.append(f"moved {what}: {nbytes / numbers['steps'] / 1e6:,.3f} MB a step and rank")
     return lines
