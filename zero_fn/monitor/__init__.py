@@ -1,5 +1,6 @@
 """What a run says of itself while it runs, and where it goes.
 
+metrics       `zf.metrics`: the numbers of a run; tally, memory and spikes are parts of it
 names         the numbers: names, units, meanings
 sink          the protocol of sinks, and what ours do on a full disk or without their server
 lines         files of whole lines
