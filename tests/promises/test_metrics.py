@@ -78,7 +78,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     began = time.perf_counter()
     with zf.metrics(model, optimizer, sinks=[sink], every=5) as metrics:
         for _ in range(10):
-            time.sleep(0.005 * dist.get_rank())
+            time.sleep(0.03 * dist.get_rank())
             with zf.traffic() as sent:
                 loss = step(model, optimizer)
             found = metrics.step(loss, tokens=8, samples=2)
@@ -93,7 +93,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     assert found["zero_fn_ranks"] == 2 and found["zero_fn_slowest_rank"] == 1
     assert found['zero_fn_learning_rate{group="0"}'] == 1e-3
     excess = found["zero_fn_slowest_rank_excess_seconds"]
-    assert isinstance(excess, float) and 0.003 < excess < 0.05
+    assert isinstance(excess, float) and 0.005 < excess < 0.5
     for name in ("step", "forward", "backward", "optimizer_step", "waiting", "tier_wait"):
         seconds = found[f"zero_fn_{name}_seconds"]
         assert isinstance(seconds, list) and len(seconds) == 5 and all(0 < each < took for each in seconds)
@@ -139,12 +139,15 @@ def test_the_norm_is_that_of_all_gradients_and_the_age_that_of_the_last_save(fol
             optimizer.zero_grad()
             found = metrics.step()
             assert found["zero_fn_grad_norm"] == pytest.approx(float(norm.full_tensor()))  # type: ignore[attr-defined]
-        time.sleep(0.2)
+        time.sleep(0.5)
+        step(model, optimizer)
+        late = metrics.step(grad_norm=2.0)
         zf.save(f"{folder}/a", model, optimizer)
         step(model, optimizer)
-        age = metrics.step(grad_norm=2.0)
-        assert age["zero_fn_grad_norm"] == 2.0
-        assert isinstance(age["zero_fn_checkpoint_age_seconds"], float) and age["zero_fn_checkpoint_age_seconds"] < 0.2
+        early = metrics.step()
+    assert late["zero_fn_grad_norm"] == 2.0
+    ages = [found["zero_fn_checkpoint_age_seconds"] for found in (early, late)]
+    assert isinstance(ages[0], float) and isinstance(ages[1], float) and ages[1] > max(0.5, ages[0])
 
 
 @on_ranks(2)
@@ -211,7 +214,7 @@ def test_a_spike_is_answered_by_a_function_alike_on_all_ranks() -> None:
     with zf.metrics(model, optimizer, every=1, on_spike=answer) as metrics:
         for number in range(14):
             if number == 12:
-                time.sleep(0.5)
+                time.sleep(1.5)
             before = values_of(model)
             x = torch.randn(8, 32) * (1000.0 if number == 13 else 1.0)
             metrics.step(step(model, optimizer, x))
