@@ -78,7 +78,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     began = time.perf_counter()
     with zf.metrics(model, optimizer, sinks=[sink], every=5) as metrics:
         for _ in range(10):
-            time.sleep(0.03 * dist.get_rank())
+            time.sleep(0.1 * dist.get_rank())
             with zf.traffic() as sent:
                 loss = step(model, optimizer)
             found = metrics.step(loss, tokens=8, samples=2)
@@ -93,7 +93,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     assert found["zero_fn_ranks"] == 2 and found["zero_fn_slowest_rank"] == 1
     assert found['zero_fn_learning_rate{group="0"}'] == 1e-3
     excess = found["zero_fn_slowest_rank_excess_seconds"]
-    assert isinstance(excess, float) and 0.005 < excess < 0.5
+    assert isinstance(excess, float) and 0.02 < excess < 1
     for name in ("step", "forward", "backward", "optimizer_step", "waiting", "tier_wait"):
         seconds = found[f"zero_fn_{name}_seconds"]
         assert isinstance(seconds, list) and len(seconds) == 5 and all(0 < each < took for each in seconds)
