@@ -203,8 +203,8 @@ def profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
         if device.NAME == "pretend":  # it always keeps up with the host
             idle, busy = (sum(each.parts[part] for each in profile.steps) for part in ("idle", "compute"))
             assert idle > 0.2 * busy, profile.steps
-        assert profile.numbers["sent"] == profile.numbers["planned"], (name, profile.numbers)
-        assert ("from host" in profile.numbers["tiers"]) == (tier is not None), profile.numbers["tiers"]
+        assert profile.numbers["sent"] == profile.numbers["planned"]["sent"], (name, profile.numbers)
+        assert ("from host" in profile.numbers["moved"]) == (tier is not None), profile.numbers["moved"]
         assert any(each.parts["copies"] > 0 for each in profile.steps) == (tier is not None), name
         assert found["zero_fn_steps_total"] == 1 and found.get("zero_fn_step_seconds"), found
     return []

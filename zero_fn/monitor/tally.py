@@ -52,7 +52,7 @@ class Tally:
                     self.totals[f'sent_bytes_total{{axis="{each.axis}"}}'] += each.nbytes
                 elif mark.moment is Moment.WAITED:
                     self.seconds[_BY_KIND[each.kind]].append((each.end_ns - each.begin_ns) / 1e9)
-        for (tier, is_read), nbytes in taken.moved.items():
+        for _, tier, nbytes, is_read in taken.moved:
             self.totals[f'tier_{"read" if is_read else "written"}_bytes_total{{tier="{tier}"}}'] += nbytes
 
     def clear(self) -> None:

@@ -9,12 +9,12 @@ from statistics import median
 from typing import Any
 
 from zero_fn.profiling.clock import Collective
+from zero_fn.profiling.record import RankRecord
 from zero_fn.profiling.spans import PARTS, Span
 
 __all__ = [
     "CollectiveTimes",
     "Findings",
-    "RankRecord",
     "Slowest",
     "Step",
     "UnitTimes",
@@ -40,26 +40,6 @@ class Findings:
     overlap: list[float | None]
     memory: dict[str, dict[str, int]]
     numbers: dict[str, Any]
-
-
-@dataclass(slots=True)
-class RankRecord:
-    """What one rank has noted. Times are nanoseconds of the clock of rank 0."""
-
-    rank: int
-    steps: list[list[Span]]
-    more: dict[str, Any]  # memory, bytes, operations
-
-    @property
-    def spans(self) -> list[Span]:
-        """All spans, in order."""
-        return [span for step in self.steps for span in step]
-
-    @property
-    def collectives(self) -> list[Collective]:
-        """Those that the rank has issued or waited for in these steps, each once."""
-        found = {id(span.collective): span.collective for span in self.spans if span.collective is not None}
-        return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ class Taken:
     """What was noted since the last time."""
 
     marks: list[Mark] = field(default_factory=list)
-    moved: dict[tuple[str, bool], int] = field(default_factory=dict)  # bytes by tier, and whether they were read
+    # Bytes that began to move: after how many marks, of which tier, how many, and whether they were read.
+    moved: list[tuple[int, str, int, bool]] = field(default_factory=list)
     resident_nbytes: list[int] = field(default_factory=list)  # of the process, at each mark; 0 where it was not asked
     # On CUDA, at the beginning of each phase: the moment, the peak since the one before, and bytes now.
     allocated: list[tuple[Moment, int, int]] = field(default_factory=list)
@@ -178,8 +179,7 @@ class Clock(Watch):
 
     def moving(self, tier: str, nbytes: int, *, is_read: bool) -> None:
         """Bytes begin to move."""
-        moved = self._taken.moved
-        moved[tier, is_read] = moved.get((tier, is_read), 0) + nbytes
+        self._taken.moved.append((len(self._taken.marks), tier, nbytes, is_read))
 
     def arrived(self, unit: str, grads: Sequence[Tensor | None]) -> None:
         """The gradients of a unit are there."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_fn.errors import warn_once
-from zero_fn.profiling.analysis import Findings, RankRecord
+from zero_fn.profiling.analysis import Findings
+from zero_fn.profiling.record import RankRecord
 from zero_fn.profiling.text import Table, headline, tables_of
 from zero_fn.profiling.timeline import COLOURS, bars_of, draw, in_lanes, name_of, svg_of
 

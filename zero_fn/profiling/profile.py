@@ -23,7 +23,6 @@ from zero_fn.looking.predict import Plan, plan
 from zero_fn.profiling.analysis import (
     CollectiveTimes,
     Findings,
-    RankRecord,
     Slowest,
     Step,
     UnitTimes,
@@ -34,11 +33,11 @@ from zero_fn.profiling.analysis import (
     units_of_ranks,
     wait_for_last,
 )
-from zero_fn.profiling.clock import Clock, Collective, Taken
+from zero_fn.profiling.clock import Clock, Taken
 from zero_fn.profiling.files import write
 from zero_fn.profiling.operations import Operations, peak_of
 from zero_fn.profiling.ranks import Ranks
-from zero_fn.profiling.spans import Span, spans_of, steps_of
+from zero_fn.profiling.record import RankRecord, record_of
 from zero_fn.profiling.text import text_of
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.transport.traffic import PAYLOAD
@@ -121,17 +120,17 @@ class Profile(Findings):
         self._end_count()
         if kind is not None:
             return  # ranks that raise would not meet
-        mine = self._found(self._clock.resolve(self._clock.take()))
-        rows = self._ranks.collect(mine)
+        mine = self._record(self._clock.resolve(self._clock.take()))
+        rows = self._ranks.collect(mine.packed())
         found = None
         if self._ranks.rank == 0:
-            records = [_record(row, offset) for row, offset in zip(rows, self._ranks.offsets, strict=True)]
+            records = [RankRecord.unpacked(row, at) for row, at in zip(rows, self._ranks.offsets, strict=True)]
             found = _compared(records) if all(record.steps for record in records) else None
         found = self._ranks.tell(found)
         if found is None:
             raise StateError(
                 "A profile has seen no step.",
-                steps_of_this_rank=len(mine["steps"]),
+                steps_of_this_rank=len(mine.steps),
                 fix="step the optimizer that is given to profile inside the block, on every rank; without one call "
                 "profile.step() after each step" + ("; flops=True counts in the first" if self._operations else ""),
             )
@@ -152,46 +151,35 @@ class Profile(Findings):
         self.slowest = Slowest(**found["slowest"]) if found["slowest"] else None
         self.overlap, self.memory, self.numbers = found["overlap"], found["memory"], found["numbers"]
 
-    def _found(self, taken: Taken) -> dict[str, Any]:
+    def _record(self, taken: Taken) -> RankRecord:
         """What this rank tells rank 0."""
-        on_device = is_accelerator(self._device_type)
-        spans = list(spans_of(taken.marks, on_device=on_device))
-        steps = steps_of(taken.marks)[1 if self._operations is not None else 0 :]
-        timed = [spans[begin:end] for begin, end in steps]
-        collectives = {id(s.collective): s.collective for step in timed for s in step if s.collective is not None}
-        numbers = {key: number for number, key in enumerate(collectives)}
-        rows = [[[*_row(span), numbers.get(id(span.collective), -1)] for span in step] for step in timed]
-        found: dict[str, Any] = {
-            "rank": self._ranks.rank,
-            "steps": rows,
-            "overlap": None,
-            "phases": _phases(taken, spans),
-        }
-        found["collectives"] = [asdict(each) for each in collectives.values()]
-        if not steps:
-            return found
-        count = len(steps)
-        sent = Counter[str]()
-        for each in collectives.values():
+        record = record_of(
+            self._ranks.rank,
+            taken,
+            on_device=is_accelerator(self._device_type),
+            first=1 if self._operations is not None else 0,
+        )
+        more, count = record.more, len(record.steps)
+        if not count:
+            return record
+        sent, planned = Counter[str](), self._planned(more["backwards"], are_accumulated=more["accumulated"])
+        for each in record.collectives:
             sent[each.axis] += each.nbytes if each.kind in PAYLOAD else 0
-        inside = taken.marks[steps[0][0] : steps[-1][1]]
-        backwards = [mark.what for mark in inside if mark.moment is Moment.BACKWARD]
-        planned = self._planned(len(backwards) / count, all(backwards))
-        found["sent"] = {axis: nbytes / count for axis, nbytes in sent.items() if nbytes}
-        found["planned"] = planned and {axis: nbytes for axis, nbytes in planned.sent_by_axis.items() if nbytes}
-        found["tiers"] = {f"{'from' if is_read else 'to'} {tier}": n for (tier, is_read), n in taken.moved.items()}
-        found["held"] = {"planned": planned and planned.held.total, "held": self._held.total}
-        found["rests"] = {
-            tier: [nbytes, planned and planned.held.tiers.get(tier, 0)] for tier, nbytes in self._held.tiers.items()
+        more["sent"] = {axis: nbytes / count for axis, nbytes in sent.items() if nbytes}
+        more["held"] = {"in memory": self._held.total, **self._held.tiers}
+        more["planned"] = planned and {
+            "sent": {axis: nbytes for axis, nbytes in planned.sent_by_axis.items() if nbytes},
+            "held": {"in memory": planned.held.total, **planned.held.tiers},
+            "moved": _moved(planned),
+            "peak": planned.peak_nbytes,
         }
-        found["peak"] = planned and planned.peak_nbytes
+        more["tokens"] = self._tokens
         if self._operations is not None and self._operations.total:
             peak = peak_of(self._device_type, self._dtype) if self._peak is None else self._peak
-            found["operations"] = [self._operations.total, self._operations.of_model, peak]
-        found["tokens"] = self._tokens
-        return found
+            more["operations"] = [self._operations.total, self._operations.of_model, peak]
+        return record
 
-    def _planned(self, backwards: float, are_accumulated: bool) -> Plan | None:
+    def _planned(self, backwards: float, *, are_accumulated: bool) -> Plan | None:
         """What `plan` says of such a step; None where it cannot."""
         if backwards == 1 or (are_accumulated and backwards == int(backwards) and backwards):
             with suppress(StateError):
@@ -244,47 +232,12 @@ def profile(
     return Profile(model, optimizer, out=out, tokens=tokens, flops=flops, peak=peak)
 
 
-def _row(span: Span) -> list[Any]:
-    return [span.begin_ns, span.end_ns, span.part, span.phase, span.unit, span.tier, span.idle_ns]
-
-
-def _record(found: dict[str, Any], offset: int) -> RankRecord:
-    """The record of a rank, by the clock of rank 0."""
-    collectives = [Collective(**row) for row in found["collectives"]]
-    for each in collectives:
-        each.begin_ns -= offset
-        each.end_ns -= offset if each.end_ns else 0
-    steps = []
-    for rows in found["steps"]:
-        spans = []
-        for begin, end, part, phase, unit, tier, idle, number in rows:
-            collective = collectives[number] if number >= 0 else None
-            spans.append(Span(begin - offset, end - offset, part, phase, unit, collective, tier, idle))
-        steps.append(spans)
-    return RankRecord(found["rank"], steps, found)
-
-
-def _phases(taken: Taken, spans: list[Span]) -> dict[str, dict[str, int]]:
-    """The most bytes in each phase: of the process, and of the device on CUDA."""
-    found: dict[str, dict[str, int]] = {}
-
-    def note(phase: str, what: str, nbytes: int) -> None:
-        row = found.setdefault(phase, {})
-        row[what] = max(row.get(what, 0), nbytes)
-
-    for number, span in enumerate(spans):
-        for at in (number, number + 1):
-            if taken.resident_nbytes[at] and span.phase:
-                note(span.phase, "process", taken.resident_nbytes[at])
-    for mark, nbytes in zip(taken.marks, taken.resident_nbytes, strict=True):
-        if mark.moment is Moment.STEPPED and nbytes:
-            note("at rest", "process", nbytes)
-    before = {Moment.BACKWARD: "forward", Moment.OPTIMIZER: "backward", Moment.STEPPED: "optimizer"}
-    for moment, peak, now in taken.allocated:
-        note(before[moment], "device", peak)
-        if moment is Moment.STEPPED:
-            note("at rest", "device", now)
-    return found
+def _moved(planned: Plan) -> dict[str, float]:
+    """Bytes of a step by direction and tier, as they are counted."""
+    disks = [moved for tier, moved in planned.moved.items() if tier.startswith("nvme(")]
+    found = {"from nvme": sum(each.read for each in disks), "to nvme": sum(each.written for each in disks)}
+    there, back = planned.link
+    return {name: nbytes for name, nbytes in (found | {"from host": there, "to host": back}).items() if nbytes}
 
 
 def _compared(records: list[RankRecord]) -> dict[str, Any]:
@@ -293,24 +246,16 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
     last = wait_for_last(records)
     steps, units = steps_of_ranks(records), units_of_ranks(records)
     slowest = slowest_of(records, steps, units)
-    memory: dict[str, dict[str, int]] = {}
-    for record in records:
-        for phase, row in record.more["phases"].items():
-            for what, nbytes in row.items():
-                memory.setdefault(phase, {})[what] = max(memory.get(phase, {}).get(what, 0), nbytes)
-    seconds = median(step.seconds for step in steps)
     more = [record.more for record in records]
-    numbers: dict[str, Any] = {
-        "ranks": len(records),
-        "steps": len(records[0].steps),
-        "seconds": seconds,
-        "sent": _most(row["sent"] for row in more),
-        "planned": _most(row["planned"] for row in more) if all(row["planned"] is not None for row in more) else None,
-        "tiers": _most(row["tiers"] for row in more),
-        "held": [row["held"] for row in more],
-        "rests": {tier: max(row["rests"].get(tier, [0, 0]) for row in more) for row in more for tier in row["rests"]},
-        "peak": max((row["peak"] for row in more if row["peak"]), default=None),
-    }
+    phases = dict.fromkeys(phase for row in more for phase in row["phases"])
+    plans = [row["planned"] for row in more]
+    seconds = median(step.seconds for step in steps)
+    numbers: dict[str, Any] = {"ranks": len(records), "steps": len(records[0].steps), "seconds": seconds}
+    numbers |= {name: _most(row[name] for row in more) for name in ("sent", "moved", "held")}
+    numbers["planned"] = None
+    if all(plans):
+        numbers["planned"] = {name: _most(row[name] for row in plans) for name in ("sent", "moved", "held")}
+        numbers["planned"]["peak"] = max(row["peak"] for row in plans)
     if all(row["tokens"] for row in more):
         numbers["tokens_per_second"] = sum(row["tokens"] for row in more) / seconds
     if all("operations" in row for row in more):
@@ -323,7 +268,7 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
         "collectives": [asdict(each) for each in collectives_of(records, last)],
         "slowest": slowest and asdict(slowest),
         "overlap": overlap,
-        "memory": memory,
+        "memory": {phase: _most(row["phases"].get(phase, {}) for row in more) for phase in phases},
         "numbers": numbers,
     }
 

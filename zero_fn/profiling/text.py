@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 from zero_fn.looking.table import table
 from zero_fn.profiling.analysis import Findings, Step
@@ -45,15 +44,16 @@ def headline(profile: Findings) -> list[str]:
         known = [share for share in profile.overlap if share is not None]
         if known:
             lines.append(f"{min(known):.0%} to {max(known):.0%} of the communication runs beside computation")
-    for axis, nbytes in numbers["sent"].items():
-        planned = (numbers["planned"] or {}).get(axis)
-        beside = f", planned {planned / 1e6:,.3f} MB" if planned is not None else ""
-        lines.append(f"sent along {axis!r}: {nbytes / 1e6:,.3f} MB a step and rank{beside}")
-    for tier, (held, planned) in numbers["rests"].items():
-        beside = f", planned {planned / 1e6:,.3f} MB" if planned is not None else ""
-        lines.append(f"at rest in {tier}: {held / 1e6:,.3f} MB a rank{beside}")
-    for what, nbytes in numbers["tiers"].items():
-        lines.append(f"moved {what}: {nbytes / numbers['steps'] / 1e6:,.3f} MB a step and rank")
+    about = {
+        "sent": "sent along {!r}: {} a step and rank",
+        "moved": "moved {}: {} a step and rank",
+        "held": "held {}: {} a rank",
+    }
+    for name, words in about.items():
+        for what, nbytes in numbers[name].items():
+            planned = numbers["planned"] and numbers["planned"][name].get(what, 0)
+            beside = "" if planned is None else f", planned {_mb(planned)}"
+            lines.append(words.format(what, _mb(nbytes)) + beside)
     return lines
 
 
@@ -135,14 +135,13 @@ def _memory(profile: Findings) -> Table | None:
     for phase in ("at rest", "forward", "backward", "optimizer"):
         if phase in profile.memory:
             rows.append((phase, *(f"{profile.memory[phase].get(kind, 0) / 1e6:,.1f}" for kind in kinds)))
-    numbers: dict[str, Any] = profile.numbers
-    kept = numbers["held"]
-    state = f"training state held {max(row['held'] for row in kept) / 1e6:,.1f} MB"
-    if numbers["peak"] is not None:
-        state += (
-            f" (planned {max(row['planned'] for row in kept) / 1e6:,.1f}), planned peak {numbers['peak'] / 1e6:,.1f} MB"
-        )
-    return f"MB at most, of all ranks; {state}", rows
+    planned = profile.numbers["planned"]
+    beside = f"; training state takes at most {_mb(planned['peak'])} of it by plan" if planned else ""
+    return f"MB of memory at most, of all ranks{beside}", rows
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.3f} MB"
 
 
 def _ms(seconds: float) -> str:

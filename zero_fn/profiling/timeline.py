@@ -7,8 +7,8 @@ from html import escape
 from statistics import median
 from typing import NamedTuple
 
-from zero_fn.profiling.analysis import RankRecord
 from zero_fn.profiling.clock import Collective
+from zero_fn.profiling.record import RankRecord
 from zero_fn.profiling.spans import Span
 
 __all__ = ["COLOURS", "Bar", "bars_of", "draw", "in_lanes", "name_of", "svg_of"]
