@@ -169,7 +169,8 @@ log(MLflow("of mine")); assert mlflow.active_run() is None
 client = mlflow.MlflowClient()
 for name in ("Default", "of mine"):
     (found,) = client.search_runs([client.get_experiment_by_name(name).experiment_id])
-    rows = {key: sorted((m.step, m.value) for m in client.get_metric_history(found.info.run_id, key)) for key in found.data.metrics}
+    history = lambda key: client.get_metric_history(found.info.run_id, key)
+    rows = {key: sorted((m.step, m.value) for m in history(key)) for key in found.data.metrics}
     print(json.dumps([rows, found.info.status]))
 """
     store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/runs", "MLFLOW_ALLOW_FILE_STORE": "true"}
