@@ -169,7 +169,7 @@ class Profile(Findings):
         more["held"] = {"in memory": self._held.total, **self._held.tiers}
         more["planned"] = planned and {
             "sent": {axis: nbytes for axis, nbytes in planned.sent_by_axis.items() if nbytes},
-            "held": {"in memory": planned.held.total, **planned.held.tiers},
+            "held": {"in memory": planned.held.total + planned.padding.total, **planned.held.tiers},
             "moved": _moved(planned),
             "peak": planned.peak_nbytes,
         }
