@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -182,43 +182,41 @@ def units_of_ranks(records: Sequence[RankRecord]) -> list[UnitTimes]:
 def collectives_of(records: Sequence[RankRecord], last: dict[str, tuple[int, int]]) -> list[CollectiveTimes]:
     """The collectives of the steps, by name; the longest first."""
     count = sum(len(record.steps) for record in records)
-    waits: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for_whom: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    peers: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    several: dict[str, list[Collective]] = defaultdict(list)
+    several: dict[tuple[str, str], list[Collective]] = defaultdict(list)  # by name and axis
+    waits: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # nanoseconds
+    for_whom: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    peers: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for record in records:
         for each in record.collectives:
-            several[each.name].append(each)
+            several[each.name, each.axis].append(each)
             if each.slowest_peer >= 0:
-                peers[each.name][each.slowest_peer] += each.peer_ns / 1e9
+                peers[each.name, each.axis][each.slowest_peer] += each.peer_ns
         for span in record.spans:
-            if span.collective is not None:
-                waits[span.collective.name][span.part] += span.ns / 1e9
+            if (cause := span.collective) is not None:
+                waits[cause.name, cause.axis][span.part] += span.ns
                 if span.part == "waiting":
-                    for_whom[span.collective.name][last[span.collective.group][0]] += span.ns / 1e9
+                    for_whom[cause.name, cause.axis][last[cause.group][0]] += span.ns
     rows = []
-    for name, all_ in several.items():
+    for key, all_ in several.items():
         took = [each.end_ns - last.get(each.group, (0, each.begin_ns))[1] for each in all_ if each.end_ns]
-        first = all_[0]
         rows.append(
             CollectiveTimes(
-                name,
-                first.axis,
-                first.size,
+                *key,
+                all_[0].size,
                 len(all_) / count,
                 sum(each.nbytes for each in all_) / count,
                 max(0.0, median(took)) / 1e9 if took else 0.0,
-                waits[name]["communication"] / count,
-                waits[name]["waiting"] / count,
-                _most(for_whom[name]),
-                _most(peers[name]),
+                waits[key]["communication"] / count / 1e9,
+                waits[key]["waiting"] / count / 1e9,
+                _most(for_whom[key]),
+                _most(peers[key]),
             )
         )
     return sorted(rows, key=lambda row: -(row.exposed_s + row.waited_s))
 
 
-def _most(found: dict[int, float]) -> int:
-    return max(found, key=lambda key: found[key], default=-1)
+def _most(found: Counter[int]) -> int:
+    return max(found, key=found.__getitem__, default=-1)
 
 
 def slowest_of(records: Sequence[RankRecord], steps: Sequence[Step], units: Sequence[UnitTimes]) -> Slowest | None:
