@@ -995,6 +995,15 @@ def average_of_a_model_that_was_transformed(one: DeviceMesh) -> None:
     del sharded
 
 
+def _adam() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(nn.Linear(2, 2).parameters())
+
+
+def profile_of_no_step() -> None:
+    with alone() as mesh, zf.profile(zf.zero3(nn.Linear(2, 2), mesh)):
+        pass
+
+
 def sink_without_its_library() -> object:
     with mock.patch.dict(sys.modules, {"wandb": None}):
         return sink_of("wandb")
@@ -1355,6 +1364,10 @@ ROWS: dict[str, Callable[..., object]] = {
     "sink_of_a_name_that_is_none": lambda folder: Csv(folder / "run.csv").log(1, {"eval/loss": 1.0}),
     "sink_of_two_ways": lambda: Prometheus(9400, textfile="run.prom"),
     "sink_that_node_exporter_does_not_read": lambda: Prometheus(textfile="run.txt"),
+    # metrics and profiles
+    "metrics_of_no_step": lambda: zf.metrics(nn.Linear(2, 2), _adam(), every=0),
+    "spikes_are_answered_by_no_word": lambda: zf.metrics(nn.Linear(2, 2), _adam(), on_spike="stop"),
+    "spikes_load_from_nowhere": lambda: zf.metrics(nn.Linear(2, 2), _adam(), on_spike="load"),
     # averages
     "average_of_no_decay": lambda: zf.ema(nn.Linear(2, 2), 1.5),
     "average_of_what_is_frozen": lambda: zf.ema(nn.Linear(2, 2).requires_grad_(False)),
