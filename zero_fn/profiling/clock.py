@@ -89,8 +89,11 @@ class Taken:
         return event, at_ns
 
 
+_new = tuple.__new__  # half of what `Mark(...)` costs
+
 _PHASES = frozenset((Moment.BACKWARD, Moment.OPTIMIZER, Moment.STEPPED))
-_RESIDENT = frozenset((Moment.ENTER, Moment.LEAVE, Moment.NEED, Moment.ARRIVED, Moment.OPTIMIZER, Moment.STEPPED))
+_UNITS = frozenset((Moment.ENTER, Moment.LEAVE, Moment.NEED, Moment.ARRIVED))
+_RESIDENT = frozenset((Moment.BACKWARD, Moment.ARRIVED, Moment.OPTIMIZER, Moment.STEPPED))
 
 
 class Clock(Watch):
@@ -103,7 +106,7 @@ class Clock(Watch):
         self._thread = get_ident()
         self._undo: list[Callable[[], object]] = []
         self.saved_at = monotonic()  # when a checkpoint was complete last, or when it began to look on
-        self._first_ranks: dict[Any, int] = {}  # by process group
+        self._groups: dict[Any, str] = {}  # how collectives on a line are called
         self._working: list[tuple[Collective, list[Any]]] = []  # under way, with the works of the backend
 
     def open(self) -> None:
@@ -137,7 +140,7 @@ class Clock(Watch):
         taken, now = self._taken, perf_counter_ns()
         if self.anchor[0] is None:
             used = process_time_ns()
-            if self._working:
+            if self._working and moment in _UNITS:
                 self._working = [each for each in self._working if not _has_ended(*each, now)]
         else:
             used = 0
@@ -145,7 +148,7 @@ class Clock(Watch):
             if moment in _PHASES and self.device_type == "cuda":
                 taken.allocated.append((moment, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
                 torch.cuda.reset_peak_memory_stats()
-        taken.marks.append(Mark(now, used, moment, what, collective, now))
+        taken.marks.append(_new(Mark, (now, used, moment, what, collective, now)))
         taken.resident_nbytes.append(resident_nbytes() if moment in _RESIDENT else 0)
 
     def issued(self, work: Any, kind: str) -> None:
@@ -157,15 +160,16 @@ class Clock(Watch):
             self.note(Moment.ISSUED, kind)
             return
         count, text, *_ = work.name
-        axis = line.axes[0]
-        if axis.group not in self._first_ranks:
-            self._first_ranks[axis.group] = min(dist.get_process_group_ranks(axis.group))
-        group = f"{axis.name} from rank {self._first_ranks[axis.group]} #{count}"
+        name = line.axes[0].name
+        if line not in self._groups:
+            first = min(dist.get_process_group_ranks(line.axes[0].group))
+            self._groups[line] = f"{name} from rank {first} #"
         begin_ns = taken.marks[-1].at_ns if taken.marks else perf_counter_ns()  # that of ISSUE
-        collective = Collective(text, kind, group, axis.name, line.size, work.nbytes, begin_ns)
+        collective = Collective(text, kind, f"{self._groups[line]}{count}", name, line.size, work.nbytes, begin_ns)
         self.note(Moment.ISSUED, kind, collective)
-        works, finish = [each for each, _ in work.works], work.finish
-        if not work.on_stream and works and hasattr(works[0], "is_completed"):
+        finish = work.finish
+        if work.works and not work.on_stream:
+            works = [each for each, _ in work.works if not isinstance(each, _Waiting)]  # of a clock beside this one
             self._working.append((collective, works))
 
         def finished(*kept: Any) -> None:
@@ -174,7 +178,7 @@ class Clock(Watch):
             collective.end_ns = collective.end_ns or perf_counter_ns()
             self.note(Moment.WAITED, kind, collective)
 
-        waits = [(_Waited(each, peer, collective), peer) for each, peer in work.works]
+        waits = [(each if peer is None else _Waited(each, peer, collective), peer) for each, peer in work.works]
         work.works, work.finish = [(_Waiting(self, kind, collective), None), *waits], finished
 
     def moving(self, tier: str, nbytes: int, *, is_read: bool) -> None:
@@ -221,15 +225,19 @@ class _Waiting:
 class _Waited:
     """A work of the backend, which notes how long the host waits for it."""
 
-    def __init__(self, work: Any, peer: int | None, collective: Collective) -> None:
+    def __init__(self, work: Any, peer: int, collective: Collective) -> None:
         self._work, self._peer, self._collective = work, peer, collective
+
+    def is_completed(self) -> bool:
+        """Whether the work is complete."""
+        return bool(self._work.is_completed())
 
     def wait(self, *timeout: Any) -> None:
         """Waits."""
         begin = perf_counter_ns()
         self._work.wait(*timeout)
         waited = perf_counter_ns() - begin
-        if self._peer is not None and waited > self._collective.peer_ns:
+        if waited > self._collective.peer_ns:
             self._collective.slowest_peer, self._collective.peer_ns = self._peer, waited
 
 

@@ -44,6 +44,9 @@ _PART = {
     Moment.OPTIMIZER: "optimizer",
 }
 
+_WITHIN = frozenset((Moment.ISSUE, Moment.ISSUED, Moment.WAIT, Moment.WAITED, Moment.COPY, Moment.COPIED))
+"""Moments that change neither the unit nor the phase."""
+
 _PAUSE_NS = 100_000  # less than that is how exact the two clocks are
 _CAUGHT_UP_NS = 50_000  # a device that is no further behind the host has nothing to do
 
@@ -71,17 +74,11 @@ def spans_of(marks: Sequence[Mark], *, on_device: bool) -> Iterator[Span]:
     """The spans between marks. `on_device`: by the times of the device."""
     open_: list[Mark] = []
     in_backward, reached = False, list[str]()
+    phase = unit = ""
     for mark, after in pairwise(marks):
         moment = mark.moment
         if moment in _PAIRS:
-            opens = _PAIRS[moment]
-            begins = [
-                at
-                for at, each in enumerate(open_)
-                if each.moment is opens and (opens is not Moment.ENTER or each.what == mark.what)
-            ]
-            if begins:  # none where the watch was opened between; and what an exception has left inside goes, too
-                del open_[begins[-1] :]
+            _close(open_, mark)
             if moment is Moment.STEPPED:
                 in_backward = False
                 open_.clear()
@@ -95,24 +92,37 @@ def spans_of(marks: Sequence[Mark], *, on_device: bool) -> Iterator[Span]:
             _reach(reached, mark.what)
         elif moment is Moment.ARRIVED and mark.what in reached:
             reached.remove(mark.what)
-        moments = [each.moment for each in open_]
-        part = _PART[moments[-1]] if moments else "compute" if in_backward else "other"
-        entered = [each for each in open_ if each.moment is Moment.ENTER]
-        phase = "optimizer" if Moment.OPTIMIZER in moments else "backward" if in_backward else ""
-        phase = phase or ("forward" if entered else "")
-        unit = (entered[-1].what or "root") if entered else reached[-1] if in_backward else ""
-        collective = open_[-1].collective if part == "communication" else None
-        if part == "communication" and open_[-1].moment is Moment.ISSUE:
-            collective = after.collective  # that of ISSUED
+        if moment not in _WITHIN:
+            entered = [each.what for each in open_ if each.moment is Moment.ENTER]
+            is_stepping = any(each.moment is Moment.OPTIMIZER for each in open_)
+            phase = "optimizer" if is_stepping else "backward" if in_backward else "forward" if entered else ""
+            unit = (entered[-1] or "root") if entered else reached[-1] if in_backward else ""
+        part, collective, tier = "compute" if in_backward else "other", None, ""
+        if open_:
+            top = open_[-1]
+            part = _PART[top.moment]
+            if part == "communication":
+                collective = after.collective if top.moment is Moment.ISSUE else top.collective  # that of ISSUED
+            elif part == "copies":
+                tier = top.what
         begin, end = (mark.device_ns, after.device_ns) if on_device else (mark.at_ns, after.at_ns)
-        span = Span(begin, end, part, phase, unit, collective, open_[-1].what if part == "copies" else "")
+        idle_ns = 0
         if part in ("compute", "optimizer"):
             if not on_device:
-                paused = span.ns - (after.cpu_ns - mark.cpu_ns)
-                span.idle_ns = paused if paused > _PAUSE_NS else 0
-            elif max(mark.device_ns - mark.at_ns, after.device_ns - after.at_ns) < _CAUGHT_UP_NS:
-                span.idle_ns = span.ns
-        yield span
+                paused = end - begin - (after.cpu_ns - mark.cpu_ns)
+                idle_ns = paused if paused > _PAUSE_NS else 0
+            elif max(begin - mark.at_ns, end - after.at_ns) < _CAUGHT_UP_NS:
+                idle_ns = end - begin
+        yield Span(begin, end, part, phase, unit, collective, tier, idle_ns)
+
+
+def _close(open_: list[Mark], end: Mark) -> None:
+    """Ends what the mark ends, with what an exception has left open inside; nothing, if it began before the first mark."""
+    begin = _PAIRS[end.moment]
+    for at in range(len(open_) - 1, -1, -1):
+        if open_[at].moment is begin and (begin is not Moment.ENTER or open_[at].what == end.what):
+            del open_[at:]
+            return
 
 
 def _reach(reached: list[str], unit: str) -> None:

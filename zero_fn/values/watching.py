@@ -11,7 +11,7 @@ With no watch that is a loop over an empty tuple: no call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 __all__ = ["Moment", "Watch", "look", "look_away", "watchers"]
 
 
-class Moment(Enum):
+class Moment(IntEnum):
     """What begins and ends in the thread that trains. Each pair brackets what happens between, and pairs nest."""
 
     ENTER = auto()  # the forward of a unit
