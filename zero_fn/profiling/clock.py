@@ -22,7 +22,7 @@ from torch.utils.data import dataloader
 
 from zero_fn.values import watching
 from zero_fn.values.tiers import is_accelerator
-from zero_fn.values.watching import Moment, Watch
+from zero_fn.values.watching import WITHIN, Moment, Watch
 
 __all__ = ["Clock", "Collective", "Mark", "Taken", "resident_nbytes"]
 
@@ -102,6 +102,7 @@ class Clock(Watch):
     def __init__(self, device_type: str, optimizer: Optimizer | None) -> None:
         self.device_type, self._optimizer = device_type, optimizer
         self._taken = Taken()
+        self._stream: Any = None  # of an accelerator: the one that computes
         self.anchor: tuple[Any, int] = None, 0  # on an accelerator, an event whose time is known, and that time
         self._thread = get_ident()
         self._undo: list[Callable[[], object]] = []
@@ -113,6 +114,7 @@ class Clock(Watch):
         """Looks on from now."""
         self._thread = get_ident()
         if is_accelerator(self.device_type):
+            self._stream = torch.accelerator.current_stream()
             self._event().synchronize()  # the first one takes longer
             before_ns = perf_counter_ns()  # as in `note`: what it takes to issue an event is in both
             self.anchor = self._event(), before_ns
@@ -144,6 +146,8 @@ class Clock(Watch):
                 self._working = [each for each in self._working if not _has_ended(*each, now)]
         else:
             used = 0
+            if moment not in WITHIN:  # collectives are issued on streams of their own
+                self._stream = torch.accelerator.current_stream()
             taken.events.append(self._event())
             if moment in _PHASES and self.device_type == "cuda":
                 taken.allocated.append((moment, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
@@ -207,7 +211,7 @@ class Clock(Watch):
 
     def _event(self) -> Any:
         event = torch.Event(self.device_type, enable_timing=True)
-        event.record()
+        event.record(self._stream)
         return event
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zero_fn.profiling.clock import Collective, Mark
-from zero_fn.values.watching import Moment
+from zero_fn.values.watching import WITHIN, Moment
 
 __all__ = ["PARTS", "Span", "spans_of", "steps_of"]
 
@@ -43,9 +43,6 @@ _PART = {
     Moment.LOAD: "data",
     Moment.OPTIMIZER: "optimizer",
 }
-
-_WITHIN = frozenset((Moment.ISSUE, Moment.ISSUED, Moment.WAIT, Moment.WAITED, Moment.COPY, Moment.COPIED))
-"""Moments that change neither the unit nor the phase."""
 
 _PAUSE_NS = 100_000  # less than that is how exact the two clocks are
 _CAUGHT_UP_NS = 50_000  # a device that is no further behind the host has nothing to do
@@ -92,7 +89,7 @@ def spans_of(marks: Sequence[Mark], *, on_device: bool) -> Iterator[Span]:
             _reach(reached, mark.what)
         elif moment is Moment.ARRIVED and mark.what in reached:
             reached.remove(mark.what)
-        if moment not in _WITHIN:
+        if moment not in WITHIN:
             entered = [each.what for each in open_ if each.moment is Moment.ENTER]
             is_stepping = any(each.moment is Moment.OPTIMIZER for each in open_)
             phase = "optimizer" if is_stepping else "backward" if in_backward else "forward" if entered else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Moment", "Watch", "look", "look_away", "watchers"]
+__all__ = ["WITHIN", "Moment", "Watch", "look", "look_away", "watchers"]
 
 
 class Moment(IntEnum):
@@ -38,6 +38,10 @@ class Moment(IntEnum):
     LOADED = auto()
     OPTIMIZER = auto()  # a step
     STEPPED = auto()
+
+
+WITHIN = frozenset((Moment.ISSUE, Moment.ISSUED, Moment.WAIT, Moment.WAITED, Moment.COPY, Moment.COPIED))
+"""Moments that change neither the unit nor the phase, nor come on the stream that computes."""
 
 
 class Watch:
