@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,8 +31,8 @@ __all__ = ["main"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with what follows its name; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
         with torch.no_grad():
@@ -44,10 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zero_fn", description="Tools of zero_fn.")
-    commands = (
-        parser.add_subparsers(required=True).add_parser("checkpoint", help="checkpoints").add_subparsers(required=True)
-    )
+    parser = argparse.ArgumentParser(prog="python -m zero_fn checkpoint", description="Folders of checkpoints.")
+    commands = parser.add_subparsers(required=True)
 
     found = commands.add_parser("ls", help="list the checkpoints of a folder")
     found.set_defaults(run=_list)

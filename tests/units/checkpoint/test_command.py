@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from tests.units.checkpoint.damage import flip
 from tests.units.checkpoint.made_by_deepspeed import HERE, adamw, built
-from zero_fn.checkpoint.command import main
+from zero_fn.__main__ import main
 
 OURS = ["zero_fn", "dcp"]
 """Formats with an optimizer."""
