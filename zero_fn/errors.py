@@ -116,7 +116,7 @@ class CheckpointError(ZeroError, ValueError):
 
 
 class ConfigError(ZeroError, ValueError):
-    """A DeepSpeed config or arguments of a trainer cannot be followed, or a sink cannot be made."""
+    """A DeepSpeed config, arguments of a trainer, a sink of metrics, or a file of measured links cannot be followed."""
 
 
 def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, object]) -> ZeroError:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_fn.errors import ConfigError
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.transport.agree import done_over
@@ -44,6 +48,22 @@ class LinkSpeeds:
     to_device: float | None
     from_device: float | None
     device_memory: float | None = None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> LinkSpeeds:
+        """The speeds that `python -m zero_fn links --out links.json` has written.
+
+        Raises:
+            ConfigError: The file cannot be read, or has no speeds.
+        """
+        try:
+            return cls(**json.loads(Path(path).read_text())["links"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{os.fspath(path)!r} is no file of measured links.",
+                why=f"{type(error).__name__}: {error}",
+                fix=f"python -m zero_fn links --out {os.fspath(path)}",
+            ) from error
 
     def __str__(self) -> str:
         rows = [

@@ -87,6 +87,11 @@ class SameHost(Exchange):
         message = _Message(self, shared, direction, mark, {None: plan.own})
         return Work(finish=_read, kept=(message, plan), nbytes=message.nbytes)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether bytes move through shared memory. A collective, if it is the first use of the group."""
+        return self._shared is not None
+
     @cached_property
     def _shared(self) -> Shared | None:
         """The shared memory of the group, or None. The first use of the first transport of a group is a collective."""

@@ -34,6 +34,7 @@ __all__ = [
     "Slab",
     "advise",
     "available",
+    "bounds",
     "map_memory",
     "too_small",
     "whole_pages",
@@ -52,8 +53,13 @@ class Available(NamedTuple):
 
 
 def available() -> Available:
-    """The smallest of what the machine has free, what cgroups leave, and what limits of the process allow."""
-    return min([_machine(), *_cgroups(), *_limits()])
+    """The smallest of the bounds."""
+    return min(bounds())
+
+
+def bounds() -> list[Available]:
+    """What the machine has free, what cgroups leave, and what limits of the process allow."""
+    return [_machine(), *_cgroups(), *_limits()]
 
 
 def _machine() -> Available:

@@ -160,12 +160,13 @@ class Threads:
     interpreter, which costs up to two thirds of the speed; so they are the second choice.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="zero_fn_storage")
+    def __init__(self, count: int = _THREADS) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="zero_fn_storage")
         self._begun: list[Request] = []
 
     def __str__(self) -> str:
-        return f"{_THREADS} threads"
+        return f"{self._count} threads"
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._begun = [request for request in self._begun if not request.is_done]
