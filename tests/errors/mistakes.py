@@ -1032,6 +1032,7 @@ ROWS: dict[str, Callable[..., object]] = {
     "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
     "planned_disk_was_not_measured": lambda four: _planned(four, zf.nvme("/scratch"), disk_read=None),
     "planned_accelerator_was_not_measured": lambda gpus: _planned(gpus, zf.cpu(), to_device=1e9),
+    "planned_links_are_no_file": lambda: zf.LinkSpeeds.read("links.json"),
     "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
     "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),
     "mesh_without_this_rank": lambda four: zf.shard_optimizer(

@@ -7,6 +7,9 @@ table      rows of text
 predict    `plan`: bytes held, sent and moved, before anything is allocated
 autoplan   which stage and tiers fit a budget, and how long a step takes
 links      how fast bytes move: between ranks, to and from disks and an accelerator
+sweep      how fast a disk is with blocks of several sizes
+measured   `python -m zero_fn links`
+environment  `python -m zero_fn env`
 """
 
 from zero_fn.looking.autoplan import Proposal, Proposals, autoplan

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from zero_fn.kernels import library
 from zero_fn.kernels.compiler import cache_folder
 from zero_fn.looking.table import table
-from zero_fn.one_host.arena import Arena, map_arena
+from zero_fn.one_host.arena import Arena
 from zero_fn.one_host.mailbox import are_mailboxes_available
 from zero_fn.storage import Slab
 from zero_fn.storage.host_memory import bounds
@@ -38,20 +38,9 @@ from zero_fn.values.tiers import bytes_text, cpu
 __all__ = ["environment", "main"]
 
 _PACKAGES = (
-    *(
-        "zero_fn",
-        "torch",
-        "numpy",
-        "xxhash",
-        "einops",
-        "cloudpickle",
-        "triton",
-        "cupy-cuda12x",
-        "cupy-cuda13x",
-        "ziglang",
-    ),
-    *("transformers", "accelerate", "lightning", "trl", "deepspeed", "bitsandbytes", "torchao", "safetensors"),
-)
+    "zero_fn torch numpy xxhash einops cloudpickle triton cupy-cuda12x cupy-cuda13x ziglang transformers accelerate "
+    "lightning trl deepspeed bitsandbytes torchao safetensors"
+).split()
 _VARIABLES = re.compile(
     "(NCCL|TORCH_NCCL|GLOO|ZERO_FN|OMP|KMP|MKL|MALLOC|CUDA)_.*|PYTORCH_.*ALLOC_CONF|TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL)"
     "|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|CC|XDG_CACHE_HOME|TMPDIR|LD_PRELOAD"
@@ -84,11 +73,8 @@ def main(arguments: Sequence[str]) -> int:
         lines = ["\n  ".join((name, *each)) for name, each in rows.items()]
         lines += [f"{kind}: {what}\n  fix: {fix}" for kind, what, fix in page["findings"]] or ["nothing is missing"]
         text = "\n\n".join(lines)
-    names = (
-        socket.gethostname().partition(".")[0],
-        os.path.basename(os.path.expanduser("~")),
-        os.environ.get("USER", ""),
-    )
+    home, user = os.path.basename(os.path.expanduser("~")), os.environ.get("USER", "")
+    names = {socket.gethostname().partition(".")[0], home, user}
     hidden = "|".join(re.escape(name) for name in names if len(name) > 2)
     print(re.sub(rf"\b({hidden})\b", "(name)", text) if hidden else text)
     return int(any(kind == "missing" for kind, _, _ in page["findings"]))
@@ -136,7 +122,7 @@ def _machine() -> Iterator[tuple[str, object]]:
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
     yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, {torch.get_num_threads()} threads of torch"
     yield "memory_nbytes", (whole := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for each in bounds():
+    for each in sorted(bounds(), reverse=True):
         if each.nbytes < whole:
             yield f"free in {each.bound.partition(' /')[0]}_nbytes", each.nbytes
     yield f"{_SHM}_nbytes", shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0
@@ -165,23 +151,14 @@ def _between_ranks(uses: dict[str, str]) -> _Findings:
     except (RuntimeError, ValueError) as error:
         fix = "GLOO_SOCKET_IFNAME=lo (`ip link` lists others), or the name of this machine in /etc/hosts"
         yield "missing", f"gloo does not start: {str(error).splitlines()[0]}", fix
-    why = _not_shared()
-    uses["between ranks of this host"] = f"gloo: {why}" if why else "shared memory"
-    if why:
-        yield "slower", f"ranks of this host share no memory: {why}", "start all ranks as one user, in one container"
-
-
-def _not_shared() -> str:
-    if not are_mailboxes_available():
-        return "no futexes or no pidfd_open in this system"
+    uses["between ranks of this host"] = "shared memory"
     try:
-        arena = Arena()
+        if not are_mailboxes_available():
+            raise OSError("the system has no futexes or no pidfd_open")
+        Arena().close_file()
     except (OSError, ValueError, OverflowError) as error:
-        return f"no memory file ({error})"
-    child = os.fork()
-    if not child:  # as a peer does it
-        os._exit(map_arena(os.getppid(), arena.fd, arena.token) is None)
-    return "a process may not map the memory of another" if os.waitpid(child, 0)[1] else ""
+        uses["between ranks of this host"] = f"gloo: {error}"
+        yield "slower", f"ranks of this host share no memory: {error}", "a newer Linux, or ulimit -f unlimited; -v, too"
 
 
 def _with_devices(uses: dict[str, str], devices: Mapping[str, object]) -> _Findings:

@@ -42,33 +42,32 @@ def main(arguments: Sequence[str]) -> int:
         description="Measures how fast bytes move: in memory, to and from disks, between ranks, to and from accelerators. "
         "Under torchrun its ranks measure, else ranks that this command starts. No file is left but that of --out.",
     )
-    parser.add_argument(
-        "--path", action="append", default=[], metavar="DIR", help="a folder of a disk; may be repeated"
-    )
-    parser.add_argument("--seconds", type=float, default=20.0, help="about how long it may take (default: %(default)s)")
-    parser.add_argument(
-        "--ranks", type=int, help="ranks to start: by default one for each accelerator, but two at least"
-    )
-    parser.add_argument(
-        "--axis", default="dp", help="name of the mesh axis, as zf.autoplan will ask (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and bytes per second")
-    parser.add_argument("--out", metavar="FILE", help="write that JSON to a file, which zf.LinkSpeeds.read reads")
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    add = parser.add_argument
+    add("--path", action="append", default=[], metavar="DIR", help="a folder of a disk; may be repeated")
+    add("--seconds", type=float, default=20.0, help="about how long it takes (default: %(default)s)")
+    add("--ranks", type=int, default=devices or 2, help="ranks to start (default: %(default)s)")
+    add("--axis", default="dp", help="the mesh axis that zf.autoplan is asked for (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON, in bytes and bytes per second")
+    add("--out", metavar="FILE", help="write that JSON to a file, which zf.LinkSpeeds.read reads")
+    options = parser.parse_args(arguments)
+    if options.seconds < 1 or options.ranks < 1:
+        parser.error("--seconds and --ranks are at least 1")
     try:
-        return _run(parser.parse_args(arguments))
+        _run(options, rank=int(os.environ.get("RANK", "0")))
     except ZeroError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    return 0
 
 
-def _run(options: argparse.Namespace) -> int:
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+def _run(options: argparse.Namespace, rank: int) -> None:
     is_launched = "RANK" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if is_launched else options.ranks or max(devices, 2)
+    ranks = int(os.environ["WORLD_SIZE"]) if is_launched else options.ranks
     disks = []
-    if os.environ.get("RANK", "0") == "0":
+    if rank == 0:
         if options.out:
             SpillFile(os.path.dirname(options.out) or ".", "--out").close()  # an error now, not at the end
         disks = [sweep(path, options.seconds / 2 / len(options.path), ranks) for path in options.path]
@@ -78,23 +77,15 @@ def _run(options: argparse.Namespace) -> int:
         links, between, threads = _measured(*how)
         dist.destroy_process_group()
     else:
-        threads = max((os.cpu_count() or 1) // ranks, 1)
+        threads = max(len(os.sched_getaffinity(0)) // ranks, 1)
         links, between, _ = launch(_measured, ranks, *how, threads=threads)[0]
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    found = {
-        "ranks": ranks,
-        "threads": threads,
-        "between": between,
-        "links": asdict(links),
-        "disks": list(map(asdict, disks)),
-    }
-    text = json.dumps(found, indent=1)
-    head = f"{ranks} ranks, each with threads: {threads}, all at once; between them: {between}"
-    print(text if options.json else "\n\n".join(map(str, (f"{head}\n{links}", *disks))))
-    if options.out:
-        Path(options.out).write_text(text + "\n")
-    return 0
+    if rank == 0:
+        found = {"ranks": ranks, "threads": threads, "between": between, "links": asdict(links)}
+        text = json.dumps({**found, "disks": [asdict(disk) for disk in disks]}, indent=1)
+        head = f"ranks: {ranks}, all at once; threads of each: {threads}; between them: {between}"
+        print(text if options.json else "\n\n".join(map(str, (f"{head}\n{links}", *disks))))
+        if options.out:
+            Path(options.out).write_text(text + "\n")
 
 
 def _measured(name: str, paths: Sequence[str], seconds: float) -> tuple[LinkSpeeds, str, int]:

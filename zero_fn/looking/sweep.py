@@ -89,7 +89,7 @@ class DiskSweep:
         return "\n".join((head, *lines, *self.says))
 
 
-class _Place:
+class _DiskProbe:
     """A file whose bytes were written once, and memory to write from and read into."""
 
     def __init__(self, path: str, seconds: float, ranks: int) -> None:
@@ -169,24 +169,24 @@ def sweep(path: str, seconds: float, ranks: int = 1) -> DiskSweep:
         StorageError: No file can be made there, or the disk fails.
     """
     end = time.perf_counter() + seconds
-    place, ours = _Place(path, seconds / 8, ranks), _ours()
+    probe, ours = _DiskProbe(path, seconds / 8, ranks), _ours()
     settings = [replace(ours, block_nbytes=block, at_once=depth) for block in _BLOCKS for depth in _DEPTHS]
     settings += [replace(ours, engine=f"{count} threads") for count in _THREADS]
     slot = seconds / 5 / len(settings)
     # A slow disk would take long for what is under way when the time of a setting is up.
-    tried = [s for s in dict.fromkeys(settings) if s == ours or s.block_nbytes * s.at_once < slot * place.pace]
-    tried = sorted((place.measured(each, slot) for each in tried), key=lambda each: -each.pace)
+    tried = [s for s in dict.fromkeys(settings) if s == ours or s.block_nbytes * s.at_once < slot * probe.pace]
+    tried = sorted((probe.measured(each, slot) for each in tried), key=lambda each: -each.pace)
     fio = "" if shutil.which("fio") else "fio is not installed: nothing to compare with"
     turns: list[list[Setting]] = []
     busy: list[float] = []
     while len(turns) < _TURNS and (not turns or time.perf_counter() < end):
         begun = time.process_time(), time.perf_counter()
-        turns.append([place.measured(ours, 2 * slot)])
+        turns.append([probe.measured(ours, 2 * slot)])
         busy.append((time.process_time() - begun[0]) / (time.perf_counter() - begun[1]))
-        turns[-1].append(place.measured(tried[0], 2 * slot))
+        turns[-1].append(probe.measured(tried[0], 2 * slot))
         if not fio:
             try:
-                turns[-1].append(place.by_fio(ours, 2 * slot))
+                turns[-1].append(probe.by_fio(ours, 2 * slot))
             except (OSError, subprocess.SubprocessError, ValueError, LookupError) as error:
                 fio = f"fio failed: {error}"
     again = [
@@ -198,8 +198,8 @@ def sweep(path: str, seconds: float, ranks: int = 1) -> DiskSweep:
     here, mounts = Path(path).resolve(), map(str.split, Path("/proc/self/mountinfo").read_text().splitlines())
     system = max((len(m[4]), n, m[m.index("-") + 1]) for n, m in enumerate(mounts) if here.is_relative_to(m[4]))[2]
     gain = min(turn[1].pace / turn[0].pace for turn in turns) if len(turns) == _TURNS else 1.0
-    says = [fio, _limit(system, place.file, statistics.median(busy)), _advice(path, tried[0], gain)]
-    return DiskSweep(path, system, place.file.nbytes, tried, again, gain, says)
+    says = [fio, _limit(system, probe.file, statistics.median(busy)), _advice(path, tried[0], gain)]
+    return DiskSweep(path, system, probe.file.nbytes, tried, again, gain, says)
 
 
 def _limit(system: str, file: SpillFile, busy: float) -> str:
