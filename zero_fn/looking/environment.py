@@ -38,9 +38,9 @@ from zero_fn.values.tiers import bytes_text, cpu
 __all__ = ["environment", "main"]
 
 _PACKAGES = (
-    "zero_fn torch numpy xxhash einops cloudpickle triton cupy-cuda12x cupy-cuda13x ziglang transformers accelerate "
-    "lightning trl deepspeed bitsandbytes torchao safetensors"
-).split()
+    "zero_fn", "torch", "numpy", "xxhash", "einops", "cloudpickle", "triton", "cupy-cuda12x", "cupy-cuda13x", "ziglang",
+    "transformers", "accelerate", "lightning", "trl", "deepspeed", "bitsandbytes", "torchao", "safetensors",
+)  # fmt: skip
 _VARIABLES = re.compile(
     "(NCCL|TORCH_NCCL|GLOO|ZERO_FN|OMP|KMP|MKL|MALLOC|CUDA)_.*|PYTORCH_.*ALLOC_CONF|TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL)"
     "|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|CC|XDG_CACHE_HOME|TMPDIR|LD_PRELOAD"
@@ -165,7 +165,7 @@ def _with_devices(uses: dict[str, str], devices: Mapping[str, object]) -> _Findi
     if "cuda:1" in devices and not dist.is_nccl_available():
         yield "missing", "this torch has no NCCL for its devices", "a torch for CUDA: pytorch.org/get-started"
     if not devices and _NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        built = f"is for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        built = "needs another driver" if torch.backends.cuda.is_built() else "is built without CUDA"
         fix = "a torch for the CUDA of the driver (nvidia-smi says which): pytorch.org/get-started"
         yield "missing", f"torch {built}, and cannot use the NVIDIA device of this machine", fix
     uses["pinned memory"] = "none: no CUDA device"
