@@ -20,7 +20,6 @@ from torch import nn
 import zero_fn as zf
 from tests.support.groups import pretended
 from tests.units.storage.disks import limited, small_disk
-from zero_fn.__main__ import COMMANDS
 from zero_fn.looking import environment, measured
 from zero_fn.looking.sweep import Setting, _advice, _limit, _ours
 from zero_fn.storage.files import SpillFile
@@ -204,13 +203,3 @@ def test_links_advise_settings_that_exist() -> None:
     assert "nothing else to set" in _advice("/disk", deeper, 1.05)
     assert f"buffer={128 * MIB}" in _advice("/disk", deeper, 1.3)
     assert "please report" in _advice("/disk", Setting(ours.engine, MIB, 16, 2.0, 2.0), 1.3)
-
-
-def test_every_command_has_help_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, main in {"env": environment.main, "links": measured.main}.items():
-        with pytest.raises(SystemExit, match="0"):
-            main(["--help"])
-        said = capsys.readouterr().out
-        assert name in COMMANDS
-        assert f"python -m zero_fn {name}" in said
-        assert "--json" in said

@@ -165,7 +165,7 @@ def _with_devices(uses: dict[str, str], devices: Mapping[str, object]) -> _Findi
     if "cuda:1" in devices and not dist.is_nccl_available():
         yield "missing", "this torch has no NCCL for its devices", "a torch for CUDA: pytorch.org/get-started"
     if not devices and _NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        built = "needs another driver" if torch.backends.cuda.is_built() else "is built without CUDA"
+        built = "needs another driver" if torch.backends.cuda.is_built() else "is built without CUDA"  # type: ignore[no-untyped-call]
         fix = "a torch for the CUDA of the driver (nvidia-smi says which): pytorch.org/get-started"
         yield "missing", f"torch {built}, and cannot use the NVIDIA device of this machine", fix
     uses["pinned memory"] = "none: no CUDA device"
