@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 import zero_fn as zf
 from zero_fn.integrations.accelerate import bare
 from zero_fn.monitor.sink import flat
 
-__all__ = ["MetricsCallback"]
+__all__ = ["LogsMetrics"]
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _AnyTrainer
+else:
+    _AnyTrainer = object  # the mixin is used beside a Trainer
 
 
-class MetricsCallback(TrainerCallback):
-    """Measures while a Trainer trains. `numbers`: of the last report, by flat names, until they are taken.
+class LogsMetrics(_AnyTrainer):
+    """What a Trainer logs of training has the numbers of `zf.metrics`, once `measure` was called."""
 
-    Args:
-        trainer: The Trainer, whose model and optimizer are measured from the beginning of `train` to its end.
-        options: Those of `zf.metrics`. A report is made as often as the Trainer logs; the Trainer measures the norm itself.
-    """
+    _metrics: _MetricsCallback | None = None
 
-    def __init__(self, trainer: Trainer, options: Mapping[str, Any]) -> None:
+    def measure(self, options: Mapping[str, Any]) -> None:
+        """Measures from the beginning of `train` to its end. `options` are those of `zf.metrics`; if they do not say otherwise,
+        a report is made as often as the Trainer logs, and the norm is left to it."""
+        self._metrics = _MetricsCallback(self, options)
+        self.add_callback(self._metrics)
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        if self._metrics is not None and "loss" in logs:
+            logs, self._metrics.numbers = logs | self._metrics.numbers, {}
+        super().log(logs, *args, **options)
+
+
+class _MetricsCallback(TrainerCallback):
+    """Measures. `numbers`: of the last report, by flat names, until they are taken."""
+
+    def __init__(self, trainer: LogsMetrics, options: Mapping[str, Any]) -> None:
         self._trainer, self._options = trainer, {"norm": "on_spike" in options, **options}
         self._metrics: zf.Metrics | None = None
         self.numbers: dict[str, float] = {}

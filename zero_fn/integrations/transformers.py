@@ -36,7 +36,7 @@ from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.accelerator_config import follow_settings
-from zero_fn.integrations.metrics import MetricsCallback
+from zero_fn.integrations.metrics import LogsMetrics
 from zero_fn.integrations.placing import (
     Place,
     all_ranks,
@@ -61,7 +61,7 @@ else:
     _AnyTrainer = object  # the mixin is used beside a Trainer, which it need not be one itself
 
 
-class ZeroTrainerMixin(_AnyTrainer):
+class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
     """Any Trainer over a transformed model. It is named first: `class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...`.
 
     Losses and gradient norms are those of DDP. Gradients are reduced once a step, however many microbatches it has, and held
@@ -107,7 +107,6 @@ class ZeroTrainerMixin(_AnyTrainer):
     _place: Place[nn.Module] | None = None
     _finish: Any = None
     _weights: str | os.PathLike[str] | None = None
-    _metrics: MetricsCallback | None = None
     _is_read = False  # whether the model has been placed once, with its weights
     _settings_at: Callable[[int], Settings]
 
@@ -130,13 +129,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             self._follow_config(deepspeed, mesh)
         self._place_model()
         if metrics is not False:
-            self._metrics = MetricsCallback(self, {} if metrics is True else metrics)
-            self.add_callback(self._metrics)
-
-    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        if self._metrics is not None and "loss" in logs:
-            logs, self._metrics.numbers = logs | self._metrics.numbers, {}
-        super().log(logs, *args, **options)
+            self.measure({} if metrics is True else metrics)
 
     def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
         """Reads from the DeepSpeed config how to place the model, scale losses, and finish the optimizer."""

@@ -117,7 +117,7 @@ class Metrics:
         self.skipped += not state.is_stepped or state.is_dropped
         if self._watch is not None:
             self._look_after_step(loss)
-        state.done.update(tokens=tokens, samples=samples)
+        state.tally.done.update(tokens=tokens, samples=samples)
         state.is_stepped = state.is_dropped = False
         if self.steps % self._every:
             return {}
@@ -217,9 +217,7 @@ class _State:
         self.device_type = next((s.kind.device_type for s in slots if s.kind.device_type != "meta"), "cpu")
         tiers = [(home.params, home.grads, home.optim) for home in {slot.home.tiers for slot in slots}]
         self._paths = {path for each in tiers for tier in each if isinstance(tier, Nvme) for path in tier.paths}
-        self._tally, self._taken = Tally(), deque[Taken]()
-        self._since, self._before = monotonic(), Counter[str]()
-        self.done = Counter[str]()  # tokens and samples
+        self.tally, self._taken = Tally(), deque[Taken]()
         self.norm: float | None = None
         self.overflows: list[Tensor] = []  # of steps under a `GradScaler`
         self.seconds = 0.0  # of the last step whose times are known
@@ -240,25 +238,26 @@ class _State:
         self.seconds = 0.0
         while self._taken and (self._taken[0].is_done or len(self._taken) > _LATE):
             taken = self.clock.resolve(self._taken.popleft())
-            self.seconds = self._tally.add(taken, on_device=is_accelerator(self.device_type))
+            self.seconds = self.tally.add(taken, on_device=is_accelerator(self.device_type))
 
     def compared(self, line: Line, loss: float | None) -> dict[str, float]:
         """What ranks say together: the mean loss, rates, and the slowest. A collective."""
-        own = sum(self._tally.beside) / max(1, len(self._tally.beside))
+        own = sum(self.tally.beside) / max(1, len(self.tally.beside))
         rank = dist.get_rank() if dist.is_initialized() else 0
-        message = struct.pack("5d", rank, own, nan if loss is None else loss, self.done["tokens"], self.done["samples"])
+        message = struct.pack(
+            "5d", rank, own, nan if loss is None else loss, self.tally.done["tokens"], self.tally.done["samples"]
+        )
         rows = [message]
         if line.size > 1:
             sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(line.device)
             rows = [row.numpy().tobytes() for row in line.exchange(sent, "metrics")]
         ranks, seconds, losses, tokens, samples = zip(*(struct.unpack("5d", row) for row in rows), strict=True)
-        now = monotonic()
         found = {"ranks": float(len(rows))}
         if loss is not None:
             found["loss"] = sum(losses) / len(losses)
         for name, counts in (("tokens", tokens), ("samples", samples)):
             if any(counts):
-                found[f"{name}_per_second"] = sum(counts) / (now - self._since)
+                found[f"{name}_per_second"] = sum(counts) / self.tally.age_s
         if len(rows) > 1:
             slowest = max(range(len(rows)), key=seconds.__getitem__)
             others = [each for at, each in enumerate(seconds) if at != slowest]
@@ -267,18 +266,7 @@ class _State:
 
     def report(self) -> dict[str, Any]:
         """Seconds and bytes since the last report."""
-        now, totals = monotonic(), self._tally.totals
-        found: dict[str, Any] = {f"{name}_seconds": list(each) for name, each in self._tally.seconds.items() if each}
-        found |= totals | {f'step_peak_memory_bytes{{tier="{tier}"}}': n for tier, n in self._tally.peaks.items() if n}
-        for name in totals:
-            if name.startswith("tier_"):
-                rate = (totals[name] - self._before[name]) / (now - self._since)
-                found[name.replace("_bytes_total", "_bytes_per_second")] = rate
-        found["checkpoint_age_seconds"] = now - self.clock.saved_at
-        self._since, self._before = now, Counter(totals)
-        self.done.clear()
-        self._tally.clear()
-        return found
+        return self.tally.report() | {"checkpoint_age_seconds": monotonic() - self.clock.saved_at}
 
     def memory(self) -> dict[str, float]:
         """Bytes of memory by tier."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from time import monotonic
+from typing import Any
 
 from zero_fn.profiling.clock import Taken
 from zero_fn.profiling.spans import spans_of
@@ -16,13 +18,15 @@ _BY_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "optimiz
 
 
 class Tally:
-    """Seconds of each step since the last `clear`, and sums since the run began."""
+    """Seconds of each step since the last `report`, and sums since the run began."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.beside: list[float] = []  # of each step, seconds beside collectives
         self.totals = Counter[str]()
         self.peaks = Counter[str]()  # bytes
+        self.done = Counter[str]()  # tokens and samples
+        self._since, self._before = monotonic(), Counter[str]()  # as of the last `report`
 
     def add(self, taken: Taken, *, on_device: bool) -> float:
         """Adds a step; returns how long it took."""
@@ -55,8 +59,19 @@ class Tally:
         for _, tier, nbytes, is_read in taken.moved:
             self.totals[f'tier_{"read" if is_read else "written"}_bytes_total{{tier="{tier}"}}'] += nbytes
 
-    def clear(self) -> None:
-        """Begins anew, but for the sums."""
-        self.seconds.clear()
-        self.beside.clear()
-        self.peaks.clear()
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last `report`."""
+        return monotonic() - self._since
+
+    def report(self) -> dict[str, Any]:
+        """All of it by the names of numbers, without `zero_fn_`; then it begins anew, but for the sums."""
+        found: dict[str, Any] = {f"{name}_seconds": list(each) for name, each in self.seconds.items() if each}
+        found |= self.totals | {f'step_peak_memory_bytes{{tier="{tier}"}}': n for tier, n in self.peaks.items() if n}
+        for name, total in self.totals.items():
+            if name.startswith("tier_"):
+                found[name.replace("_bytes_total", "_bytes_per_second")] = (total - self._before[name]) / self.age_s
+        self._since, self._before = monotonic(), Counter(self.totals)
+        for each in (self.seconds, self.beside, self.peaks, self.done):
+            each.clear()
+        return found
