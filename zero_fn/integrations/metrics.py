@@ -25,8 +25,8 @@ class LogsMetrics(_AnyTrainer):
     _metrics: _MetricsCallback | None = None
 
     def measure(self, options: Mapping[str, Any]) -> None:
-        """Measures from the beginning of `train` to its end. `options` are those of `zf.metrics`; if they do not say otherwise,
-        a report is made as often as the Trainer logs, and the norm is left to it."""
+        """Measures from the beginning of `train` to its end, with options of `zf.metrics`. If they do not say otherwise, a
+        report is made as often as the Trainer logs, and the norm is left to it."""
         self._metrics = _MetricsCallback(self, options)
         self.add_callback(self._metrics)
 
