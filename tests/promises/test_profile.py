@@ -21,9 +21,10 @@ from tests.support.groups import alone
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from zero_fn.profiling import ranks as meeting
+from zero_fn.profiling.analysis import RankRecord, carried_of, wait_for_last
 from zero_fn.profiling.clock import Collective, Mark
 from zero_fn.profiling.profile import Profile
-from zero_fn.profiling.spans import spans_of, steps_of
+from zero_fn.profiling.spans import Span, spans_of, steps_of
 from zero_fn.storage import Transfer
 from zero_fn.values import watching
 from zero_fn.values.watching import Moment
@@ -123,6 +124,23 @@ def test_a_unit_that_is_slow_on_one_rank_is_named(phase: str) -> None:
 
 
 @on_ranks(2)
+def test_ranks_that_are_slow_in_different_units_are_both_named() -> None:
+    """Rank 0 is the slower one of a whole step, yet both make the other wait."""
+    model, optimizer, blocks = built()
+    blocks[3 if dist.get_rank() else 1].sleep_s = SLEEP_S if dist.get_rank() else 1.5 * SLEEP_S
+    profile = profiled(model, optimizer)
+    found = {(each.rank, each.part, each.unit, each.phase): each for each in profile.slow}
+    one, other = found[0, "idle", "1", "forward"], found[1, "idle", "3", "forward"]
+    assert profile.slowest is one
+    for each, slept_s in ((one, 1.5 * SLEEP_S), (other, SLEEP_S)):
+        assert 0.8 * slept_s < each.seconds < 2 * slept_s
+        assert each.waited_s > 0.5 * slept_s
+        assert str(each) in str(profile)
+    idle = {row.unit: row.idle for row in profile.units if row.phase == "forward"}
+    assert idle["1"][0] > SLEEP_S and idle["3"][1] > 0.9 * SLEEP_S > idle["3"][0]
+
+
+@on_ranks(2)
 def test_a_slow_disk_is_named(folder: str) -> None:
     """The parameters of rank 1 come late from its disk."""
     model, optimizer, _ = built(params=zf.nvme(folder), optim=zf.nvme(folder))
@@ -165,6 +183,8 @@ def test_bytes_are_those_of_the_plan(stage: str) -> None:
     gathers = [each for each in profile.collectives if each.name == "all-gather of parameters of unit 1"]
     assert [each.count for each in gathers] == ([] if stage == "replicate" else [2 if stage == "zero3" else 1])
     assert all(each.bus_bandwidth * 2 == each.algorithm_bandwidth > 0 for each in gathers)
+    assert profile.numbers["exposed"]["dp"] == pytest.approx(sum(each.exposed_s for each in profile.collectives))
+    assert profile.numbers["carried"]["dp"] > 0
     assert profile.numbers["held"] == profile.numbers["planned"]["held"]
 
 
@@ -277,6 +297,18 @@ def test_one_rank_alone_is_profiled() -> None:
     assert profile.slowest is None and profile.overlap == [None]
     assert profile.numbers["ranks"] == 1 and profile.numbers["sent"] == {}
     assert {row.unit for row in profile.units} >= {"0", "1"}
+
+
+def test_two_collectives_at_once_share_a_link() -> None:
+    """Of 10 ms with a collective under way 6 have two; rank 1 began the last at 14 ms."""
+    records = []
+    for rank in range(2):
+        begins = {"dp #1": 2 - rank, "dp #2": 4 + rank, "dp #3": 13 + rank}
+        ends = {"dp #1": 10, "dp #2": 11, "dp #3": 15}
+        ways = [Collective("", "all-gather", g, "dp", 2, 1000, b * 10**6, ends[g] * 10**6) for g, b in begins.items()]
+        spans = [Span(each.begin_ns, each.end_ns, "communication", "", "", each) for each in ways]
+        records.append(RankRecord(rank, [spans], {}))
+    assert carried_of(records, wait_for_last(records)) == {"dp": pytest.approx(3000 / 0.010)}
 
 
 # -- spans ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the records of all ranks say together: the parts of each step, units, collectives, and the rank that is slowest."""
+"""What the records of all ranks say together: the parts of each step, units, collectives, and the ranks that are slow."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from zero_fn.profiling.spans import PARTS, Span
 __all__ = [
     "CollectiveTimes",
     "Findings",
-    "Slowest",
+    "Slow",
     "Step",
     "UnitTimes",
+    "carried_of",
     "collectives_of",
     "overlap_of",
-    "slowest_of",
+    "slow_of",
     "steps_of_ranks",
     "units_of_ranks",
     "wait_for_last",
 ]
 
 _SLOWER = 0.02
-"""A rank is called slowest if it takes longer than the others by this part of a step at least."""
+"""A rank is called slow if it takes longer than the others by this part of a step at least."""
 
 
 class Findings:
@@ -36,10 +37,15 @@ class Findings:
     steps: list[Step]
     units: list[UnitTimes]
     collectives: list[CollectiveTimes]
-    slowest: Slowest | None
+    slow: list[Slow]
     overlap: list[float | None]
     memory: dict[str, dict[str, int]]
     numbers: dict[str, Any]
+
+    @property
+    def slowest(self) -> Slow | None:
+        """The first of `slow`."""
+        return self.slow[0] if self.slow else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Computation in one phase of a unit: seconds a step by rank, the lower quartile of the steps. Idle time counts."""
+    """Computation in one phase of a unit: seconds a step by rank, the lower quartile of the steps. `idle`: of them."""
 
     unit: str
     phase: str
     seconds: list[float]
+    idle: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +108,16 @@ class CollectiveTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Slowest:
-    """The rank that takes longest beside collectives, and where.
+class Slow:
+    """A part of the step that takes longer on one rank than on the others. A rank that is slow in several has several.
 
     Attributes:
         rank: Its number.
         seconds: How much longer a step takes there than on the median of the others; of each the lower quartile
             of the steps, which is what it takes when nothing comes between.
-        part: The part of the step in which most of that lies.
-        unit, phase: The unit where most of that lies, in which phase; "" if it lies in none.
-        waited_s: Seconds a step that the others waited for it, the mean over these.
+        part: The part of the step.
+        unit, phase: The unit where that is, in which phase; "" for what is in none, or in many.
+        waited_s: Seconds a step that the others waited for the rank, the mean over these; for all that it is slow in.
     """
 
     rank: int
@@ -123,7 +130,7 @@ class Slowest:
     def __str__(self) -> str:
         where = f"{self.part} in {self.phase} of {self.unit}" if self.unit else self.part
         return (
-            f"rank {self.rank} is slowest: {self.seconds * 1e3:.1f} ms a step longer than the others ({where}); "
+            f"rank {self.rank} is slow: {self.seconds * 1e3:.1f} ms a step longer than the others ({where}); "
             f"they waited {self.waited_s * 1e3:.1f} ms for it"
         )
 
@@ -167,16 +174,35 @@ def steps_of_ranks(records: Sequence[RankRecord]) -> list[Step]:
 
 def units_of_ranks(records: Sequence[RankRecord]) -> list[UnitTimes]:
     """Computation of each unit, in the order in which forwards begin; forward first."""
-    found: dict[tuple[str, str], list[list[float]]] = {}
+    found: dict[tuple[str, str], list[list[list[float]]]] = {}
     for place, record in enumerate(records):
         for number, spans in enumerate(record.steps):
             for span in spans:
                 if span.part == "compute" and span.unit:
-                    key = span.phase, span.unit
-                    rows = found.setdefault(key, [[0.0] * len(each.steps) for each in records])
-                    rows[place][number] += span.ns / 1e9
-    units = [UnitTimes(unit, phase, [_usual(row) for row in times]) for (phase, unit), times in found.items()]
+                    rows = found.setdefault(
+                        (span.phase, span.unit), [[[0.0] * len(each.steps) for each in records] for _ in range(2)]
+                    )
+                    for row, ns in zip(rows, (span.ns, span.idle_ns), strict=True):
+                        row[place][number] += ns / 1e9
+    units = [
+        UnitTimes(unit, phase, *([_usual(times) for times in row] for row in rows))
+        for (phase, unit), rows in found.items()
+    ]
     return sorted(units, key=lambda row: row.phase == "backward")
+
+
+def carried_of(records: Sequence[RankRecord], last: dict[str, tuple[int, int]]) -> dict[str, float]:
+    """By axis, the bytes that a rank sends by the seconds in which a collective of the axis is under way: from when the last
+    rank has begun it. The least of all ranks."""
+    found: dict[str, float] = {}
+    for record in records:
+        for axis in dict.fromkeys(each.axis for each in record.collectives):
+            own = [each for each in record.collectives if each.axis == axis and each.end_ns]
+            busy = _merged((last.get(each.group, (0, each.begin_ns))[1], each.end_ns) for each in own)
+            if busy and (nbytes := sum(each.nbytes for each in own)):
+                rate = nbytes / sum(end - begin for begin, end in busy) * 1e9
+                found[axis] = min(rate, found.get(axis, rate))
+    return found
 
 
 def collectives_of(records: Sequence[RankRecord], last: dict[str, tuple[int, int]]) -> list[CollectiveTimes]:
@@ -219,26 +245,50 @@ def _most(found: Counter[int]) -> int:
     return max(found, key=found.__getitem__, default=-1)
 
 
-def slowest_of(records: Sequence[RankRecord], steps: Sequence[Step], units: Sequence[UnitTimes]) -> Slowest | None:
-    """The rank that takes longer than the others beside collectives; None if none does, by a fiftieth of a step."""
+def slow_of(
+    records: Sequence[RankRecord], steps: Sequence[Step], units: Sequence[UnitTimes], last: dict[str, tuple[int, int]]
+) -> list[Slow]:
+    """Where ranks take longer than the others beside collectives, by a fiftieth of a step at least; the longest first.
+
+    What is slow is not weighed against what is fast: where ranks meet several times in a step, each slow unit makes the
+    others wait, even if these are slower in another.
+    """
     if len(records) < 2:
-        return None
+        return []
+    least = _SLOWER * median(step.seconds for step in steps)
     own = {record.rank: _own([step for step in steps if step.rank == record.rank]) for record in records}
-    totals = {rank: sum(parts.values()) for rank, parts in own.items()}
-    rank = max(totals, key=lambda each: totals[each])
-    excess = _beyond(totals, rank)
-    if excess < _SLOWER * median(step.seconds for step in steps):
-        return None
-    part = max(PARTS, key=lambda part: _beyond({each: parts.get(part, 0.0) for each, parts in own.items()}, rank))
-    unit, phase = "", ""
-    if part in ("compute", "idle"):
-        ranks = [record.rank for record in records]
-        more = [(_beyond(dict(zip(ranks, row.seconds, strict=True)), rank), row.unit, row.phase) for row in units]
-        longest = max(more, default=(0.0, "", ""))
-        if longest[0] > excess / 2:  # else it is slow in all of them
-            _, unit, phase = longest
-    others = [step.parts["waiting"] for step in steps if step.rank != rank]
-    return Slowest(rank, excess, part, unit, phase, sum(others) / len(others))
+    waits = _waits(records, last)
+    found = []
+    for rank in own:
+        for part in own[rank]:
+            excess = _beyond({each: parts[part] for each, parts in own.items()}, rank)
+            for longer, unit, phase in _by_unit(units, part, list(own), rank):
+                if longer < max(least, excess / 2):  # the rank is slow in many units, or in none
+                    break
+                found.append(Slow(rank, longer, part, unit, phase, waits.get(rank, 0.0)))
+                excess -= longer
+            if excess >= least:
+                found.append(Slow(rank, excess, part, "", "", waits.get(rank, 0.0)))
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _by_unit(units: Sequence[UnitTimes], part: str, ranks: list[int], rank: int) -> list[tuple[float, str, str]]:
+    """How much longer a rank takes in each phase of each unit; the longest first."""
+    found = []
+    for row in units if part in ("compute", "idle") else ():
+        times = row.idle if part == "idle" else [a - b for a, b in zip(row.seconds, row.idle, strict=True)]
+        found.append((_beyond(dict(zip(ranks, times, strict=True)), rank), row.unit, row.phase))
+    return sorted(found, reverse=True)
+
+
+def _waits(records: Sequence[RankRecord], last: dict[str, tuple[int, int]]) -> dict[int, float]:
+    """Seconds a step that each rank was waited for, the mean over the others."""
+    found: dict[int, float] = defaultdict(float)
+    for record in records:
+        for span in record.spans:
+            if span.part == "waiting" and span.collective is not None:
+                found[last[span.collective.group][0]] += span.ns / 1e9 / len(record.steps)
+    return {rank: seconds / (len(records) - 1) for rank, seconds in found.items()}
 
 
 def _usual(times: Iterable[float]) -> float:

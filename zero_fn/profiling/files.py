@@ -24,8 +24,9 @@ def write(profile: Findings, records: Sequence[RankRecord], out: str) -> None:
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     data = {name: getattr(profile, name) for name in ("overlap", "memory", "numbers")}
-    data |= {name: [asdict(row) for row in getattr(profile, name)] for name in ("steps", "units", "collectives")}
-    data["slowest"] = asdict(profile.slowest) if profile.slowest is not None else None
+    data |= {
+        name: [asdict(row) for row in getattr(profile, name)] for name in ("steps", "units", "collectives", "slow")
+    }
     (folder / "profile.json").write_text(json.dumps(data))
     (folder / "trace.json").write_text(json.dumps({"traceEvents": list(trace_of(records)), "displayTimeUnit": "ms"}))
     bars = bars_of(records)

@@ -23,12 +23,13 @@ from zero_fn.looking.predict import Plan, plan
 from zero_fn.profiling.analysis import (
     CollectiveTimes,
     Findings,
-    Slowest,
+    Slow,
     Step,
     UnitTimes,
+    carried_of,
     collectives_of,
     overlap_of,
-    slowest_of,
+    slow_of,
     steps_of_ranks,
     units_of_ranks,
     wait_for_last,
@@ -54,7 +55,8 @@ class Profile(Findings):
         steps: Each step of each rank: seconds, and the parts that they consist of. See `zero_fn.profiling.spans`.
         units: Computation of each unit, forward and backward: seconds by rank.
         collectives: What ranks sent one another: count, bytes, seconds, bandwidth, and who was waited for.
-        slowest: The rank that takes longest beside collectives, and where; None if none is slower by a fiftieth of a step.
+        slow: Which ranks take longer than the others beside collectives, and where, by a fiftieth of a step at least; the
+            longest first, which is `slowest`.
         overlap: For each rank the part of its communication that runs beside computation; None without communication.
         memory: Bytes by phase ("at rest", "forward", "backward", "optimizer") and by what: "process" (resident memory of the
             host, the largest of all ranks), "device" (the peak of its allocator). `planned` beside them is of training state.
@@ -83,7 +85,7 @@ class Profile(Findings):
         self._held, self._measured = Held(0, 0, 0), 0
         self._hooks: list[RemovableHandle] = []
         self._fill(
-            {"steps": [], "units": [], "collectives": [], "slowest": None, "overlap": [], "memory": {}, "numbers": {}}
+            {"steps": [], "units": [], "collectives": [], "slow": [], "overlap": [], "memory": {}, "numbers": {}}
         )
 
     def __enter__(self) -> Self:
@@ -148,7 +150,7 @@ class Profile(Findings):
         self.steps = [Step(**row) for row in found["steps"]]
         self.units = [UnitTimes(**row) for row in found["units"]]
         self.collectives = [CollectiveTimes(**row) for row in found["collectives"]]
-        self.slowest = Slowest(**found["slowest"]) if found["slowest"] else None
+        self.slow = [Slow(**row) for row in found["slow"]]
         self.overlap, self.memory, self.numbers = found["overlap"], found["memory"], found["numbers"]
 
     def _record(self, taken: Taken) -> RankRecord:
@@ -245,13 +247,17 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
     overlap = [overlap_of(record) for record in records]
     last = wait_for_last(records)
     steps, units = steps_of_ranks(records), units_of_ranks(records)
-    slowest = slowest_of(records, steps, units)
+    collectives = collectives_of(records, last)
     more = [record.more for record in records]
     phases = dict.fromkeys(phase for row in more for phase in row["phases"])
     plans = [row["planned"] for row in more]
     seconds = median(step.seconds for step in steps)
     numbers: dict[str, Any] = {"ranks": len(records), "steps": len(records[0].steps), "seconds": seconds}
     numbers |= {name: _most(row[name] for row in more) for name in ("sent", "moved", "held")}
+    numbers |= {"carried": carried_of(records, last), "exposed": dict.fromkeys(numbers["sent"], 0.0)}
+    for each in collectives:
+        if each.axis in numbers["sent"]:
+            numbers["exposed"][each.axis] += each.exposed_s
     numbers["planned"] = None
     if all(plans):
         numbers["planned"] = {name: _most(row[name] for row in plans) for name in ("sent", "moved", "held")}
@@ -265,8 +271,8 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
     return {
         "steps": [asdict(step) for step in steps],
         "units": [asdict(unit) for unit in units],
-        "collectives": [asdict(each) for each in collectives_of(records, last)],
-        "slowest": slowest and asdict(slowest),
+        "collectives": [asdict(each) for each in collectives],
+        "slow": [asdict(each) for each in slow_of(records, steps, units, last)],
         "overlap": overlap,
         "memory": {phase: _most(row["phases"].get(phase, {}) for row in more) for phase in phases},
         "numbers": numbers,

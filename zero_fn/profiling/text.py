@@ -16,6 +16,7 @@ Table = tuple[str, list[Sequence[str]]]
 
 _FEW_RANKS = 8
 _FEW_ROWS = 8
+_FEW_SLOW = 3
 
 
 def text_of(profile: Findings) -> str:
@@ -40,7 +41,7 @@ def headline(profile: Findings) -> list[str]:
         first += f", {rate:,.3g} TFLOP/s a rank, {numbers['utilisation']:.1%} of the {peak:,.3g} that the device can do"
     lines = [first]
     if numbers["ranks"] > 1:
-        lines.append(str(profile.slowest) if profile.slowest is not None else "no rank is slower than the others")
+        lines += [str(each) for each in profile.slow[:_FEW_SLOW]] or ["no rank is slower than the others"]
         known = [share for share in profile.overlap if share is not None]
         if known:
             lines.append(f"{min(known):.0%} to {max(known):.0%} of the communication runs beside computation")
@@ -53,6 +54,9 @@ def headline(profile: Findings) -> list[str]:
         for what, nbytes in numbers[name].items():
             planned = numbers["planned"] and numbers["planned"][name].get(what, 0)
             beside = "" if planned is None else f", planned {_mb(planned)}"
+            if name == "sent":
+                rate = f", at {numbers['carried'][what] / 1e9:,.3g} GB/s" if what in numbers["carried"] else ""
+                beside += f"{rate}; {numbers['exposed'][what] / numbers['seconds']:.0%} of a step waits for it"
             lines.append(words.format(what, _mb(nbytes)) + beside)
     return lines
 
@@ -81,7 +85,7 @@ def _steps(profile: Findings, few: bool) -> Table:
         rows.append((name, row(name, over, lambda step: step.seconds), *parts))
     shown = ranks
     if few and len(ranks) > _FEW_RANKS:
-        shown = [profile.slowest.rank] if profile.slowest is not None else []
+        shown = sorted({each.rank for each in profile.slow[:_FEW_SLOW]})
     for rank in shown:
         parts = [_ms(median(step.parts[part] for step in own[rank])) for part in names]
         rows.append((str(rank), _ms(median(step.seconds for step in own[rank])), *parts))
