@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = [
     "CollectiveTimes",
     "Findings",
     "Slow",
-    "Step",
+    "StepTimes",
     "UnitTimes",
     "carried_of",
     "collectives_of",
@@ -34,13 +34,21 @@ _SLOWER = 0.02
 class Findings:
     """What a profile has found: the attributes of `zero_fn.profiling.profile.Profile`."""
 
-    steps: list[Step]
+    steps: list[StepTimes]
     units: list[UnitTimes]
     collectives: list[CollectiveTimes]
     slow: list[Slow]
     overlap: list[float | None]
     memory: dict[str, dict[str, int]]
     numbers: dict[str, Any]
+
+    def fill(self, found: Mapping[str, Any]) -> None:
+        """Takes these from what JSON holds: rows as dictionaries."""
+        self.steps = [StepTimes(**row) for row in found["steps"]]
+        self.units = [UnitTimes(**row) for row in found["units"]]
+        self.collectives = [CollectiveTimes(**row) for row in found["collectives"]]
+        self.slow = [Slow(**row) for row in found["slow"]]
+        self.overlap, self.memory, self.numbers = found["overlap"], found["memory"], found["numbers"]
 
     @property
     def slowest(self) -> Slow | None:
@@ -49,7 +57,7 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTimes:
     """One step of one rank. `parts`: seconds by name; together they are `seconds`."""
 
     rank: int
@@ -158,7 +166,7 @@ def _told_apart(span: Span, record: RankRecord, last: dict[str, tuple[int, int]]
     return (span,)
 
 
-def steps_of_ranks(records: Sequence[RankRecord]) -> list[Step]:
+def steps_of_ranks(records: Sequence[RankRecord]) -> list[StepTimes]:
     """All steps of all ranks."""
     found = []
     for record in records:
@@ -168,7 +176,7 @@ def steps_of_ranks(records: Sequence[RankRecord]) -> list[Step]:
                 parts[span.part] += span.ns - span.idle_ns
                 parts["idle"] += span.idle_ns
             seconds = (spans[-1].end_ns - spans[0].begin_ns) / 1e9
-            found.append(Step(record.rank, number, seconds, {part: ns / 1e9 for part, ns in parts.items()}))
+            found.append(StepTimes(record.rank, number, seconds, {part: ns / 1e9 for part, ns in parts.items()}))
     return found
 
 
@@ -246,7 +254,10 @@ def _most(found: Counter[int]) -> int:
 
 
 def slow_of(
-    records: Sequence[RankRecord], steps: Sequence[Step], units: Sequence[UnitTimes], last: dict[str, tuple[int, int]]
+    records: Sequence[RankRecord],
+    steps: Sequence[StepTimes],
+    units: Sequence[UnitTimes],
+    last: dict[str, tuple[int, int]],
 ) -> list[Slow]:
     """Where ranks take longer than the others beside collectives, by a fiftieth of a step at least; the longest first.
 
@@ -297,7 +308,7 @@ def _usual(times: Iterable[float]) -> float:
     return ordered[len(ordered) // 4] if ordered else 0.0
 
 
-def _own(steps: Sequence[Step]) -> dict[str, float]:
+def _own(steps: Sequence[StepTimes]) -> dict[str, float]:
     names = [part for part in PARTS if part not in ("communication", "waiting")]
     return {part: _usual(step.parts[part] for step in steps) for part in names}
 

@@ -21,11 +21,7 @@ from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, held
 from zero_fn.looking.predict import Plan, plan
 from zero_fn.profiling.analysis import (
-    CollectiveTimes,
     Findings,
-    Slow,
-    Step,
-    UnitTimes,
     carried_of,
     collectives_of,
     overlap_of,
@@ -84,9 +80,7 @@ class Profile(Findings):
         self._operations = Operations() if flops else None
         self._held, self._measured = Held(0, 0, 0), 0
         self._hooks: list[RemovableHandle] = []
-        self._fill(
-            {"steps": [], "units": [], "collectives": [], "slow": [], "overlap": [], "memory": {}, "numbers": {}}
-        )
+        self.fill({"steps": [], "units": [], "collectives": [], "slow": [], "overlap": [], "memory": {}, "numbers": {}})
 
     def __enter__(self) -> Self:
         self._ranks = Ranks()
@@ -136,7 +130,7 @@ class Profile(Findings):
                 fix="step the optimizer that is given to profile inside the block, on every rank; without one call "
                 "profile.step() after each step" + ("; flops=True counts in the first" if self._operations else ""),
             )
-        self._fill(found)
+        self.fill(found)
         if self._out is not None and self._ranks.rank == 0:
             write(self, records, self._out)
 
@@ -145,13 +139,6 @@ class Profile(Findings):
 
     def __getstate__(self) -> dict[str, Any]:  # a rank may return it, without the model
         return {name: getattr(self, name) for name in Findings.__annotations__}
-
-    def _fill(self, found: Mapping[str, Any]) -> None:
-        self.steps = [Step(**row) for row in found["steps"]]
-        self.units = [UnitTimes(**row) for row in found["units"]]
-        self.collectives = [CollectiveTimes(**row) for row in found["collectives"]]
-        self.slow = [Slow(**row) for row in found["slow"]]
-        self.overlap, self.memory, self.numbers = found["overlap"], found["memory"], found["numbers"]
 
     def _record(self, taken: Taken) -> RankRecord:
         """What this rank tells rank 0."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from zero_fn.looking.table import table
-from zero_fn.profiling.analysis import Findings, Step
+from zero_fn.profiling.analysis import Findings, StepTimes
 from zero_fn.profiling.spans import PARTS
 
 __all__ = ["Table", "tables_of", "text_of"]
@@ -76,7 +76,7 @@ def _steps(profile: Findings, few: bool) -> Table:
     names = [name for name in PARTS if any(step.parts[name] for step in profile.steps)]
     rows: list[Sequence[str]] = [("rank", "step", *names)]
 
-    def row(name: str, over: Callable[[list[float]], float], of: Callable[[Step], float]) -> str:
+    def row(name: str, over: Callable[[list[float]], float], of: Callable[[StepTimes], float]) -> str:
         return _ms(over([median(map(of, own[rank])) for rank in ranks]))
 
     wanted: list[tuple[str, Callable[[list[float]], float]]] = [("min", min), ("median", median), ("max", max)]
