@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -41,14 +41,6 @@ class Findings:
     overlap: list[float | None]
     memory: dict[str, dict[str, int]]
     numbers: dict[str, Any]
-
-    def fill(self, found: Mapping[str, Any]) -> None:
-        """Takes these from what JSON holds: rows as dictionaries."""
-        self.steps = [StepTimes(**row) for row in found["steps"]]
-        self.units = [UnitTimes(**row) for row in found["units"]]
-        self.collectives = [CollectiveTimes(**row) for row in found["collectives"]]
-        self.slow = [Slow(**row) for row in found["slow"]]
-        self.overlap, self.memory, self.numbers = found["overlap"], found["memory"], found["numbers"]
 
     @property
     def slowest(self) -> Slow | None:

@@ -173,7 +173,7 @@ class Clock(Watch):
         self.note(Moment.ISSUED, kind, collective)
         finish = work.finish
         if work.works and not work.on_stream:
-            works = [each for each, _ in work.works if not isinstance(each, _Waiting)]  # of a clock beside this one
+            works = [each for each, _ in work.works if not isinstance(each, _WaitNote)]  # of a clock beside this one
             self._working.append((collective, works))
 
         def finished(*kept: Any) -> None:
@@ -182,8 +182,8 @@ class Clock(Watch):
             collective.end_ns = collective.end_ns or perf_counter_ns()
             self.note(Moment.WAITED, kind, collective)
 
-        waits = [(each if peer is None else _Waited(each, peer, collective), peer) for each, peer in work.works]
-        work.works, work.finish = [(_Waiting(self, kind, collective), None), *waits], finished
+        waits = [(each if peer is None else _TimedWork(each, peer, collective), peer) for each, peer in work.works]
+        work.works, work.finish = [(_WaitNote(self, kind, collective), None), *waits], finished
 
     def moving(self, tier: str, nbytes: int, *, is_read: bool) -> None:
         """Bytes begin to move."""
@@ -215,7 +215,7 @@ class Clock(Watch):
         return event
 
 
-class _Waiting:
+class _WaitNote:
     """Stands before the works of a collective, and notes when the host begins to wait for them."""
 
     def __init__(self, clock: Clock, kind: str, collective: Collective) -> None:
@@ -226,7 +226,7 @@ class _Waiting:
         self._clock.note(Moment.WAIT, self._kind, self._collective)
 
 
-class _Waited:
+class _TimedWork:
     """A work of the backend, which notes how long the host waits for it."""
 
     def __init__(self, work: Any, peer: int, collective: Collective) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from statistics import median
 from typing import Any, Self
 
@@ -80,7 +79,8 @@ class Profile(Findings):
         self._operations = Operations() if flops else None
         self._held, self._measured = Held(0, 0, 0), 0
         self._hooks: list[RemovableHandle] = []
-        self.fill({"steps": [], "units": [], "collectives": [], "slow": [], "overlap": [], "memory": {}, "numbers": {}})
+        self.steps, self.units, self.collectives, self.slow = [], [], [], []
+        self.overlap, self.memory, self.numbers = [], {}, {}
 
     def __enter__(self) -> Self:
         self._ranks = Ranks()
@@ -117,11 +117,10 @@ class Profile(Findings):
         if kind is not None:
             return  # ranks that raise would not meet
         mine = self._record(self._clock.resolve(self._clock.take()))
-        rows = self._ranks.collect(mine.packed())
-        found = None
-        if self._ranks.rank == 0:
-            records = [RankRecord.unpacked(row, at) for row, at in zip(rows, self._ranks.offsets, strict=True)]
-            found = _compared(records) if all(record.steps for record in records) else None
+        records: list[RankRecord] = self._ranks.collect(mine)
+        for record, offset_ns in zip(records, self._ranks.offsets, strict=True):
+            record.shift(offset_ns)
+        found = _compared(records) if records and all(record.steps for record in records) else None
         found = self._ranks.tell(found)
         if found is None:
             raise StateError(
@@ -130,7 +129,7 @@ class Profile(Findings):
                 fix="step the optimizer that is given to profile inside the block, on every rank; without one call "
                 "profile.step() after each step" + ("; flops=True counts in the first" if self._operations else ""),
             )
-        self.fill(found)
+        vars(self).update(found)
         if self._out is not None and self._ranks.rank == 0:
             write(self, records, self._out)
 
@@ -256,10 +255,10 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
         numbers |= {"flops": total, "model_flops": of_model, "peak_flops_per_second": peak}
         numbers |= {"utilisation": of_model / seconds / peak, "hardware_utilisation": total / seconds / peak}
     return {
-        "steps": [asdict(step) for step in steps],
-        "units": [asdict(unit) for unit in units],
-        "collectives": [asdict(each) for each in collectives],
-        "slow": [asdict(each) for each in slow_of(records, steps, units, last)],
+        "steps": steps,
+        "units": units,
+        "collectives": collectives,
+        "slow": slow_of(records, steps, units, last),
         "overlap": overlap,
         "memory": {phase: _most(row["phases"].get(phase, {}) for row in more) for phase in phases},
         "numbers": numbers,

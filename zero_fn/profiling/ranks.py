@@ -6,7 +6,7 @@ each message gives: it came after it was sent. The rounds that were fastest give
 
 from __future__ import annotations
 
-import json
+import pickle
 import zlib
 from time import perf_counter_ns
 from typing import Any
@@ -36,7 +36,7 @@ class Ranks:
         """On rank 0: how far the clock of each rank is ahead of that of rank 0, in nanoseconds."""
 
     def collect(self, found: Any) -> list[Any]:
-        """On rank 0 what each rank has found, anything that JSON can hold; on the others nothing."""
+        """On rank 0 what each rank has found; on the others nothing. Pickled, as by torch's collectives of objects."""
         if self._group is None:
             return [found]
         message = _packed(found)
@@ -84,10 +84,10 @@ def _number(value: int) -> Tensor:
 
 
 def _packed(found: Any) -> Tensor:
-    packed = zlib.compress(json.dumps(found).encode(), 1)
+    packed = zlib.compress(pickle.dumps(found), 1)
     return torch.frombuffer(bytearray(len(packed).to_bytes(8, "little") + packed), dtype=torch.uint8)
 
 
 def _unpacked(row: Tensor) -> Any:
     data = row.numpy().tobytes()
-    return json.loads(zlib.decompress(data[8 : 8 + int.from_bytes(data[:8], "little")]))
+    return pickle.loads(zlib.decompress(data[8 : 8 + int.from_bytes(data[:8], "little")]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from zero_fn.profiling.clock import Collective, Taken
@@ -18,7 +18,7 @@ _PHASE_BEFORE = {Moment.BACKWARD: "forward", Moment.OPTIMIZER: "backward", Momen
 
 @dataclass(slots=True)
 class RankRecord:
-    """Some steps of one rank. `more`: numbers that JSON can hold, by name."""
+    """Some steps of one rank. `more`: numbers, by name."""
 
     rank: int
     steps: list[list[Span]]
@@ -35,34 +35,13 @@ class RankRecord:
         found = {id(span.collective): span.collective for span in self.spans if span.collective is not None}
         return list(found.values())
 
-    def packed(self) -> dict[str, Any]:
-        """The record as JSON can hold it."""
-        collectives = self.collectives
-        numbers = {id(each): number for number, each in enumerate(collectives)}
-        rows = [
-            [
-                (s.begin_ns, s.end_ns, s.part, s.phase, s.unit, numbers.get(id(s.collective), -1), s.tier, s.idle_ns)
-                for s in step
-            ]
-            for step in self.steps
-        ]
-        return {"rank": self.rank, "steps": rows, "collectives": list(map(asdict, collectives)), "more": self.more}
-
-    @classmethod
-    def unpacked(cls, found: dict[str, Any], offset_ns: int) -> RankRecord:
-        """A record of a rank whose clock is so far ahead, by the own clock."""
-        collectives = [Collective(**row) for row in found["collectives"]]
-        for each in collectives:
+    def shift(self, offset_ns: int) -> None:
+        """Tells times by a clock that is behind by so much."""
+        for each in self.collectives:
             each.begin_ns -= offset_ns
             each.end_ns -= offset_ns if each.end_ns else 0
-        steps = []
-        for rows in found["steps"]:
-            spans = []
-            for begin, end, part, phase, unit, number, *rest in rows:
-                collective = collectives[number] if number >= 0 else None
-                spans.append(Span(begin - offset_ns, end - offset_ns, part, phase, unit, collective, *rest))
-            steps.append(spans)
-        return cls(found["rank"], steps, found["more"])
+        for span in self.spans:
+            span.begin_ns, span.end_ns = span.begin_ns - offset_ns, span.end_ns - offset_ns
 
 
 def record_of(rank: int, taken: Taken, *, on_device: bool, first: int) -> RankRecord:
