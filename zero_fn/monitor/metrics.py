@@ -71,12 +71,12 @@ class Metrics:
         self.steps, self.skipped = step, 0
         self.spikes: deque[Spike] = deque(maxlen=100)
         self.loaded: dict[str, Any] | None = None
+        self._line = runs_of(model, verb="metrics")[0].transport
         self._logs = every_rank or not dist.is_initialized() or dist.get_rank() == 0
         chosen = sinks if self._logs else [sink for sink in sinks if not isinstance(sink, str)]
         self._sinks = [sink_of(sink) if isinstance(sink, str) else sink for sink in chosen]
         self._every, self._norm = every, norm
         self._on_spike, self._folder = on_spike, checkpoints
-        self._line = runs_of(model, verb="metrics")[0].transport
         self._state, self._counts = _State(model, optimizer), Counter[str]()
         self._watch = Spikes() if on_spike is not None else None
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
@@ -146,12 +146,13 @@ class Metrics:
         """Gradients are reduced, and the optimizer is about to use them."""
         state = self._state
         state.is_stepped, state.norm = True, None
-        if (found := getattr(state.optimizer, "found_inf", None)) is not None:  # a fused step leaves itself out
-            state.overflows.append(found.clone())
+        overflow = getattr(state.optimizer, "found_inf", None)  # of a scaler: a fused step leaves itself out
+        if overflow is not None:
+            state.overflows.append(overflow.clone())
         if self._norm and (self._watch is not None or not (self.steps + 1) % self._every):
             scale = getattr(state.optimizer, "grad_scale", None)  # of a scaler: a fused step divides by it
             state.norm = float(clip_grad_norm(state.parameters(), None)) / (1.0 if scale is None else float(scale))
-        if self._watch is not None and state.norm is not None:
+        if self._watch is not None and state.norm is not None and not overflow:  # which is what a scaler looks for
             spike = self._watch.look_at(self.steps, "gradient", state.norm, self._line)
             if spike is not None and self._answer(spike) != "report":
                 state.is_dropped = True
