@@ -104,9 +104,9 @@ def ratios_of(rounds: Sequence[float], base: Sequence[float]) -> tuple[float, fl
     return interval([one / other for one, other in zip(rounds, base, strict=True)])
 
 
-def shown(ratio: tuple[float, float, float]) -> str:
+def shown(ratio: tuple[float, float, float], digits: int = 2) -> str:
     """A ratio with its interval."""
-    return f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}]"
+    return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*ratio, d=digits)
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

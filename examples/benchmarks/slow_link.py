@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace) -> None:
         print(f"\n{title}\n{table(rows)}", flush=True)
 
 
-def on_two_hosts(args: argparse.Namespace) -> int:
+def on_two_hosts(gbit: float, per_host: int) -> int:
     """Makes the hosts and starts the ranks; in namespaces of its own, as their first process. The status to end with."""
     commands = ["mount -t tmpfs tmpfs /run", "ip netns add a", "ip netns add b"]  # /run has the names of namespaces
     commands.append("ip link add wire netns a type veth peer name wire netns b")
@@ -109,17 +109,17 @@ def on_two_hosts(args: argparse.Namespace) -> int:
         commands += [f"ip -n {name} link set lo up", f"ip -n {name} link set wire up"]
         commands.append(f"ip -n {name} addr add 10.0.0.{number}/24 dev wire")
         # A queue of a second loses nothing.
-        commands.append(f"tc -n {name} qdisc add dev wire root tbf rate {args.gbit}gbit burst 256kb latency 1s")
+        commands.append(f"tc -n {name} qdisc add dev wire root tbf rate {gbit}gbit burst 256kb latency 1s")
     for line in commands:
         done = subprocess.run(shlex.split(line), capture_output=True, text=True, check=False)
         if done.returncode:
             return cannot(f"{line}: {done.stderr.strip()}")
-    ranks, size = [], 2 * PER_HOST
+    ranks, size = [], 2 * per_host
     for rank in range(size):
         environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "wire"}
         environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
         # Ranks that see one another's processes would share memory. Not so here, nor those of one host.
-        command = ["ip", "netns", "exec", "ab"[rank // PER_HOST], *NEW, sys.executable, *sys.argv, "--role", "rank"]
+        command = ["ip", "netns", "exec", "ab"[rank // per_host], *NEW, sys.executable, *sys.argv, "--role", "rank"]
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         ranks.append((subprocess.Popen(command, env=os.environ | environ, stderr=errors), errors))
     while True:
@@ -135,8 +135,20 @@ def on_two_hosts(args: argparse.Namespace) -> int:
 
 
 def cannot(why: str) -> int:
-    print(f"No two hosts can be made here: {why}\n--here runs on one.")
+    print(f"No two hosts can be made here: {why}")
     return 0
+
+
+def start_hosts(program: list[str]) -> int:
+    """Runs a program in namespaces of its own, with `--role hosts`, where it calls `on_two_hosts`, which runs it on each rank
+    with `--role rank`. The status to end with."""
+    if missing := [name for name in ("setpriv", "unshare", "ip", "tc") if shutil.which(name) is None]:
+        return cannot(f"there is no {', '.join(missing)}; apt-get install iproute2 util-linux, on Debian")
+    tried = subprocess.run([*OURS, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return cannot(tried.stderr.strip())
+    command = [*OURS, sys.executable, *program, "--role", "hosts"]
+    return subprocess.run(command, start_new_session=True, check=False).returncode
 
 
 def main() -> int:
@@ -148,7 +160,7 @@ def main() -> int:
     parser.add_argument("--role", choices=["user", "hosts", "rank"], default="user", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role == "hosts":
-        return on_two_hosts(args)
+        return on_two_hosts(args.gbit, PER_HOST)
     if args.role == "rank":
         zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
         dist.init_process_group("gloo")
@@ -158,13 +170,7 @@ def main() -> int:
     if args.here:
         zf.launch(measure, args.here, args, timeout_s=None)
         return 0
-    if missing := [name for name in ("setpriv", "unshare", "ip", "tc") if shutil.which(name) is None]:
-        return cannot(f"there is no {', '.join(missing)}; apt-get install iproute2 util-linux, on Debian")
-    tried = subprocess.run([*OURS, "true"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        return cannot(tried.stderr.strip())
-    command = [*OURS, sys.executable, *sys.argv, "--role", "hosts"]
-    return subprocess.run(command, start_new_session=True, check=False).returncode
+    return start_hosts(sys.argv)
 
 
 if __name__ == "__main__":

@@ -243,6 +243,26 @@ def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where: str) -> No
         )
 
 
+@pytest.mark.parametrize("what", ["forward backward", "none cores", "disk link", "cost"])
+def test_the_benchmark_of_profiles_makes_its_faults_and_asks_who_was_named(what: str) -> None:
+    """A sleep of 20 ms is named whatever else the machine does. The rest is hardly felt by a model so small."""
+    program = ROOT / "examples" / "benchmarks" / "profiled.py"
+    command = [sys.executable, program, *what.split(), "--shape", "4x64x16x1", "--rounds", "1"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if what == "cost":
+        ratio = r" +\d+\.\d +\d\.\d+ \[\S+ \S+\]"
+        assert re.search(rf"^profile{ratio}{ratio}$", done.stdout, re.MULTILINE), done.stdout
+        return
+    said = dict(re.findall(r"^(\w+): .+\n +(said|right|wrong) +\d+ ms  \w+", done.stdout, re.MULTILINE))
+    cannot = {"disk"} if "disk: none can be made slow here" in done.stdout else set()
+    cannot |= {"link"} if "No two hosts can be made here" in done.stdout else set()
+    assert said.keys() | cannot == set(what.split()), done.stdout
+    if what == "forward backward":
+        assert set(said.values()) == {"right"}, done.stdout
+
+
 # The demo
 
 
