@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     assert found["zero_fn_ranks"] == 2 and found["zero_fn_slowest_rank"] == 1
     assert found['zero_fn_learning_rate{group="0"}'] == 1e-3
     excess = found["zero_fn_slowest_rank_excess_seconds"]
-    assert isinstance(excess, float) and 0.02 < excess < 1
+    assert isinstance(excess, float) and 0.02 < excess < took
     for name in ("step", "forward", "backward", "optimizer_step", "waiting", "tier_wait"):
         seconds = found[f"zero_fn_{name}_seconds"]
         assert isinstance(seconds, list) and len(seconds) == 5 and all(0 < each < took for each in seconds)
@@ -206,6 +207,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_answered(answer: str, folder
 def test_a_spike_is_answered_by_a_function_alike_on_all_ranks() -> None:
     model, optimizer = built()
     seen: list[Spike] = []
+    took: list[float] = []
 
     def answer(spike: Spike) -> Any:
         seen.append(spike)
@@ -213,11 +215,13 @@ def test_a_spike_is_answered_by_a_function_alike_on_all_ranks() -> None:
 
     with zf.metrics(model, optimizer, every=1, on_spike=answer) as metrics:
         for number in range(14):
+            began = time.perf_counter()
             if number == 12:
-                time.sleep(1.5)
+                time.sleep(20 * median(took))  # however busy the machine is
             before = values_of(model)
             x = torch.randn(8, 32) * (1000.0 if number == 13 else 1.0)
             metrics.step(step(model, optimizer, x))
+            took.append(time.perf_counter() - began)
     assert [(spike.step, spike.what) for spike in seen if spike.what != "loss"] == [(12, "step"), (13, "gradient")]
     assert all(map(torch.equal, values_of(model), before)) and metrics.skipped == 1
     assert f"{seen[-1].value / seen[-1].usual:.0f} times the median" in str(seen[-1])

@@ -38,7 +38,7 @@ from zero_fn.values.tiers import bytes_text, cpu
 __all__ = ["environment", "main"]
 
 _PACKAGES = (
-    "zero_fn", "torch", "numpy", "xxhash", "einops", "cloudpickle", "triton", "cupy-cuda12x", "cupy-cuda13x", "ziglang",
+    "torch", "numpy", "xxhash", "einops", "cloudpickle", "triton", "cupy-cuda12x", "cupy-cuda13x", "ziglang",
     "transformers", "accelerate", "lightning", "trl", "deepspeed", "bitsandbytes", "torchao", "safetensors",
 )  # fmt: skip
 _VARIABLES = re.compile(
@@ -111,6 +111,7 @@ def environment() -> dict[str, Any]:
 
 def _versions() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
+    yield "zero_fn", importlib.import_module("zero_fn").__version__
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             yield name, metadata.version(name)
