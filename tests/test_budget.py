@@ -20,8 +20,10 @@ BUDGET = {
     "kernels": 900,
     "local": 560,
     "looking": 1200,
+    "monitor": 0,
     "one_host": 700,
     "owners": 1600,
+    "profiling": 0,
     "runtime": 6200,
     "storage": 1250,
     "streamed": 1750,
@@ -31,7 +33,7 @@ BUDGET = {
     "": 550,
 }
 """Most lines of each folder of the package; "" is the package itself: 25,560 together, without owners. A later feature
-has its own budget."""
+has its own budget; a folder that came with one has 0 here."""
 
 DEBT = {
     "": 73,
@@ -65,6 +67,10 @@ FEATURES: dict[str, dict[str, int]] = {
         "": 6, "checkpoint": 2, "deepspeed": 22, "kernels": 391, "looking": 29, "runtime": 401, "transforms": 42,
         "transport": 30, "values": 192,
     },
+    "see": {
+        "": 34, "checkpoint": 1, "integrations": 68, "looking": 572, "monitor": 1268, "profiling": 1680, "runtime": 25,
+        "storage": 16, "transport": 6, "values": 79,
+    },
 }  # fmt: skip
 """Lines that later features may have in folders that were there before them."""
 
@@ -74,7 +80,7 @@ TESTS = 33_000
 TESTS_DEBT = 7_530
 """... and as many above it today."""
 
-TESTS_OF_FEATURES = {"by_owner": 1_310, "ema": 225, "states8bit": 1_074, "rounding": 524, "wire": 1_107}
+TESTS_OF_FEATURES = {"by_owner": 1_310, "ema": 225, "states8bit": 1_074, "rounding": 524, "wire": 1_107, "see": 1_673}
 """Lines of tests of later features."""
 
 MOST = 15

@@ -34,13 +34,14 @@ _SLOWER = 0.02
 class Findings:
     """What a profile has found: the attributes of `zero_fn.profiling.profile.Profile`."""
 
-    steps: list[StepTimes]
-    units: list[UnitTimes]
-    collectives: list[CollectiveTimes]
-    slow: list[Slow]
-    overlap: list[float | None]
-    memory: dict[str, dict[str, int]]
-    numbers: dict[str, Any]
+    def __init__(self) -> None:
+        self.steps: list[StepTimes] = []
+        self.units: list[UnitTimes] = []
+        self.collectives: list[CollectiveTimes] = []
+        self.slow: list[Slow] = []
+        self.overlap: list[float | None] = []
+        self.memory: dict[str, dict[str, int]] = {}
+        self.numbers: dict[str, Any] = {}
 
     @property
     def slowest(self) -> Slow | None:

@@ -68,6 +68,7 @@ class Profile(Findings):
         flops: bool,
         peak: float | None,
     ) -> None:
+        super().__init__()
         self._model, self._optimizer, self._out = model, optimizer, out
         self._tokens, self._peak = tokens, peak
         groups = [group for unit in units_of(model) for group in unit.groups]
@@ -79,8 +80,6 @@ class Profile(Findings):
         self._operations = Operations() if flops else None
         self._held, self._measured = Held(0, 0, 0), 0
         self._hooks: list[RemovableHandle] = []
-        self.steps, self.units, self.collectives, self.slow = [], [], [], []
-        self.overlap, self.memory, self.numbers = [], {}, {}
 
     def __enter__(self) -> Self:
         self._ranks = Ranks()
@@ -137,7 +136,7 @@ class Profile(Findings):
         return text_of(self)
 
     def __getstate__(self) -> dict[str, Any]:  # a rank may return it, without the model
-        return {name: getattr(self, name) for name in Findings.__annotations__}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def _record(self, taken: Taken) -> RankRecord:
         """What this rank tells rank 0."""
