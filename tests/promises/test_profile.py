@@ -101,6 +101,8 @@ def test_the_parts_of_a_step_add_up_to_what_a_clock_shows() -> None:
     for each in own:
         assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=1e-6)
         assert all(each.parts[part] > 0 for part in ("compute", "communication", "data", "optimizer", "other"))
+    assert profile.memory.keys() == {"at rest", "forward", "backward", "optimizer"}
+    assert all(row["process"] > 2**20 for row in profile.memory.values())
     assert sum(each.seconds for each in own) == pytest.approx(took, rel=0.02, abs=0.01)
 
 

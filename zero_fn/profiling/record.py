@@ -72,6 +72,8 @@ def _phases(taken: Taken, spans: Sequence[Span]) -> dict[str, dict[str, int]]:
             if span.phase:
                 note(span.phase, "process", nbytes)
     for mark, nbytes in zip(taken.marks, taken.resident_nbytes, strict=True):
+        if mark.moment in _PHASE_BEFORE:
+            note(_PHASE_BEFORE[mark.moment], "process", nbytes)
         if mark.moment is Moment.STEPPED:
             note("at rest", "process", nbytes)
     for moment, peak, now in taken.allocated:
