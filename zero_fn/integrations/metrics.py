@@ -22,17 +22,17 @@ else:
 class LogsMetrics(_AnyTrainer):
     """What a Trainer logs of training has the numbers of `zf.metrics`, once `measure` was called."""
 
-    _metrics: _MetricsCallback | None = None
+    _measuring: _MetricsCallback | None = None  # trainers of TRL have a `_metrics` of their own
 
     def measure(self, options: Mapping[str, Any]) -> None:
         """Measures from the beginning of `train` to its end, with options of `zf.metrics`. If they do not say otherwise, a
         report is made as often as the Trainer logs, and the norm is left to it."""
-        self._metrics = _MetricsCallback(self, options)
-        self.add_callback(self._metrics)
+        self._measuring = _MetricsCallback(self, options)
+        self.add_callback(self._measuring)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        if self._metrics is not None and "loss" in logs:
-            logs, self._metrics.numbers = logs | self._metrics.numbers, {}
+        if self._measuring is not None and "loss" in logs:
+            logs, self._measuring.numbers = logs | self._measuring.numbers, {}
         super().log(logs, *args, **options)
 
 
