@@ -5,7 +5,7 @@ parameters. Of two tiers (the host beside an accelerator, and a disk) the nearer
 bytes that `plan` counts these are predicted:
 
     memory      bytes at rest and in flight, plus activations; with all buffers where the host is the device
-    collectives bytes sent / speed of the axis
+    collectives bytes sent / speed of the axis + collectives * its latency
     fetches     bytes that forward and backward read and write on the disk / its speeds    reads and writes share the disk
     optimizer   N (2 k + 12) / speed of memory, k bytes of state for each of N elements    param and states read and written,
     disk        bytes that the optimizer reads and writes on the disk / its speeds         gradient read
@@ -43,6 +43,7 @@ from zero_fn.looking.table import table
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Link
+from zero_fn.streamed.pieces import Planner
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 from zero_fn.values.mesh import Axis, mesh_axis
@@ -266,19 +267,19 @@ def autoplan(
     tiers = _ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
     room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)
-    bare = _on_meta(module)
-    with _without_collecting():
+    bare = on_meta(module)
+    with without_collecting():
         ways = [
             (transform, chosen, {**numbers, "compute_s": compute_s})
             for transform in _STAGES
-            for chosen, numbers in _predicted(_staged(transform, bare, mesh, options), tiers, optimizer, links)
+            for chosen, numbers in predicted(_staged(transform, bare, mesh, options), tiers, optimizer, links)
         ]
     # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.
     if axis.size > 1 and axis.backend != "fake":
         own = [number for *_, numbers in ways for number in numbers.values()]
         largest = iter(of_all_ranks(axis, own, "predictions of autoplan").amax(0).tolist())
         ways = [(transform, chosen, {name: next(largest) for name in names}) for transform, chosen, names in ways]
-    proposals = [_proposal(*way, axis.device_type, tiers, room) for way in ways]
+    proposals = [proposal_of(*way, axis.device_type, tiers, room) for way in ways]
     proposals.sort(key=lambda proposal: (not proposal.fits, proposal.step_s))  # of equal ones the earlier stays first
     if not proposals[0].fits:
         least = min(proposals, key=lambda proposal: _excess(proposal, room))
@@ -296,7 +297,7 @@ def autoplan(
 
 
 @contextmanager
-def _without_collecting() -> Iterator[None]:
+def without_collecting() -> Iterator[None]:
     """Python's garbage collector would look at the layouts of a large model again and again: a quarter of the time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -350,22 +351,25 @@ def _choices(tiers: Sequence[Tier]) -> Iterator[Tiers]:
             yield Tiers(places[params], places[grads], places[optim])
 
 
-def _predicted(
+def predicted(
     placed: nn.Module,
     tiers: Sequence[Tier],
-    optimizer: Callable[[Iterable[Tensor]], Optimizer],
+    optimizer: Callable[[Iterable[Tensor]], Optimizer | Planner],
     links: LinkSpeeds,
+    *,
+    backwards: int = 1,
 ) -> Iterator[tuple[Tiers, dict[str, float]]]:
-    """For each choice of tiers, the bytes and seconds of one stage on this rank, by name."""
+    """For each choice of tiers, the bytes and seconds of a placed module on this rank, by name."""
     states, units, stock = 0, units_of(placed), optimizer(placed.parameters())
     for chosen in _choices(tiers):
         _rest_in(chosen, units)
-        planned, without = plan(placed, stock), plan(placed)
+        planned, without = plan(placed, stock, backwards=backwards), plan(placed, backwards=backwards)
         held, padding = planned.held, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
         touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)
         is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
+        latency = sum(count * links.latency.get(along, 0.0) for along, count in planned.collectives.items())
         fetch_s, both_s = (_disk_s(found, tiers, links) for found in (without, planned))
         yield (
             chosen,
@@ -376,7 +380,10 @@ def _predicted(
                 "buffers": held.buffers,
                 **{str(tier): held.tiers.get(str(tier), 0) for tier in tiers},
                 "in_flight": planned.in_flight_nbytes,
-                "collectives_s": sum(sent / links.sent[along] for along, sent in planned.sent_by_axis.items() if sent),
+                "sent": planned.sent_nbytes,
+                "collectives_s": latency
+                + sum(sent / links.sent[at] for at, sent in planned.sent_by_axis.items() if sent),
+                "latency": latency,
                 "fetch_s": fetch_s,
                 "fetch_link_s": _link_s(without.link, links),
                 "optimizer_s": touched / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
@@ -410,7 +417,7 @@ def _link_s(link: Link, links: LinkSpeeds) -> float:
     return max(link.to_device / (links.to_device or 1.0), link.from_device / (links.from_device or 1.0))
 
 
-def _proposal(
+def proposal_of(
     transform: str,
     chosen: Tiers,
     numbers: Mapping[str, float],
@@ -434,7 +441,7 @@ def _excess(proposal: Proposal, room: int) -> float:
     return max(proposal.nbytes / room if room > 0 else inf, *limited, 0.0)
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
+def on_meta(module: nn.Module) -> nn.Module:
     """A copy without memory: parameters and buffers of the same shapes on `meta`."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

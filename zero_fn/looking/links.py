@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class LinkSpeeds:
         sent: Speed at which a rank sends in collectives, by the name of the axis.
         to_device, from_device: Speeds of copies between pinned host memory and the accelerator; None without one.
         device_memory: Speed of the accelerator's memory, measured as `memory` is; None without an accelerator.
+        latency: Seconds that a collective takes beside those of its bytes, by the name of the axis; of others none.
 
     Measurements of an accelerator were tested on a pretended one only.
     """
@@ -48,6 +49,7 @@ class LinkSpeeds:
     to_device: float | None
     from_device: float | None
     device_memory: float | None = None
+    latency: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> LinkSpeeds:
@@ -75,7 +77,9 @@ class LinkSpeeds:
             ("from the device", self.from_device),
             ("memory of the device", self.device_memory),
         ]
-        return "\n".join(f"{name:<20} {speed / 1e9:8.2f} GB/s" for name, speed in rows if speed is not None)
+        lines = [f"{name:<20} {speed / 1e9:8.2f} GB/s" for name, speed in rows if speed is not None]
+        lines += [f"{f'latency along {name!r}':<20} {seconds * 1e6:8.2f} us" for name, seconds in self.latency.items()]
+        return "\n".join(lines)
 
 
 Paths = str | Sequence[str]
@@ -90,7 +94,7 @@ def measure_links(
     All ranks of the axis measure at the same time, as in training, so ranks that share a disk or a link share its speed.
     Speeds are medians, and depend on how busy the machine is now.
 
-    Communicates, over `mesh`: `rounds + 1` all-gathers and reduce-scatters of `nbytes`, and some numbers.
+    Communicates, over `mesh`: `rounds + 1` all-gathers and reduce-scatters of `nbytes`, as many small ones, and some numbers.
 
     Args:
         mesh: One axis, `mesh["dp"]`, all ranks of which must call this; None for a process alone.
@@ -118,9 +122,12 @@ def measure_links(
     memory, *others = _least(axis, [memory, *disk, *there])
     disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in others)
     sent: dict[str, float] = {}
+    latency: dict[str, float] = {}
     if axis is not None and axis.size > 1:
-        (sent[axis.name],) = _least(axis, [_sent_speed(axis, size, rounds)])
-    return LinkSpeeds(memory, disk_read, disk_write, sent, to_device, from_device, device_memory)
+        small_s, large_s = (_collective_s(axis, numel, rounds) for numel in (1, max(size // 4 // axis.size, 1)))
+        speed, negative = _least(axis, [max(size // axis.size, 4) * (axis.size - 1) / large_s, -small_s])
+        sent[axis.name], latency[axis.name] = speed, -negative
+    return LinkSpeeds(memory, disk_read, disk_write, sent, to_device, from_device, device_memory, latency)
 
 
 def of_all_ranks(axis: Axis, numbers: Sequence[float], what: str) -> Tensor:
@@ -170,10 +177,9 @@ def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
     return slab.nbytes / read_s, slab.nbytes / written_s
 
 
-def _sent_speed(axis: Axis, size: int, rounds: int) -> float:
-    """Speed of an all-gather and a reduce-scatter, one after the other."""
-    links, piece_numel = line_over([axis]), max(size // 4 // axis.size, 1)
-    numel = piece_numel * axis.size
+def _collective_s(axis: Axis, piece_numel: int, rounds: int) -> float:
+    """Seconds of a collective, the mean of an all-gather and a reduce-scatter, in which each piece has so many elements."""
+    links, numel = line_over([axis]), piece_numel * axis.size
     whole, out = torch.ones(2, numel, device=axis.device_type)
     segment = Segment(whole, numel, piece_numel)
     contribution = Contribution(whole, piece_numel, out.narrow(0, 0, piece_numel), torch.float32)
@@ -185,7 +191,7 @@ def _sent_speed(axis: Axis, size: int, rounds: int) -> float:
         if is_accelerator(axis.device_type):
             torch.accelerator.synchronize()
 
-    return 2 * 4 * piece_numel * (axis.size - 1) / _median_s(both, rounds)
+    return _median_s(both, rounds) / 2
 
 
 def _accelerator(axis: Axis | None) -> torch.device | None:

@@ -46,6 +46,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage import stagings_for
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
+from zero_fn.streamed.pieces import Planner
 from zero_fn.values.schedule import Enter, Exit, Reshard, Settle, Trace, Unshard, Use, forward_schedule
 from zero_fn.values.tiers import Cpu, is_accelerator
 
@@ -73,6 +74,8 @@ class Plan:
         moved: Bytes read and written per step, by tier; see `Moved`. Optimizer states are counted if an optimizer was given,
             as the mean of two steps in a row, since a step begins with the chunks that the last step left in buffers.
         link: Bytes per step that cross the link between the host and an accelerator.
+        collectives: Collectives of parameters and gradients per step, by the name of the data axis: one for each unit and
+            move, where all parameters of a unit travel together.
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, on top of
             `held`; or of gradients that a stock optimizer gets in another dtype than they rest in.
     """
@@ -85,6 +88,7 @@ class Plan:
     in_flight_nbytes: int
     moved: Mapping[str, Moved]
     link: Link
+    collectives: Mapping[str, int]
 
     @property
     def peak_nbytes(self) -> int:
@@ -124,7 +128,7 @@ class Plan:
 
 def plan(
     module: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Planner | None = None,
     *,
     optimizer_nbytes_per_element: int | None = None,
     backwards: int = 1,
@@ -164,7 +168,7 @@ def plan(
     device_type = next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
     held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else None)
-    found, sent, in_flight_nbytes = Footprint(), Counter[str](), 0
+    found, sent, collectives, in_flight_nbytes = Footprint(), Counter[str](), Counter[str](), 0
     if isinstance(optimizer, ByOwner):
         found, sent = footprint_of(optimizer), sent_of(optimizer)
     elif optimizer is not None:
@@ -177,10 +181,11 @@ def plan(
             times = gathers[unit.index]
             # Gradients of several uses or backwards are summed before they travel, in the dtype of the sum.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
+            collectives += _collectives(unit, times_gathered=times)
             for group in unit.groups:
                 _add_moved(group, times, found)
                 sent += _sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
-    if not isinstance(optimizer, Streamed | ByOwner):
+    if not isinstance(optimizer, Streamed | ByOwner | Planner):
         in_flight_nbytes = max(in_flight_nbytes, _widened_nbytes(units, optimizer))
     paddings = [padding_nbytes(unit) for unit in units]
     return Plan(
@@ -197,6 +202,7 @@ def plan(
         in_flight_nbytes=in_flight_nbytes,
         moved={str(tier): Moved(found.read[tier], found.written[tier]) for tier in found.read | found.written},
         link=found.link,
+        collectives=dict(collectives),
     )
 
 
@@ -275,6 +281,20 @@ def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: boo
                 total[hop.axis.name] += gathered * kind.gradient_dtype.itemsize if hop.layout is None else 0
             numel = own
     return +total
+
+
+def _collectives(unit: Unit, *, times_gathered: int) -> Counter[str]:
+    """How many collectives move the parameters and gradients of a unit in a step, by the name of the axis."""
+    gathered, reduced, shared = dict[str, int](), set[str](), set[str]()
+    for slot in unit.slots:
+        for number, hop in enumerate(slot.path.hops if slot.path.numel else ()):
+            if hop.layout is not None:
+                times = 1 if number and slot.kind.keeps_inner else times_gathered
+                gathered[hop.axis.name] = max(times, gathered.get(hop.axis.name, 0))
+            if slot.parameter.requires_grad:
+                reduced.add(hop.axis.name)
+                shared |= {hop.axis.name} if hop.layout is None else set()
+    return Counter(gathered) + Counter(reduced) + Counter(shared)
 
 
 def _coded(slot: Slot, hop: Hop, numel: int) -> tuple[int, int]:

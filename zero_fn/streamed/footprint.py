@@ -52,15 +52,16 @@ class Footprint:
     link: Link = NO_LINK  # bytes of parameters and gradients that a step moves between the host and an accelerator
 
 
-def footprint(optimizer: Optimizer) -> Footprint:
-    """The bytes that a stock or streamed optimizer takes and moves. Communicates nothing, takes no memory."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def footprint(optimizer: Optimizer | Planner) -> Footprint:
+    """The bytes that a stock or streamed optimizer takes and moves, or one that a planner will cut. Communicates nothing,
+    takes no memory."""
+    planner = optimizer if isinstance(optimizer, Planner) else Planner(optimizer)
+    parameters = [parameter for group in planner.inner.param_groups for parameter in group["params"]]
     if isinstance(optimizer, Streamed):
         return _streamed(parameters, optimizer.states.chunks)
-    planner, slots = Planner(optimizer), map(slot_of, parameters)
-    kinds = [slot.kind for slot in slots if slot is not None]
-    if any(kind.must_be_streamed or kind.rounding is not None for kind in kinds):
-        require_streamable(optimizer, elementwise=False)
+    kinds = [slot.kind for slot in map(slot_of, parameters) if slot is not None]
+    if planner.codes or any(kind.must_be_streamed or kind.rounding is not None for kind in kinds):
+        require_streamable(planner.inner, elementwise=False)
         return _streamed(parameters, planner.chunks(parameters, shares=True))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rows = zip(trained, planner.kept(trained, in_pieces=False), strict=True)

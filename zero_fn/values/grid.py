@@ -18,10 +18,9 @@ divided by the number of these ranks: the loss is a mean over every data axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -234,8 +233,8 @@ def _cuts(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
-_Rows = NDArray[np.int64]
-"""Numbers of rows of a tensor, in the order in which they lie."""
+_Numbers = NDArray[np.int64]
+"""One number for each row of a tensor."""
 
 
 @lru_cache(maxsize=4096)
@@ -248,27 +247,26 @@ def _reads_alike(
     these, from the left."""
     if rows % prod(sizes) == 0:
         return True
-    dims, whole = sorted(order), np.arange(rows)
-    size_of = dict(zip(dims, sizes, strict=True))
-    for coordinates in product(*map(range, sizes)):
-        rank_on = dict(zip(dims, coordinates, strict=True))
-        read = cut = whole
-        for at, factor in left_to_right:
-            read = _part(read, size_of[at], rank_on[at], factor)
-        for at in order:
-            cut = _part(cut, size_of[at], rank_on[at], 1)
-        if not np.array_equal(read, cut):
-            return False
-    return True
+    size_of = dict(zip(sorted(order), sizes, strict=True))
+    read = _ranks_of(rows, left_to_right, size_of)
+    cut = _ranks_of(rows, [(at, 1) for at in order], size_of)
+    return all(np.array_equal(read[at], cut[at]) for at in order)
 
 
-def _part(rows: _Rows, size: int, rank: int, factor: int) -> _Rows:
-    """The rows of `rank` of `size` where they are cut into `factor` pieces, and each piece over the ranks."""
-    pieces = (_chunk(rows, factor, piece) for piece in range(factor))
-    return np.concatenate([_chunk(piece, size, rank) for piece in pieces])
-
-
-def _chunk(rows: _Rows, chunks: int, number: int) -> _Rows:
-    """One of the chunks that `torch.chunk` cuts rows into; empty beyond its last."""
-    most = -(-len(rows) // chunks)
-    return rows[number * most : (number + 1) * most]
+def _ranks_of(rows: int, steps: Iterable[tuple[int, int]], size_of: Mapping[int, int]) -> dict[int, _Numbers]:
+    """For each dim of a mesh the rank on it that has a row. In each step the rows of a rank are cut into `factor` pieces, and
+    each piece over the ranks of a dim, as `torch.chunk` cuts; the parts of a rank lie one after the other."""
+    # Rows with one number of `group` lie on the same ranks of the dims before; `at` counts them there.
+    group, at, ranks = np.zeros(rows, np.int64), np.arange(rows), dict[int, _Numbers]()
+    for dim, factor in steps:
+        count = np.bincount(group)[group]
+        longest = -(-count // factor)
+        piece = np.minimum(longest, count - at // longest * longest)
+        ranks[dim] = at % longest // -(-piece // size_of[dim])
+        group = group * size_of[dim] + ranks[dim]
+        by_group = np.argsort(group, kind="stable")
+        group = np.unique(group, return_inverse=True)[1]
+        at = np.empty(rows, np.int64)
+        starts = np.concatenate(([0], np.cumsum(np.bincount(group))[:-1]))
+        at[by_group] = np.arange(rows) - starts[group[by_group]]
+    return ranks

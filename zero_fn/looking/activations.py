@@ -1,0 +1,126 @@
+"""Bytes of activations and floating-point operations of a forward and backward, found without running them.
+
+The model runs on fake tensors, which have shapes and no values, so any size runs on any machine. The most bytes that are
+alive at one moment beside parameters and their gradients are the activations: what autograd keeps, and what operations need
+in between. A few layers run, and with them all others are known (`repeated`). Attention runs as torch's fused kernel of the
+CPU, which keeps what the one of an accelerator does.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from zero_fn.looking.repeated import Stack, cut_to, of_all_layers
+
+__all__ = ["Activations", "activations_of", "live_bytes"]
+
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+"""Arguments of a forward, by name or in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Of a forward and backward of one microbatch: the most bytes at one moment, and floating-point operations."""
+
+    nbytes: int
+    flops: float
+
+
+def activations_of(
+    module: nn.Module, inputs: Inputs, dtype: torch.dtype, stacks: Sequence[Stack], *, recompute: bool
+) -> Activations:
+    """What a module on `meta` needs where it computes in a dtype. `recompute`: layers of the stacks are checkpointed."""
+
+    def of_few(depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:
+        few = _faked(module, None)
+        cut_to(few, depths)
+        with FakeTensorMode():
+            few, given = _faked(few, dtype), tree_map_only(Tensor, _fake, inputs)
+            for name, first, _ in stacks if recompute else ():
+                for block in list(few.get_submodule(name).children())[first:]:
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            return live_bytes(few, given)
+
+    found = of_all_layers(of_few, stacks)
+    return Activations(round(found["nbytes"]), found["flops"])
+
+
+def live_bytes(module: nn.Module, inputs: Inputs) -> dict[str, float]:
+    """Runs a forward and backward; "nbytes": the most bytes alive beside what was before; "flops"."""
+    known = [*module.parameters(), *module.buffers(), *tree_leaves(inputs)]
+    live = _Live(tensor.untyped_storage() for tensor in known if isinstance(tensor, Tensor))
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
+    with live:
+        loss_of(module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)).backward()  # type: ignore[no-untyped-call]
+    return {"nbytes": live.most, "flops": live.flops}
+
+
+def loss_of(output: object) -> Tensor:
+    """The loss of a model of Hugging Face; of another, the sum of the first tensor that it returns."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).sum()
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes of storages that operations make, while these live, and the operations that torch has a formula for.
+    (torch's `FlopCounterMode` keeps activations of checkpointed layers alive.)"""
+
+    def __init__(self, known: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = self.flops = 0
+        self._seen = weakref.WeakSet[torch.UntypedStorage](known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=found)
+        elif func is torch.ops.aten._grouped_mm.default:  # products of experts
+            self.flops += 2 * found.numel() * args[0].shape[-1]
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+                self._seen.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return found
+
+    def _freed(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype | None = None, device: str = "cpu") -> Tensor:
+    is_cast = dtype is not None and tensor.is_floating_point()
+    return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
+
+
+def _faked(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy whose tensors are fake ones on the CPU in a dtype, inside a mode of fake tensors; with None, on `meta`."""
+    device = "meta" if dtype is None else "cpu"
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(_fake(parameter, dtype, device), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _fake(buffer, dtype, device)
+    return copy.deepcopy(module, memo)

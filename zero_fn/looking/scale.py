@@ -1,0 +1,81 @@
+"""What becomes of a step on more and more ranks: where padding and latency begin to cost, and what answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zero_fn.looking.activations import Activations
+from zero_fn.looking.configurations import Configuration, Training, configurations, shapes_of
+from zero_fn.looking.models import PlannedModel
+
+__all__ = ["ScaleRow", "first_to_bite", "rank_counts", "scale"]
+
+_FILES_OF_A_RANK = 3  # of a checkpoint: what it has written, its parameters, its states (docs/checkpoint-format.md)
+_MESSAGES_OF_A_RANK = 4  # of a save: two to rank 0, and two back, of 640 bytes
+_MANY_FILES = 100_000
+_LARGE_BATCH = 4e6  # tokens
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """One number of ranks.
+
+    Attributes:
+        ranks: Devices.
+        one: ZeRO-3 over one axis of all ranks.
+        best: The fastest that fits, over one axis or two.
+        padding: The part of the bytes that a rank sends with `one` that uneven cuts add.
+        files: Files of a checkpoint.
+        messages: Messages of a save to rank 0 and from it.
+    """
+
+    ranks: int
+    one: Configuration
+    best: Configuration
+    padding: float
+    files: int
+    messages: int
+
+
+def rank_counts(ranks: int) -> list[int]:
+    """From 8 ranks, by eight, to those that were asked for."""
+    found = [8]
+    while found[-1] * 8 < ranks:
+        found.append(found[-1] * 8)
+    return sorted({*found, ranks})
+
+
+def scale(
+    model: PlannedModel, training: Training, compute: Sequence[Activations | None], ranks: Sequence[int]
+) -> list[ScaleRow]:
+    """A row for each number of ranks, with nothing in a tier and the same microbatches on each rank."""
+    found: list[ScaleRow] = []
+    least = 0.0  # bytes that ZeRO-3 sends without padding, to infinitely many ranks
+    for count in ranks:
+        fewer = replace(training, ranks=count, host=None, disk=None)
+        rows = configurations(model, fewer, compute, shapes_of(count, training.machine.per_node))
+        one = min((row for row in rows if row.proposal.transform == "shard_params"), key=lambda row: row.nbytes)
+        whole = one.sent * count / (count - 1) if count > 1 else 0.0
+        least = least or whole
+        padding = whole / least - 1 if least else 0.0
+        files, messages = 1 + _FILES_OF_A_RANK * count, _MESSAGES_OF_A_RANK * (count - 1)
+        found.append(ScaleRow(count, one, rows[0], padding, files, messages))
+    return found
+
+
+def first_to_bite(rows: Sequence[ScaleRow]) -> Iterator[str]:
+    """Sentences: from how many ranks on something costs more than it should, in this order."""
+    tokens = next((row for row in rows if row.one.tokens > _LARGE_BATCH), None)
+    if tokens:
+        yield f"batch: from {tokens.ranks:,} ranks on a step has more than 4 million tokens, whatever the mesh"
+    latency = next((row for row in rows if row.one.latency > 0.1 * row.one.proposal.step_s), None)
+    if latency:
+        share = latency.one.latency / latency.one.proposal.step_s
+        yield f"latency: from {latency.ranks:,} ranks on it is {share:.0%} of a step of ZeRO-3 over one axis, or more"
+    padding = next((row for row in rows if row.padding > 0.05), None)
+    if padding:
+        yield f"padding: from {padding.ranks:,} ranks on ZeRO-3 over one axis sends {padding.padding:.0%} more, or more"
+    files = next((row for row in rows if row.files > _MANY_FILES), None)
+    if files:
+        yield f"files: from {files.ranks:,} ranks on a checkpoint has {files.files:,} files, or more"
