@@ -57,6 +57,8 @@ from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import _sharded, require_placed
 from zero_fn.errors import StateError, StorageError
+from zero_fn.looking import configurations, plan_command
+from zero_fn.looking.models import model_of
 from zero_fn.monitor import Csv, Prometheus, sink_of
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
@@ -1027,12 +1029,26 @@ def average_of_a_parameter_that_was_frozen() -> None:
     average.update()
 
 
+def _planned_config(**entries: object) -> object:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(sys.modules, transformers=None):
+        Path(folder, "config.json").write_text(json.dumps(entries))
+        return model_of(folder, 4096, 1)
+
+
 ROWS: dict[str, Callable[..., object]] = {
     # the mesh
     "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
     "planned_disk_was_not_measured": lambda four: _planned(four, zf.nvme("/scratch"), disk_read=None),
     "planned_accelerator_was_not_measured": lambda gpus: _planned(gpus, zf.cpu(), to_device=1e9),
     "planned_links_are_no_file": lambda: zf.LinkSpeeds.read("links.json"),
+    "planned_model_is_unknown": lambda: model_of("lama-7b", 4096, 1),
+    "planned_function_raises": lambda: model_of("json:loads", 4096, 1),
+    "planned_function_makes_no_module": lambda: model_of("collections:Counter", 4096, 1),
+    "planned_config_has_no_type": lambda: _planned_config(vocab_size=32000),
+    "planned_config_without_transformers": lambda: _planned_config(model_type="llama"),
+    "planned_nodes_are_not_full": lambda: plan_command.planned(["70B", "--ranks", "12"]),
+    "planned_count_is_none": lambda: plan_command.planned(["70B", "--sequence", "0"]),
+    "planned_ranks_beside_a_group": lambda one: configurations.pretended(2).__enter__(),
     "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
     "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),
     "mesh_without_this_rank": lambda four: zf.shard_optimizer(

@@ -86,16 +86,20 @@ def model_of(what: str, sequence: int, microbatch: int) -> PlannedModel:
 
 
 def _of_config(config: Mapping[str, Any], sequence: int, microbatch: int, source: str) -> PlannedModel:
+    if "model_type" not in config:
+        raise ConfigError(
+            "The config of a model has no model_type.",
+            has=", ".join(sorted(config)),
+            fix='the config.json of a model of transformers, which has "model_type": "llama" or another',
+        )
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(
             "A config of Hugging Face needs transformers.",
             why=str(error),
-            fix="pip install transformers, or give module:function",
+            fix="pip install transformers; or give module:function, which makes the model",
         ) from error
-    if "model_type" not in config:
-        raise ConfigError("The config has no model_type.", has=", ".join(sorted(config)), fix="one of transformers")
     made = transformers.AutoConfig.for_model(**{**config, "use_cache": False})
     names = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
     maker: Any = (

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the plan. Returns 0; 1 if nothing fits, or with the error if there is no plan."""
     options = _parser().parse_args(arguments)
     try:
-        found = planned(options)
+        found = planned_of(options)
         if options.html:
             Path(options.html).write_text(page_of(found.title, found.notes, _rows(found.rows, options), found.rows))
     except (ZeroError, OSError) as error:
@@ -95,7 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def planned(options: argparse.Namespace) -> Found:
+def planned(arguments: Sequence[str]) -> Found:
+    """What the command says with these arguments."""
+    return planned_of(_parser().parse_args(arguments))
+
+
+def planned_of(options: argparse.Namespace) -> Found:
     """Plans.
 
     Raises:
