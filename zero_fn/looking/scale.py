@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from zero_fn.looking.activations import Activations
 from zero_fn.looking.configurations import Configuration, Training, configurations, shapes_of
@@ -51,17 +52,19 @@ def scale(
 ) -> list[ScaleRow]:
     """A row for each number of ranks, with nothing in a tier and the same microbatches on each rank."""
     found: list[ScaleRow] = []
-    least = 0.0  # bytes that ZeRO-3 sends without padding, to infinitely many ranks
     for count in ranks:
         fewer = replace(training, ranks=count, host=None, disk=None)
         rows = configurations(model, fewer, compute, shapes_of(count, training.machine.per_node))
         one = min((row for row in rows if row.proposal.transform == "shard_params"), key=lambda row: row.nbytes)
-        whole = one.sent * count / (count - 1) if count > 1 else 0.0
-        least = least or whole
-        padding = whole / least - 1 if least else 0.0
-        files, messages = 1 + _FILES_OF_A_RANK * count, _MESSAGES_OF_A_RANK * (count - 1)
-        found.append(ScaleRow(count, one, rows[0], padding, files, messages))
-    return found
+        found.append(
+            ScaleRow(count, one, rows[0], 0.0, 1 + _FILES_OF_A_RANK * count, _MESSAGES_OF_A_RANK * (count - 1))
+        )
+    # What each would send to infinitely many ranks: the least of these has no padding.
+    wholes = [row.one.sent * row.ranks / (row.ranks - 1) if row.ranks > 1 else inf for row in found]
+    return [
+        replace(row, padding=whole / min(wholes) - 1 if row.one.sent else 0.0)
+        for row, whole in zip(found, wholes, strict=True)
+    ]
 
 
 def first_to_bite(rows: Sequence[ScaleRow]) -> Iterator[str]:

@@ -1,0 +1,286 @@
+"""`python -m zero_fn plan` says what a real run needs: bytes, operations, and the code, without ranks and without values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import zero_fn as zf
+from tests.support.ranks import Ranks, axis
+from zero_fn.__main__ import main
+from zero_fn.looking.activations import activations_of, live_bytes
+from zero_fn.looking.autoplan import on_meta
+from zero_fn.looking.configurations import _OVER_ONE, _OVER_TWO, Training, _Ways, compute_of, configurations, pretended
+from zero_fn.looking.machines import DEVICES, Machine
+from zero_fn.looking.models import PlannedModel
+from zero_fn.looking.plan_command import planned
+from zero_fn.looking.repeated import cut_to, stacks_of
+from zero_fn.looking.scale import first_to_bite, rank_counts, scale
+from zero_fn.values.tiers import IN_MEMORY
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, depth=6, dim=64, vocab=99):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, vocab)  # units run in the order of registration, as a plan takes them to
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def bare():
+    return Net()
+
+
+def small():
+    return Net(), torch.zeros(4, 32, dtype=torch.long)
+
+
+def looks():
+    class Looks(Net):
+        def forward(self, tokens):
+            return super().forward(tokens) if tokens.sum() > 0 else None
+
+    return Looks(), torch.zeros(4, 32, dtype=torch.long)
+"""
+NAMES: dict[str, Any] = {"__name__": "of_a_user"}
+exec(MODEL, NAMES)
+
+
+def made(depth: int = 6, dim: int = 64, device: str = "meta") -> PlannedModel:
+    with torch.device(device):
+        tokens = torch.zeros(4, 32, dtype=torch.long)
+        return PlannedModel(NAMES["Net"](depth, dim), (tokens,), tokens.numel(), "", "")
+
+
+def training(ranks: int, **options: Any) -> Training:
+    return Training(ranks, Machine(DEVICES["h100"]), **options)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file with the model, in the current folder. Its name."""
+    (tmp_path / "of_a_user.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
+    return "of_a_user"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit status of the command, and what it prints."""
+    status = main(["plan", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_fake_tensors_need_what_real_ones_do() -> None:
+    """Bytes of a forward and backward, counted with values and without; operations, beside torch's own counter."""
+    real = made(device="cpu")
+    found = live_bytes(real.module, real.inputs or ())
+    planned_, (without, with_) = made(), compute_of(made(), training(1, computes_in=torch.float32))
+    assert without is not None and with_ is not None
+    assert without == activations_of(planned_.module, planned_.inputs or (), torch.float32, (), recompute=False)
+    assert dataclasses.asdict(without) == found
+    with FlopCounterMode(display=False) as counted:
+        real.module(*(real.inputs or ())).sum().backward()
+    assert without.flops == counted.get_total_flops()
+    block = 2 * 2 * 4 * 32 * 64 * 256  # operations of a forward of a block
+    assert with_.flops == without.flops + 6 * block - 6 * block // 2, "the last product of a block is not run again"
+    kept = 4 * 32 * 64 * 4  # bytes of the input of a block
+    assert with_.nbytes < without.nbytes / 2 and with_.nbytes > 6 * kept
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_few_layers_tell_of_all(recompute: bool) -> None:
+    model = made(depth=9)
+    (stack,) = stacks_of(model.module)
+    assert stack == ("blocks", 0, 9)
+    few = activations_of(model.module, model.inputs or (), torch.bfloat16, [stack], recompute=recompute)
+    whole = made(depth=9)
+    cut_to(whole.module, [(stack, 9)])
+    shorter = [activations_of(made(d).module, whole.inputs or (), torch.bfloat16, [("blocks", 0, d)], recompute=recompute)
+               for d in (3, 4)]  # fmt: skip
+    assert few.nbytes == shorter[0].nbytes + 6 * (shorter[1].nbytes - shorter[0].nbytes)
+    if not recompute:
+        assert few == activations_of(whole.module, whole.inputs or (), torch.bfloat16, (), recompute=False)
+
+
+def test_layers_that_differ_are_no_stack() -> None:
+    mixed = nn.Module()
+    mixed.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+    mixed.others = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
+    assert stacks_of(mixed) == [("layers", 2, 3), ("others", 0, 2)]
+    cut_to(mixed, [(("layers", 2, 3), 1), (("others", 0, 2), 2)])
+    assert [len(mixed.layers), len(mixed.others)] == [3, 2]
+
+
+@pytest.mark.parametrize("name", [*_OVER_ONE, *_OVER_TWO])
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_placement_needs_what_the_plan_of_all_layers_says(name: str, codes: bool) -> None:
+    model, ranks = made(depth=7, dim=56), 12
+    mesh = (("dp", 12),) if name in _OVER_ONE else (("outer", 4), ("inner", 3))
+    place = _OVER_ONE.get(name) or _OVER_TWO[name]
+    wanted = training(ranks, states_in_8_bits=codes, microbatches=2)
+    with pretended(ranks):
+        devices = torch.arange(ranks).view([size for _, size in mesh])
+        over = torch.distributed.DeviceMesh("cuda", devices, mesh_dim_names=tuple(n for n, _ in mesh))
+        links = dataclasses.replace(Machine(DEVICES["h100"]).links(*((n, size, 1) for n, size in mesh)))
+
+        def bare(depths: Any) -> nn.Module:
+            few = on_meta(model.module)
+            cut_to(few, depths)
+            return zf.precision(few)
+
+        ways = _Ways(bare, stacks_of(model.module), lambda module: place(module, mesh=over), wanted, links)
+        ((_, few),), placed = ways._in_memory, place(zf.precision(on_meta(model.module)), mesh=over)
+        whole = zf.plan(placed, wanted.optimizer(placed.parameters()), backwards=2)  # type: ignore[arg-type]
+    assert few["sent"] == whole.sent_nbytes and few["in_flight"] == whole.in_flight_nbytes
+    assert few["parameters"] + few["gradients"] == sum(
+        (whole.held.parameters, whole.held.gradients, whole.padding.parameters, whole.padding.gradients)
+    )
+    assert few["optimizer"] == pytest.approx(whole.held.optimizer, rel=0.01 if codes else 0)
+    assert few["latency"] == pytest.approx(sum(links.latency[n] * count for n, count in whole.collectives.items()))
+
+
+def test_what_does_not_fit_goes_to_the_nearest_tier_and_no_further() -> None:
+    model = made(depth=4, dim=512)
+    needed = compute_of(model, training(2))
+    states = 8 * sum(p.numel() for p in model.module.parameters())
+
+    def best(memory: int, **tiers: int) -> Any:
+        machine = Machine(dataclasses.replace(DEVICES["h100"], memory=memory), per_node=2)
+        return configurations(model, Training(2, machine, reserved=0, **tiers), needed, [(("dp", 2),)])[0].proposal
+
+    assert best(10**9, host=10**10, disk=10**10).tiers == IN_MEMORY
+    small = states * 3 // 4
+    assert not best(small // 4).fits
+    on_host = best(small // 2, host=10**10, disk=10**10)
+    assert on_host.fits and on_host.host and not on_host.disk
+    on_disk = best(small // 2, host=1000, disk=10**11)
+    assert on_disk.fits and on_disk.disk and on_disk.tiers.optim == zf.nvme("/local_nvme", limit=5 * 10**10)
+    assert not best(small // 2, host=1000, disk=1000).fits
+
+
+def test_speeds_are_those_between_the_ranks_of_an_axis() -> None:
+    """NCCL's ring by hand: nodes of 8 H100, eight cards of 400 Gbit/s a node."""
+    links = Machine(DEVICES["h100"]).links(("outer", 16, 8), ("inner", 8, 1))
+    assert links.sent == {"outer": 0.8 * 50e9, "inner": 0.8 * 450e9}
+    assert links.latency["inner"] == pytest.approx(8.4e-6 + 7 * 3.4e-6)
+    assert links.latency["outer"] == pytest.approx(8e-6 + 4 * 4e-6 + 16 * 2.8e-6), "PAT, one rank a node"
+    one = Machine(DEVICES["h100"]).links(("dp", 128, 1))
+    assert one.sent == {"dp": 0.8 * 400e9}
+    assert one.latency["dp"] == pytest.approx(8.4e-6 + (128 - 16) * 3.4e-6 + 15 * 14e-6)
+    wide = Machine(DEVICES["rtx4090"], per_node=4, network=12.5e9).links(("outer", 2, 16), ("inner", 16, 1))
+    assert wide.sent == {"outer": 0.8 * 12.5e9 / 4, "inner": 0.8 * 12.5e9}
+    measured = zf.LinkSpeeds(1e9, 2e9, 3e9, {"dp": 4e9}, 5e9, 6e9, 7e9)
+    found = Machine(DEVICES["h100"], measured=measured).links(("dp", 8, 1))
+    assert dataclasses.replace(found, latency={}) == measured
+
+
+def test_more_ranks_cost_latency_and_padding_and_two_axes_answer() -> None:
+    model = made(depth=4, dim=600)
+    counts = rank_counts(4096)
+    assert counts == [8, 64, 512, 4096] and rank_counts(1000) == [8, 64, 512, 1000] and rank_counts(8) == [8]
+    rows = scale(model, training(4096), compute_of(model, training(8)), counts)
+    padding = [row.padding for row in rows]
+    assert padding[0] == 0 and padding == sorted(padding) and padding[3] > 0.05
+    assert [row.files for row in rows] == [1 + 3 * count for count in counts]
+    last = rows[-1]
+    assert last.one.latency > 0.5 * last.one.proposal.step_s
+    assert last.best.proposal.step_s < 0.2 * last.one.proposal.step_s
+    said_ = list(first_to_bite(rows))
+    first = next(row for row in rows if row.padding > 0.05)
+    assert (
+        f"padding: from {first.ranks:,} ranks on ZeRO-3 over one axis sends {first.padding:.0%} more, or more" in said_
+    )
+    assert said_[0].startswith("latency: from 8 ranks on it is"), "of a small model, at once"
+
+
+def test_the_command_prints_the_table_the_code_and_a_page(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--ranks", "4", "--per-node", "2", "--usd-per-hour", "2", "--precision", "fp32"]
+    status, text = said(capsys, f"{program}:small", *options, "--html", "plan.html")
+    assert status == 0
+    assert f"from {program} import small" in text and '"stage": ' in text and "USD/1e9 tokens" in text
+    page = (tmp_path / "plan.html").read_text()
+    assert "shard_params" in page and "<svg" in page and "http" not in page
+    status, data = said(capsys, f"{program}:small", *options, "--json", "--all", "--scale")
+    found = json.loads(data)
+    rows = {(str(row["mesh"]), row["placement"], row["recompute"]): row for row in found["configurations"]}
+    assert len(rows) == 2 * (4 + 2) and [row["ranks"] for row in found["scale"]] == [4, 8]
+    row = rows["{'dp': 4}", "shard_params", False]
+    assert row["tokens_per_second"] == pytest.approx(4 * 128 / row["step_seconds"])
+    assert row["usd_per_1e9_tokens"] == pytest.approx(1e9 / row["tokens_per_second"] / 3600 * 2 * 4)
+    assert row["device_bytes"] == row["at_rest_bytes"] + row["in_flight_bytes"] + row["activations_bytes"]
+
+
+def test_what_the_command_cannot_know_it_says(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = said(capsys, f"{program}:bare")
+    assert "activations are not counted: nobody said what goes in" in text
+    _, text = said(capsys, f"{program}:looks")
+    assert "activations are not counted: on fake tensors the model raises DataDependentOutputException" in text
+    status, text = said(capsys, f"{program}:small", "--memory", "1MB", "--reserve", "1KB", "--host", "0")
+    assert status == 1 and "Nothing fits. Nearest:" in text and "does not fit" in text and "fix: more ranks" in text
+    assert main(["plan", f"{program}:nothing"]) == 1
+    assert "AttributeError" in capsys.readouterr().err
+
+
+def test_the_command_runs_as_a_module_and_reads_measured_links(program: str, tmp_path: Path) -> None:
+    links = {"links": dataclasses.asdict(zf.LinkSpeeds(1e9, 2e9, 3e9, {"dp": 4e5}, 5e9, 6e9, 7e9))}
+    (tmp_path / "links.json").write_text(json.dumps(links))
+    command = [sys.executable, "-m", "zero_fn", "plan", f"{program}:small", "--ranks", "2", "--json", "--all"]
+    done = subprocess.run([*command, "--links", "links.json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    slow = {row["placement"]: row for row in json.loads(done.stdout)["configurations"]}["shard_params"]
+    assert slow["bound_by"] == "collectives" and slow["step_seconds"] > slow["sent_bytes"] / 4e5
+
+
+def test_bytes_of_a_row_are_held_by_a_run(program: str, ranks: Ranks) -> None:
+    """ZeRO-3 on two ranks: what the command says is there is there."""
+    found = planned([f"{program}:small", "--ranks", "2", "--precision", "fp32", "--all"])
+    (row,) = [each for each in found.rows if each.proposal.transform == "shard_params" and not each.recompute]
+    run = ranks(2).run(_run)
+    held, sent = max(each for each, _ in run), max(each for _, each in run)  # the first rank has the larger part
+    assert row.proposal.nbytes - row.proposal.in_flight == held
+    assert sent <= row.sent <= 1.001 * sent, "collectives of accelerators send padding, too"
+
+
+def _run() -> tuple[int, int]:
+    names: dict[str, Any] = {"__name__": "of_a_user"}
+    exec(MODEL, names)
+    model = zf.shard_params(names["Net"](), axis())
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens: Tensor = torch.zeros(4, 32, dtype=torch.long)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with zf.traffic() as sent:
+            model(tokens).sum().backward()
+        optimizer.step()
+    return zf.held(model, optimizer).total, sent.nbytes
