@@ -31,7 +31,7 @@ from zero_fn.looking.scale import ScaleRow, first_to_bite, rank_counts, scale
 from zero_fn.looking.table import table
 from zero_fn.values.tiers import nbytes_of_text
 
-__all__ = ["Found", "main", "planned"]
+__all__ = ["Found", "main", "planned", "training_of"]
 
 _SCALE_FROM = 512  # ranks
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the plan. Returns 0; 1 if nothing fits, or with the error if there is no plan."""
     options = _parser().parse_args(arguments)
     try:
-        found = planned_of(options)
+        found = _planned_of(options)
         if options.html:
             Path(options.html).write_text(page_of(found.title, found.notes, _rows(found.rows, options), found.rows))
     except (ZeroError, OSError) as error:
@@ -97,10 +97,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def planned(arguments: Sequence[str]) -> Found:
     """What the command says with these arguments."""
-    return planned_of(_parser().parse_args(arguments))
+    return _planned_of(_parser().parse_args(arguments))
 
 
-def planned_of(options: argparse.Namespace) -> Found:
+def training_of(arguments: Sequence[str]) -> Training:
+    """How it is trained with these arguments."""
+    return _training_of(_parser().parse_args(arguments))
+
+
+def _planned_of(options: argparse.Namespace) -> Found:
     """Plans.
 
     Raises:
@@ -120,7 +125,7 @@ def planned_of(options: argparse.Namespace) -> Found:
             per_node=options.per_node,
             fix=f"--ranks {options.ranks // options.per_node * options.per_node}",
         )
-    training = _training(options)
+    training = _training_of(options)
     model = model_of(options.model, options.sequence, options.microbatch)
     notes, compute = [], [Activations(0, 0.0), None]
     try:
@@ -151,7 +156,7 @@ def _pasted(
     return program_of(best, model, training), deepspeed_of(best, training, microbatch)
 
 
-def _training(options: argparse.Namespace) -> Training:
+def _training_of(options: argparse.Namespace) -> Training:
     device = DEVICES[options.device]
     if options.memory:
         device = replace(device, memory=nbytes_of_text(options.memory, "--memory"))

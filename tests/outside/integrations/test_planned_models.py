@@ -1,0 +1,114 @@
+"""`python -m zero_fn plan` for models of transformers: all of them run on fake tensors, and what is to be pasted trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_fn as zf
+from tests.outside.integrations.test_architectures import _LLAMA, CAUSAL
+from tests.outside.integrations.worlds import import_all
+from tests.support.ranks import Ranks
+from zero_fn.looking.activations import live_bytes
+from zero_fn.looking.configurations import Training, compute_of
+from zero_fn.looking.machines import DEVICES, Machine
+from zero_fn.looking.models import model_of
+from zero_fn.looking.pasted import deepspeed_of, program_of
+from zero_fn.looking.plan_command import planned, training_of
+
+
+def _config(folder: Path, name: str, **entries: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": name, **CAUSAL[name], **entries}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_causal_model_runs_on_fake_tensors(name: str, tmp_path: Path) -> None:
+    model = model_of(_config(tmp_path, name), 16, 2)
+    without, with_ = compute_of(model, Training(2, Machine(DEVICES["h100"])))
+    assert without is not None and model.tokens == 32
+    matrices = sum(p.numel() for p in model.module.parameters() if p.ndim == 2 and p.requires_grad)
+    assert without.flops > 2 * matrices and without.nbytes > 32 * 64 * 4, "at least the products and the logits"
+    if with_ is not None:  # layers that repeat
+        assert with_.nbytes < without.nbytes and with_.flops > without.flops
+
+
+def test_a_model_of_real_values_needs_what_was_planned(tmp_path: Path) -> None:
+    model = model_of(_config(tmp_path, "llama", num_hidden_layers=4), 16, 2)
+    (without, _), inputs = compute_of(model, Training(1, Machine(DEVICES["h100"]))), dict(model.inputs or {})  # type: ignore[arg-type]
+    real = type(model.module)(model.module.config).to(torch.bfloat16).train()
+    found = live_bytes(real, {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in inputs.items()})
+    assert without is not None and without.flops == found["flops"]
+    assert without.nbytes == pytest.approx(found["nbytes"], rel=0.05), "a mask that is not needed with values"
+
+
+_ROWS = ("replicate", "shard_optimizer", "shard_grads", "shard_params", "hybrid", "shard_params, shard_grads outer")
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_what_is_to_be_pasted_trains(states: str, tmp_path: Path, ranks: Ranks) -> None:
+    """Of each placement the program, with "cpu" for "cuda"; and its config of DeepSpeed is one that is taken."""
+    folder = _config(tmp_path, "llama", num_hidden_layers=3)
+    options = [folder, "--ranks", "4", "--per-node", "2", "--sequence", "16", "--all", "--states", states]
+    found, model, training = planned(options), model_of(folder, 16, 1), training_of(options)
+    rows = {row.proposal.transform: row for row in found.rows if row.recompute}
+    assert set(rows) == set(_ROWS)
+    programs = {name: program_of(row, model, training) for name, row in rows.items()}
+    assert found.program in [program_of(row, model, training) for row in found.rows[:1]]
+    configs = {name: deepspeed_of(row, training, 1) for name, row in rows.items()}
+    if states == "8bit":
+        assert all("states8bit" in str(config) for name, config in configs.items() if name != "hybrid")
+        configs = {}
+    assert isinstance(configs.pop("hybrid", ""), str)
+    losses = ranks(4, deadline_s=120).run(_train, programs, configs)
+    assert all(loss == losses[0] for loss in losses)
+    assert all(len(set(each)) > 1 for each in losses[0].values()), "values change"
+
+
+def _train(programs: dict[str, str], configs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    import_all()
+    found = {}
+    for name, program in programs.items():
+        torch.manual_seed(0)
+        names: dict[str, Any] = {}
+        exec(program.replace('"cuda"', '"cpu"'), names)
+        model, optimizer = names["model"], names["optimizer"]
+        tokens, losses = torch.arange(16)[None], []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        found[name] = losses
+        if name in configs:
+            mesh = names["mesh"]
+            setup = zf.from_deepspeed(torch.nn.Linear(4, 4), configs[name], mesh if mesh.ndim > 1 else mesh["dp"])
+            assert setup.optimizer is not None
+    return found
+
+
+def test_a_plan_for_the_host_and_the_disk_is_taken_as_a_config(tmp_path: Path, ranks: Ranks) -> None:
+    folder = _config(
+        tmp_path, "llama", **{**_LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+    )
+    memory = ["--memory", "22MB", "--reserve", "1KB", "--ranks", "2", "--sequence", "16"]
+    on_host, on_disk = planned([folder, *memory]), planned([folder, *memory, "--host", "0", "--disk", "1TB"])
+    for found, device in ((on_host, "cpu"), (on_disk, "nvme")):
+        assert found.rows[0].proposal.fits and "zf.offload(model" in found.program, found.program
+        assert not isinstance(found.deepspeed, str)
+        assert found.deepspeed["zero_optimization"]["offload_optimizer"]["device"] == device
+        ranks(2).run(_taken, found.deepspeed, str(tmp_path))
+
+
+def _taken(config: dict[str, Any], folder: str) -> None:
+    from tests.support.ranks import axis
+
+    for each in config["zero_optimization"].values():
+        if isinstance(each, dict) and "nvme_path" in each:
+            each["nvme_path"] = folder
+    zf.from_deepspeed(torch.nn.Linear(4, 4), config, axis())
