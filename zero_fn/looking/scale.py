@@ -40,11 +40,8 @@ class ScaleRow:
 
 
 def rank_counts(ranks: int) -> list[int]:
-    """From 8 ranks, by eight, to those that were asked for."""
-    found = [8]
-    while found[-1] * 8 < ranks:
-        found.append(found[-1] * 8)
-    return sorted({*found, ranks})
+    """8, 64, and then by four, to those that were asked for."""
+    return sorted({8, ranks, *(64 * 4**power for power in range(20) if 64 * 4**power < ranks)})
 
 
 def scale(
@@ -72,10 +69,17 @@ def first_to_bite(rows: Sequence[ScaleRow]) -> Iterator[str]:
     tokens = next((row for row in rows if row.one.tokens > _LARGE_BATCH), None)
     if tokens:
         yield f"batch: from {tokens.ranks:,} ranks on a step has more than 4 million tokens, whatever the mesh"
-    latency = next((row for row in rows if row.one.latency > 0.1 * row.one.proposal.step_s), None)
+    latency = next(
+        (
+            row.one
+            for row in rows
+            if row.one.proposal.bound == "collectives" and row.one.latency > 0.1 * row.one.proposal.step_s
+        ),
+        None,
+    )
     if latency:
-        share = latency.one.latency / latency.one.proposal.step_s
-        yield f"latency: from {latency.ranks:,} ranks on it is {share:.0%} of a step of ZeRO-3 over one axis, or more"
+        share, ranks = latency.latency / latency.proposal.step_s, latency.mesh[0][1]
+        yield f"latency: from {ranks:,} ranks on a step of ZeRO-3 over one axis waits for it, {share:.0%} of the step or more"
     padding = next((row for row in rows if row.padding > 0.05), None)
     if padding:
         yield f"padding: from {padding.ranks:,} ranks on ZeRO-3 over one axis sends {padding.padding:.0%} more, or more"
