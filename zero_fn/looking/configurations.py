@@ -109,6 +109,11 @@ class Configuration:
         return self.proposal.nbytes + self.activations
 
     @property
+    def mesh_text(self) -> str:
+        """The axes, such as "outer 8 x inner 8"."""
+        return " x ".join(f"{name} {size}" for name, size in self.mesh)
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.proposal.step_s
 

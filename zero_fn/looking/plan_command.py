@@ -42,6 +42,7 @@ class Found:
 
     title: str
     notes: list[str]
+    memory: int  # of a device
     rows: list[Configuration]
     scale: list[ScaleRow]
     program: str
@@ -54,7 +55,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found = _planned_of(options)
         if options.html:
-            Path(options.html).write_text(page_of(found.title, found.notes, _rows(found.rows, options), found.rows))
+            shown = _shown(found.rows, options)
+            page = page_of(found.title, found.notes, _rows(shown, options), shown, found.memory)
+            Path(options.html).write_text(page)
     except (ZeroError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -147,7 +150,9 @@ def _planned_of(options: argparse.Namespace) -> Found:
         + (f"of {options.links}" if options.links else "of data sheets, of which 0.8 is attained")
     )
     best = rows[0]
-    return Found(title, notes, rows, scaled, *_pasted(best, model, training, options.microbatch))
+    return Found(
+        title, notes, training.machine.device.memory, rows, scaled, *_pasted(best, model, training, options.microbatch)
+    )
 
 
 def _pasted(
@@ -184,9 +189,8 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.1f}"
 
 
-def mesh_text(row: Configuration) -> str:
-    """The axes, such as "outer 8 x inner 8"."""
-    return " x ".join(f"{name} {size}" for name, size in row.mesh)
+def _shown(rows: Sequence[Configuration], options: argparse.Namespace) -> Sequence[Configuration]:
+    return [row for row in rows if row.proposal.fits or options.all] or rows[:1]
 
 
 def _rows(rows: Sequence[Configuration], options: argparse.Namespace) -> list[tuple[str, ...]]:
@@ -204,7 +208,7 @@ def _rows(rows: Sequence[Configuration], options: argparse.Namespace) -> list[tu
         "",
     ]
     found = [tuple(header)]
-    for row in [row for row in rows if row.proposal.fits or options.all] or rows[:1]:
+    for row in rows:
         each = row.proposal
         numbers = [
             each.nbytes - each.in_flight,
@@ -215,7 +219,7 @@ def _rows(rows: Sequence[Configuration], options: argparse.Namespace) -> list[tu
             each.disk,
             row.sent,
         ]
-        cells = [mesh_text(row), each.transform, each.away, "yes" if row.recompute else "", *map(_gb, numbers)]
+        cells = [row.mesh_text, each.transform, each.away, "yes" if row.recompute else "", *map(_gb, numbers)]
         cells += [f"{each.step_s:,.3f}", each.bound, f"{row.tokens_per_second:,.0f}" if row.tokens else "-"]
         if usd:
             cells.append(f"{row.usd_per_billion_tokens(usd):,.0f}" if row.tokens else "-")
@@ -235,7 +239,7 @@ def _scale_rows(rows: Sequence[ScaleRow]) -> list[tuple[str, ...]]:
             f"{one.latency:,.2f}",
             f"{one.proposal.step_s:,.2f}",
         ]
-        shape = f"{best.proposal.transform} over {mesh_text(best)}" if best.proposal.fits else "nothing fits"
+        shape = f"{best.proposal.transform} over {best.mesh_text}" if best.proposal.fits else "nothing fits"
         cells += [_gb(one.nbytes), shape, f"{best.proposal.step_s:,.2f}", _gb(best.nbytes), f"{row.files:,}"]
         found.append(tuple(cells))
     return found
@@ -245,7 +249,7 @@ def _text(found: Found, options: argparse.Namespace) -> str:
     fits = found.rows[0].proposal.fits
     lines = [found.title, *found.notes, ""]
     lines += [] if fits else ["Nothing fits. Nearest:"]
-    lines += table(_rows(found.rows, options), right=range(4, 12))
+    lines += table(_rows(_shown(found.rows, options), options), right=range(4, 12))
     if not fits:
         lines += ["", "fix: more ranks, --host or --disk, a smaller --microbatch or --sequence, --states 8bit"]
     if found.scale:

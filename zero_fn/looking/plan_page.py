@@ -21,24 +21,26 @@ td:nth-child(-n+3), th:nth-child(-n+3) { text-align: left } svg { max-width: 100
 
 
 def page_of(
-    title: str, notes: Sequence[str], rows: Sequence[Sequence[str]], configurations: Sequence[Configuration]
+    title: str, notes: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[Configuration], memory: int
 ) -> str:
-    """The page. `rows`: the table with its header."""
+    """The page. `rows`: the table of those that are shown, with its header. `memory`: bytes of a device."""
     head, *body = rows
     described = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     lines = [f'<!doctype html><html lang="en">{described}<h1>{escape(title)}</h1>']
     lines += [*(f"<p>{escape(note)}</p>" for note in notes), "<h2>Memory of a device, GB</h2><p>"]
     lines += [f'<span class="key" style="background:{colour}"></span>{kind}' for kind, colour in _COLOURS.items()]
-    lines += ["</p>", *_bars(configurations[:_MOST_BARS]), "<h2>Configurations</h2><table>"]
+    lines += ["</p>", *_bars(shown[:_MOST_BARS], memory), "<h2>Configurations</h2><table>"]
     lines.append("<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>")
     lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
     return "\n".join([*lines, "</table></html>\n"])
 
 
-def _bars(configurations: Sequence[Configuration]) -> Iterator[str]:
-    longest = max(row.nbytes for row in configurations)
-    yield f'<svg viewBox="0 0 {_WIDTH + 500} {_HEIGHT * len(configurations)}">'
-    for number, row in enumerate(configurations):
+def _bars(shown: Sequence[Configuration], memory: int) -> Iterator[str]:
+    longest, height = max(memory, *(row.nbytes for row in shown)), _HEIGHT * len(shown)
+    end = _WIDTH * memory / longest
+    yield f'<svg viewBox="0 0 {_WIDTH + 500} {height}">'
+    yield f'<line x1="{end:.1f}" x2="{end:.1f}" y1="0" y2="{height}" stroke="#a33" stroke-dasharray="4"></line>'
+    for number, row in enumerate(shown):
         left, top = 0.0, _HEIGHT * number
         parts = row.proposal.nbytes - row.proposal.in_flight, row.proposal.in_flight, row.activations
         for nbytes, (kind, colour) in zip(parts, _COLOURS.items(), strict=True):
@@ -46,7 +48,7 @@ def _bars(configurations: Sequence[Configuration]) -> Iterator[str]:
             box = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_HEIGHT - 4}"'
             yield f'<rect {box} fill="{colour}"><title>{kind}: {nbytes / 1e9:,.1f} GB</title></rect>'
             left += width
-        words = f"{row.proposal.transform}, {row.proposal.away} elsewhere" + (", recomputes" if row.recompute else "")
-        fits = "" if row.proposal.fits else ": does not fit"
-        yield f'<text x="{left + 6:.1f}" y="{top + 14}">{row.nbytes / 1e9:,.1f}  {escape(words)}{fits}</text>'
+        away = "" if row.proposal.away == "nothing" else f"; {row.proposal.away}"
+        words = f"{row.mesh_text}: {row.proposal.transform}{away}" + ("; recomputes" if row.recompute else "")
+        yield f'<text x="{left + 6:.1f}" y="{top + 14}">{row.nbytes / 1e9:,.1f}  {escape(words)}</text>'
     yield "</svg>"
