@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zero_fn as zf
+from tests.outside.examples.programs import ROOT
 from tests.outside.integrations.test_architectures import _LLAMA, CAUSAL
 from tests.outside.integrations.worlds import import_all
 from tests.support.ranks import Ranks
@@ -18,7 +19,7 @@ from zero_fn.looking.configurations import Training, compute_of
 from zero_fn.looking.machines import DEVICES, Machine
 from zero_fn.looking.models import model_of
 from zero_fn.looking.pasted import deepspeed_of, program_of
-from zero_fn.looking.plan_command import planned, training_of
+from zero_fn.looking.plan_command import _scale_rows, planned, training_of
 
 
 def _config(folder: Path, name: str, **entries: Any) -> str:
@@ -112,3 +113,11 @@ def _taken(config: dict[str, Any], folder: str) -> None:
         if isinstance(each, dict) and "nvme_path" in each:
             each["nvme_path"] = folder
     zf.from_deepspeed(torch.nn.Linear(4, 4), config, axis())
+
+
+def test_the_page_scale_has_the_numbers_of_the_command() -> None:
+    page = (ROOT / "docs" / "guides" / "scale.md").read_text()
+    rows = _scale_rows(planned(["70B", "--ranks", "16384"]).scale)
+    assert len(rows) == 7
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in page
