@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zero_fn.looking.repeated import Stack, cut_to, of_all_layers
 
-__all__ = ["Activations", "activations_of", "live_bytes"]
+__all__ = ["Compute", "activations_of", "live_bytes"]
 
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -33,7 +33,7 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Activations:
+class Compute:
     """Of a forward and backward of one microbatch: the most bytes at one moment, and floating-point operations."""
 
     nbytes: int
@@ -42,7 +42,7 @@ class Activations:
 
 def activations_of(
     module: nn.Module, inputs: Inputs, dtype: torch.dtype, stacks: Sequence[Stack], *, recompute: bool
-) -> Activations:
+) -> Compute:
     """What a module on `meta` needs where it computes in a dtype. `recompute`: layers of the stacks are checkpointed."""
 
     def of_few(depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:
@@ -56,7 +56,7 @@ def activations_of(
             return live_bytes(few, given)
 
     found = of_all_layers(of_few, stacks)
-    return Activations(round(found["nbytes"]), found["flops"])
+    return Compute(round(found["nbytes"]), found["flops"])
 
 
 def live_bytes(module: nn.Module, inputs: Inputs) -> dict[str, float]:

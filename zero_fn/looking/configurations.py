@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_fn.errors import ConfigError
-from zero_fn.looking.activations import Activations, activations_of
+from zero_fn.looking.activations import Compute, activations_of
 from zero_fn.looking.autoplan import Proposal, on_meta, predicted, proposal_of, without_collecting
 from zero_fn.looking.links import LinkSpeeds
 from zero_fn.looking.machines import Machine
@@ -33,7 +33,7 @@ Mesh = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
 
 _MOST_WITH_TIERS = 1024
-_NO_ACTIVATIONS = Activations(0, 0.0)
+_NO_ACTIVATIONS = Compute(0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _placements_of(mesh: Mesh) -> dict[str, _Placed]:
 
 
 def configurations(
-    model: PlannedModel, training: Training, compute: Sequence[Activations | None], meshes: Sequence[Mesh]
+    model: PlannedModel, training: Training, compute: Sequence[Compute | None], meshes: Sequence[Mesh]
 ) -> list[Configuration]:
     """For each placement along each mesh, with and without checkpoints of activations, the tiers of the fastest step that
     fits, or of the one that exceeds least. Those that fit come first, and of these the fastest. Tiers are tried where the
@@ -226,7 +226,7 @@ class _Ways:
     def _all(self) -> list[tuple[Tiers, dict[str, float]]]:
         return list(self._predicted(self._bare(()), self._training.tiers()))
 
-    def best(self, name: str, needed: Activations) -> tuple[Proposal, Mapping[str, float]]:
+    def best(self, name: str, needed: Compute) -> tuple[Proposal, Mapping[str, float]]:
         """With so many activations: what fits and is fastest, or exceeds least; and all numbers of it."""
         training, tiers = self._training, self._training.tiers()
         room = training.machine.device.memory - training.reserved - needed.nbytes
@@ -258,8 +258,8 @@ def _apart(mesh: Mesh) -> list[tuple[str, int, int]]:
     return found
 
 
-def compute_of(model: PlannedModel, training: Training) -> list[Activations | None]:
-    """Activations and operations of a microbatch without and with checkpoints of layers. Without repeated layers there are
+def compute_of(model: PlannedModel, training: Training) -> list[Compute | None]:
+    """Compute and operations of a microbatch without and with checkpoints of layers. Without repeated layers there are
     none to checkpoint: None; without inputs nothing is known."""
     if model.inputs is None:
         return [_NO_ACTIVATIONS, None]

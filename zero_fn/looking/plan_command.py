@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zero_fn.errors import ConfigError, ZeroError
-from zero_fn.looking.activations import Activations
+from zero_fn.looking.activations import Compute
 from zero_fn.looking.configurations import Configuration, Training, compute_of, configurations, shapes_of
 from zero_fn.looking.links import LinkSpeeds
 from zero_fn.looking.machines import DEVICES, Machine
@@ -130,7 +130,7 @@ def _planned_of(options: argparse.Namespace) -> Found:
         )
     training = _training_of(options)
     model = model_of(options.model, options.sequence, options.microbatch)
-    notes, compute = [], [Activations(0, 0.0), None]
+    notes, compute = [], [Compute(0, 0.0), None]
     try:
         compute = compute_of(model, training)
     except Exception as error:  # whatever code of a model raises

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from zero_fn.looking.activations import Activations
+from zero_fn.looking.activations import Compute
 from zero_fn.looking.configurations import Configuration, Training, configurations, shapes_of
 from zero_fn.looking.models import PlannedModel
 
@@ -45,7 +45,7 @@ def rank_counts(ranks: int) -> list[int]:
 
 
 def scale(
-    model: PlannedModel, training: Training, compute: Sequence[Activations | None], ranks: Sequence[int]
+    model: PlannedModel, training: Training, compute: Sequence[Compute | None], ranks: Sequence[int]
 ) -> list[ScaleRow]:
     """A row for each number of ranks, with nothing in a tier and the same microbatches on each rank."""
     found: list[ScaleRow] = []
