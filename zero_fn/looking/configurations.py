@@ -259,7 +259,7 @@ def _apart(mesh: Mesh) -> list[tuple[str, int, int]]:
 
 
 def compute_of(model: PlannedModel, training: Training) -> list[Compute | None]:
-    """Compute and operations of a microbatch without and with checkpoints of layers. Without repeated layers there are
+    """What a microbatch needs without and with checkpoints of layers. Without repeated layers there are
     none to checkpoint: None; without inputs nothing is known."""
     if model.inputs is None:
         return [_NO_ACTIVATIONS, None]
