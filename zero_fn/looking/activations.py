@@ -28,6 +28,13 @@ from zero_fn.looking.repeated import Stack, cut_to, of_all_layers
 __all__ = ["Compute", "activations_of", "live_bytes"]
 
 
+_SDPA = "_scaled_dot_product_flash_attention"
+_FORMULAS = dict(flop_registry) | {
+    getattr(torch.ops.aten, f"{_SDPA}_for_cpu{way}"): flop_registry[getattr(torch.ops.aten, f"{_SDPA}{way}")]
+    for way in ("", "_backward")
+}
+"""Of operations, also of attention on the CPU those that torch has for accelerators: what is masked counts, too."""
+
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 """Arguments of a forward, by name or in order."""
 
@@ -93,11 +100,16 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen = weakref.WeakSet[torch.UntypedStorage](known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+        is_grouped = func is torch.ops.aten._grouped_mm.default  # products of experts
+        if is_grouped and args[0].dtype != torch.bfloat16:  # the only one that torch has shapes for
+            halves = [each.to(torch.bfloat16) for each in args[:2]]
+            found = func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
+        else:
+            found = func(*args, **(kwargs or {}))
+        if (formula := _FORMULAS.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=found)
-        elif func is torch.ops.aten._grouped_mm.default:  # products of experts
-            self.flops += 2 * found.numel() * args[0].shape[-1]
+        elif is_grouped:  # each row is in one group, and meets one expert: of the two counts the larger has all of them
+            self.flops += 2 * min(found.numel() * args[0].shape[-1], args[0].numel() * args[1].shape[-1])
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
                 self._seen.add(storage)

@@ -38,6 +38,25 @@ def test_every_causal_model_runs_on_fake_tensors(name: str, tmp_path: Path) -> N
         assert with_.nbytes < without.nbytes and with_.flops > without.flops
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_attention_and_of_experts_are_counted_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Attention was left out; gradients of experts were counted as if each token met all of them, and not in float32."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+        "num_local_experts": 4,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+    model = model_of(_config(tmp_path, "mixtral", **sizes, **heads), 16, 2)
+    without, _ = compute_of(model, Training(2, Machine(DEVICES["h100"]), computes_in=dtype))
+    layer = 4 * 32 * 32 + 4 * 32 + 2 * 3 * 32 * 64  # elements that a token meets: attention, the router, two experts
+    scores = 2 * 16 * 32  # of a token: queries by keys, and values
+    assert without is not None
+    assert without.flops == 32 * (6 * (2 * layer + 96 * 32) + 2 * (2 + 5) * scores)
+
+
 def test_a_model_of_real_values_needs_what_was_planned(tmp_path: Path) -> None:
     model = model_of(_config(tmp_path, "llama", num_hidden_layers=4), 16, 2)
     (without, _), inputs = compute_of(model, Training(1, Machine(DEVICES["h100"]))), dict(model.inputs or {})  # type: ignore[arg-type]
