@@ -24,7 +24,7 @@ from zero_fn.looking.activations import Compute
 from zero_fn.looking.configurations import Configuration, Training, compute_of, configurations, shapes_of
 from zero_fn.looking.links import LinkSpeeds
 from zero_fn.looking.machines import DEVICES, Machine
-from zero_fn.looking.models import SHAPES, PlannedModel, model_of
+from zero_fn.looking.models import SHAPES, model_of
 from zero_fn.looking.pasted import deepspeed_of, program_of
 from zero_fn.looking.plan_page import page_of
 from zero_fn.looking.scale import ScaleRow, first_to_bite, rank_counts, scale
@@ -114,8 +114,9 @@ def _planned_of(options: argparse.Namespace) -> Found:
     Raises:
         ConfigError: There is no such model, or it cannot be run on fake tensors; or an option makes no sense.
     """
-    least = min(options.ranks, options.per_node, options.sequence, options.microbatch, options.microbatches)
-    if least < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
+    counts = options.ranks, options.per_node, options.sequence, options.microbatch, options.microbatches
+    cards = options.per_node if options.cards is None else options.cards
+    if min(*counts, cards) < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
         raise ConfigError(
             "A number of the command line is too small or too large.",
             got=" ".join(f"{name}={value}" for name, value in vars(options).items() if isinstance(value, int | float)),
@@ -149,16 +150,8 @@ def _planned_of(options: argparse.Namespace) -> Found:
         f"{options.microbatches} x {model.tokens:,} tokens a rank and step; speeds "
         + (f"of {options.links}" if options.links else "of data sheets, of which 0.8 is attained")
     )
-    best = rows[0]
-    return Found(
-        title, notes, training.machine.device.memory, rows, scaled, *_pasted(best, model, training, options.microbatch)
-    )
-
-
-def _pasted(
-    best: Configuration, model: PlannedModel, training: Training, microbatch: int
-) -> tuple[str, dict[str, Any] | str]:
-    return program_of(best, model, training), deepspeed_of(best, training, microbatch)
+    pasted = program_of(rows[0], model, training), deepspeed_of(rows[0], training, options.microbatch)
+    return Found(title, notes, training.machine.device.memory, rows, scaled, *pasted)
 
 
 def _training_of(options: argparse.Namespace) -> Training:
