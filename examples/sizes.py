@@ -3,7 +3,7 @@
     python sizes.py                             all tables: half an hour on one core
     python sizes.py --table fastest --only 7B   the rows of one model in the tables of one kind: a minute
 
-It needs transformers, which has the models, and no accelerator. The command runs in this process: torch is imported once.
+It needs transformers, which has the models, and no accelerator. `planned` calls the command in this process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from typing import Any
 
 from zero_fn.__main__ import main as zero_fn
 
-MODELS = ("7B", "13B", "30B", "70B", "175B", "8x22B")
-RANKS = (8, 64, 1024)
+MODELS, RANKS = ("7B", "13B", "30B", "70B", "175B", "8x22B"), (8, 64, 1024)
 STAGES = {"DDP": "replicate", "ZeRO-1": "shard_optimizer", "ZeRO-2": "shard_grads", "ZeRO-3": "shard_params"}
-NAMES = {placement: name for name, placement in STAGES.items()}
-NAMES |= {"hybrid": "HSDP", "shard_params, shard_grads outer": "hpZ"}
+NAMES = {"hybrid": "HSDP", "shard_params, shard_grads outer": "hpZ"} | {each: name for name, each in STAGES.items()}
 KINDS = {"bf16": "", "bf16, states in 8 bits": "--states 8bit", "fp32": "--precision fp32"}
 DEVICES = {  # and the network of their nodes
     "24 GB": "--device rtx4090 --cards 1 --network 100",
@@ -71,33 +69,26 @@ def at_rest(kind: str, model: str, stage: str) -> list[str]:
 
 def sent(model: str, stage: str) -> list[str]:
     """GB that each of 64 ranks sends in a step, and the seconds of it at 50 and 300 GB/s: in bf16, then in fp32."""
-    rows = [of_stage(stage, model, 64, f"{ALONE} {KINDS[kind]}") for kind in ("bf16", "fp32")]
-    bf16, fp32 = (row["sent_bytes"] / 1e9 for row in rows)
+    bf16, fp32 = (of_stage(stage, model, 64, f"{ALONE} {KINDS[kind]}")["sent_bytes"] / 1e9 for kind in ("bf16", "fp32"))
     cells = [f"{bf16:,.1f}", f"{bf16 / 50:.1f} s", f"{bf16 / 300:.2f} s", f"{fp32:,.1f}", f"{fp32 / 50:.1f} s"]
     return [model, stage, *cells]
 
 
-def of_shape(layers: int, folder: Path, column: str, ranks: int) -> str:
-    """Billions of parameters of a model of the shape of GPT-3 with so many layers; nothing if it does not fit."""
-    shape = {"n_layer": layers, "n_embd": 128 * layers, "n_head": layers, "n_positions": 4096}
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
-    planned.cache_clear()  # the name of the file stays
-    stage, options = column.partition(",")[0], f"--sequence 2048 {DEVICES['80 GB']} {COLUMNS[column]}"
-    if not of_stage(stage, str(folder), ranks, options)["fits"]:
-        return ""
-    return str(planned(str(folder), ranks, options)["title"]).removeprefix(f"{folder}: ").partition(" B")[0]
-
-
 def largest(ranks: int, columns: Iterable[str] = COLUMNS) -> list[str]:
-    """Of each column the largest model that fits. What fits one column fits the next. Steps grow until one is too large, then
-    they halve. The least model has two layers, as one alone is not recomputed."""
-    layers, cell, cells = 1, "-", [f"{ranks:,}"]
+    """Billions of parameters of the largest model of the shape of GPT-3. What fits a column fits the next one, too."""
+    layers, cell, cells = 1, "-", [f"{ranks:,}"]  # a layer alone is not recomputed
     with tempfile.TemporaryDirectory() as folder:
         for column in columns:
-            step, grows = 1, True
+            step, grows = 1, True  # it doubles until a model is too large, then it halves
+            options = f"--sequence 2048 {DEVICES['80 GB']} {COLUMNS[column]}"
             while step:
-                found = of_shape(layers + step, Path(folder), column, ranks)
-                layers, cell, grows = (layers + step, found, grows) if found else (layers, cell, False)
+                n = layers + step
+                shape = {"model_type": "gpt2", "n_layer": n, "n_embd": 128 * n, "n_head": n, "n_positions": 4096}
+                Path(folder, "config.json").write_text(json.dumps(shape))
+                planned.cache_clear()  # the name of the file stays
+                if of_stage(column.partition(",")[0], folder, ranks, options)["fits"]:
+                    layers, cell = n, planned(folder, ranks, options)["title"].removeprefix(f"{folder}: ").split()[0]
+                grows = grows and layers == n
                 step = step * 2 if grows else step // 2
             cells.append(cell)
     return cells
@@ -109,11 +100,12 @@ def main() -> None:
     parser.add_argument("--table", choices=("fastest", "at-rest", "sent", "largest"), help="the tables of one kind")
     options = parser.parse_args()
     models = options.only or MODELS
-    staged = [[model for model in models if model not in ("30B", "8x22B")], STAGES]
+    staged: list[Iterable[Any]] = [[model for model in models if model not in ("30B", "8x22B")], STAGES]
+    counts = [(kind, RANKS if kind == "bf16" else RANKS[:2]) for kind in KINDS]  # 1,024 take long
     tables: list[tuple[str, str, Callable[..., list[str]], list[Iterable[Any]]]] = [
-        *(("fastest", " | ".join([kind, *DEVICES]), partial(fastest, kind), [models, RANKS]) for kind in KINDS),
-        ("at-rest", "bf16, GB | | 8 ranks | 64 ranks | 1,024 ranks", partial(at_rest, "bf16"), staged),
-        ("at-rest", "fp32, GB | | 8 ranks | 64 ranks | 1,024 ranks", partial(at_rest, "fp32"), staged),
+        *(("fastest", " | ".join([kind, *DEVICES]), partial(fastest, kind), [models, ranks]) for kind, ranks in counts),
+        ("at-rest", "bf16, GB | | 8 | 64 | 1,024 ranks", partial(at_rest, "bf16"), staged),
+        ("at-rest", "fp32, GB | | 8 | 64 | 1,024 ranks", partial(at_rest, "fp32"), staged),
         ("sent", "64 ranks | | bf16: GB | at 50 GB/s | at 300 GB/s | fp32: GB | at 50 GB/s", sent, staged),
         ("largest", " | ".join(["devices", *COLUMNS]), largest, [(1, *RANKS)]),
     ]

@@ -178,9 +178,6 @@ def _named(name: str) -> Any:
     return getattr(_named(inside), last)
 
 
-_MODELS = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("13 B", "70 B", "175 B"))]
-
-
 def _computed(name: str) -> tuple[dict[str, Any], list[list[str]]]:
     """What the program of a guide defines, and the rows of the tables of the guide, which should be what it computes."""
     path = _ROOT / "docs" / "guides" / name
@@ -188,22 +185,6 @@ def _computed(name: str) -> tuple[dict[str, Any], list[list[str]]]:
     exec(compile(page_of(path).program(), str(path), "exec"), space)
     lines = path.read_text("utf-8").splitlines()
     return space, [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-
-
-@pytest.mark.parametrize("model", _MODELS)
-def test_the_tables_of_sizes_are_what_their_program_computes(model: str) -> None:
-    space, rows = _computed("sizes.md")
-    needs = cache(space["needs"])
-    rows = [row for row in rows if row[0] == model]
-    assert [stage for _, stage, *_ in rows] == 3 * list(space["STAGES"])
-    for number, (_, stage, *cells) in enumerate(rows):
-        if number < 8:  # at rest and in flight, in bfloat16 and in float32
-            plans = [needs(model, stage, ranks, number < 4) for ranks in (8, 64, 1024)]
-            assert cells == [f"{plan.held.total / 1e9:,.1f} ({plan.peak_nbytes / 1e9:,.1f})" for plan in plans]
-        else:
-            bf16, fp32 = (needs(model, stage, 64, is_bf16).sent_nbytes / 1e9 for is_bf16 in (True, False))
-            seconds = [f"{bf16 / 50:.1f} s", f"{bf16 / 300:.2f} s"]
-            assert cells == [f"{bf16:,.1f}", *seconds, f"{fp32:,.1f}", f"{fp32 / 50:.1f} s"]
 
 
 def test_the_table_of_one_node_is_what_its_program_computes() -> None:
@@ -233,8 +214,8 @@ _SLOW = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("70 B"
 
 @pytest.mark.parametrize("model", _SLOW)
 def test_the_table_of_slow_links_is_what_its_program_computes(model: str) -> None:
-    space, _ = _computed("sizes.md")
     path = _ROOT / "docs" / "guides" / "slow-links.md"
+    space: dict[str, Any] = {"__name__": path.name}
     ((_, program),) = page_of(path).parsed
     exec(compile(program, str(path), "exec"), space)
     table = re.findall(

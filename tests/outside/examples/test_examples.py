@@ -38,8 +38,9 @@ def _losses(said: str) -> list[float]:
 
 
 def test_each_example_is_run_by_a_test() -> None:
-    tested = Path(__file__).read_text() + Path(__file__).with_name("test_finetune_hf.py").read_text()
-    assert len(EXAMPLES) == 10
+    names = ("examples", "finetune_hf", "sizes")
+    tested = "".join(Path(__file__).with_name(f"test_{name}.py").read_text() for name in names)
+    assert len(EXAMPLES) == 11
     assert all(path.name in tested for path in EXAMPLES)
 
 

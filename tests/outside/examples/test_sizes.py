@@ -1,0 +1,63 @@
+"""The tables of docs/guides/sizes.md are what examples/sizes.py prints: of each table some cells, to the character."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from typing import Any
+
+import pytest
+
+from tests.outside.examples.programs import ROOT
+
+PAGE = (ROOT / "docs" / "guides" / "sizes.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def program() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / "sizes.py"))
+
+
+def _table(header: str) -> dict[tuple[str, ...], list[str]]:
+    """The rows of the table whose header begins so, by their first cell, and by their first two."""
+    _, found, rest = PAGE.partition(f"\n| {header}")
+    assert found, header
+    rows = rest.partition("---|\n")[2].partition("\n\n")[0]
+    cells = [row.split(" | ") for row in re.findall(r"^\| (.+) \|$", rows, re.MULTILINE)]
+    return {key: row for row in cells for key in ((row[0],), (row[0], row[1]))}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16, states in 8 bits", "fp32"])
+def test_the_fastest_of_7b(program: dict[str, Any], kind: str) -> None:
+    table = _table(f"{kind} | ")
+    assert all(table[f"{model}, {ranks}",] for model in program["MODELS"] for ranks in (8, 64)), "a row is missing"
+    for ranks in (8, 64):
+        assert program["fastest"](kind, "7B", ranks) == table[f"7B, {ranks}",]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "ranks", "device"),
+    [
+        ("bf16", "30B", 1024, "141 GB"),
+        ("bf16, states in 8 bits", "70B", 64, "80 GB"),
+        ("fp32", "175B", 64, "24 GB"),
+        ("bf16", "8x22B", 64, "40 GB"),
+    ],
+)
+def test_the_fastest_of_a_larger_one(program: dict[str, Any], kind: str, model: str, ranks: int, device: str) -> None:
+    row = _table(f"{kind} | ")[f"{model}, {ranks:,}",]
+    column = 1 + list(program["DEVICES"]).index(device)
+    assert program["fastest"](kind, model, ranks, [device])[1] == row[column]
+
+
+@pytest.mark.parametrize("model", ["7B", "70B"])
+def test_bytes_at_rest_and_bytes_that_are_sent(program: dict[str, Any], model: str) -> None:
+    for stage in program["STAGES"]:
+        for kind in ("bf16", "fp32"):
+            assert program["at_rest"](kind, model, stage) == _table(f"{kind}, GB | ")[model, stage]
+        assert program["sent"](model, stage) == _table("64 ranks | ")[model, stage]
+
+
+def test_the_largest_model(program: dict[str, Any]) -> None:
+    table = _table("devices | DDP")
+    assert program["largest"](8, ["DDP", "ZeRO-1"]) == table["8",][:3]
