@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,7 +74,7 @@ def live_bytes(module: nn.Module, inputs: Inputs) -> dict[str, float]:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
-    with live:
+    with live, _without_dropout_of_attention():
         loss_of(module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)).backward()  # type: ignore[no-untyped-call]
     return {"nbytes": live.most, "flops": live.flops}
 
@@ -88,6 +89,23 @@ def loss_of(output: object) -> Tensor:
 
 def _forget(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+@contextmanager
+def _without_dropout_of_attention() -> Iterator[None]:
+    """With it torch has no fused kernel on the CPU, while accelerators have one. Modes of torch are off in recomputation."""
+    attention: Any = nn.functional.scaled_dot_product_attention
+
+    def fused(*given: Any, **named: Any) -> Any:
+        if len(given) > 4:
+            return attention(*given[:4], 0.0, *given[5:], **named)
+        return attention(*given, **{**named, "dropout_p": 0.0})
+
+    nn.functional.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = attention
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

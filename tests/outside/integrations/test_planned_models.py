@@ -56,6 +56,15 @@ def test_products_of_attention_and_of_experts_are_counted_once(dtype: torch.dtyp
     assert without.flops == 32 * (6 * (2 * layer + 96 * 32) + 2 * (2 + 5) * scores)
 
 
+def test_dropout_of_attention_needs_no_scores(tmp_path: Path) -> None:
+    """They were counted: with dropout attention on the CPU is not fused, on accelerators it is."""
+    needed = [
+        compute_of(model_of(_config(tmp_path, "gpt2", attn_pdrop=each), 64, 2), Training(2, Machine(DEVICES["h100"])))
+        for each in (0.0, 0.1)
+    ]
+    assert needed[0] == needed[1]
+
+
 def test_a_model_of_real_values_needs_what_was_planned(tmp_path: Path) -> None:
     model = model_of(_config(tmp_path, "llama", num_hidden_layers=4), 16, 2)
     (without, _), inputs = compute_of(model, Training(1, Machine(DEVICES["h100"]))), dict(model.inputs or {})  # type: ignore[arg-type]
