@@ -131,6 +131,21 @@ def test_a_few_layers_tell_of_all(recompute: bool) -> None:
         assert few == activations_of(whole.module, whole.inputs or (), torch.bfloat16, (), recompute=False)
 
 
+def test_layers_of_two_kinds_are_run_again_once() -> None:
+    """The first layers dense, the others wider, as in models of experts."""
+    model = made(depth=5)
+    with torch.device("meta"):
+        model.module.blocks.extend(NAMES["Block"](64) for _ in range(6))
+        for block in list(model.module.blocks)[5:]:
+            block.up, block.down = nn.Linear(64, 512), nn.Linear(512, 64)
+    assert stacks_of(model.module) == [("blocks", 0, 5), ("blocks", 5, 6)]
+    without, with_ = compute_of(model, training(1))
+    assert without is not None and with_ is not None
+    product = 2 * 4 * 32 * 64  # operations of a product, for each column
+    assert without.flops == 3 * product * (5 * 2 * 256 + 6 * 2 * 512 + 99)
+    assert with_.flops == without.flops + product * (5 * 256 + 6 * 512), "the last product of a block is not run again"
+
+
 def test_layers_that_differ_are_no_stack() -> None:
     mixed = nn.Module()
     mixed.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from zero_fn.looking.repeated import Stack, cut_to, of_all_layers
+from zero_fn.values.units import repeated_blocks
 
 __all__ = ["Compute", "activations_of", "live_bytes"]
 
@@ -51,16 +52,16 @@ class Compute:
 def activations_of(
     module: nn.Module, inputs: Inputs, dtype: torch.dtype, stacks: Sequence[Stack], *, recompute: bool
 ) -> Compute:
-    """What a module on `meta` needs where it computes in a dtype. `recompute`: layers of the stacks are checkpointed."""
+    """What a module on `meta` needs where it computes in a dtype. `recompute`: repeated blocks are checkpointed."""
 
     def of_few(depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:
         few = _faked(module, None)
         cut_to(few, depths)
         with FakeTensorMode():
             few, given = _faked(few, dtype), tree_map_only(Tensor, _fake, inputs)
-            for name, first, _ in stacks if recompute else ():
-                for block in list(few.get_submodule(name).children())[first:]:
-                    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            for name in list(repeated_blocks(few)) if recompute else ():
+                block = few.get_submodule(name)
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
             return live_bytes(few, given)
 
     found = of_all_layers(of_few, stacks)

@@ -26,6 +26,7 @@ from zero_fn.streamed.pieces import Planner
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
+from zero_fn.values.units import repeated_blocks
 
 __all__ = ["Configuration", "Mesh", "Training", "compute_of", "configurations", "pretended", "shapes_of"]
 
@@ -259,14 +260,10 @@ def _apart(mesh: Mesh) -> list[tuple[str, int, int]]:
 
 
 def compute_of(model: PlannedModel, training: Training) -> list[Compute | None]:
-    """What a microbatch needs without and with checkpoints of layers. Without repeated layers there are
-    none to checkpoint: None; without inputs nothing is known."""
+    """What a microbatch needs without and with checkpoints of repeated blocks. None: there are none. Without inputs nothing
+    is known."""
     if model.inputs is None:
         return [_NO_ACTIVATIONS, None]
-    stacks = stacks_of(model.module)
-    return [
-        activations_of(model.module, model.inputs, training.computes_in, stacks, recompute=recompute)
-        if stacks or not recompute
-        else None
-        for recompute in (False, True)
-    ]
+    needed = partial(activations_of, model.module, model.inputs, training.computes_in, stacks_of(model.module))
+    has_blocks = next(repeated_blocks(model.module), None) is not None
+    return [needed(recompute=False), needed(recompute=True) if has_blocks else None]
