@@ -157,11 +157,16 @@ def test_links_say_why_a_place_cannot_be_measured(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("moment", ["while a disk is measured", "while ranks are"])
 def test_links_leave_nothing_when_interrupted(moment: str, tmp_path: Path) -> None:
+    def heeds() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts jobs in the background with Ctrl-C ignored
+
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short name: it has sockets
         path = ("--path", folder) if "disk" in moment else ()
         command = [sys.executable, "-m", "zero_fn", "links", "--seconds", "60", *path]
         environ = {**os.environ, "TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # torch makes that one
-        job = subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True)
+        job = subprocess.Popen(
+            command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True, preexec_fn=heeds
+        )
 
         def has_begun() -> bool:
             if not path:
