@@ -68,7 +68,7 @@ FEATURES: dict[str, dict[str, int]] = {
         "transport": 30, "values": 192,
     },
     "see": {
-        "": 35, "checkpoint": 1, "integrations": 68, "looking": 1866, "monitor": 1268, "profiling": 1680, "runtime": 25,
+        "": 35, "checkpoint": 1, "integrations": 68, "looking": 1866, "monitor": 1272, "profiling": 1680, "runtime": 25,
         "storage": 16, "streamed": 1, "transport": 6, "values": 77,
     },
 }  # fmt: skip
@@ -80,7 +80,7 @@ TESTS = 33_000
 TESTS_DEBT = 7_530
 """... and as many above it today."""
 
-TESTS_OF_FEATURES = {"by_owner": 1_310, "ema": 225, "states8bit": 1_074, "rounding": 524, "wire": 1_107, "see": 2_180}
+TESTS_OF_FEATURES = {"by_owner": 1_310, "ema": 225, "states8bit": 1_074, "rounding": 524, "wire": 1_107, "see": 2_200}
 """Lines of tests of later features."""
 
 MOST = 15
