@@ -298,4 +298,5 @@ def _run() -> tuple[int, int]:
         with zf.traffic() as sent:
             model(tokens).sum().backward()
         optimizer.step()
+    assert zf.plan(model).collectives == {"dp": sent.calls["all-gather"] + sent.calls["reduce-scatter"]}
     return zf.held(model, optimizer).total, sent.nbytes
