@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from zero_fn.looking.autoplan import on_meta
 from zero_fn.looking.repeated import Stack, cut_to, of_all_layers
 from zero_fn.values.units import repeated_blocks
 
@@ -55,7 +56,7 @@ def activations_of(
     """What a module on `meta` needs where it computes in a dtype. `recompute`: repeated blocks are checkpointed."""
 
     def of_few(depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:
-        few = _faked(module, None)
+        few = on_meta(module)
         cut_to(few, depths)
         with FakeTensorMode():
             few, given = _faked(few, dtype), tree_map_only(Tensor, _fake, inputs)
@@ -141,17 +142,16 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= nbytes
 
 
-def _fake(tensor: Tensor, dtype: torch.dtype | None = None, device: str = "cpu") -> Tensor:
+def _fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     is_cast = dtype is not None and tensor.is_floating_point()
-    return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
+    return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="cpu")
 
 
-def _faked(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy whose tensors are fake ones on the CPU in a dtype, inside a mode of fake tensors; with None, on `meta`."""
-    device = "meta" if dtype is None else "cpu"
+def _faked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose tensors are fake ones on the CPU in a dtype, inside a mode of fake tensors."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake(parameter, dtype, device), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(_fake(parameter, dtype), parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = _fake(buffer, dtype, device)
+        memo[id(buffer)] = _fake(buffer, dtype)
     return copy.deepcopy(module, memo)

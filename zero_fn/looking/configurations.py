@@ -105,6 +105,11 @@ class Configuration:
     tokens: int
 
     @property
+    def ranks(self) -> int:
+        """Those of the mesh."""
+        return prod(size for _, size in self.mesh)
+
+    @property
     def nbytes(self) -> int:
         """Most bytes of the device in a step."""
         return self.proposal.nbytes + self.activations
@@ -120,7 +125,7 @@ class Configuration:
 
     def usd_per_billion_tokens(self, usd_per_hour: float) -> float:
         """What 1e9 tokens cost, where one device costs so much an hour. `tokens` is known."""
-        return 1e9 / self.tokens_per_second / 3600 * usd_per_hour * prod(size for _, size in self.mesh)
+        return 1e9 / self.tokens_per_second / 3600 * usd_per_hour * self.ranks
 
 
 @contextmanager

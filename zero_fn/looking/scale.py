@@ -49,9 +49,10 @@ def scale(
 ) -> list[ScaleRow]:
     """A row for each number of ranks, with nothing in a tier and the same microbatches on each rank."""
     found: list[ScaleRow] = []
+    meshes = [mesh for count in ranks for mesh in shapes_of(count, training.machine.per_node)]
+    every = configurations(model, replace(training, host=None, disk=None), compute, meshes)
     for count in ranks:
-        fewer = replace(training, ranks=count, host=None, disk=None)
-        rows = configurations(model, fewer, compute, shapes_of(count, training.machine.per_node))
+        rows = [row for row in every if row.ranks == count]
         one = min((row for row in rows if row.proposal.transform == "shard_params"), key=lambda row: row.nbytes)
         found.append(
             ScaleRow(count, one, rows[0], 0.0, 1 + _FILES_OF_A_RANK * count, _MESSAGES_OF_A_RANK * (count - 1))
