@@ -30,7 +30,6 @@ from zero_fn.values.units import repeated_blocks
 
 __all__ = ["Compute", "activations_of", "live_bytes"]
 
-
 _SDPA = "_scaled_dot_product_flash_attention"
 _FORMULAS = dict(flop_registry) | {
     getattr(torch.ops.aten, f"{_SDPA}_for_cpu{way}"): flop_registry[getattr(torch.ops.aten, f"{_SDPA}{way}")]

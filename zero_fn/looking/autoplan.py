@@ -54,14 +54,14 @@ __all__ = ["Proposal", "Proposals", "autoplan"]
 M = TypeVar("M", bound=nn.Module)
 
 _TRANSFORMS: tuple[Callable[..., Any], ...] = (replicate, shard_optimizer, shard_grads, shard_params)
-_STAGES = {transform.__name__: transform for transform in _TRANSFORMS}
+STAGES = {transform.__name__: transform for transform in _TRANSFORMS}
 
 
 def _staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, Any]) -> M:
     """A module in one of the stages. Options that only other stages have (`persist_below=`, for replicas) are left out."""
-    own, known = inspect.signature(_STAGES[transform]).parameters, inspect.signature(shard_params).parameters
+    own, known = inspect.signature(STAGES[transform]).parameters, inspect.signature(shard_params).parameters
     taken = {name: value for name, value in options.items() if name in own or name not in known}
-    placed: M = _STAGES[transform](module, mesh, **taken)
+    placed: M = STAGES[transform](module, mesh, **taken)
     return placed
 
 
@@ -271,7 +271,7 @@ def autoplan(
     with without_collecting():
         ways = [
             (transform, chosen, {**numbers, "compute_s": compute_s})
-            for transform in _STAGES
+            for transform in STAGES
             for chosen, numbers in predicted(_staged(transform, bare, mesh, options), tiers, optimizer, links)
         ]
     # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.

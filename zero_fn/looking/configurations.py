@@ -17,14 +17,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_fn.errors import ConfigError
 from zero_fn.looking.activations import Compute, activations_of
-from zero_fn.looking.autoplan import Proposal, on_meta, predicted, proposal_of, without_collecting
+from zero_fn.looking.autoplan import STAGES, Proposal, on_meta, predicted, proposal_of, without_collecting
 from zero_fn.looking.links import LinkSpeeds
 from zero_fn.looking.machines import Machine
 from zero_fn.looking.models import PlannedModel
 from zero_fn.looking.repeated import Stack, cut_to, of_all_layers, stacks_of
+from zero_fn.recipes import hybrid
 from zero_fn.streamed.pieces import Planner
 from zero_fn.transforms.precision import precision
-from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+from zero_fn.transforms.shard import shard_grads, shard_params
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 from zero_fn.values.units import repeated_blocks
 
@@ -154,13 +155,10 @@ def shapes_of(ranks: int, per_node: int) -> list[Mesh]:
 _Placed = Callable[..., nn.Module]
 
 _OVER_ONE: dict[str, _Placed] = {
-    "replicate": lambda module, mesh: replicate(module, mesh["dp"]),
-    "shard_optimizer": lambda module, mesh: shard_optimizer(module, mesh["dp"]),
-    "shard_grads": lambda module, mesh: shard_grads(module, mesh["dp"]),
-    "shard_params": lambda module, mesh: shard_params(module, mesh["dp"]),
+    name: lambda module, mesh, transform=transform: transform(module, mesh["dp"]) for name, transform in STAGES.items()
 }
 _OVER_TWO: dict[str, _Placed] = {
-    "hybrid": lambda module, mesh: replicate(shard_params(module, mesh["inner"]), mesh["outer"]),
+    "hybrid": hybrid,
     "shard_params, shard_grads outer": lambda module, mesh: shard_grads(
         shard_params(module, mesh["inner"]), mesh["outer"]
     ),

@@ -13,7 +13,6 @@ __all__ = ["Stack", "cut_to", "of_all_layers", "stacks_of"]
 
 _FEW = 3
 
-
 Stack = tuple[str, int, int]
 """The name of a `ModuleList`, and of layers in it that are equal the number of the first, and how many they are."""
 
