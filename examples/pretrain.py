@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,6 +39,7 @@ class Options:
     text: str = argparse.__file__  # a file to learn
     save: str = ""  # a folder for checkpoints, from which a run also goes on
     save_every: int = 50
+    leave_within: float = 0.0  # seconds after SIGTERM, in which a run saves and ends with status 75; 0: it ends at once
     log_to: str = ""  # where metrics go while it runs: "tensorboard:runs prometheus:9400"
 
 
@@ -48,8 +48,7 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
@@ -78,25 +77,24 @@ def main() -> None:
     for field in fields(Options):
         parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
     options = Options(**vars(parser.parse_args()))
-    zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))  # starts the process group, too
+    here = zf.from_environment().start()  # under torchrun, Slurm, mpirun, Ray, Kubernetes, or alone
+    mesh = init_device_mesh(here.device.type, (here.ranks,), mesh_dim_names=("dp",))
     torch.manual_seed(0)  # every rank builds the same model
     model: nn.Module = GPT(options.layers, options.dim, options.heads, options.seq)
     model = zf.precision(model) if options.precision == "bf16" else model
     model = STAGES[options.stage](model, mesh["dp"])  # the lesson
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
-    text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8)
+    text = torch.from_file(options.text, size=os.path.getsize(options.text), dtype=torch.uint8)
     losses: list[float] = []
     if os.path.isdir(options.save) and any(found.is_complete for found in zf.checkpoints(options.save)):
         losses = zf.load(options.save, model, optimizer, extra={"warmup": warmup})["losses"]  # the newest complete one
+    preemption = zf.preemption(within_s=options.leave_within) if options.leave_within else None
     metrics = zf.metrics(model, optimizer, sinks=options.log_to.split(), step=len(losses))
     for step in range(len(losses), options.steps):
         draws = torch.Generator().manual_seed(step)  # every rank draws the same batch, and takes some of its rows
-        starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=draws)[rank::ranks]
-        tokens = text[starts + torch.arange(options.seq + 1)].to(device, torch.long)
+        starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=draws)[here.rank :: here.ranks]
+        tokens = text[starts + torch.arange(options.seq + 1)].to(here.device, torch.long)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -104,14 +102,16 @@ def main() -> None:
         metrics.step(loss, tokens=tokens.numel(), grad_norm=norm)
         optimizer.zero_grad()
         warmup.step()
-        mean = loss.detach() / ranks
-        dist.all_reduce(mean)
+        dist.all_reduce(mean := loss.detach() / here.ranks)
         losses.append(mean.item())
-        if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
+        if here.rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
-        if options.save and (step + 1) % options.save_every == 0:
+        is_leaving = preemption is not None and preemption.is_due()  # the same on every rank
+        if options.save and (is_leaving or (step + 1) % options.save_every == 0):
             extra = {"warmup": warmup, "losses": losses}
             zf.save(f"{options.save}/step-{step + 1:06d}", model, optimizer, extra=extra, keep=3)
+        if is_leaving:
+            preemption.leave()
     metrics.close()
     dist.destroy_process_group()
 

@@ -26,6 +26,8 @@ from zero_fn.extras.average import Average, ema
 from zero_fn.extras.tile import tile, untiled
 from zero_fn.launch import launch
 from zero_fn.local.gloo import give_groups_one_thread
+from zero_fn.local.preemption import Preemption, preemption
+from zero_fn.local.started_rank import StartedRank, from_environment
 from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
 from zero_fn.looking.check import check, is_transformed
 from zero_fn.looking.describe import Description, describe
@@ -71,6 +73,7 @@ __all__ = [
     "Metrics",
     "PlacementError",
     "Plan",
+    "Preemption",
     "Profile",
     "Proposal",
     "Proposals",
@@ -78,6 +81,7 @@ __all__ = [
     "Sent",
     "ShardedAccessError",
     "StaleError",
+    "StartedRank",
     "StateError",
     "States8bit",
     "StorageError",
@@ -101,6 +105,7 @@ __all__ = [
     "flatten_subclasses",
     "float8",
     "from_deepspeed",
+    "from_environment",
     "gather_in",
     "give_groups_one_thread",
     "guard",
@@ -119,6 +124,7 @@ __all__ = [
     "offload",
     "plan",
     "precision",
+    "preemption",
     "profile",
     "refresh",
     "replicate",

@@ -11,6 +11,7 @@ run one after the other, as they do on NCCL; those of other groups, and messages
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["give_groups_one_thread"]
+__all__ = ["give_groups_one_thread", "loopback"]
 
 
 def give_groups_one_thread() -> None:
@@ -61,3 +62,8 @@ def _devices(gloo: Any) -> list[object]:
     if interfaces:
         return [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
     return [gloo.create_default_device()]
+
+
+def loopback() -> str | None:
+    """The name of the loopback interface, over which gloo connects ranks of one host; else it resolves the host's name."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

@@ -18,7 +18,6 @@ import multiprocessing.forkserver
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from zero_fn.errors import StateError
 from zero_fn.local import blame
 from zero_fn.local import rank as inside
-from zero_fn.local.gloo import give_groups_one_thread
+from zero_fn.local.gloo import give_groups_one_thread, loopback
 from zero_fn.local.rank import Report, live
 from zero_fn.local.sending import dumps
 
@@ -67,8 +66,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         self._shown: list[_Peer] = []
         atexit.register(self.close)  # else multiprocessing would wait for the ranks, and these for a function
         store = f"{self._folder.name}/store"  # a file: two launches might choose the same port
-        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-        local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # else gloo resolves the host's name
+        local = {"GLOO_SOCKET_IFNAME": interface} if (interface := loopback()) else {}
         own = {"OMP_NUM_THREADS": str(threads), **(environ or {})}  # if unset, accelerate sets it too high
         whole_environ = {**local, **os.environ, **own, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
         start_method = multiprocessing.get_start_method(allow_none=True)
