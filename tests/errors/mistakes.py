@@ -48,6 +48,7 @@ from tests.units.storage.disks import answers
 from zero_fn.checkpoint.converting import convert
 from zero_fn.checkpoint.format import files
 from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.checkpoint.others.find import opened
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting
 from zero_fn.deepspeed.entries import config_of
@@ -981,6 +982,16 @@ def checkpoint_failed_on_another_rank() -> object:
 def checkpoint_lost_a_rank(two: DeviceMesh, folder: Path) -> object:
     with mock.patch.object(dist.ProcessGroup, "recv", side_effect=RuntimeError("Connection closed by peer")):
         return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_in_a_folder_of_each_host(folder: Path) -> object:
+    with mock.patch.object(Draft, "make", lambda self: self.path.mkdir() or "made elsewhere"):
+        return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_of_another_host(saved: Path) -> object:
+    with mock.patch("zero_fn.checkpoint.loading.saved_as", side_effect=["0", "1"]):
+        return zf.load(saved, nn.Linear(2, 2))
 
 
 def average_is_shown_in_a_step() -> None:

@@ -23,10 +23,10 @@ from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import KINDS
 from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.live.load_plan import LoadPlan
-from zero_fn.checkpoint.others.find import find_checkpoint, opened
+from zero_fn.checkpoint.others.find import find_checkpoint, opened, saved_as
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.errors import LayoutError
+from zero_fn.errors import CheckpointError, LayoutError
 from zero_fn.transforms.selection import Where
 
 __all__ = ["Rename", "fill_on_all_ranks", "load", "renamed_by"]
@@ -100,14 +100,25 @@ def load(
     failure = None if model is None else failure_of(lambda: named.add(model, where))
     names = [(held.name, held.place.shape) for held in named.held_tensors]
     same = (str(path), kinds, strict, verify)
-    agreed = meeting.agree(
-        LOADING, failure, lambda: str(find_checkpoint(path).relative_to(path)), same=same, same_names=names
-    )
+
+    def choose() -> str:
+        found = find_checkpoint(path)
+        return f"{saved_as(found)}\n{found.relative_to(path)}"
+
+    agreed = meeting.agree(LOADING, failure, choose, same=same, same_names=names)
+    chosen, name = agreed.text.split("\n", 1)
     plan = LoadPlan(named, model if "model" in kinds else None, optimizer if "optimizer" in kinds else None)
 
     def match() -> Contents:
         reader = (meeting.rank, meeting.size)
-        source = opened(path / agreed.text, renamed_by(rename), has_states=plan.optimizer is not None, reader=reader)
+        if saved_as(path / name) != chosen:
+            raise CheckpointError(
+                "This rank does not see the checkpoint that rank 0 loads.",
+                path=path / name,
+                why="each host has a folder of its own at this path, with another checkpoint in it or none",
+                fix="load from a folder that all hosts share, or copy the whole checkpoint to each",
+            )
+        source = opened(path / name, renamed_by(rename), has_states=plan.optimizer is not None, reader=reader)
         if plan.model is not None:
             plan.match_model(source, is_strict=strict)
             plan.match_local_buffers(source, meeting)

@@ -324,6 +324,7 @@ class _Writing:
 
     def begin(self, *, copies: bool) -> None:
         """Makes the files, and writes what rests in tiers; with `copies`, what is in memory is copied to the host."""
+        self.draft.require(self.agreed.text)
         for kind, files in self.files.items():
             for number, shares in enumerate(files):
                 path = self.draft.path / tensors_name(kind, self.meeting.rank, number)

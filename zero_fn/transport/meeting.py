@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -77,10 +77,10 @@ def gather(group: dist.ProcessGroup, message: Tensor, seconds: float, tag: int =
         LostRankError: A rank has ended, or did not come.
     """
     if group.rank():
-        _all([partial(group.send, [message], 0, tag)], seconds)
+        _all({0: partial(group.send, [message], 0, tag)}, seconds, group)
         return message.new_empty(0, message.numel())
     rows = message.repeat(group.size(), 1)
-    _all([partial(group.recv, [rows[rank]], rank, tag) for rank in range(1, group.size())], seconds)
+    _all({rank: partial(group.recv, [rows[rank]], rank, tag) for rank in range(1, group.size())}, seconds, group)
     return rows
 
 
@@ -93,27 +93,28 @@ def scatter(group: dist.ProcessGroup, rows: Tensor, seconds: float, tag: int = 0
     """
     if group.rank():
         own = rows.new_empty(rows.shape[1])
-        _all([partial(group.recv, [own], 0, tag)], seconds)
+        _all({0: partial(group.recv, [own], 0, tag)}, seconds, group)
         return own
-    _all([partial(group.send, [rows[rank]], rank, tag) for rank in range(1, group.size())], seconds)
+    _all({rank: partial(group.send, [rows[rank]], rank, tag) for rank in range(1, group.size())}, seconds, group)
     return rows[0]
 
 
-def _all(messages: Sequence[Callable[[], dist.Work]], seconds: float) -> None:
-    """Begins messages and waits for each. Raises a failure only then, so that messages of the other ranks pass."""
-    works, failure = [], None
-    for begin in messages:
+def _all(messages: Mapping[int, Callable[[], dist.Work]], seconds: float, group: dist.ProcessGroup) -> None:
+    """Begins messages, by rank of the peer, and waits for each. Raises a failure only then, so that messages of the other
+    ranks pass. It is the first: after a wait that took too long gloo closes the connections to all."""
+    works, failures = dict[int, dist.Work](), dict[int, RuntimeError]()
+    for peer, begin in messages.items():
         try:
-            works.append(begin())
+            works[peer] = begin()
         except RuntimeError as error:
-            failure = error
-    for work in works:
+            failures[peer] = error
+    for peer, work in works.items():
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            failure = error
-    if failure is not None:
-        with _lost_ranks():
+            failures[peer] = error
+    for peer, failure in failures.items():
+        with _lost_ranks(here=f"rank {group.rank()}, waiting for rank {peer}"):
             raise failure
 
 
@@ -129,12 +130,13 @@ def broadcast(group: dist.ProcessGroup, values: Tensor) -> Tensor:
 
 
 @contextmanager
-def _lost_ranks() -> Iterator[None]:
+def _lost_ranks(**facts: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise LostRankError(
             "Ranks that save or load a checkpoint have lost one of them.",
+            **facts,
             why=str(error).splitlines()[0],
             fix="call save and load on every rank; see what the others say, and start all again from the last checkpoint",
         ) from error

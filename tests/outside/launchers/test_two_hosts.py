@@ -264,3 +264,69 @@ def test_who_is_left_is_told_in_time_of_a_link_that_broke(
         assert re.search(r"here : rank \d, waiting in #\d+ .* of (unit|units) [\d.]+", text), text
     if when == "save":
         assert [found.path.name for found in zf.checkpoints(tmp_path) if found.is_complete] == ["step-1"]
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def outcome(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except zf.ZeroError as error:
+        return str(error)
+    return ""
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("there", ["nothing", "what a killed save has left"])
+@pytest.mark.parametrize("writes", ["save", "save_pretrained"])
+def test_a_save_to_a_folder_of_each_host_is_refused_everywhere(hosts: Hosts, writes: str, there: str) -> None:
+    """Files that a host has for itself must never be half of a checkpoint that is complete on the other."""
+
+    def program() -> tuple[str, str, list[str]]:
+        model, optimizer = trained("zero3")
+        if there != "nothing" and dist.get_rank() == 2:
+            for kind in ("model", "optimizer", "extra"):
+                (Path(OWN, "runs", ".step-1.saving", kind)).mkdir(parents=True)
+            Path(OWN, "runs", "step-1", ".model.safetensors.saving").mkdir(parents=True)
+        dist.barrier()
+        if writes == "save":
+            said = outcome(lambda: zf.save(f"{OWN}/runs/step-1", model, optimizer))
+        else:
+            said = outcome(lambda: zf.save_pretrained(model, f"{OWN}/runs/step-1", max_shard=40_000))
+        dist.barrier()
+        found = [str(path) for path in Path(OWN).rglob("*") if path.is_file() and path.name != ".hosts"]
+        return said, outcome(lambda: step(model, optimizer, 0)), found
+
+    for said, trains, found in hosts.run(program).values:
+        assert "This rank does not see the folder that rank 0 has made for a checkpoint." in said
+        assert "a folder that all hosts share" in said
+        assert not trains and not found
+
+
+@pytest.mark.parametrize("there", ["host-a", "host-b", "others"])
+def test_a_load_from_a_folder_of_each_host_is_refused_and_changes_nothing(
+    hosts: Hosts, tmp_path: Path, there: str
+) -> None:
+    """Of two checkpoints of one name, on two hosts, a model would get half of each."""
+
+    def program() -> tuple[str, bool]:
+        model, optimizer = trained("zero3")
+        for number in range(2):
+            step(model, optimizer, number)
+            zf.save(tmp_path / str(number) / "step-1", model, optimizer)
+        name, number = os.uname().nodename, dist.get_rank() // 2
+        if there in (name, "others") and dist.get_rank() % 2 == 0:
+            shutil.copytree(tmp_path / str(number if there == "others" else 0), f"{OWN}/runs")
+        dist.barrier()
+        before = bits(model)
+        said = outcome(lambda: zf.load(f"{OWN}/runs", model, optimizer))
+        assert not outcome(lambda: zf.load(tmp_path / "1", model, optimizer))  # a folder of both hosts
+        return said, all(map(torch.equal, before, bits(model)))
+
+    for said, is_same in hosts.run(program).values:
+        expected = "Looking for checkpoints failed." if there == "host-b" else "does not see the checkpoint that rank 0"
+        assert expected in said and is_same, said

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zero_fn.checkpoint.format.files import disk, read_json, require_form, sync_folder, understood, write_json
-from zero_fn.errors import CheckpointError, ZeroError
+from zero_fn.errors import CheckpointError, StorageError, ZeroError
 from zero_fn.values.tiers import bytes_text
 
 __all__ = [
@@ -190,7 +190,7 @@ class Draft:
     def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
         """A draft of which nothing is on the disk yet; `kinds` are the folders in it."""
         self.target, self.path, self._kinds = target, target.parent / f".{target.name}.saving", kinds
-        self._lock = -1
+        self._lock, self._mark = -1, self.path
 
     def make(self) -> str:
         """Makes the folder, and removes what other saves have left; returns what identifies this save."""
@@ -218,14 +218,29 @@ class Draft:
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for kind in self._kinds:
                     (self.path / kind).mkdir()
+                self._mark = self.path / os.urandom(8).hex()
+                self._mark.touch()
             except BaseException:
                 shutil.rmtree(self.path, ignore_errors=True)
                 self._unlock()
                 raise
-        return os.urandom(8).hex()
+        return self._mark.name
+
+    def require(self, made: str) -> None:
+        """Raises unless this is the folder that rank 0 has made: a host may have another one of this name, that a killed save
+        has left. `made` is what `make` has returned there."""
+        if not (self.path / made).exists():
+            raise StorageError(
+                "This rank does not see the folder that rank 0 has made for a checkpoint.",
+                path=self.path,
+                why="each host has a folder of its own at this path",
+                fix="save to a folder that all hosts share (df, mount); earlier checkpoints are unchanged",
+            )
 
     def commit(self) -> str:
         """Makes sure that all files are on the disk, and renames the folder to its target."""
+        with disk(self.target, "Committing a checkpoint"):
+            self._mark.unlink()
         for kind in self._kinds:
             sync_folder(self.path / kind)
         sync_folder(self.path)

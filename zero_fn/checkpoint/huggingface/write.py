@@ -100,7 +100,7 @@ def export(
                 why="stages of a pipeline, or experts under names of their own",
                 fix="zf.save(folder, model), which each rank writes for itself",
             )
-        failure = _write(model, plan, draft, meeting)
+        failure = _write(model, plan, draft, meeting, agreed.text)
         meeting.agree(SAVING, failure, draft.commit, waits_for_disks=True)
     except BaseException:
         draft.drop()
@@ -206,12 +206,15 @@ class _Export:
         return {name: whole} if self.convert is None else self.convert({name: whole})
 
 
-def _write(model: nn.Module, plan: _Export, draft: Draft, meeting: RankMeeting) -> Exception | None:
+def _write(
+    model: nn.Module, plan: _Export, draft: Draft, meeting: RankMeeting, made: str
+) -> Exception | None:
     """Takes part in every gather, and writes the files of this rank. Returns what went wrong on this rank."""
     files: list[TensorFile] = []
     own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
 
     def begin() -> None:
+        draft.require(made)
         for number in range(meeting.rank, len(plan.files), meeting.size):
             files.append(TensorFile(draft.path / weights_name(number, len(plan.files)), plan.files[number], ""))
             own.update({piece.name: (piece, files[-1]) for piece in plan.files[number]})

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.contents import Contents
-from zero_fn.checkpoint.format.folders import MANIFEST, checkpoints, newest
+from zero_fn.checkpoint.format.folders import MANIFEST, checkpoints, newest, read_manifest
 from zero_fn.checkpoint.others.of_dcp import METADATA, DcpFolder
 from zero_fn.checkpoint.others.of_deepspeed import DeepSpeedFolder, deepspeed_folder
 from zero_fn.errors import CheckpointError
 
-__all__ = ["find_checkpoint", "opened"]
+__all__ = ["find_checkpoint", "opened", "saved_as"]
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -31,6 +31,12 @@ def find_checkpoint(folder: Path) -> Path:
             fix=f"name one of the two: a folder of the other library without ours in it, or {own[-1].path}",
         )
     return foreign
+
+
+def saved_as(folder: Path) -> str:
+    """What identifies the save that has written a checkpoint; nothing if it is of another library, or is not there."""
+    found: str = read_manifest(folder)["id"] if (folder / MANIFEST).exists() else ""
+    return found
 
 
 def opened(
