@@ -33,8 +33,7 @@ from zero_fn.transport.links import open_transport
 from zero_fn.values.mesh import mesh_axis
 
 DEADLINE_S, NOTICED_S = 1.5, 2.0
-WIDTH, DEPTH = 64, 4
-STEP = ("step-000001", "manifest.json")
+WIDTH, DEPTH, STEPS = 64, 4, 2
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def losses(kind: str, is_stopped: bool, began: Callable[[], object] = bool) -> t
         burst = f"kill -STOP {os.getpid()}; sleep 0.1; kill -CONT {os.getpid()}; sleep 0.1"
         stopper = subprocess.Popen(["sh", "-c", f"while true; do {burst}; done"])
     began_s = time.monotonic()
-    found = [step(model, optimizer, number) for number in range(4)]
+    found = [step(model, optimizer, number) for number in range(STEPS)]
     took_s = time.monotonic() - began_s
     if stopper is not None:
         stopper.kill()
@@ -187,7 +186,7 @@ def test_losses_over_a_link_are_those_of_one_host(
     assert [found for found, _, _ in ran.values] == on_one_host[kind]
     took_s, dropped = max(took for _, took, _ in ran.values), max(each for _, _, each in ran.values)
     print(kind, link, stopped, f"{took_s:.3f} s, {dropped} frames dropped")
-    least_s = 4 * 2 * link.delay_ms / 1e3  # a step has at least a forward and a backward over the link
+    least_s = STEPS * 2 * link.delay_ms / 1e3  # a step has at least a forward and a backward over the link
     assert took_s > least_s and (dropped > 0) == (link.loss > 0)
 
 
@@ -259,6 +258,7 @@ def test_who_is_left_is_told_in_time_of_a_link_that_broke(
         late_s = metronome.seconds(ran.struck_s + DEADLINE_S * (2 if when == "save" else 1), at_s)
         assert late_s < NOTICED_S, (late_s, text)
         if when == "save":
+            assert re.search(r"here : rank \d, waiting for rank \d", text), text
             continue
         assert re.match(r"Rank \d of axis '(dp|outer|inner)' \(\d\) ", text), text
         assert re.search(r"here : rank \d, waiting in #\d+ .* of (unit|units) [\d.]+", text), text
@@ -296,7 +296,7 @@ def test_a_save_to_a_folder_of_each_host_is_refused_everywhere(hosts: Hosts, wri
         if writes == "save":
             said = outcome(lambda: zf.save(f"{OWN}/runs/step-1", model, optimizer))
         else:
-            said = outcome(lambda: zf.save_pretrained(model, f"{OWN}/runs/step-1", max_shard=40_000))
+            said = outcome(lambda: zf.save_pretrained(model, f"{OWN}/runs/step-1", max_shard=20_000))
         dist.barrier()
         found = [str(path) for path in Path(OWN).rglob("*") if path.is_file() and path.name != ".hosts"]
         return said, outcome(lambda: step(model, optimizer, 0)), found
@@ -330,3 +330,58 @@ def test_a_load_from_a_folder_of_each_host_is_refused_and_changes_nothing(
     for said, is_same in hosts.run(program).values:
         expected = "Looking for checkpoints failed." if there == "host-b" else "does not see the checkpoint that rank 0"
         assert expected in said and is_same, said
+
+
+# -- torchrun --------------------------------------------------------------------------------------------------------
+
+
+TINY = "--layers 2 --dim 16 --heads 2 --seq 16 --batch 8".split()
+
+
+def under_torchrun(folder: str, steps: int, every: int, victim: int | None = None) -> tuple[int, str, list[str]]:
+    """Runs pretrain.py as users do, an agent on each host, and kills a rank of host b once there is a checkpoint; how the
+    agent ended, what it printed, and the processes that are left on its host."""
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"host-a:{PORT}", "--rdzv-id", "run"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meeting]
+    program = [str(ROOT / "examples/pretrain.py"), *TINY, "--steps", str(steps), "--save", folder, "--save-every", str(every)]
+    log = open(f"{OWN}/log", "w+")
+    agent = subprocess.Popen([*torchrun, *program], stdout=log, stderr=subprocess.STDOUT)
+    if victim is not None and os.uname().nodename == "host-b":
+        while not (Path(folder) / f"step-{every:06d}").exists() and agent.poll() is None:
+            time.sleep(0.05)
+        for pid in processes():
+            if f"\0LOCAL_RANK={victim}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    status = agent.wait()
+    left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes()]
+    log.seek(0)
+    return status, log.read(), left
+
+
+def processes() -> list[int]:
+    """All of this host but the first one and this one."""
+    return sorted({int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()})
+
+
+def test_pretrain_under_torchrun_gives_the_losses_of_one_host(hosts: Hosts, ranks: Ranks, tmp_path: Path) -> None:
+    ran = hosts.run(under_torchrun, str(tmp_path / "two"), 4, 4, per_host=1)
+    for status, printed, left in ran.values:
+        assert status == 0 and not left, printed
+    arguments = (*TINY, "--steps", "4", "--save", str(tmp_path / "one"), "--save-every", "4")
+    program = (ROOT / "examples/pretrain.py").read_text()
+    ranks(4).run(run_on_a_rank, program, "pretrain.py", str(tmp_path), *arguments)
+    one, two = (zf.load(tmp_path / name, only="extra") for name in ("one", "two"))
+    assert len(one["losses"]) == 4 and one["losses"] == two["losses"]
+    print(f"torchrun on two hosts: {ran.seconds:.1f} s")
+
+
+def test_both_agents_end_and_name_a_rank_that_was_killed_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
+    ran = hosts.run(under_torchrun, str(tmp_path), 100_000, 30, 1, per_host=1)
+    print(f"a rank killed under torchrun: {ran.seconds:.1f} s")
+    for status, _, left in ran.values:
+        assert status != 0 and not left, left
+    (_, first, _), (_, second, _) = ran.values
+    assert re.search(r"rank +: 3 \(local_rank: 1\)\s+exitcode +: -9", second), second
+    # Survivors raise wherever they are, in a collective of torch, too, until their agent ends them.
+    assert re.search(r"LostRankError: Rank|Connection closed by peer", first + second), first + second
+    assert any(found.is_complete for found in zf.checkpoints(tmp_path))

@@ -157,6 +157,7 @@ def test_a_rank_sends_as_many_messages_whatever_their_number(
         draft = tmp_path / ".step-1.saving"  # made by rank 0, which is only pretended
         for kind in ("model", "optimizer", "extra"):
             (draft / kind).mkdir(parents=True)
+        (draft / "id").touch()
         _pretend_an_answer(monkeypatch)
         zf.save(tmp_path / "step-1", model, optimizer)
     assert messages == [640] * 4, "one to rank 0 and one back, to begin and to commit"

@@ -214,8 +214,8 @@ def _write(
     own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
 
     def begin() -> None:
-        draft.require(made)
         for number in range(meeting.rank, len(plan.files), meeting.size):
+            draft.require(made)
             files.append(TensorFile(draft.path / weights_name(number, len(plan.files)), plan.files[number], ""))
             own.update({piece.name: (piece, files[-1]) for piece in plan.files[number]})
         if meeting.rank == 0:
