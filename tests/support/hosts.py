@@ -7,10 +7,10 @@
         ran = hosts.run(hello, "hello", link=Link(delay_ms=200))
         assert ran.values[2] == ("hello", "host-b")
 
-A host is namespaces of its own: of networks, processes, mounts and its name. The folder `OWN` is another one on each host; all
-others are shared. The link is a tap device in each host, and a process between them, which delays, drops, counts and cuts:
-this needs no module of the kernel but `tun`. Ranks ask it by `ask`. The process has imported torch, and forks the ranks. With
-the process that runs the tests all of this ends.
+A host is namespaces of its own: of networks, processes, mounts and its name. The folder `OWN` is another one on each host;
+all others are shared. The link is a tap device in each host, and a process between them, which delays, drops, counts and
+cuts: of modules of the kernel this needs `tun` only. Ranks ask it by `ask`. The process has imported torch, and forks the
+ranks. With the process that runs the tests all of this ends.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, NoReturn
@@ -70,28 +71,22 @@ class Link(NamedTuple):
     mbit: float = math.inf
 
 
+CLEAN = Link()
+
+
 @dataclass
 class Ran:
-    """What came of a case.
+    """What came of a case."""
 
-    Attributes:
-        values: What each rank returned; None if it was killed.
-        struck_s: When the first rank asked for something to happen, by the monotonic clock; 0 if none did.
-        seconds: How long the case took.
-    """
-
-    values: list[Any]
-    struck_s: float
-    seconds: float
+    values: list[Any]  # what each rank returned; None if it was killed
+    struck_s: float  # when a fault was asked for first, by the monotonic clock; 0 if none was
+    seconds: float  # that the case took
 
 
 def ask(what: str) -> dict[str, int]:
     """Asks the process between the hosts, on a rank: "begin" (from here on the link is as bad as it was asked for), "cut" (no
-    frame arrives), "vanish" (no frame arrives, and the processes of host b are killed), or "count".
-
-    Returns:
-        What has come to the link: frames, their bytes, bytes of TCP in them without those of the store, and dropped frames.
-    """
+    frame arrives), "vanish" (nor does a process of host b live on), or "count". What has come to the link: frames, their
+    bytes, bytes of TCP in them but for those of the store, and frames dropped."""
     assert _site is not None, "only ranks ask"
     _site.send(("ask", what))
     counts: dict[str, int] = _site.recv()
@@ -110,7 +105,14 @@ class Hosts:
     def __init__(self) -> None:
         if missing := [name for name in ("setpriv", "unshare", "ip") if shutil.which(name) is None]:
             raise CannotMakeHosts(f"there is no {', '.join(missing)}")
-        spaces = ["--pid", "--fork", "--kill-child", "--mount-proc", "--net", *["--map-root-user"] * (os.geteuid() != 0)]
+        spaces = [
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "--net",
+            *["--map-root-user"] * (os.geteuid() != 0),
+        ]
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, sys.executable, "-c"]
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -129,13 +131,10 @@ class Hosts:
             raise CannotMakeHosts(self._said()) from None
 
     def run(
-        self, fn: Callable[..., object], *args: object, link: Link = Link(), per_host: int = 2, deadline_s: float = 60.0
+        self, fn: Callable[..., object], *args: object, link: Link = CLEAN, per_host: int = 2, deadline_s: float = 60.0
     ) -> Ran:
-        """Runs `fn(*args)` on every rank; with one per host, in a process of each host without a group.
-
-        Raises:
-            AssertionError: A rank raised, ended or did not return in time, and nobody had asked for that.
-        """
+        """Runs `fn(*args)` on every rank; with one per host, in a process of each host without a group. Fails if a rank
+        raised, ended or did not return in time, and nobody had asked for that."""
         with sent_by_value(fn):
             self._connection.send((cloudpickle.dumps((fn, args)), link, per_host, deadline_s))
         try:
@@ -199,63 +198,53 @@ def _tap() -> int:
 
 def _run(pickled: bytes, link: Link, per_host: int, deadline_s: float) -> tuple[Ran, str]:
     size, began_s = 2 * per_host, time.monotonic()
-    wires, hosts, ranks = list[int](), list[tuple[int, Connection]](), list[Connection]()
+    wires, hosts, ranks = list[int](), list[int](), list[Connection]()
     for number in range(2):
         # Devices are made here, where both ends of the link are needed, and a host takes this process's namespace along.
         _checked(libc.unshare(NEW_NET))
         wires.append(_tap())
-        pipes = [Pipe() for _ in range(per_host + 1)]
+        pipes = [Pipe() for _ in range(per_host)]
         if not (pid := os.fork()):
-            for fd in (*wires, *(each.fileno() for each in (*ranks, *(host for _, host in hosts)))):
+            for fd in (*wires, *(each.fileno() for each in ranks)):
                 os.close(fd)
-            _alone(lambda: _host(number, [theirs for _, theirs in pipes], pickled, per_host, deadline_s))
+            _alone(partial(_host, number, [theirs for _, theirs in pipes], pickled, deadline_s))
         for _, theirs in pipes:
             theirs.close()
-        hosts.append((pid, pipes[0][0]))
-        ranks += [ours for ours, _ in pipes[1:]]
+        hosts.append(pid)
+        ranks += [ours for ours, _ in pipes]
     forwarder = _Forwarder(wires)
     values: dict[int, Any] = {}
-    failure, struck_s, vanished = "", 0.0, set[int]()
+    failure, struck_s = "", 0.0
     while len(values) < size and not failure:
         left_s = began_s + deadline_s + 3 - time.monotonic()
-        ready = wait([*wires, *ranks, *(host for _, host in hosts)], max(0.0, min(left_s, forwarder.due_s())))
+        talking = {each: rank for rank, each in enumerate(ranks) if rank not in values}
+        ready = wait([*wires, *talking], max(0.0, min(left_s, forwarder.due_s())))
         forwarder.forward()
-        for rank, connection in enumerate(ranks):
-            while rank not in values and connection in ready and connection.poll():
-                try:
-                    kind, said = connection.recv()
-                except EOFError:
-                    break
-                if kind != "ask":
-                    values[rank] = said
-                    failure = failure or (f"rank {rank} raised\n{said}" if kind == "raised" else "")
-                    continue
-                if said == "begin":
-                    forwarder.link = link
-                elif said != "count":
-                    struck_s = struck_s or time.monotonic()
-                    forwarder.is_cut = True
-                if said == "vanish":
-                    vanished |= set(range(per_host, size))
-                    values |= dict.fromkeys(vanished)
-                    os.kill(hosts[1][0], signal.SIGKILL)
-                else:
-                    connection.send(dict(forwarder.counts))
-        for number, (_, connection) in enumerate(hosts):
-            while connection in ready and connection.poll() and not failure:
-                try:
-                    local, status = connection.recv()
-                except EOFError:
-                    if not vanished and number * per_host not in values:
-                        failure = f"{NAMES[number]} ended"
-                    break
-                if (rank := number * per_host + local) not in values and not ranks[rank].poll():
-                    values[rank] = None
-                    failure = f"rank {rank} ended with {status}"
+        for connection in talking.keys() & {each for each in ready if isinstance(each, Connection)}:
+            rank = talking[connection]
+            try:
+                kind, said = connection.recv()
+            except (EOFError, ConnectionResetError):
+                kind, said = "raised", "Its process has ended."
+            if rank in values:  # its host has vanished
+                continue
+            if kind != "ask":
+                values[rank] = said
+                failure = failure or (f"rank {rank} failed\n{said}" if kind == "raised" else "")
+                continue
+            if said == "begin":
+                forwarder.link = link
+            elif said != "count":
+                struck_s = struck_s or time.monotonic()
+                forwarder.is_cut = True
+            if said == "vanish":
+                values |= dict.fromkeys(range(per_host, size))
+                os.kill(hosts[1], signal.SIGKILL)
+            else:
+                connection.send(dict(forwarder.counts))
         if left_s <= 0:
             failure = f"ranks {sorted({*range(size)} - {*values})} did not return within {deadline_s:g} s"
-    for pid, connection in hosts:
-        connection.close()
+    for pid in hosts:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     for each in ranks:
@@ -270,7 +259,7 @@ class _Forwarder:
     """Moves frames from each wire to the other."""
 
     wires: list[int]
-    link: Link = Link()
+    link: Link = CLEAN
     is_cut: bool = False
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("frames", "nbytes", "payload", "dropped"), 0))
     under_way: list[tuple[float, int, int, bytes]] = field(default_factory=list)
@@ -341,17 +330,17 @@ def _checked(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _host(number: int, connections: list[Connection], pickled: bytes, per_host: int, deadline_s: float) -> None:
+def _host(number: int, connections: list[Connection], pickled: bytes, deadline_s: float) -> None:
     _checked(libc.unshare(NEW_NS | NEW_UTS | NEW_IPC | NEW_PID))
     if pid := os.fork():  # the child is the first process of the host: with it all others end
         for connection in connections:
             connection.close()
         os.waitpid(pid, 0)
     else:
-        _alone(lambda: _first(number, connections, pickled, per_host, deadline_s))
+        _alone(partial(_first, number, connections, pickled, deadline_s))
 
 
-def _first(number: int, connections: list[Connection], pickled: bytes, per_host: int, deadline_s: float) -> None:
+def _first(number: int, connections: list[Connection], pickled: bytes, deadline_s: float) -> None:
     _checked(libc.mount(None, b"/", None, PRIVATE, None))
     _checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
     _checked(libc.mount(b"tmpfs", OWN.encode(), b"tmpfs", 0, None))
@@ -362,29 +351,29 @@ def _first(number: int, connections: list[Connection], pickled: bytes, per_host:
     _checked(libc.mount(f"{OWN}/.hosts".encode(), b"/etc/hosts", None, BIND, None))
     lines = "link set lo up", f"link set {WIRE} txqueuelen 20000 up", f"addr add 10.0.0.{number + 1}/24 dev {WIRE}"
     subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
-    alive = {}
-    for local in range(per_host):
-        if pid := os.fork():
-            alive[pid] = local
-        else:
-            _alone(lambda: _rank(number * per_host + local, per_host, connections[1 + local], pickled, deadline_s))
-    while alive:
-        pid, status = os.wait()  # also what others have left
-        if pid in alive:
-            connections[0].send((alive.pop(pid), os.waitstatus_to_exitcode(status)))
-    signal.pause()  # the link is still read
+    for local in range(len(connections)):
+        if not os.fork():
+            _alone(partial(_rank, number, local, connections, pickled, deadline_s))
+    for connection in connections:
+        connection.close()
+    while True:
+        os.wait()  # also what others have left
 
 
-def _rank(rank: int, per_host: int, site: Connection, pickled: bytes, deadline_s: float) -> None:
+def _rank(number: int, local: int, connections: list[Connection], pickled: bytes, deadline_s: float) -> None:
     global _site
-    _site = site
+    _site = site = connections.pop(local)
+    for connection in connections:
+        connection.close()  # an end of a rank is seen by the end of its connection
     faulthandler.dump_traceback_later(deadline_s)
-    meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(2 * per_host)}
-    local = {"LOCAL_RANK": str(rank % per_host), "LOCAL_WORLD_SIZE": str(per_host)}
+    per_host = len(connections) + 1
+    rank, size = number * per_host + local, 2 * per_host
+    meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": PORT, "RANK": rank, "WORLD_SIZE": size}
+    meeting |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host}
     try:
         fn, args = pickle.loads(pickled)
         if per_host > 1:
-            os.environ.update(meeting | local)
+            os.environ.update({name: str(value) for name, value in meeting.items()})
             torch.set_num_threads(1)
             give_groups_one_thread()
             dist.init_process_group("gloo")

@@ -5,7 +5,6 @@ Two hosts are namespaces of this machine: see `tests/support/hosts.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -234,7 +233,7 @@ def test_who_is_left_is_told_in_time_of_a_link_that_broke(
         if when == "save":
             zf.save(tmp_path / "step-1", model, optimizer)
         else:
-            model[1].register_forward_hook(lambda _module, _args, out: Strikes.apply(out, fault, when))
+            model.get_submodule("1").register_forward_hook(lambda _module, _args, out: Strikes.apply(out, fault, when))
         dist.barrier()
         time.sleep(0.2)  # the barrier is over everywhere, and no message is on the link
         try:
@@ -335,7 +334,7 @@ def test_a_load_from_a_folder_of_each_host_is_refused_and_changes_nothing(
 # -- torchrun --------------------------------------------------------------------------------------------------------
 
 
-TINY = "--layers 2 --dim 16 --heads 2 --seq 16 --batch 8".split()
+TINY = ("--layers=2", "--dim=16", "--heads=2", "--seq=16", "--batch=8")
 
 
 def under_torchrun(folder: str, steps: int, every: int, victim: int | None = None) -> tuple[int, str, list[str]]:
@@ -343,9 +342,11 @@ def under_torchrun(folder: str, steps: int, every: int, victim: int | None = Non
     agent ended, what it printed, and the processes that are left on its host."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"host-a:{PORT}", "--rdzv-id", "run"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meeting]
-    program = [str(ROOT / "examples/pretrain.py"), *TINY, "--steps", str(steps), "--save", folder, "--save-every", str(every)]
-    log = open(f"{OWN}/log", "w+")
-    agent = subprocess.Popen([*torchrun, *program], stdout=log, stderr=subprocess.STDOUT)
+    asked = [*TINY, f"--steps={steps}", f"--save={folder}", f"--save-every={every}"]
+    program = [str(ROOT / "examples/pretrain.py"), *asked]
+    log = Path(OWN, "log")
+    with log.open("w") as file:
+        agent = subprocess.Popen([*torchrun, *program], stdout=file, stderr=subprocess.STDOUT)
     if victim is not None and os.uname().nodename == "host-b":
         while not (Path(folder) / f"step-{every:06d}").exists() and agent.poll() is None:
             time.sleep(0.05)
@@ -354,8 +355,7 @@ def under_torchrun(folder: str, steps: int, every: int, victim: int | None = Non
                 os.kill(pid, signal.SIGKILL)
     status = agent.wait()
     left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes()]
-    log.seek(0)
-    return status, log.read(), left
+    return status, log.read_text(), left
 
 
 def processes() -> list[int]:
@@ -367,7 +367,7 @@ def test_pretrain_under_torchrun_gives_the_losses_of_one_host(hosts: Hosts, rank
     ran = hosts.run(under_torchrun, str(tmp_path / "two"), 4, 4, per_host=1)
     for status, printed, left in ran.values:
         assert status == 0 and not left, printed
-    arguments = (*TINY, "--steps", "4", "--save", str(tmp_path / "one"), "--save-every", "4")
+    arguments = (*TINY, "--steps=4", f"--save={tmp_path / 'one'}", "--save-every=4")
     program = (ROOT / "examples/pretrain.py").read_text()
     ranks(4).run(run_on_a_rank, program, "pretrain.py", str(tmp_path), *arguments)
     one, two = (zf.load(tmp_path / name, only="extra") for name in ("one", "two"))

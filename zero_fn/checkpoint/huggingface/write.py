@@ -206,9 +206,7 @@ class _Export:
         return {name: whole} if self.convert is None else self.convert({name: whole})
 
 
-def _write(
-    model: nn.Module, plan: _Export, draft: Draft, meeting: RankMeeting, made: str
-) -> Exception | None:
+def _write(model: nn.Module, plan: _Export, draft: Draft, meeting: RankMeeting, made: str) -> Exception | None:
     """Takes part in every gather, and writes the files of this rank. Returns what went wrong on this rank."""
     files: list[TensorFile] = []
     own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
