@@ -104,9 +104,9 @@ def preemption(*signals: signal.Signals, within_s: float | None = None) -> Preem
                 zf.save(f"runs/a/step-{step:06d}", model, optimizer)
                 preemption.leave()  # exit status 75: start me again
 
-    One rank that gets the signal is enough. Ranks learn of it one step later, at the same step. Slurm (`--signal=TERM@120`: 120
-    s before the limit), Kubernetes and clouds send SIGTERM first and kill later; torchrun passes it on, and kills ranks 30 s
-    later.
+    One rank that gets the signal is enough. Ranks learn of it one step later, at the same step. Slurm (`--signal=TERM@120`:
+    120 s before the limit), Kubernetes and clouds send SIGTERM first and kill later; torchrun passes it on, kills ranks 30 s
+    later, and ends with status 1, whatever they ended with.
 
     Communicates: makes a process group of all ranks.
 
