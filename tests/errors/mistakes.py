@@ -63,6 +63,7 @@ from zero_fn.looking.models import model_of
 from zero_fn.monitor import Csv, Prometheus, sink_of
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
+from zero_fn.transport.flag import Flag
 from zero_fn.transport.line import Work
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.tiers import IN_MEMORY
@@ -1046,6 +1047,49 @@ def _planned_config(**entries: object) -> object:
         return model_of(folder, 4096, 1)
 
 
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
+MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
+def _started_on_two_devices() -> None:
+    counts = {"is_available": lambda: True, "device_count": lambda: 2}
+    with mock.patch.multiple(torch.accelerator, current_accelerator=lambda: torch.device("cuda"), **counts):
+        address = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        zf.from_environment({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", **address})
+
+
+def _started_alone() -> None:
+    with mock.patch.dict(os.environ):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        zf.from_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **address}).start(timeout_s=1)
+
+
+def _lost_by_a_flag() -> None:
+    flag = Flag()
+    flag._work = mock.Mock(
+        wait=mock.Mock(side_effect=RuntimeError("Connection closed by peer [10.0.0.2]:41312\nat line"))
+    )
+    flag.is_raised(False)
+
+
+def _in_a_thread(act: Callable[[], object]) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except zf.ZeroError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="a thread")
+    thread.start()
+    thread.join()
+    raise raised[0]
+
+
 ROWS: dict[str, Callable[..., object]] = {
     # the mesh
     "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
@@ -1243,6 +1287,27 @@ ROWS: dict[str, Callable[..., object]] = {
     "check_optimizer_of_the_module_before": lambda two: zf.check(
         zf.shard_params(before := Model(), two), torch.optim.AdamW(before.parameters())
     ),
+    # launchers
+    "started_without_an_address": lambda: zf.from_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}),
+    "started_without_a_size": lambda: zf.from_environment({"RANK": "1"}),
+    "started_as_no_number": lambda: zf.from_environment({"RANK": "first", "WORLD_SIZE": "2"}),
+    "started_as_a_rank_too_many": lambda: zf.from_environment(
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    ),
+    "started_in_a_batch_script": lambda: zf.from_environment(
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+    ),
+    "started_by_slurm_without_nodes": lambda: zf.from_environment(SRUN),
+    "started_by_slurm_in_other_words": lambda: zf.from_environment(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}),
+    "started_by_mpi_on_two_hosts": lambda: zf.from_environment(
+        {f"OMPI_COMM_WORLD_{name}": count for name, count in zip(MPI_NAMES, "0201", strict=True)}
+    ),
+    "started_as_a_pod_alone": lambda: zf.from_environment({"JOB_COMPLETION_INDEX": "0"}),
+    "started_with_more_ranks_than_devices": lambda: _started_on_two_devices(),
+    "started_where_nobody_listens": lambda: _started_alone(),
+    "preemption_in_a_thread": lambda: _in_a_thread(zf.preemption),
+    "preemption_lost_a_rank": lambda: _lost_by_a_flag(),
+    "preemption_in_no_time": lambda: zf.preemption(within_s=0),
     # launch
     "launch_no_rank": lambda: zf.launch(print, 0),
     "launch_no_thread": lambda: zf.launch(print, 2, threads=0),

@@ -10,6 +10,8 @@ MAY_BE_LACKING = (
     "no network namespace",
     "no io_uring here",  # where a container forbids it
     "cannot mount",  # without the rights of root
+    "no mpi",  # examples/launch/install-debian.sh
+    "no Slurm",
     "no promtool",  # of Debian's package prometheus
     "no prometheus",
 )

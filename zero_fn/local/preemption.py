@@ -3,6 +3,9 @@
 [Note: a signal while a rank waits] Python runs a handler only once the main thread is back from C. A rank that waits in a
 collective for another that will not come is not. So a thread listens, to the descriptor that Python's handler in C writes to
 (`signal.set_wakeup_fd`).
+
+[Note: children] A process that is forked from a rank has that descriptor, too, until it has forgotten it. So signals are held
+back while it is forked; then they do in the child what they did before.
 """
 
 from __future__ import annotations
@@ -27,18 +30,22 @@ REQUEUE = 75
 _CLOSED = b"\0"  # no signal has this number
 
 
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Python's handler: the thread hears the signal."""
+
+
 class Preemption:
     """Listens for signals; `zf.preemption` makes it."""
 
     def __init__(self, signals: Sequence[signal.Signals], within_s: float | None) -> None:
         self._flag, self._within_s = Flag(), within_s
         self._told, self._closed = threading.Event(), threading.Event()
-        self._pid = os.getpid()
+        self._mask = threading.local()  # of the thread that forks
         self._heard, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
-        self._before = {each: signal.signal(each, self._handle) for each in signals}
+        self._before = {each: signal.signal(each, _ignore) for each in signals}
         self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
         threading.Thread(target=self._listen, name="zero_fn.preemption", daemon=True).start()
 
     @property
@@ -64,21 +71,27 @@ class Preemption:
         """Stops listening; signals do again what they did before."""
         if not self._closed.is_set():
             self._closed.set()
-            signal.set_wakeup_fd(self._wakeup_before)
-            for each, before in self._before.items():
-                signal.signal(each, before)
+            self._restore(self._wakeup_before)
             os.write(self._tell, _CLOSED)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """Nothing here, where the thread hears it. In a child that was forked from this process, what it did before."""
-        if os.getpid() != self._pid:
-            signal.signal(number, self._before[signal.Signals(number)])
-            os.kill(os.getpid(), number)
+    def _restore(self, descriptor: int) -> None:
+        signal.set_wakeup_fd(descriptor)
+        for each, before in self._before.items():
+            signal.signal(each, before)
+
+    def _hold(self) -> None:
+        """Before a fork. [Note: children]"""
+        self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
+
+    def _let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
 
     def _forget(self) -> None:
-        """In a child: its signals are not ours."""
-        if not self._closed.is_set() and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
+        """In the child."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._restore(-1)
+        self._let_go()
 
     def _listen(self) -> None:
         while not self._told.is_set():

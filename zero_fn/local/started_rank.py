@@ -12,15 +12,14 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from zero_fn.errors import LayoutError, LostRankError, StateError
+from zero_fn.errors import LayoutError, StateError
 from zero_fn.local import rank as inside
 from zero_fn.local.gloo import give_groups_one_thread, loopback
+from zero_fn.local.rendezvous import meet
 
 __all__ = ["StartedRank", "from_environment"]
 
@@ -64,7 +63,7 @@ class StartedRank:
             timeout_s: Seconds until all ranks must have come.
 
         Raises:
-            LostRankError: Ranks have not come in time, or rank 0 cannot be reached.
+            LostRankError: Ranks have not come in time, and are named; or rank 0 cannot be reached.
         """
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
@@ -75,20 +74,10 @@ class StartedRank:
         if self.local_ranks == self.ranks and (name := loopback()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         give_groups_one_thread()
-        try:
-            met = rendezvous("env://", self.rank, self.ranks, timeout=timedelta(seconds=timeout_s))
-            store, rank, ranks = next(iter(met))
-        except (dist.DistError, OSError) as error:  # DistNetworkError, DistStoreError
-            raise LostRankError(
-                f"Rank {self.rank} of {self.ranks} did not meet the others.",
-                at=f"{self.address}:{self.port}, by {self.launcher}",
-                error=str(error).splitlines()[0],
-                fix="start all ranks within timeout_s; MASTER_ADDR is the host of rank 0, which all can reach, and "
-                "MASTER_PORT is free there",
-            ) from error
+        store = meet(self.address, self.port, self.rank, self.ranks, self.launcher, timeout_s)
         device = self.device.type
         backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks)
         return self
 
 
@@ -127,7 +116,8 @@ class _Variables:
         """Raises a `StateError` unless all of these are set."""
         if missing := [name for name in names if not self.found.get(name)]:
             raise StateError(
-                f"{self.launcher} started this process, but some of its variables are missing.",
+                "Some of the variables that say which rank this is are missing.",
+                launcher=self.launcher,
                 missing=", ".join(missing),
                 found=", ".join(f"{name}={self.found[name]}" for name in names if self.found.get(name)) or "none",
                 fix=fix,
@@ -202,7 +192,7 @@ def _slurm(of: _Variables) -> StartedRank:
     each = _repeated(of.found["SLURM_STEP_TASKS_PER_NODE"])
     local_ranks = each[min(of.number("SLURM_NODEID"), len(each) - 1)]
     nodes = of.found.get("SLURM_STEP_NODELIST") or of.found.get("SLURM_JOB_NODELIST", "")
-    address = "127.0.0.1" if local_ranks == ranks else _first_host(nodes)
+    address = "127.0.0.1" if local_ranks == ranks else of.found.get("MASTER_ADDR") or _first_host(nodes)
     job = f"{of.found['SLURM_JOB_ID']}.{of.found['SLURM_STEP_ID']}.{of.found.get('SLURM_RESTART_COUNT', '0')}"
     return of.rank(rank, ranks, (of.number("SLURM_LOCALID"), local_ranks), address, job)
 

@@ -153,9 +153,10 @@ def _described(path: Path) -> Checkpoint:
     ranks = manifest.get("ranks", 0)
     is_complete = bool(ranks) and all((path / part_name(rank)).exists() for rank in range(ranks))
     nbytes = 0
-    for file in path.rglob("*"):
-        with suppress(OSError):
-            nbytes += file.stat().st_size if file.is_file() else 0
+    for folder, _, names in os.walk(path):  # others may be saving or removing it
+        for name in names:
+            with suppress(OSError):
+                nbytes += os.stat(os.path.join(folder, name)).st_size
     saved_at = manifest.get("saved_at_ns", 0)
     return Checkpoint(path, _number(path.name)[1], nbytes, is_complete, saved_at, ranks, manifest.get("made_by", {}))
 

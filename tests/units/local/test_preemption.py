@@ -1,0 +1,78 @@
+"""preemption: one rank is told, all leave at the same step; what is late is ended; children are not concerned."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import zero_fn as zf
+from zero_fn.local.blame import RankDied
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_all_ranks_learn_at_one_step_that_one_was_told(number: signal.Signals) -> None:
+    def seen() -> list[bool]:
+        preemption, rank = zf.preemption(number), int(os.environ["RANK"])
+        answers = []
+        for step in range(5):
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), number)
+                while not preemption.is_told:
+                    time.sleep(0.001)
+            answers.append(preemption.is_due())
+        assert preemption.is_told is (rank == 1)
+        return answers
+
+    assert zf.launch(seen, 3, backend="gloo") == [[False, False, False, True, True]] * 3
+
+
+def test_a_rank_that_is_stuck_ends_in_time_with_the_status_that_asks_for_another_start() -> None:
+    def stuck() -> None:
+        began, preemption = time.monotonic(), zf.preemption(within_s=0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Lock().acquire() and threading.Barrier(2).wait()
+        raise AssertionError(f"it went on, {began} {preemption}")
+
+    began = time.monotonic()
+    with pytest.raises(RankDied) as caught:
+        zf.launch(stuck, 1, backend="gloo")
+    assert caught.value.facts["exit_code"] == 75
+    assert time.monotonic() - began < 30
+
+
+def test_leave_ends_with_the_status() -> None:
+    with pytest.raises(RankDied) as caught:
+        zf.launch(lambda: zf.preemption().leave(), 1, backend="gloo")
+    assert caught.value.facts["exit_code"] == 75
+
+
+def test_a_signal_to_a_child_ends_the_child_and_tells_nobody() -> None:
+    def told() -> tuple[int | None, bool]:
+        preemption = zf.preemption()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+        child.start()
+        child.terminate()
+        child.join(10)
+        time.sleep(0.2)  # in which a byte of the child would come
+        return child.exitcode, preemption.is_told
+
+    assert zf.launch(told, 1, backend="gloo") == [(-signal.SIGTERM, False)]
+
+
+def test_after_close_a_signal_does_what_it_did_before() -> None:
+    def heard() -> tuple[bool, list[int], int]:
+        before: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: before.append(number))
+        threads = threading.active_count()
+        preemption = zf.preemption()
+        preemption.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return preemption.is_told, before, threading.active_count() - threads
+
+    assert zf.launch(heard, 1, backend="gloo") == [(False, [signal.SIGTERM], 0)]
