@@ -1,0 +1,45 @@
+"""pretrain.py under mpirun, of Open MPI and of MPICH."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.outside.launchers.runs import Marked, losses, pretrain, until
+
+MPIRUN = {
+    "Open MPI": (["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"], "OMPI_COMM_WORLD_RANK"),
+    "MPICH": (["mpiexec.hydra", "-n", "2"], "PMI_RANK"),
+}
+
+
+@pytest.fixture(params=MPIRUN)
+def mpirun(request: pytest.FixtureRequest) -> tuple[list[str], str]:
+    command, variable = MPIRUN[request.param]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no {command[0]}: examples/launch/install-debian.sh")
+    return command, variable
+
+
+def test_losses_are_those_of_torchrun(mpirun: tuple[list[str], str], tmp_path: Path, expected: list[float]) -> None:
+    command, _ = mpirun
+    Marked(tmp_path).finished([*command, sys.executable, *pretrain(tmp_path / "runs", 20)])
+    assert losses(tmp_path / "runs") == expected[:20]
+
+
+def test_a_killed_rank_ends_the_run_which_names_it_and_goes_on(
+    mpirun: tuple[list[str], str], tmp_path: Path, expected: list[float]
+) -> None:
+    (command, variable), marked, folder = mpirun, Marked(tmp_path), tmp_path / "runs"
+    running = marked.run([*command, sys.executable, *pretrain(folder, 100_000)])
+    pid = marked.kill_rank(1, variable, folder)
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode not in (0, None)
+    assert ("process rank 1" if "openmpi" in command[0] else f"PID {pid} RUNNING AT") in said, said
+    until(lambda: not marked.left(), 10)
+    done = len(losses(folder))
+    marked.finished([*command, sys.executable, *pretrain(folder, done + 4)])
+    assert losses(folder)[: len(expected)] == expected[: done + 4]

@@ -1,0 +1,104 @@
+"""pretrain.py as a job of Slurm: the batch script of examples/launch, on a cluster that is this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zero_fn as zf
+from tests.outside.examples.programs import ROOT
+from tests.outside.launchers.runs import Marked, losses, pretrain, until
+from tests.outside.launchers.slurm import Cluster, missing
+
+SCRIPT = ROOT / "examples" / "launch" / "slurm.sbatch"
+HERE = [
+    "--nodes=1",
+    "--ntasks-per-node=2",
+    "--gpus-per-node=0",
+    "--cpus-per-task=1",
+]  # in place of what the script asks for
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if why := missing():
+        pytest.skip(why)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.close()
+
+
+class Job:
+    """A run of pretrain.py that Slurm has queued."""
+
+    def __init__(self, slurm: Cluster, folder: Path, steps: int, *options: str) -> None:
+        self.slurm, self.folder, self.marked = slurm, folder / "runs", Marked(folder)
+        self.log = folder / "log"
+        asked = ["sbatch", "--parsable", f"--output={self.log}", *HERE, *options, str(SCRIPT)]
+        self.number = slurm(*asked, *pretrain(self.folder, steps), **self.marked.environ).strip()
+
+    def reach(self, wanted: str, seconds: float = 90.0) -> None:
+        """Waits until the job is in a state, or has ended in another."""
+        states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", wanted)
+        until(lambda: self.slurm.job(self.number)["JobState"] in states, seconds)
+        assert self.slurm.job(self.number)["JobState"] == wanted, self.said()
+
+    @property
+    def steps(self) -> int:
+        """Those that checkpoints have."""
+        found = zf.checkpoints(self.folder) if self.folder.is_dir() else []
+        return len(losses(self.folder)) if any(each.is_complete for each in found) else 0
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+def test_losses_are_those_of_torchrun(slurm: Cluster, tmp_path: Path, expected: list[float]) -> None:
+    job = Job(slurm, tmp_path, 20)
+    job.reach("COMPLETED")
+    assert losses(job.folder) == expected[:20]
+
+
+def test_a_killed_rank_ends_the_job_which_names_it(slurm: Cluster, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, 100_000)
+    job.marked.kill_rank(1, "SLURM_PROCID", job.folder)
+    job.reach("FAILED")
+    assert "task 1: Killed" in job.said()
+    until(lambda: not job.marked.left(), 10)
+
+
+def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Cluster, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, 100_000)
+    until(lambda: job.steps >= 2)
+    slurm("scancel", job.number)
+    job.reach("CANCELLED")
+    until(lambda: not job.marked.left(), 10)
+    assert job.steps > 2
+
+
+@pytest.mark.long
+def test_a_job_at_its_time_limit_saves_before_and_is_queued_again(slurm: Cluster, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, 100_000, "--time=1", "--signal=TERM@50")
+    until(lambda: job.steps >= 2)
+    job.reach("PENDING")
+    assert slurm.job(job.number)["Restarts"] == "1" and job.steps > 2
+    assert "told to leave" not in job.said()
+    slurm("scancel", job.number)
+
+
+def test_a_job_that_slurm_signals_saves_and_goes_on_when_it_runs_again(
+    slurm: Cluster, tmp_path: Path, expected: list[float]
+) -> None:
+    job = Job(slurm, tmp_path, len(expected))
+    until(lambda: job.steps >= 2)
+    slurm("scancel", "--signal=TERM", job.number)
+    job.reach("PENDING")
+    done = job.steps
+    assert 2 < done < len(expected) and losses(job.folder) == expected[:done]
+    until(lambda: not job.marked.left(), 10)
+    slurm("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # else Slurm waits two minutes
+    job.reach("COMPLETED")
+    assert job.slurm.job(job.number)["Restarts"] == "1"
+    assert losses(job.folder) == expected
