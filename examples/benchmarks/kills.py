@@ -1,0 +1,160 @@
+"""A run whose ranks are killed at random: whether it ends as if nobody had, and how much of the time was of use.
+
+    python examples/benchmarks/kills.py --kills 100                        # each some seconds after training went on
+    python examples/benchmarks/kills.py --minutes 20 --mean 60             # at a mean of one a minute
+    python examples/benchmarks/kills.py --kills 10 --ranks 2 -- --stage 1  # options of ../pretrain.py
+
+`torchrun --max-restarts` starts pretrain.py, which saves every few steps and goes on from its newest checkpoint. A random
+rank gets SIGKILL at a random moment. Then the same number of steps is run undisturbed, and losses are compared to the bit.
+
+    goodput     seconds that the steps of the run take undisturbed, over the seconds that it took
+    noticed     seconds from a kill until torchrun has seen the end of the rank
+    back        seconds from a kill until a step is taken that had not been taken before it
+    left        processes, shared memory and temporary files that the run has left behind, but for torchrun's own logs
+
+Linux; `--seed` repeats the draws, though not where in a step they strike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import queue
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import zero_fn as zf
+
+PRETRAIN = Path(__file__).parents[1] / "pretrain.py"
+SMALL = "--layers 2 --dim 64 --heads 2 --seq 32 --batch 12 --save-every 5"
+MARK = "ZERO_FN_KILLS"
+
+
+class Run:
+    """pretrain.py under torchrun, and what it prints, as it comes."""
+
+    def __init__(self, ranks: int, restarts: int, options: list[str], folder: str, steps: int) -> None:
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        program = [str(PRETRAIN), *SMALL.split(), "--save", folder, "--steps", str(steps), *options]
+        environ = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark, "PYTHONPATH": str(PRETRAIN.parents[1])}
+        pipe = subprocess.PIPE
+        command = [*torchrun, f"--max-restarts={restarts}", *program]
+        self.process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        self.lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
+        self.said: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line)
+            self.lines.put((time.monotonic(), line))
+        self.lines.put((time.monotonic(), ""))
+
+    def processes(self) -> Iterator[tuple[int, list[str]]]:
+        """Those that belong to the run, with their environment."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = (entry / "environ").read_text(errors="replace").split("\0")
+            except OSError:  # it has ended
+                continue
+            if f"{MARK}={self.mark}" in environ:
+                yield int(entry.name), environ
+
+    def kill(self, rank: int) -> None:
+        for pid, environ in self.processes():
+            if f"RANK={rank}" in environ:
+                os.kill(pid, signal.SIGKILL)
+
+
+def temporary() -> set[str]:
+    """What there is in shared memory and in folders for temporary files."""
+    found = (path for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob("*"))
+    return {str(path) for path in found if not path.name.startswith("torchelastic_")}
+
+
+def disturbed(run: Run, args: argparse.Namespace) -> tuple[list[float], list[float], list[float]]:
+    """Kills ranks until enough were killed, then tells the run to leave. When each kill was; how long each took to be
+    noticed, and until the run was further than before."""
+    draws, kills, noticed, back = random.Random(args.seed), list[float](), list[float](), list[float]()
+    end = time.monotonic() + 60 * args.minutes if args.kills is None else math.inf
+    due, steps, before = math.inf if args.kills else time.monotonic() + draws.expovariate(1 / args.mean), 0, -1
+    while True:
+        now = time.monotonic()
+        if len(kills) == len(back) and (now > end or len(kills) == args.kills):
+            os.kill(run.process.pid, signal.SIGTERM)
+            return kills, noticed, back
+        if now > due:
+            run.kill(draws.randrange(args.ranks))
+            kills.append(time.monotonic())
+            due, before = math.inf if args.kills else kills[-1] + draws.expovariate(1 / args.mean), steps
+            back += [math.nan] * (len(kills) - 1 - len(back))  # killed again before it had come back
+        try:
+            when, line = run.lines.get(timeout=max(min(due - now, 0.2), 0))
+        except queue.Empty:
+            continue
+        if not line:
+            raise RuntimeError("the run has ended by itself:\n" + "".join(run.said[-40:]))
+        if "exitcode: -9" in line and len(noticed) < len(kills):
+            noticed.append(when - kills[-1])
+        if found := re.match(r"step (\d+):", line):
+            steps = int(found[1])
+            if steps > before and len(back) < len(kills):
+                back.append(when - kills[-1])
+            if args.kills and due == math.inf:
+                due = when + draws.expovariate(1 / args.mean)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, help="end after so many, each at a mean of --mean seconds after going on")
+    parser.add_argument("--minutes", type=float, default=20.0, help="without --kills: end after these")
+    parser.add_argument("--mean", type=float, default=1.0, help="seconds between kills")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("options", nargs="*", help="of pretrain.py, after --")
+    args = parser.parse_args()
+    folder, before = tempfile.mkdtemp(prefix="kills-"), temporary()
+    began = time.monotonic()
+    run = Run(args.ranks, 1_000_000, [*args.options, "--leave-within", "25"], f"{folder}/killed", 1_000_000_000)
+    kills, noticed, back = disturbed(run, args)
+    run.process.wait()
+    wall = time.monotonic() - began
+    left = [str(pid) for pid, _ in run.processes()] + sorted(temporary() - before)
+    losses = zf.load(f"{folder}/killed", only="extra")["losses"]
+    alone = Run(args.ranks, 0, args.options, f"{folder}/alone", len(losses) // 5 * 5)
+    times = []
+    while line := alone.lines.get()[1]:
+        times += [time.monotonic()] if line.startswith("step") else []
+    undisturbed = zf.load(f"{folder}/alone", only="extra")["losses"]
+    step_s = (times[-2] - times[0]) / (10 * (len(times) - 2))
+    first = next((n for n, pair in enumerate(zip(losses, undisturbed, strict=False)) if pair[0] != pair[1]), None)
+    print(f"{len(kills)} kills, {len(losses)} steps of {args.ranks} ranks, {wall:.0f} s; torch {torch.__version__}")
+    print(
+        f"losses   {'equal to the bit' if first is None else f'differ from step {first}'}, of {len(undisturbed)} steps"
+    )
+    print(f"goodput  {len(losses) * step_s / wall:.3f}, at {1e3 * step_s:.1f} ms a step undisturbed")
+    for name, seconds in {"noticed": noticed, "back": [each for each in back if each == each]}.items():
+        if seconds:
+            print(f"{name:<8} {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s, of {len(seconds)}")
+    print(f"left     {', '.join(left) or 'nothing'}")
+    shutil.rmtree(folder)
+    return int(first is not None or bool(left) or not kills)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
