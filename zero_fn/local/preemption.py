@@ -26,7 +26,6 @@ __all__ = ["REQUEUE", "Preemption", "preemption"]
 REQUEUE = 75
 """The exit status EX_TEMPFAIL of sysexits.h: try again. Slurm's `RequeueExit` and a Job's `podFailurePolicy` can name it."""
 
-
 _CLOSED = b"\0"  # no signal has this number
 
 

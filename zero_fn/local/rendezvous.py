@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -60,12 +61,13 @@ def _answer_all(store: Store, ranks: int, end: float) -> str:
     word = os.urandom(8).hex()
     store.set("zero_fn/start", word)
     hellos = {rank: f"{word}/hello/{rank}" for rank in range(1, ranks)}
-    missing = list(hellos)
-    while missing and time.monotonic() < end:
-        came = [rank for rank in missing[:_SHOWN] if store.check([hellos[rank]])]
-        missing = [rank for rank in missing if rank not in came]
-        time.sleep(0 if came else 0.005)
-    missing = [rank for rank in missing if not store.check([hellos[rank]])]
+    waited_for = deque(hellos)
+    while waited_for and time.monotonic() < end:
+        if store.check([hellos[waited_for[0]]]):
+            waited_for.popleft()
+        else:
+            time.sleep(0.005)
+    missing = [rank for rank in waited_for if not store.check([hellos[rank]])]
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     said = f"missing {', '.join(map(str, missing[:_SHOWN]))}{more}" if missing else word
     for rank in hellos.keys() - missing:

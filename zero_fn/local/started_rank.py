@@ -135,7 +135,9 @@ class _Variables:
             raise StateError(f"{name} is not a number.", got=repr(text), launcher=self.launcher, fix=fix)
         return int(text)
 
-    def rank(self, rank: int, ranks: int, local: tuple[int, int], address: str, job: str = "") -> StartedRank:
+    def rank(
+        self, rank: int, ranks: int, local: tuple[int, int], address: str = "127.0.0.1", job: str = ""
+    ) -> StartedRank:
         """The rank. `MASTER_ADDR` and `MASTER_PORT` win; without the latter, the port follows from the name of the job."""
         port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else 29_500
         if ranks == 1 and not self.found.get("MASTER_PORT"):
@@ -154,7 +156,7 @@ def _torch(of: _Variables) -> StartedRank:
         of.require("MASTER_ADDR", "MASTER_PORT", fix=fix)
     # Who starts one process on each host, as Kubeflow's PyTorchJob, says nothing of the local rank.
     local = of.number("LOCAL_RANK", default=0), of.number("LOCAL_WORLD_SIZE", default=1)
-    return of.rank(rank, ranks, (local[0], max(local[1], local[0] + 1)), "127.0.0.1")
+    return of.rank(rank, ranks, (local[0], max(local[1], local[0] + 1)))
 
 
 def _open_mpi(of: _Variables) -> StartedRank:
@@ -173,7 +175,7 @@ def _mpi(of: _Variables, numbers: list[int], *jobs: str) -> StartedRank:
         fix = "mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500 ... (mpiexec of MPICH: -genv MASTER_ADDR ...)"
         of.require("MASTER_ADDR", fix=fix)
     job = next((of.found[name] for name in jobs if of.found.get(name)), "")
-    return of.rank(rank, ranks, (local_rank, local_ranks), "127.0.0.1", job)
+    return of.rank(rank, ranks, (local_rank, local_ranks), job=job)
 
 
 def _slurm(of: _Variables) -> StartedRank:
@@ -194,7 +196,7 @@ def _slurm(of: _Variables) -> StartedRank:
     nodes = of.found.get("SLURM_STEP_NODELIST") or of.found.get("SLURM_JOB_NODELIST", "")
     address = "127.0.0.1" if local_ranks == ranks else of.found.get("MASTER_ADDR") or _first_host(nodes)
     job = f"{of.found['SLURM_JOB_ID']}.{of.found['SLURM_STEP_ID']}.{of.found.get('SLURM_RESTART_COUNT', '0')}"
-    return of.rank(rank, ranks, (of.number("SLURM_LOCALID"), local_ranks), address, job)
+    return of.rank(rank, ranks, (of.number("SLURM_LOCALID"), local_ranks), address=address, job=job)
 
 
 def _kubernetes(of: _Variables) -> StartedRank:
@@ -203,11 +205,11 @@ def _kubernetes(of: _Variables) -> StartedRank:
     )
     of.require("WORLD_SIZE", "MASTER_ADDR", fix=fix)
     rank, ranks = of.number("JOB_COMPLETION_INDEX"), of.number("WORLD_SIZE")
-    return of.rank(rank, ranks, (0, 1), "127.0.0.1")
+    return of.rank(rank, ranks, (0, 1))
 
 
 def _alone(of: _Variables) -> StartedRank:
-    return of.rank(0, 1, (0, 1), "127.0.0.1")
+    return of.rank(0, 1, (0, 1))
 
 
 def _has(*names: str) -> Callable[[Mapping[str, str]], bool]:
@@ -229,9 +231,7 @@ def _of_group(found: Mapping[str, str]) -> StartedRank:
     """This rank in the process group that there is."""
     of = _Variables(found, "zf.launch" if inside.place is not None else "environment")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    local_rank = of.number("LOCAL_RANK", default=rank)
-    local_ranks = of.number("LOCAL_WORLD_SIZE", default=ranks)
-    here = of.rank(rank, ranks, (local_rank, local_ranks), "127.0.0.1")
+    here = of.rank(rank, ranks, (of.number("LOCAL_RANK", default=rank), of.number("LOCAL_WORLD_SIZE", default=ranks)))
     kind = here.device.type
     if kind != "cpu" and str(dist.get_default_backend_for_device(kind)) not in str(dist.get_backend()):
         return replace(here, device=torch.device("cpu"))  # ranks of a group of gloo alone
@@ -287,5 +287,4 @@ def _first_host(nodes: str) -> str:
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
+        return int(found.getsockname()[1])
