@@ -1303,10 +1303,10 @@ ROWS: dict[str, Callable[..., object]] = {
         {f"OMPI_COMM_WORLD_{name}": count for name, count in zip(MPI_NAMES, "0201", strict=True)}
     ),
     "started_as_a_pod_alone": lambda: zf.from_environment({"JOB_COMPLETION_INDEX": "0"}),
-    "started_with_more_ranks_than_devices": lambda: _started_on_two_devices(),
-    "started_where_nobody_listens": lambda: _started_alone(),
+    "started_with_more_ranks_than_devices": _started_on_two_devices,
+    "started_where_nobody_listens": _started_alone,
     "preemption_in_a_thread": lambda: _in_a_thread(zf.preemption),
-    "preemption_lost_a_rank": lambda: _lost_by_a_flag(),
+    "preemption_lost_a_rank": _lost_by_a_flag,
     "preemption_in_no_time": lambda: zf.preemption(within_s=0),
     # launch
     "launch_no_rank": lambda: zf.launch(print, 0),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from tests.outside.launchers.runs import Marked, losses, pretrain
+from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain
 
 STEPS = 400
 
@@ -15,6 +13,5 @@ STEPS = 400
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of two ranks under torchrun, which nothing disturbs."""
     folder = tmp_path_factory.mktemp("torchrun")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    Marked(folder).finished([*torchrun, *pretrain(folder / "runs", STEPS)])
+    Marked(folder).finished([*TORCHRUN, "2", *pretrain(folder / "runs", STEPS)])
     return losses(folder / "runs")

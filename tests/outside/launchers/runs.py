@@ -13,9 +13,10 @@ from pathlib import Path
 import zero_fn as zf
 from tests.outside.examples.programs import ROOT
 
-__all__ = ["SIZES", "Marked", "has_saved", "losses", "pretrain", "running_in", "until", "wait_for"]
+__all__ = ["SIZES", "TORCHRUN", "Marked", "has_saved", "losses", "pretrain", "running_in", "until", "wait_for"]
 
 SIZES = ["--layers=2", "--dim=32", "--heads=2", "--seq=16", "--batch=12", "--save-every=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def pretrain(folder: Path, steps: int) -> list[str]:

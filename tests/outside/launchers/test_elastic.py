@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import zero_fn as zf
-from tests.outside.launchers.runs import Marked, losses, pretrain, until
+from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain, until
 
 
 def _host(marked: Marked, port: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -54,8 +54,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
         host.wait(60)
     until(lambda: not marked.left(), 10)
     found = losses(folder)
-    undisturbed = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    marked.finished([*undisturbed, *pretrain(tmp_path / "undisturbed", len(found) + len(found) % 2)])
+    marked.finished([*TORCHRUN, "4", *pretrain(tmp_path / "undisturbed", len(found) + len(found) % 2)])
     assert found == pytest.approx(losses(tmp_path / "undisturbed")[: len(found)], abs=1e-3)
 
 

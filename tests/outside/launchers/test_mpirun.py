@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.outside.launchers.runs import Marked, losses, pretrain, until
+from zero_fn.local.started_rank import _free_port
 
 MPIRUN = {
     "Open MPI": (["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"], "OMPI_COMM_WORLD_RANK"),
-    "MPICH": (["mpiexec.hydra", "-n", "2"], "PMI_RANK"),
+    "MPICH": (["mpiexec.hydra", "-genv", "MASTER_PORT", "PORT", "-n", "2"], "PMI_RANK"),  # which names no job
 }
 
 
@@ -21,7 +22,7 @@ def mpirun(request: pytest.FixtureRequest) -> tuple[list[str], str]:
     command, variable = MPIRUN[request.param]
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {command[0]}: examples/launch/install-debian.sh")
-    return command, variable
+    return [str(_free_port()) if part == "PORT" else part for part in command], variable
 
 
 def test_losses_are_those_of_torchrun(mpirun: tuple[list[str], str], tmp_path: Path, expected: list[float]) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.outside.launchers.runs import Marked, losses, pretrain, until
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain, until
 
 
 @pytest.mark.parametrize("told", ["torchrun", "one rank"])
 def test_who_is_told_to_leave_saves_and_goes_on_where_it_was(told: str, tmp_path: Path, expected: list[float]) -> None:
     marked, folder = Marked(tmp_path), tmp_path / "runs"
-    leaves = [*TORCHRUN, *pretrain(folder, 100_000), "--save-every", "100000", "--leave-within", "20"]
+    leaves = [*TORCHRUN, "2", *pretrain(folder, 100_000), "--save-every", "100000", "--leave-within", "20"]
     running = marked.run(leaves)
     assert running.stdout is not None
     while "step 10:" not in running.stdout.readline():
@@ -30,5 +27,5 @@ def test_who_is_told_to_leave_saves_and_goes_on_where_it_was(told: str, tmp_path
     until(lambda: not marked.left(), 10)
     done = len(losses(folder))
     assert done > 10 and losses(folder)[: len(expected)] == expected[:done]
-    marked.finished([*TORCHRUN, *pretrain(folder, done + done % 2 + 2)])  # of which every second is saved
+    marked.finished([*TORCHRUN, "2", *pretrain(folder, done + done % 2 + 2)])  # of which every second is saved
     assert losses(folder)[: len(expected)] == expected[: done + done % 2 + 2]
