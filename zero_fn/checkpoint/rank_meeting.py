@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,8 @@ from torch import Tensor
 from zero_fn import errors
 from zero_fn.errors import CheckpointError, DisagreementError, LostRankError, ZeroError
 from zero_fn.transport.agreement import digest
-from zero_fn.transport.meeting import LONGEST_S, broadcast, gather, meeting_group, scatter
+from zero_fn.transport.file_trade import trade_files
+from zero_fn.transport.meeting import LONGEST_S, all_of, broadcast, gather, meeting_group, scatter
 from zero_fn.transport.waiting import deadline
 
 __all__ = ["Agreement", "RankMeeting", "failure_of"]
@@ -95,6 +99,16 @@ class RankMeeting:
         """The values of rank 0, in memory of the host. A broadcast; waits."""
         values = values.detach().cpu().contiguous()
         return values if self._group is None else broadcast(self._group, values.clone())
+
+    def all_of(self, value: Any) -> list[Any]:
+        """The values of all ranks, as JSON has them. Each rank sends rank 0 its value, and gets all of them; waits."""
+        said = json.dumps(value, separators=(",", ":")).encode()
+        return [json.loads(text) for text in ([said] if self._group is None else all_of(self._group, said))]
+
+    def trade(self, folder: Path, sends: Mapping[int, Iterable[str]], sources: Iterable[int]) -> None:
+        """Sends files of a folder to other ranks, and takes those that come from `sources`. See `trade_files`."""
+        if self._group is not None:
+            trade_files(self._group, folder, sends, sources)
 
     def union(self, bits: Sequence[bool]) -> list[bool]:
         """Which of these are true on any rank. Each rank sends rank 0 a byte for each of them, and gets one back; waits."""

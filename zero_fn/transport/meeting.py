@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_fn.errors import LostRankError
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["LONGEST_S", "broadcast", "gather", "meeting_group", "scatter", "set_timeout"]
+__all__ = ["LONGEST_S", "all_of", "broadcast", "gather", "lost_ranks", "meeting_group", "scatter", "set_timeout"]
 
 LONGEST_S = 3600.0
 """Most seconds that ranks wait for a rank with a slower disk."""
@@ -43,7 +43,7 @@ def meeting_group() -> dist.ProcessGroup | None:
         if "gloo" in backend:
             _meet(world)
         backend = "gloo" if dist.is_gloo_available() and "nccl" in backend else backend
-        with _lost_ranks():
+        with lost_ranks():
             made = dist.new_group(backend=backend, timeout=timedelta(seconds=deadline()))
         if backend == "gloo":
             set_timeout(timedelta(seconds=LONGEST_S), made)
@@ -61,7 +61,7 @@ def _meet(world: dist.ProcessGroup) -> None:
                 scatter(world, torch.ones(world.size(), 1, dtype=torch.uint8), deadline(), _TAG)
         raise
     if scatter(world, torch.zeros(world.size(), 1, dtype=torch.uint8), 2 * deadline(), _TAG).item():
-        with _lost_ranks():
+        with lost_ranks():
             raise RuntimeError("rank 0 has lost a rank")
 
 
@@ -114,7 +114,7 @@ def _all(messages: Mapping[int, Callable[[], dist.Work]], seconds: float, group:
         except RuntimeError as error:
             failures[peer] = error
     for peer, failure in failures.items():
-        with _lost_ranks(here=f"rank {group.rank()}, waiting for rank {peer}"):
+        with lost_ranks(here=f"rank {group.rank()}, waiting for rank {peer}"):
             raise failure
 
 
@@ -124,13 +124,27 @@ def broadcast(group: dist.ProcessGroup, values: Tensor) -> Tensor:
     Raises:
         LostRankError: A rank has ended, or did not come.
     """
-    with _lost_ranks():
+    with lost_ranks():
         dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
     return values
 
 
+def all_of(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+    """The messages of all ranks, of any lengths. Each rank sends rank 0 its message, and gets all of them; waits.
+
+    Raises:
+        LostRankError: A rank has ended, or did not come.
+    """
+    lengths = gather(group, torch.tensor([len(message)]).view(torch.uint8), deadline()).view(torch.int64).flatten()
+    lengths = broadcast(group, lengths if not group.rank() else torch.empty(group.size(), dtype=torch.int64))
+    longest = int(lengths.max())
+    rows = gather(group, torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8), deadline())
+    rows = broadcast(group, rows if not group.rank() else rows.new_empty(group.size(), longest))
+    return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths.tolist())]
+
+
 @contextmanager
-def _lost_ranks(**facts: str) -> Iterator[None]:
+def lost_ranks(**facts: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

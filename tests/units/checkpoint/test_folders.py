@@ -23,7 +23,7 @@ from tests.support.groups import pretended
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.units.checkpoint.worlds import differing, everything
-from zero_fn.checkpoint import saving
+from zero_fn.checkpoint import writing
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.storage import Slab
 from zero_fn.transport import meeting
@@ -87,7 +87,7 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkey
 
     model = nn.Linear(3, 3)
     entered, go = threading.Event(), threading.Event()
-    real = zf.checkpoint.saving._Writing._write_rest  # type: ignore[attr-defined]
+    real = zf.checkpoint.writing.Writing.write_rest  # type: ignore[attr-defined]
 
     def late(writing: Any) -> None:
         entered.set()
@@ -95,7 +95,7 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkey
         monkeypatch.setattr("os.fsync", refuse)
         real(writing)
 
-    monkeypatch.setattr("zero_fn.checkpoint.saving._Writing._write_rest", late)
+    monkeypatch.setattr("zero_fn.checkpoint.writing.Writing.write_rest", late)
     saving = zf.save(tmp_path / "step-1", model, background=True)
     assert entered.wait(10)
     assert not saving.is_done()
@@ -109,13 +109,13 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkey
 
 
 def test_load_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = zf.checkpoint.saving._Writing._write_rest  # type: ignore[attr-defined]
+    real = zf.checkpoint.writing.Writing.write_rest  # type: ignore[attr-defined]
 
     def late(writing: Any) -> None:
         time.sleep(0.2)
         real(writing)
 
-    monkeypatch.setattr("zero_fn.checkpoint.saving._Writing._write_rest", late)
+    monkeypatch.setattr("zero_fn.checkpoint.writing.Writing.write_rest", late)
     model = nn.Linear(3, 3)
     expected = model.weight.detach().clone()
     zf.save(tmp_path / "step-1", model, background=True)
@@ -133,7 +133,7 @@ def test_values_are_copied_into_as_many_bytes(tmp_path: Path, monkeypatch: pytes
             copied.append(nbytes)
             super().__init__(nbytes, *args, **kwargs)
 
-    monkeypatch.setattr(saving, "Slab", Counted)
+    monkeypatch.setattr(writing, "Slab", Counted)
     zf.save(tmp_path / "step-1", nn.Linear(20, 10), background=True).wait()
     assert copied == [13 * 64 + 64]  # of 800 bytes and of 40, to whole 64
 
