@@ -4,7 +4,18 @@ model = zf.shard_params(model, mesh["dp"])                      # ZeRO-3; transf
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)      # built after the last one: its states are shards, too
 """
 
-from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_pretrained
+from zero_fn.checkpoint import (
+    Checkpoint,
+    Mirror,
+    Saving,
+    checkpoints,
+    load,
+    load_pretrained,
+    mirror,
+    resume,
+    save,
+    save_pretrained,
+)
 from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
 from zero_fn.errors import (
     CheckpointError,
@@ -71,6 +82,7 @@ __all__ = [
     "LostRankError",
     "MeshError",
     "Metrics",
+    "Mirror",
     "PlacementError",
     "Plan",
     "Preemption",
@@ -120,6 +132,7 @@ __all__ = [
     "materialize",
     "measure_links",
     "metrics",
+    "mirror",
     "nvme",
     "offload",
     "plan",
@@ -128,6 +141,7 @@ __all__ = [
     "profile",
     "refresh",
     "replicate",
+    "resume",
     "save",
     "save_pretrained",
     "shard_grads",

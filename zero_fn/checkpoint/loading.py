@@ -119,13 +119,7 @@ def load(
                 fix="load from a folder that all hosts share, or copy the whole checkpoint to each",
             )
         source = opened(path / name, renamed_by(rename), has_states=plan.optimizer is not None, reader=reader)
-        if plan.model is not None:
-            plan.match_model(source, is_strict=strict)
-            plan.match_local_buffers(source, meeting)
-        if plan.optimizer is not None:
-            plan.match_optimizer(source, plan.optimizer, is_strict=strict)
-        if "extra" in kinds:
-            plan.match_extra(source, meeting, extra or {}, where, is_strict=strict)
+        plan.match(source, meeting, (extra or {}) if "extra" in kinds else None, where, is_strict=strict)
         return source
 
     fill_on_all_ranks(

@@ -195,16 +195,16 @@ class Writing:
                 for share in shares:
                     share.file = file
         if copies:
-            _copy([share for share in self._each() if share.held.is_in_memory])
+            _copy([share for share in self.each() if share.held.is_in_memory])
         with ParcelWindow() as window:
-            for share in self._each():
+            for share in self.each():
                 if share.held.is_away:
                     share.write(window)
         if self.plan.streamed is not None:
             self._write_chunks(self.plan.streamed)
 
     def _write_chunks(self, optimizer: Streamed) -> None:
-        in_chunks = {share.held.in_chunks: share for share in self._each() if share.held.in_chunks is not None}
+        in_chunks = {share.held.in_chunks: share for share in self.each() if share.held.in_chunks is not None}
 
         def take(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
             share = in_chunks.get((id(parameter), name))
@@ -219,7 +219,7 @@ class Writing:
     def write_rest(self) -> None:
         """Writes what is in memory, and then this rank's part of the manifest: its files are complete."""
         with ParcelWindow() as window:
-            for share in self._each():
+            for share in self.each():
                 if share.held.is_in_memory:
                     share.write(window)
         written = {kind: [_finished(shares) for shares in files] for kind, files in self.files.items()}
@@ -228,11 +228,11 @@ class Writing:
 
     def close(self) -> None:
         """Closes the files, also those that are not complete."""
-        for share in self._each():
+        for share in self.each():
             if share.file is not None:
                 share.file.close()
 
-    def _each(self) -> list[Share]:
+    def each(self) -> list[Share]:
         """All that this rank writes, in the order of files."""
         return [share for files in self.files.values() for shares in files for share in shares]
 

@@ -44,7 +44,7 @@ class SharedFolder:
 
     def __init__(self, word: str) -> None:
         """Makes the folder, unless there is one. Folders that others have left without a keeper are removed."""
-        self.path = ROOT / f"{_PREFIX}{word}"
+        self.path = self.path_of(word)
         _sweep()
         while True:
             with suppress(FileExistsError):
@@ -71,9 +71,9 @@ class SharedFolder:
         return True
 
     @staticmethod
-    def is_there(word: str) -> bool:
-        """Whether this host has the folder."""
-        return (ROOT / f"{_PREFIX}{word}" / "users").exists()
+    def path_of(word: str) -> Path:
+        """Where the folder of a word is, or would be."""
+        return ROOT / f"{_PREFIX}{word}"
 
     def leave(self) -> None:
         """Uses it no longer, and leaves it to processes that come later."""

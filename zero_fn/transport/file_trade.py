@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.transport.meeting import LONGEST_S, lost_ranks
+from zero_fn.transport.meeting import lost_ranks
+from zero_fn.transport.waiting import deadline
 
 __all__ = ["trade_files"]
 
@@ -84,7 +85,7 @@ class _Trade:
         """Waits until everything was sent."""
         for peer, work, _ in self._sent:
             with lost_ranks(here=f"rank {self._group.rank()}, sending to rank {peer}"):
-                work.wait(timedelta(seconds=LONGEST_S))
+                work.wait(timedelta(seconds=deadline()))
         if self._failure is not None:
             raise self._failure
 
@@ -95,5 +96,5 @@ class _Trade:
 
     def _take(self, message: Tensor, peer: int) -> Tensor:
         with lost_ranks(here=f"rank {self._group.rank()}, waiting for rank {peer}"):
-            self._group.recv([message], peer, _TAG).wait(timedelta(seconds=LONGEST_S))
+            self._group.recv([message], peer, _TAG).wait(timedelta(seconds=deadline()))
         return message

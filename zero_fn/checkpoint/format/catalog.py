@@ -41,9 +41,16 @@ class Catalog(Contents):
     as long on 512 as on 16.
     """
 
-    def __init__(self, path: Path, rename: Callable[[str], str], reader: tuple[int, int] = (0, 1)) -> None:
-        """Reads parts of the manifest."""
+    def __init__(
+        self,
+        path: Path,
+        rename: Callable[[str], str],
+        reader: tuple[int, int] = (0, 1),
+        open: Callable[[Path, int, int, str], TensorReader] = TensorReader,
+    ) -> None:
+        """Reads parts of the manifest; `open` opens a file of tensors once it is read."""
         super().__init__(path, rename)
+        self._open = open
         manifest = read_manifest(path)
         self.ranks, self._id = manifest["ranks"], manifest["id"]
         self._parts: dict[int, dict[str, Any]] = {}
@@ -76,7 +83,7 @@ class Catalog(Contents):
                 (k, *each) for k in (*KINDS, AVERAGES) for each in enumerate(part["files"].get(k, ()))
             ):
                 path = self.path / tensors_name(kind, rank, number)
-                opened = partial(TensorReader, path, info["begin"], info["nbytes"], info["xxh3"])
+                opened = partial(self._open, path, info["begin"], info["nbytes"], info["xxh3"])
                 pieces = [StoredBox.of_entry(name, entry, rank, opened) for name, entry in info["tensors"].items()]
                 room = sum(piece.nbytes for piece in pieces)
                 if info["begin"] + room != info["nbytes"] or any(p.offset + p.nbytes > room for p in pieces):

@@ -68,6 +68,18 @@ class LoadPlan:
 
     # -- names, shapes, dtypes -----------------------------------------------------------------------------------------
 
+    def match(
+        self, source: Contents, meeting: RankMeeting, extra: Mapping[str, Any] | None, where: Where, *, is_strict: bool
+    ) -> None:
+        """Finds everything in the files; with `extra` None, nothing of what was saved beside model and optimizer."""
+        if self.model is not None:
+            self.match_model(source, is_strict=is_strict)
+            self.match_local_buffers(source, meeting)
+        if self.optimizer is not None:
+            self.match_optimizer(source, self.optimizer, is_strict=is_strict)
+        if extra is not None:
+            self.match_extra(source, meeting, extra, where, is_strict=is_strict)
+
     def match_model(self, source: Contents, *, is_strict: bool) -> None:
         """Finds the tensors of the model in the files."""
         for held in self.named.held_tensors:

@@ -1,0 +1,238 @@
+"""`mirror`: copies of the training state in shared memory, from which `resume` goes on after a loss."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_fn.checkpoint.format.files import disk
+from zero_fn.checkpoint.format.folders import KINDS, part_name, tensors_name
+from zero_fn.checkpoint.mirrored import Hosts, copies_in, drawn_word
+from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
+from zero_fn.checkpoint.saving import Saving, wait_for_saving
+from zero_fn.checkpoint.writing import Inventory, Writing, shared_out
+from zero_fn.errors import LayoutError, LostRankError
+from zero_fn.local.shared_folder import SharedFolder, host_name
+from zero_fn.storage.host_memory import available, too_small
+
+__all__ = ["Mirror", "mirror"]
+
+MIRRORING = "Mirroring"
+
+
+def mirror(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    every: int | Literal["auto"] = "auto",
+    share: float = 0.02,
+) -> Mirror:
+    """Keeps a copy of the training state in shared memory, for `zf.resume`. All ranks call it.
+
+        said = zf.resume("runs/a", model, optimizer, extra={"warmup": warmup})
+        mirror = zf.mirror("runs/a", model, optimizer)
+        for step in range(said["step"] if said else 0, 1000):
+            ...
+            mirror.update(extra={"warmup": warmup, "step": step + 1})
+
+    A copy holds what a checkpoint holds. Each rank copies the shards that it holds, and goes on; a thread writes them into
+    /dev/shm, and, where there are several hosts, sends them to a rank of the next host. So a run outlives all of its
+    processes, or one of its hosts. Once every rank has written, the copy before it is removed: two are there for a
+    moment. No other user can read them. They are removed when the launcher has ended, or ten minutes after the last process
+    that uses them, or by `close`.
+
+    Args:
+        folder: The folder of the checkpoints of this run. A file in it, `.mirror`, names the copies.
+        model: A module, transformed or not.
+        optimizer: The optimizer of its parameters.
+        every: How many steps lie between two copies. "auto": as many as make copies take `share` of the time, as rank 0
+            measures it.
+        share: The part of the time that copies may take.
+
+    Raises:
+        LayoutError: `every` or `share` is out of its range.
+        StateError: This system has no shared memory, or another user has made the folder.
+        StorageError: The folder cannot be made.
+        LostRankError: A rank has ended, or did not call `mirror`.
+    """
+    if (every != "auto" and (not isinstance(every, int) or every < 1)) or not 0 < share < 1:
+        raise LayoutError(
+            "A mirror is updated every so many steps.",
+            every=every,
+            share=share,
+            fix='every="auto", or a number from 1 on',
+        )
+    return Mirror(Path(os.path.abspath(folder)), model, optimizer, every, share)
+
+
+class Mirror:
+    """The copies of a run in shared memory. `mirror` returns it.
+
+    Attributes:
+        every: How many steps lie between this copy and the next.
+        nbytes: Bytes that this rank writes for a copy; as many again go to the next host, where there is one.
+        path: The folder in shared memory.
+    """
+
+    def __init__(
+        self, folder: Path, model: nn.Module, optimizer: Optimizer | None, every: int | Literal["auto"], share: float
+    ) -> None:
+        self._model, self._optimizer, self._asked, self._share = model, optimizer, every, share
+        self.every, self.nbytes, self._steps, self._pace = 1, 0, 0, _Pace()
+        meeting, folders = RankMeeting(), list[SharedFolder]()
+        word = meeting.agree(MIRRORING, None, lambda: drawn_word(folder), same=(str(folder), every, share)).text
+        meeting.agree(MIRRORING, failure_of(lambda: folders.append(SharedFolder(word))))
+        self._folder: SharedFolder | None = folders[0]
+        self.path: Path = folders[0].path
+        self._hosts = Hosts(meeting.all_of(host_name()))
+
+    def update(self, *, extra: Mapping[str, Any] | None = None) -> bool:
+        """Makes a copy if it is time for one; returns whether it did, the same on every rank. All ranks call it once a step.
+
+        Communicates, for a copy: two messages of 640 bytes from each rank to rank 0, and two back; with several hosts
+        another, and the files to the next host. Else nothing.
+
+        Args:
+            extra: As `zf.save` takes it.
+
+        Raises:
+            CheckpointError: Something cannot be copied.
+            TierError: Shared memory or the host has no room for the copies. Raised on every rank.
+            StorageError: Shared memory is full. Raised on every rank, by the next call that makes a copy.
+            LostRankError: A rank has ended.
+        """
+        assert self._folder is not None, "it is closed"
+        self._steps += 1
+        if self._steps < self.every and self._pace.copies:
+            return False
+        wait_for_saving()
+        self._pace.begin(self._steps)
+        meeting, plan = RankMeeting(), Inventory()
+        failure = failure_of(lambda: plan.add(self._model, self._optimizer, extra or {}, None))
+        agreed = meeting.agree(MIRRORING, failure, partial(self._decide, meeting.size), same_names=plan.cut_names())
+        name, every = agreed.text.split()
+        self.every, self._steps = int(every), 0
+        plan.end_differences()
+        writing = Writing(self.path / name, meeting.rank, plan, name, shared_out(plan, agreed))
+        if not self._pace.copies:
+            self.nbytes = sum(share.piece.nbytes for share in writing.each())
+            self._require_room(meeting)
+        failure = failure_of(lambda: self._begin(writing))
+        device = next(self._model.parameters(), torch.empty(0)).device
+        self._pace.end(counts_threads=device.type == "cpu")
+        Saving(partial(self._finish, meeting, writing, failure))
+        return True
+
+    def _decide(self, ranks: int) -> str:
+        """On rank 0: how the copy is called, and after how many steps the next one is due."""
+        every = self._asked if self._asked != "auto" else self._pace.steps_until_next(self._share)
+        return f"{time.time_ns()}-{ranks} {every}"
+
+    def _require_room(self, meeting: RankMeeting) -> None:
+        """Raises on every rank if a host has no room for its copies: two of each rank on it, and of each that it keeps."""
+        nbytes, hosts = meeting.all_of(self.nbytes), self._hosts
+
+        def require() -> None:
+            beside = hosts.beside(meeting.rank)
+            needed = 2 * sum(nbytes[rank] for each in beside for rank in (each, *hosts.kept_by(each)))
+            found = os.statvfs(self.path)
+            bounds = (found.f_bavail * found.f_frsize, "its size (df /dev/shm; docker run --shm-size)"), available()
+            room, bound = min(bounds)
+            if needed > room:
+                raise too_small("Copies in /dev/shm", needed, room, bound)
+
+        meeting.agree(MIRRORING, failure_of(require))
+
+    def _begin(self, writing: Writing) -> None:
+        with disk(writing.folder, "Making the folder of a copy"):
+            for kind in KINDS:
+                (writing.folder / kind).mkdir(parents=True, exist_ok=True)
+        writing.begin(copies=True)
+
+    def _finish(self, meeting: RankMeeting, writing: Writing, failure: Exception | None) -> None:
+        """In a thread: writes the copy, sends it to the next host, and removes the others."""
+        rank, hosts = meeting.rank, self._hosts
+        failure = failure or failure_of(writing.write_rest)
+        writing.close()
+        try:
+            neighbour = hosts.neighbour(rank)
+            if neighbour is not None:
+                meeting.agree(MIRRORING, failure)
+                names = [
+                    tensors_name(kind, rank, number)
+                    for kind, files in writing.files.items()
+                    for number in range(len(files))
+                ]
+                sends = {neighbour: [*names, part_name(rank)]}
+
+                def trade() -> None:
+                    with disk(writing.folder, "Keeping the files of another host"):
+                        meeting.trade(writing.folder, sends, hosts.kept_by(rank))
+
+                failure = failure_of(trade)
+            meeting.agree(MIRRORING, failure)
+        except LostRankError:
+            raise  # perhaps all have written: `resume` will see
+        except Exception:
+            shutil.rmtree(writing.folder, ignore_errors=True)
+            raise
+        if hosts.is_first(rank):
+            remove_copies(self.path, but=writing.folder.name)
+        self._pace.end_thread()
+
+    def close(self) -> None:
+        """Removes the copies, once every rank of this host has called it or has ended: training is done."""
+        wait_for_saving()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+
+def remove_copies(folder: Path, *, but: str) -> None:
+    """Removes the copies on this host but one."""
+    for name in copies_in(folder):
+        if name != but:
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+class _Pace:
+    """How long copies take, and how long steps."""
+
+    def __init__(self) -> None:
+        self.copies = 0  # that were begun
+        self._began = self._cost_s = self._step_s = 0.0
+        self._counts_threads = False
+
+    def begin(self, steps: int) -> None:
+        """A copy begins, this many steps after the last one."""
+        now = time.perf_counter()
+        if self.copies:
+            self._step_s = (now - self._ended) / steps
+        self._began = now
+
+    def end(self, *, counts_threads: bool) -> None:
+        """This thread goes on; another writes. On a CPU that takes time of the steps."""
+        self.copies += 1
+        self._ended, self._counts_threads = time.perf_counter(), counts_threads
+        self._cost_s = self._ended - self._began
+
+    def end_thread(self) -> None:
+        self._cost_s += time.thread_time() if self._counts_threads else 0.0
+
+    def steps_until_next(self, share: float) -> int:
+        """After how many steps the copy that begins now is to be followed by another. The first one is not counted: it pays
+        for what the others find there."""
+        if self.copies < 2:
+            return 1
+        return max(math.ceil(self._cost_s / share / max(self._step_s, 1e-9)), 1)
