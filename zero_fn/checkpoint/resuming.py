@@ -79,7 +79,7 @@ def resume(
             with _or_the_disk(found, meeting):
                 copy = _Copy(meeting, found, memory.path / found.copy)
                 copy.complete(model, optimizer, extra or {})
-                said = load(copy.path, model, optimizer, extra=extra)
+                said = load(copy.path, model, optimizer, extra=extra, verify="once")
                 if found.hosts.is_first(meeting.rank):
                     remove_copies(memory.path, but=found.copy)
                 return said

@@ -185,6 +185,7 @@ class Writing:
     plan: Inventory
     saved_by: str  # what identifies the save
     files: dict[str, list[list[Share]]]  # what this rank writes, by kind and file
+    is_complete: bool = False
 
     def begin(self, *, copies: bool) -> None:
         """Makes the files, and writes what rests in tiers; with `copies`, what is in memory is copied to the host."""
@@ -225,6 +226,7 @@ class Writing:
         written = {kind: [_finished(shares) for shares in files] for kind, files in self.files.items()}
         says = {"id": self.saved_by, "rank": self.rank, "files": written, **self.plan.says}
         write_json(self.folder / part_name(self.rank), says)
+        self.is_complete = True
 
     def close(self) -> None:
         """Closes the files, also those that are not complete."""
