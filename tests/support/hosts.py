@@ -7,9 +7,9 @@
         ran = hosts.run(hello, "hello", link=Link(delay_ms=200))
         assert ran.values[2] == ("hello", "host-b")
 
-A host is namespaces of its own: of networks, processes, mounts and its name. The folder `OWN` is another one on each host;
-all others are shared. The link is a tap device in each host, and a process between them, which delays, drops, counts and
-cuts: of modules of the kernel this needs `tun` only. Ranks ask it by `ask`. The process has imported torch, and forks the
+A host is namespaces of its own: of networks, processes, mounts and its name. The folders `OWN` and /dev/shm are others on
+each host; the rest is shared. The link is a tap device in each host, and a process between them, which delays, drops, counts
+and cuts: of modules of the kernel this needs `tun` only. Ranks ask it by `ask`. The process has imported torch, and forks the
 ranks. With the process that runs the tests all of this ends.
 """
 
@@ -343,7 +343,8 @@ def _host(number: int, connections: list[Connection], pickled: bytes, deadline_s
 def _first(number: int, connections: list[Connection], pickled: bytes, deadline_s: float) -> None:
     _checked(libc.mount(None, b"/", None, PRIVATE, None))
     _checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
-    _checked(libc.mount(b"tmpfs", OWN.encode(), b"tmpfs", 0, None))
+    for folder in (OWN, "/dev/shm"):
+        _checked(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, None))
     _checked(libc.sethostname(NAMES[number].encode(), len(NAMES[number])))
     # Gloo looks for the address of the host's name.
     with open(f"{OWN}/.hosts", "w") as file:

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from zero_fn.checkpoint.format.folders import KINDS, part_name, tensors_name
 from zero_fn.checkpoint.mirrored import Hosts, copies_in, drawn_word
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import Saving, wait_for_saving
-from zero_fn.checkpoint.writing import Inventory, Writing, shared_out
+from zero_fn.checkpoint.writing import Inventory, Share, Writing, shared_out
 from zero_fn.errors import LayoutError, LostRankError
 from zero_fn.local.shared_folder import SharedFolder, host_name
 from zero_fn.storage.host_memory import available, too_small
@@ -28,6 +28,8 @@ from zero_fn.storage.host_memory import available, too_small
 __all__ = ["Mirror", "mirror"]
 
 MIRRORING = "Mirroring"
+
+_SMALL = 4096  # bytes
 
 
 def mirror(
@@ -124,7 +126,7 @@ class Mirror:
         name, every = agreed.text.split()
         self.every, self._steps = int(every), 0
         plan.end_differences()
-        writing = Writing(self.path / name, meeting.rank, plan, name, shared_out(plan, agreed))
+        writing = Writing(self.path / name, meeting.rank, plan, name, _small_apart(shared_out(plan, agreed)))
         if not self._pace.copies:
             self.nbytes = sum(share.piece.nbytes for share in writing.each())
             self._require_room(meeting)
@@ -201,6 +203,16 @@ class Mirror:
         if self._folder is not None:
             self._folder.close()
             self._folder = None
+
+
+def _small_apart(files: Mapping[str, Sequence[Sequence[Share]]]) -> dict[str, list[list[Share]]]:
+    """The same in more files: small tensors, which many ranks read, are not in the files that other hosts then would want."""
+    found: dict[str, list[list[Share]]] = {}
+    for kind, several in files.items():
+        large = [[each for each in shares if each.piece.nbytes > _SMALL] for shares in several]
+        small = [[each for each in shares if each.piece.nbytes <= _SMALL] for shares in several]
+        found[kind] = [shares for shares in (*large, *small) if shares]
+    return found
 
 
 def remove_copies(folder: Path, *, but: str) -> None:

@@ -38,7 +38,7 @@ from zero_fn.streamed.coded import CODES
 from zero_fn.transforms.selection import Where
 from zero_fn.values.tiers import Cpu
 
-__all__ = ["Inventory", "Writing", "shared_out"]
+__all__ = ["Inventory", "Share", "Writing", "shared_out"]
 
 
 @dataclass

@@ -385,3 +385,86 @@ def test_both_agents_end_and_name_a_rank_that_was_killed_on_one_host(hosts: Host
     # Survivors raise wherever they are, in a collective of torch, too, until their agent ends them.
     assert re.search(r"LostRankError: Rank|Connection closed by peer", first + second), first + second
     assert any(found.is_complete for found in zf.checkpoints(tmp_path))
+
+
+# -- copies in memory ------------------------------------------------------------------------------------------------
+
+COPIED = 256  # features: 12 bytes of state for each of 263,168 elements
+
+
+def bytes_of(model: nn.Module) -> bytes:
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+
+
+def mirrored(folder: str, until: int) -> tuple[int, bytes]:
+    """Trains up to a step, with a copy after each, from where a run was left; the step it went on from, and parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    torch.manual_seed(until)  # what is not loaded is seen
+    model = zf.shard_params(nn.Sequential(*(Layer(COPIED) for _ in range(DEPTH))), mesh["dp"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    said = zf.resume(folder, model, optimizer)
+    first = said["step"] if said else 0
+    mirror = zf.mirror(folder, model, optimizer, every=1)
+    for number in range(first, until):  # the same batch on all ranks: their number does not change a sum
+        x = torch.randn(4, COPIED, generator=torch.Generator().manual_seed(number))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mirror.update(extra={"step": number + 1})
+    zf.checkpoint.saving.wait_for_saving()
+    with zf.unsharded(model):
+        return first, bytes_of(model)
+
+
+def undisturbed() -> bytes:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Layer(COPIED) for _ in range(DEPTH)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for number in range(5):
+        x = torch.randn(4, COPIED, generator=torch.Generator().manual_seed(number))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return bytes_of(model)
+
+
+def test_a_host_that_has_lost_its_memory_gets_what_its_ranks_read(hosts: Hosts, tmp_path: Path) -> None:
+    def run(lost: int | None) -> tuple[list[int], bytes, int]:
+        firsts, folder = [mirrored(f"{tmp_path}/{lost}", 3)[0]], Path("/dev/shm")
+        dist.barrier()
+        before = ask("count")["payload"]
+        dist.barrier()
+        if lost is not None and dist.get_rank() == 2 * lost:  # as a new host in its place
+            (copies,) = folder.glob("zero_fn-*")
+            shutil.rmtree(copies)
+        dist.barrier()
+        first, values = mirrored(f"{tmp_path}/{lost}", 5)
+        dist.barrier()
+        return [*firsts, first], values, ask("count")["payload"] - before
+
+    sent = {}
+    for lost in (None, 0, 1):
+        for firsts, values, nbytes in hosts.run(run, lost).values:
+            assert firsts == [0, 3]
+            assert values == undisturbed()
+            sent[lost] = nbytes
+    files = 12 * 263_168 // 2
+    for lost in (0, 1):  # the files of two ranks, and not of all four; and what all have written of them
+        assert files < sent[lost] - sent[None] < 1.2 * files
+
+
+def test_after_a_host_has_vanished_the_other_has_all(hosts: Hosts, tmp_path: Path) -> None:
+    def run() -> tuple[int, bytes]:
+        mirrored(str(tmp_path), 3)
+        dist.barrier()
+        time.sleep(0.3)  # the barrier is over on all of them
+        rank = dist.get_rank()
+        if rank > 1:
+            ask("vanish")
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        return mirrored(str(tmp_path), 5)
+
+    for first, values in hosts.run(run).values[:2]:
+        assert first == 3
+        assert values == undisturbed()
