@@ -2,13 +2,10 @@
 
     torchrun --nproc-per-node 2 pretrain.py --save runs/a                          on CPUs, or a GPU for each rank
     torchrun --nproc-per-node 4 pretrain.py --save runs/a --steps 400 --stage 1    goes on, at other ranks and stage
-    torchrun --max-restarts 3 ... pretrain.py --save runs/a                        a lost rank costs the last few steps
+    torchrun --max-restarts 9 ... pretrain.py --save runs/a --elastic 1            a lost rank costs the last few steps
 
-The lesson is one line, and two calls that save and load; model, optimizer and loop are plain PyTorch. Batches and the
-learning rate follow from the step, and the batch of a step is divided among ranks, so losses are those of an unbroken run.
+All but the calls of zf is plain PyTorch. Batches follow from the step, and ranks divide them: losses are those of one run.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -16,13 +13,10 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
-
-STAGES = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params]
 
 
 @dataclass
@@ -39,6 +33,7 @@ class Options:
     text: str = argparse.__file__  # a file to learn
     save: str = ""  # a folder for checkpoints, from which a run also goes on
     save_every: int = 50
+    elastic: int = 0  # 1: copies in memory, too, as often as costs 2 % of the time
     leave_within: float = 0.0  # seconds after SIGTERM, in which a run saves and ends with status 75; 0: it ends at once
     log_to: str = ""  # where metrics go while it runs: "tensorboard:runs prometheus:9400"
 
@@ -54,8 +49,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
@@ -82,20 +77,22 @@ def main() -> None:
     torch.manual_seed(0)  # every rank builds the same model
     model: nn.Module = GPT(options.layers, options.dim, options.heads, options.seq)
     model = zf.precision(model) if options.precision == "bf16" else model
-    model = STAGES[options.stage](model, mesh["dp"])  # the lesson
+    stages = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params]
+    model = stages[options.stage](model, mesh["dp"])  # the lesson
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
     text = torch.from_file(options.text, size=os.path.getsize(options.text), dtype=torch.uint8)
-    losses: list[float] = []
-    if os.path.isdir(options.save) and any(found.is_complete for found in zf.checkpoints(options.save)):
-        losses = zf.load(options.save, model, optimizer, extra={"warmup": warmup})["losses"]  # the newest complete one
+    said = zf.resume(options.save, model, optimizer, extra={"warmup": warmup}) if options.save else None
+    losses: list[float] = said["losses"] if said else []  # of the newest state: in memory or on the disk
+    extra = {"warmup": warmup, "losses": losses}
+    mirror = zf.mirror(options.save, model, optimizer) if options.elastic else None
     preemption = zf.preemption(within_s=options.leave_within) if options.leave_within else None
     metrics = zf.metrics(model, optimizer, sinks=options.log_to.split(), step=len(losses))
     for step in range(len(losses), options.steps):
         draws = torch.Generator().manual_seed(step)  # every rank draws the same batch, and takes some of its rows
         starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=draws)[here.rank :: here.ranks]
         tokens = text[starts + torch.arange(options.seq + 1)].to(here.device, torch.long)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -106,13 +103,16 @@ def main() -> None:
         losses.append(mean.item())
         if here.rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
+        if mirror is not None:
+            mirror.update(extra=extra)
         is_leaving = preemption is not None and preemption.is_due()  # the same on every rank
         if options.save and (is_leaving or (step + 1) % options.save_every == 0):
-            extra = {"warmup": warmup, "losses": losses}
             zf.save(f"{options.save}/step-{step + 1:06d}", model, optimizer, extra=extra, keep=3)
         if is_leaving:
             preemption.leave()
     metrics.close()
+    if mirror is not None:
+        mirror.close()
     dist.destroy_process_group()
 
 

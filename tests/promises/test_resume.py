@@ -75,6 +75,8 @@ class Run:
             wait = dcp.async_save(self._states(), checkpoint_id=folder, process_group=own_group).result  # type: ignore[union-attr]
         elif "dcp" in how:
             dcp.save(self._states(), checkpoint_id=folder)
+        elif how == "mirror":
+            zf.mirror(folder, self.model, self.optimizer, every=1).update(extra=own)
         else:
             step = f"{folder}/step-{self.step}"
             wait = zf.save(step, self.model, self.optimizer, extra=own, background=how == "async").wait
@@ -91,7 +93,8 @@ class Run:
             found = states[f"rank {dist.get_rank()}"]
             self.schedule.load_state_dict(found["schedule"])
         else:
-            found = zf.load(folder, self.model, self.optimizer, extra={"schedule": self.schedule})
+            load: Callable[..., Any] = zf.resume if how == "mirror" else zf.load
+            found = load(folder, self.model, self.optimizer, extra={"schedule": self.schedule})
         torch.set_rng_state(found["random"])
         self.step = found["step"]
 
@@ -134,6 +137,10 @@ RUNS = [
     ("away", 2, torch.float32, "dcp, flat"),  # flattened ones were loaded without the states that are in the tier
     ("zero3", 1, torch.float32, "async"),
     ("local buffers", 2, torch.float32, "async"),
+    ("zero3", 3, torch.float32, "mirror"),
+    ("zero1", 2, torch.bfloat16, "mirror"),
+    ("away", 2, torch.float32, "mirror"),
+    ("local buffers", 2, torch.float32, "mirror"),
     *(pytest.param(stage, 2, torch.float32, "dcp", marks=pytest.mark.long) for stage in STAGES),
 ]
 

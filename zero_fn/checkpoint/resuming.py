@@ -23,7 +23,7 @@ from zero_fn.checkpoint.mirror import remove_copies
 from zero_fn.checkpoint.mirrored import Hosts, copies_in, ranks_of_copy, word_of
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.errors import CheckpointError
+from zero_fn.errors import CheckpointError, StorageError
 from zero_fn.local.shared_folder import SharedFolder, host_name
 
 __all__ = ["resume"]
@@ -129,7 +129,7 @@ def _or_the_disk(found: _Found, meeting: RankMeeting) -> Iterator[None]:
     """A copy that is damaged does not count, if there is a checkpoint on the disk. All ranks hear of it."""
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, StorageError) as error:
         if not found.disk_ns:
             raise
         if meeting.rank == 0:

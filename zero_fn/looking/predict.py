@@ -32,6 +32,7 @@ from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of, sent_of
+from zero_fn.runtime.box import holding_of
 from zero_fn.runtime.coded_gradients import piece_rows
 from zero_fn.runtime.coded_parameters import require_held
 from zero_fn.runtime.door import runs_of, units_of
@@ -78,6 +79,9 @@ class Plan:
             move, where all parameters of a unit travel together.
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, on top of
             `held`; or of gradients that a stock optimizer gets in another dtype than they rest in.
+        mirror_nbytes: With `mirror=True`, bytes that this rank writes into shared memory for a copy (`zf.mirror`). While one
+            is made, the one before it is there, too. With several hosts as many go to the next one for each copy, and as
+            many come from another.
     """
 
     device_type: str
@@ -89,6 +93,7 @@ class Plan:
     moved: Mapping[str, Moved]
     link: Link
     collectives: Mapping[str, int]
+    mirror_nbytes: int = 0
 
     @property
     def peak_nbytes(self) -> int:
@@ -121,6 +126,8 @@ class Plan:
         if self.link != NO_LINK:
             there, back = self.link
             rows.append(("link", there, f" to the device, {back / 1e6:.3f} MB from it per step"))
+        if self.mirror_nbytes:
+            rows.append(("mirror", self.mirror_nbytes, " a copy in shared memory, and to the next host"))
         if len(self.sent_by_axis) > 1:
             rows += [("  along", nbytes, f" {name!r}") for name, nbytes in self.sent_by_axis.items()]
         return "\n".join(f"{name:<10} {nbytes / 1e6:10.3f} MB{more}" for name, nbytes, more in rows)
@@ -132,6 +139,7 @@ def plan(
     *,
     optimizer_nbytes_per_element: int | None = None,
     backwards: int = 1,
+    mirror: bool = False,
 ) -> Plan:
     """Predicts the bytes that this rank holds, sends, and moves from and to other tiers. Communicates nothing.
 
@@ -142,6 +150,7 @@ def plan(
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the default) for Adam in
             float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Number of backwards inside `accumulate` per step.
+        mirror: Whether copies are kept in shared memory (`zf.mirror`).
 
     Returns:
         A `Plan`. The schedule is the one that was recorded in a forward; before the first forward, units run in registration
@@ -203,7 +212,26 @@ def plan(
         moved={str(tier): Moved(found.read[tier], found.written[tier]) for tier in found.read | found.written},
         link=found.link,
         collectives=dict(collectives),
+        mirror_nbytes=_copied_nbytes(groups, per_element if optimizer is None else found) if mirror else 0,
     )
+
+
+def _copied_nbytes(groups: Sequence[Group], states: int | Footprint) -> int:
+    """Bytes of parameters and states of which this rank makes a copy: each element is copied by one of those that hold it.
+    `states` are bytes an element, or what the optimizer takes."""
+    copied = trained = trained_own = in_states = 0
+    for ordinal, slot in enumerate(slot for group in groups for slot in group.slots):
+        itemsize, holding = slot.parameter.dtype.itemsize, holding_of(slot.parameter)
+        box = None if holding is None else holding.own(ordinal, itemsize, (0, 1))
+        own = 0 if box is None else box.numel
+        copied += own * itemsize
+        if slot.parameter.requires_grad:
+            trained, trained_own = trained + slot.path.local_numel, trained_own + own
+            per_element = 0 if isinstance(states, Footprint) else states
+            in_states += slot.path.local_numel * per_element
+    if isinstance(states, Footprint):
+        in_states = states.states_nbytes + states.tiers.total()
+    return copied + in_states * trained_own // max(trained, 1)
 
 
 def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:

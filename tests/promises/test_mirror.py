@@ -1,0 +1,435 @@
+"""Copies in shared memory: complete or not used, seen by nobody else, and gone when nobody needs them.
+
+What is in them, at every stage, tier and dtype: `test_resume.py`. Between hosts: `tests/outside/launchers/test_two_hosts.py`.
+Of a run whose ranks are killed at random: `examples/benchmarks/kills.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_fn as zf
+from tests.support.ranks import Ranks, axis
+from tests.support.worlds import WIDTH, Tower, noise
+from zero_fn.checkpoint.mirror import _Pace
+from zero_fn.checkpoint.saving import wait_for_saving
+from zero_fn.local import keeper, shared_folder
+from zero_fn.local.shared_folder import SharedFolder
+
+ROOT = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = set(ROOT.glob("zero_fn-*"))
+    yield
+    for left in set(ROOT.glob("zero_fn-*")) - before:
+        shutil.rmtree(left, ignore_errors=True)  # its keeper sees that, and ends
+
+
+def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = zf.zero3(Tower(), axis())
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The same batch on every rank."""
+    model(noise(4, WIDTH, seed=step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sums(model: nn.Module) -> list[float]:
+    with zf.unsharded(model):
+        return [parameter.detach().double().sum().item() for parameter in model.parameters()]
+
+
+def _copied(folder: str, steps: int, every: int = 1) -> tuple[dict[int, list[float]], str]:
+    """Trains, with a copy of each step; what the model was after each, and where the copies are."""
+    (model, optimizer), found = made(0), {}
+    mirror = zf.mirror(folder, model, optimizer, every=every)
+    for step in range(1, steps + 1):
+        trained(model, optimizer, step)
+        mirror.update(extra={"step": step})
+        found[step] = sums(model)
+    wait_for_saving()
+    return found, str(mirror.path)
+
+
+def _resumed(folder: str) -> tuple[int, list[float]] | None:
+    model, optimizer = made(7)
+    said = zf.resume(folder, model, optimizer)
+    return None if said is None else (said["step"], sums(model))
+
+
+def copies(path: str) -> list[Path]:
+    return sorted(each for each in Path(path).iterdir() if each.is_dir())
+
+
+# -- which state is resumed --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_there_at_first(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(_resumed, str(tmp_path / "never made")) == [None, None]
+    assert not (tmp_path / "never made").exists()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (2, 4), (2, 1), (1, 3)])
+def test_a_copy_is_resumed_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
+    found, path = ranks(before).run(_copied, str(tmp_path), 3)[0]
+    assert len(copies(path)) == 1, "one copy stays"
+    assert ranks(after).run(_resumed, str(tmp_path)) == [(3, found[3])] * after
+
+
+def test_the_newest_of_memory_and_disk_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+    def run(folder: str) -> tuple[list[Any], list[Any]]:
+        model, optimizer = made(0)
+        mirror = zf.mirror(folder, model, optimizer, every=1)
+        expected, got = [], []
+        for step, how in enumerate(["memory", "disk", "memory", "both", "disk"], 1):
+            trained(model, optimizer, step)
+            if how != "disk":
+                mirror.update(extra={"step": step})
+            if how != "memory":
+                zf.save(f"{folder}/step-{step}", model, optimizer, extra={"step": step})
+            expected.append((step, sums(model)))
+            got.append(_resumed(folder))
+        return expected, got
+
+    for expected, got in ranks(2).run(run, str(tmp_path)):
+        assert got == expected
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_copy_every_so_many_steps(ranks: Ranks, tmp_path: Path, every: int) -> None:
+    def run(folder: str) -> list[bool]:
+        model, optimizer = made(0)
+        mirror = zf.mirror(folder, model, optimizer, every=every)
+        return [mirror.update() for _ in range(7)]
+
+    expected = [number % every == 0 for number in range(7)]
+    assert ranks(2).run(run, str(tmp_path)) == [expected] * 2
+
+
+# -- complete, or not used -------------------------------------------------------------------------------------------
+
+
+def _torn(kind: str, copy: Path) -> None:
+    part, tensors = copy / "rank-00001.json", next(copy.glob("model/00001-*"))
+    if kind == "a part is missing":
+        part.unlink()
+    elif kind == "a part is torn":
+        part.write_bytes(part.read_bytes()[:-9])
+    elif kind == "a file is missing":
+        tensors.unlink()
+    elif kind == "a file is torn":
+        os.truncate(tensors, tensors.stat().st_size - 4)
+    else:
+        with tensors.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-4, os.SEEK_END)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+TORN = ["a part is missing", "a part is torn", "a file is missing", "a file is torn", "a bit is wrong"]
+
+
+@pytest.mark.parametrize("kind", TORN)
+def test_a_copy_that_is_not_complete_is_not_used(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    def saved(folder: str) -> list[float]:
+        model, optimizer = made(0)
+        trained(model, optimizer, 1)
+        zf.save(f"{folder}/step-1", model, optimizer, extra={"step": 1})
+        return sums(model)
+
+    def resumed(folder: str) -> tuple[Any, list[str]]:
+        with pytest.warns(RuntimeWarning) if "part" not in kind and not dist.get_rank() else mock.MagicMock() as told:
+            found = _resumed(folder)
+        return found, [str(each.message)[:60] for each in told] if isinstance(told, list) else []
+
+    expected = ranks(2).run(saved, str(tmp_path))[0]
+    _, path = ranks(2).run(_copied, str(tmp_path), 3)[0]
+    _torn(kind, *copies(path))
+    for found, _ in ranks(2).run(resumed, str(tmp_path)):
+        assert found == (1, expected)
+
+
+@pytest.mark.parametrize("kind", TORN[2:])
+def test_a_damaged_copy_without_a_checkpoint_is_an_error(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """And no run that silently begins anew."""
+
+    def raised(folder: str) -> str:
+        with pytest.raises((zf.CheckpointError, zf.StorageError)) as error:
+            _resumed(folder)
+        return type(error.value).__name__
+
+    _, path = ranks(2).run(_copied, str(tmp_path), 3)[0]
+    _torn(kind, *copies(path))
+    assert len(set(ranks(2).run(raised, str(tmp_path)))) == 1
+
+
+def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks: Ranks, tmp_path: Path) -> None:
+    """All at once, while they make one copy after another: the last that was begun, or the one before it."""
+
+    def endless(folder: str) -> None:
+        model, optimizer = made(0)
+        said = zf.resume(folder, model, optimizer)
+        mirror, step = zf.mirror(folder, model, optimizer, every=1), said["step"] if said else 0
+        while True:
+            step += 1
+            trained(model, optimizer, step)
+            mirror.update(extra={"step": step})
+            Path(f"{folder}/done-{dist.get_rank()}").write_text(str(step - 1))  # the copy before this one is complete
+
+    folder, found = tmp_path / "runs", dict[int, list[float]]()
+    for number in range(6):
+        fresh = Ranks()
+        try:
+            with pytest.raises(zf.StateError):  # after this time
+                fresh(2, deadline_s=0.5 + 0.07 * number).run(endless, str(folder))
+        finally:
+            fresh.close()
+        written = [int(path.read_text() or 0) for path in folder.glob("done-*")]
+        step, values = ranks(2).run(_resumed, str(folder))[0]
+        assert step >= max([0, *found, *written])
+        found[step] = values
+    assert len(found) > 3
+    undisturbed, _ = ranks(2).run(_copied, str(tmp_path / "alone"), max(found), 10**9)[0]
+    assert found == {step: undisturbed[step] for step in found}
+
+
+def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks: Ranks, tmp_path: Path) -> None:
+    def run(folder: str) -> str:
+        found, path = _copied(folder, 2)
+        model, optimizer = made(0)
+        mirror = zf.mirror(folder, model, optimizer, every=1)
+        real = os.pwrite
+        fails = OSError(28, "No space left on device")
+        with mock.patch("os.pwrite", side_effect=fails if dist.get_rank() else real):
+            mirror.update(extra={"step": 9})
+            with pytest.raises(zf.StorageError, match=r"No space left|failed on rank 1"):
+                mirror.update(extra={"step": 10})
+        assert _resumed(folder) == (2, found[2])
+        return path
+
+    (path, _) = ranks(2).run(run, str(tmp_path))
+    assert len(copies(path)) == 1
+
+
+def test_too_little_room_is_an_error_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
+    def run(folder: str) -> list[str]:
+        model, optimizer = made(0)
+        mirror = zf.mirror(folder, model, optimizer)
+        small = os.statvfs_result((4096, 4096, 16, 1, 1, 9, 9, 9, 0, 255))
+        with mock.patch("os.statvfs", return_value=small), pytest.raises(zf.TierError, match="shm"):
+            mirror.update()
+        return [path.name for path in copies(str(mirror.path))]
+
+    assert ranks(2).run(run, str(tmp_path)) == [[], []]
+
+
+# -- how often ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step_s", "copy_s", "thread_s", "on_cpu", "steps"), [
+    (0.5, 0.0499, 0.05, True, 10), (0.5, 0.0499, 0.05, False, 5), (10.0, 0.01, 0.0, True, 1), (0.01, 0.9999, 0.0, True, 5000),
+])  # fmt: skip
+def test_copies_take_their_share_of_the_time(
+    step_s: float, copy_s: float, thread_s: float, on_cpu: bool, steps: int
+) -> None:
+    pace, counts, every = _Pace(), list[int](), 1
+    with (
+        mock.patch("time.perf_counter", return_value=0.0) as now,
+        mock.patch("time.thread_time", return_value=thread_s),
+    ):
+        for cost_s in (9.0, copy_s, copy_s):  # the first one is slow
+            now.return_value += every * step_s
+            pace.begin(every)
+            every = pace.steps_until_next(0.02)
+            now.return_value += cost_s
+            pace.end(counts_threads=on_cpu)
+            pace.end_thread()
+            counts.append(every)
+    assert counts == [1, 1, steps]
+
+
+def test_the_plan_says_its_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    def run(folder: str) -> list[tuple[str, int, int]]:
+        found = []
+        for name, place in {"0": zf.replicate, "1": zf.zero1, "2": zf.zero2, "3": zf.zero3}.items():
+            model = place(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), axis())
+            optimizer = torch.optim.Adam(model.parameters())
+            planned = zf.plan(model, optimizer, mirror=True).mirror_nbytes
+            assert zf.plan(model, mirror=True).mirror_nbytes == planned
+            model(torch.randn(2, 256)).sum().backward()
+            optimizer.step()
+            mirror = zf.mirror(f"{folder}/{name}", model, optimizer)
+            mirror.update()
+            found.append((name, planned, mirror.nbytes))
+        assert "mirror" in str(zf.plan(model, optimizer, mirror=True))
+        assert "mirror" not in str(zf.plan(model, optimizer))
+        return found
+
+    for name, planned, copied in ranks(2).run(run, str(tmp_path))[1]:
+        assert planned == pytest.approx(copied, rel=0.01), name
+
+
+# -- whose it is -------------------------------------------------------------------------------------------------------
+
+
+def _as_another_user(act: Callable[[], None]) -> str:
+    """What came of it."""
+    ours, theirs = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            os.setresuid(65534, 65534, 65534)
+            act()
+            os.write(theirs, b"done")
+        except BaseException as error:
+            os.write(theirs, type(error).__name__.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(theirs)
+    with os.fdopen(ours) as file:
+        return file.read()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+def test_another_user_can_neither_read_it_nor_make_it() -> None:
+    folder = SharedFolder("a0")
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    (folder.path / "secret").write_text("of the first user")
+    assert _as_another_user(lambda: print((folder.path / "secret").read_text())) == "PermissionError"
+    folder.close()
+    assert _as_another_user(lambda: SharedFolder.path_of("a1").mkdir(0o777)) == "done"
+    with pytest.raises(zf.StateError, match="not of this user"):
+        SharedFolder("a1")
+    SharedFolder.path_of("a2").symlink_to("/tmp")
+    with pytest.raises(zf.StateError, match="not of this user"):
+        SharedFolder("a2")
+    SharedFolder.path_of("a2").unlink()
+
+
+# -- until when it is there --------------------------------------------------------------------------------------------
+
+USES = "from zero_fn.local.shared_folder import SharedFolder; import time; f = SharedFolder('{}'); "
+
+
+def started(code: str, under: str = "") -> subprocess.Popen[bytes]:
+    """A process that uses a folder; with `under`, a launcher is between."""
+    command = [sys.executable, "-c", code]
+    if under:
+        command = ["bash", "-c", f'"$0" "$@" & echo $!; {under}', *command]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
+
+
+def keepers(word: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            continue
+        if b"keeper.py" in text and word.encode() in text:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_it_outlives_its_processes_and_not_their_launcher() -> None:
+    path = SharedFolder.path_of("b0")
+    launcher = started(USES.format("b0") + "time.sleep(60)", under="sleep 60")
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    until(lambda: len(keepers("b0")) == 1)
+    os.kill(child, signal.SIGKILL)
+    time.sleep(1.2)
+    assert path.exists(), "the next processes of the launcher need it"
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not path.exists() and not keepers("b0"))
+
+
+def test_it_is_gone_once_all_have_closed_it() -> None:
+    first, second = SharedFolder("b1"), SharedFolder("b1")
+    first.close()
+    time.sleep(1.2)
+    assert second.path.exists()
+    second.close()
+    until(lambda: not second.path.exists() and not keepers("b1"))
+
+
+def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
+    """Though the launcher lives, as a shell does."""
+    with mock.patch.object(shared_folder, "_start_keeper"):
+        SharedFolder("b2").leave()
+    path = str(SharedFolder.path_of("b2"))
+    with mock.patch.object(keeper, "IDLE_S", 1.0), mock.patch("signal.signal"):
+        thread = threading.Thread(target=keeper.keep, args=[path])
+        thread.start()
+        thread.join(0.8)
+        assert thread.is_alive()
+        thread.join(5)
+    assert not thread.is_alive()
+    assert not os.path.exists(path)
+
+
+def test_the_next_start_removes_what_a_killed_keeper_has_left() -> None:
+    process = started(USES.format("b3") + "time.sleep(60)")
+    until(lambda: len(keepers("b3")) == 1)
+    os.kill(keepers("b3")[0], signal.SIGKILL)
+    SharedFolder("b4").close()
+    assert SharedFolder.path_of("b3").exists(), "a process uses it"
+    process.kill()
+    process.wait()
+    time.sleep(0.6)
+    assert SharedFolder.path_of("b3").exists(), "nobody has come yet"
+    SharedFolder("b4").close()
+    assert not SharedFolder.path_of("b3").exists()
+
+
+def test_processes_that_come_while_it_is_removed_get_a_whole_one() -> None:
+    """Of threads that make, use and close it one has it alone, or all have the same one."""
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            for _ in range(40):
+                folder = SharedFolder("b5")
+                (folder.path / "users").stat()
+                folder.close()
+                keeper.remove(str(folder.path), is_keeper=True)
+        except BaseException as error:
+            failures.append(error)
+
+    with mock.patch.object(shared_folder, "_start_keeper"):
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
