@@ -1,11 +1,12 @@
 """A run whose ranks are killed at random: whether it ends as if nobody had, and how much of the time was of use.
 
     python examples/benchmarks/kills.py --kills 100                        # each some seconds after training went on
-    python examples/benchmarks/kills.py --minutes 20 --mean 60             # at a mean of one a minute
     python examples/benchmarks/kills.py --kills 10 --ranks 2 -- --stage 1  # options of ../pretrain.py
+    python examples/benchmarks/kills.py --minutes 20 --mean 60 -- --elastic 1 --save-every 1000    # one a minute
 
-`torchrun --max-restarts` starts pretrain.py, which saves every few steps and goes on from its newest checkpoint. A random
-rank gets SIGKILL at a random moment. Then the same number of steps is run undisturbed, and losses are compared to the bit.
+`torchrun --max-restarts` starts pretrain.py, which saves every few steps, copies its state into shared memory (`--elastic`),
+and goes on from the newest. A random rank gets SIGKILL at a random moment. Then the same number of steps is run undisturbed,
+without saves and copies, and losses are compared to the bit.
 
     goodput     seconds that the steps of the run take undisturbed, over the seconds that it took
     noticed     seconds from a kill until torchrun has seen the end of the rank
@@ -134,15 +135,17 @@ def main() -> int:
     kills, noticed, back = disturbed(run, args)
     run.process.wait()
     wall = time.monotonic() - began
+    time.sleep(2)  # a small process removes what was in shared memory
     left = [str(pid) for pid, _ in run.processes()] + sorted(temporary() - before)
     losses = zf.load(f"{folder}/killed", only="extra")["losses"]
-    alone = Run(args.ranks, 0, args.options, f"{folder}/alone", len(losses) // 5 * 5)
+    unsaved = ["--elastic", "0", "--save-every", str(len(losses))]
+    alone = Run(args.ranks, 0, [*args.options, *unsaved], f"{folder}/alone", len(losses))
     times = []
     while line := alone.lines.get()[1]:
         times += [time.monotonic()] if line.startswith("step") else []
     undisturbed = zf.load(f"{folder}/alone", only="extra")["losses"]
     step_s = (times[-2] - times[0]) / (10 * (len(times) - 2))
-    first = next((n for n, pair in enumerate(zip(losses, undisturbed, strict=False)) if pair[0] != pair[1]), None)
+    first = next((n for n, pair in enumerate(zip(losses, undisturbed, strict=True)) if pair[0] != pair[1]), None)
     print(f"{len(kills)} kills, {len(losses)} steps of {args.ranks} ranks, {wall:.0f} s; torch {torch.__version__}")
     print(
         f"losses   {'equal to the bit' if first is None else f'differ from step {first}'}, of {len(undisturbed)} steps"

@@ -49,6 +49,7 @@ from zero_fn.checkpoint.converting import convert
 from zero_fn.checkpoint.format import files
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.folders import Draft
+from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.checkpoint.others.find import opened
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting
 from zero_fn.deepspeed.entries import config_of
@@ -58,6 +59,7 @@ from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import _sharded, require_placed
 from zero_fn.errors import StateError, StorageError
+from zero_fn.local.shared_folder import SharedFolder, host_name
 from zero_fn.looking import configurations, plan_command
 from zero_fn.looking.models import model_of
 from zero_fn.monitor import Csv, Prometheus, sink_of
@@ -1075,6 +1077,34 @@ def _lost_by_a_flag() -> None:
     flag.is_raised(False)
 
 
+def _mirror_of_another() -> None:
+    path = SharedFolder.path_of("mistake")
+    path.symlink_to("/tmp")
+    try:
+        SharedFolder("mistake")
+    finally:
+        path.unlink()
+
+
+def _mirror_named_wrongly(folder: Path) -> None:
+    (folder / MARK).write_text("../../etc")
+    zf.resume(folder, nn.Linear(2, 2))
+
+
+def _mirror_without_room(folder: Path) -> None:
+    mirror = zf.mirror(folder, nn.Linear(64, 64))
+    try:
+        with mock.patch("os.statvfs", return_value=mock.Mock(f_bavail=2, f_frsize=4096)):
+            mirror.update()
+    finally:
+        mirror.close()
+
+
+def _mirror_without_shared_memory() -> None:
+    with mock.patch("zero_fn.local.shared_folder.ROOT", Path("/missing")):
+        host_name()
+
+
 def _in_a_thread(act: Callable[[], object]) -> None:
     raised: list[BaseException] = []
 
@@ -1305,6 +1335,11 @@ ROWS: dict[str, Callable[..., object]] = {
     "started_as_a_pod_alone": lambda: zf.from_environment({"JOB_COMPLETION_INDEX": "0"}),
     "started_with_more_ranks_than_devices": _started_on_two_devices,
     "started_where_nobody_listens": _started_alone,
+    "mirror_every_no_step": lambda: zf.mirror("runs", nn.Linear(2, 2), every=0),
+    "mirror_of_another_user": _mirror_of_another,
+    "mirror_named_wrongly": _mirror_named_wrongly,
+    "mirror_without_room": _mirror_without_room,
+    "mirror_without_shared_memory": _mirror_without_shared_memory,
     "preemption_in_a_thread": lambda: _in_a_thread(zf.preemption),
     "preemption_lost_a_rank": _lost_by_a_flag,
     "preemption_in_no_time": lambda: zf.preemption(within_s=0),

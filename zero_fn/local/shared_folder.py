@@ -16,6 +16,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from zero_fn.errors import StateError
 from zero_fn.local import keeper
@@ -108,9 +109,9 @@ def _start_keeper(folder: Path) -> None:
     else:
         command = [sys.executable, "-I", "-S", keeper.__file__, str(folder)]
         none = subprocess.DEVNULL
-        subprocess.run(
-            command, stdin=none, stdout=none, stderr=none, cwd="/", start_new_session=True, pass_fds=[lock], check=True
-        )
+        pipes: dict[str, Any] = {"stdin": none, "stdout": none, "stderr": none, "pass_fds": [lock]}
+        own = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}  # it is no rank
+        subprocess.run(command, **pipes, env=own, cwd="/", start_new_session=True, check=True)
     finally:
         os.close(lock)
 
