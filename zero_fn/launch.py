@@ -1,17 +1,27 @@
-"""`zf.launch(train, 4)`: runs a function on local ranks, from a script or a notebook cell."""
+"""`zf.launch(train, 4)`: runs a function on local ranks, from a script or a notebook cell.
+
+[Note: which failures start ranks again] Those that another start can heal: a rank was killed, crashed, exited with an error,
+or lost another one that does not answer. An exception of the function is a mistake that would come again, and the user wants
+to read it now. Status 0 and 75 (`zf.preemption`) say that a rank wants to leave. When `timeout_s` is over, so is the call: a
+rank that hangs is lost, and started again, only by a shorter deadline of its peers (`zf.guard`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zero_fn.errors import LayoutError, StateError
+from zero_fn.errors import LayoutError, LostRankError, StateError
 from zero_fn.local import rank
+from zero_fn.local.blame import RankDied
+from zero_fn.local.preemption import REQUEUE
 from zero_fn.local.ranks import LocalRanks
 
 __all__ = ["launch"]
@@ -29,6 +39,7 @@ def launch(
     backend: str | None = None,
     threads: int = 1,
     timeout_s: float | None = 600.0,
+    restarts: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> list[R]:
     """Runs a function on `nprocs` ranks of this machine and returns what each rank returned.
@@ -47,6 +58,10 @@ def launch(
 
         losses = zf.launch(train, 4, 1e-3)
 
+    With `restarts`, a run that loses a rank goes on: all ranks are stopped, new ones are started in tenths of a second, and
+    the function is called again with the same arguments, to go on from its newest checkpoint. A line on stderr says which
+    rank was lost. `TORCHELASTIC_RESTART_COUNT` is the number of restarts so far, as under `torchrun --max-restarts`.
+
     Communicates: nothing but the rendezvous, over a file.
 
     Args:
@@ -56,7 +71,9 @@ def launch(
         kwargs: Keyword arguments of `fn`.
         backend: As `init_process_group` takes it. By default gloo, and with it nccl if there is a GPU for every rank.
         threads: Threads of torch in each rank, at least 1.
-        timeout_s: Seconds until every rank must have returned; None for no limit.
+        timeout_s: Seconds until every rank must have returned, restarts included; None for no limit.
+        restarts: How often ranks may be started again after one was killed, crashed, exited with a status other than 0 and
+            75 (`zf.preemption`), or lost another (`LostRankError`). Other exceptions of the function are raised at once.
         env: Variables that every rank has beside the environment of this process. Set variables that torch reads when it is
             imported before the first call instead.
 
@@ -64,18 +81,28 @@ def launch(
         The values, in the order of ranks. A value is a copy: tensors are rebuilt in this process.
 
     Raises:
-        LayoutError: `nprocs`, `backend`, `threads`, `timeout_s` or `env` is not possible.
+        LayoutError: `nprocs`, `backend`, `threads`, `timeout_s`, `restarts` or `env` is not possible.
         StateError: This process is a rank already; or ranks cannot be started.
         TypeError: `fn` cannot be called with these arguments, or something cannot be pickled (`SendError`).
-        RankDied: A rank was killed or exited (a StateError).
+        RankDied: A rank was killed or exited (a StateError), and `restarts` are used up.
         RankHung: `timeout_s` is over; its notes say where each rank was (a StateError).
         Exception: What a rank raised, of its type, with the rank's traceback as `__cause__`. Its peers are stopped.
     """
     _check_moment()
     _check_call(fn, nprocs, args, kwargs or {})
-    _check_options(nprocs, threads, timeout_s, env or {})
-    with LocalRanks(nprocs, backend=_backend(nprocs, backend), threads=threads, environ=env) as ranks:
-        return ranks.run(fn, args, kwargs, timeout_s=timeout_s, is_last=True)
+    _check_options(nprocs, threads, timeout_s, restarts, env or {})
+    chosen, restart, began_s = _backend(nprocs, backend), 0, None
+    while True:
+        counts = {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
+        try:
+            with LocalRanks(nprocs, backend=chosen, threads=threads, environ={**(env or {}), **counts}) as ranks:
+                began_s = began_s or time.monotonic()  # of the first start: `timeout_s` is for all of them
+                return ranks.run(fn, args, kwargs, timeout_s=timeout_s, since_s=began_s, is_last=True)
+        except (RankDied, LostRankError) as error:
+            if restart >= restarts or error.facts.get("exit_code") in (0, REQUEUE):
+                raise  # [Note: which failures start ranks again]
+            restart += 1
+            print(f"zero_fn: {error.summary} Restart {restart} of {restarts}.", file=sys.stderr, flush=True)
 
 
 def _check_moment() -> None:
@@ -98,7 +125,7 @@ def _check_call(fn: object, nprocs: object, args: Sequence[object], kwargs: Mapp
         inspect.signature(fn).bind(*args, **kwargs)
 
 
-def _check_options(nprocs: int, threads: int, timeout_s: float | None, env: Mapping[str, str]) -> None:
+def _check_options(nprocs: int, threads: int, timeout_s: float | None, restarts: int, env: Mapping[str, str]) -> None:
     if nprocs < 1:
         raise LayoutError("launch needs at least one rank.", nprocs=nprocs, fix="zf.launch(fn, 1)")
     if threads < 1:
@@ -106,6 +133,9 @@ def _check_options(nprocs: int, threads: int, timeout_s: float | None, env: Mapp
     if timeout_s is not None and not timeout_s > 0:
         fix = "timeout_s is in seconds; None for no limit: zf.launch(fn, nprocs, timeout_s=None)"
         raise LayoutError("No rank can return in no time.", timeout_s=timeout_s, fix=fix)
+    if restarts < 0:
+        fix = "how often ranks may be started again: zf.launch(fn, nprocs, restarts=3); 0 for never"
+        raise LayoutError("Ranks cannot be started again less than never.", restarts=restarts, fix=fix)
     if taken := ", ".join(name for name in _OWN_VARIABLES if name in env):
         fix = "leave these variables out of env"
         raise LayoutError("launch itself says which rank is which.", env=taken, fix=fix)

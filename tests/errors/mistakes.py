@@ -1347,6 +1347,7 @@ ROWS: dict[str, Callable[..., object]] = {
     "launch_no_rank": lambda: zf.launch(print, 0),
     "launch_no_thread": lambda: zf.launch(print, 2, threads=0),
     "launch_no_time": lambda: zf.launch(print, 2, timeout_s=0),
+    "launch_again_less_than_never": lambda: zf.launch(print, 2, restarts=-1),
     "launch_says_which_rank_is_which": lambda: zf.launch(print, 2, env={"RANK": "0"}),
     # tiers
     "evicted_model_runs": lambda: _evicted()(_batch()),

@@ -106,16 +106,20 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         kwargs: Mapping[str, object] | None = None,
         *,
         timeout_s: float | None,
+        since_s: float | None = None,
         is_last: bool = False,
     ) -> list[Any]:
         """Runs `fn(*args, **kwargs)` on every rank and returns their values. Raises what `launch` raises.
+
+        Ranks have `timeout_s` seconds since `since_s` by the monotonic clock; None for now.
 
         An exception ends the ranks. In the last function ranks wait for its threads, and prints of rank 0 are shown here.
         Other output is kept, and its last lines are added to an error.
         """
         assert self._peers, "these ranks are gone"
         message = dumps((fn, tuple(args), dict(kwargs or {})), "The function or an argument"), is_last
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        began_s = time.monotonic() if since_s is None else since_s
+        end_s = math.inf if timeout_s is None else began_s + timeout_s
         self._shown = self._peers[: int(is_last)]
         answers: dict[int, Report | int] = {}
         failure = None
@@ -147,7 +151,6 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
 
     def close(self) -> None:
         """Kills the ranks and the processes that they started, waits for their end, and shows the last prints of rank 0."""
-        atexit.unregister(self.close)
         for peer in self._peers:
             peer.kill()
         for peer in self._peers:
@@ -160,6 +163,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         self._peers.clear()
         self._shown.clear()
         self._folder.cleanup()
+        atexit.unregister(self.close)  # the last: Ctrl-C may have come before
 
     def _start(self) -> None:
         with _starting:
@@ -168,7 +172,8 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
             main.__spec__ = None  # with either of them, each rank would execute the script again
             try:
                 _ensure_server()
-                self._peers += [_peer(rank, self.n, self._folder.name) for rank in range(self.n)]
+                for rank in range(self.n):
+                    self._peers.append(_peer(rank, self.n, self._folder.name))  # one by one: Ctrl-C may come between
             except (OSError, EOFError) as error:
                 raise StateError(
                     "The fork server of local ranks does not run.",

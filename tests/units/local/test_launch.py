@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -21,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from zero_fn.errors import LayoutError, StateError
+import zero_fn as zf
+from zero_fn.errors import LayoutError, LostRankError, StateError
 from zero_fn.launch import launch
-from zero_fn.local.blame import RankHung
+from zero_fn.local.blame import RankDied, RankHung
+from zero_fn.local.ranks import LocalRanks
 from zero_fn.local.sending import SendError, dumps
 
 ROOT = Path(__file__).parents[3]
@@ -185,6 +188,99 @@ def test_functions_that_are_sent_know_their_file() -> None:
     assert sent.__code__.co_firstlineno == outer.__code__.co_firstlineno
 
 
+def end(how: str) -> None:
+    """Ends this rank: by a signal, an exception or a status; not at all if it is empty."""
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "lose":
+        raise LostRankError("Rank 0 does not answer.", fix="look there")
+    if how == "raise":
+        raise Broken("no luck")
+    if how:
+        sys.exit(int(how))
+
+
+def train_from_the_newest(runs: Path, ends: dict[int, str]) -> float:
+    """Eight steps, with a checkpoint after each. In the n-th start rank 1 ends at step 2n+1, as `ends` says."""
+    rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (runs.parent / f"{start}.{rank}").write_text(str(os.getpid()))
+    torch.manual_seed(0)
+    model = zf.shard_params(torch.nn.Linear(4, 4), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first = zf.load(runs, model, optimizer)["step"] if runs.exists() else 0
+    for step in range(first, 8):
+        loss = model(torch.full((2, 4), step + rank + 0.5)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zf.save(runs / f"{step + 1}", model, optimizer, extra={"step": step + 1}, keep=1)
+        if rank == 1 and step == 2 * start + 1:
+            end(ends.get(start, ""))
+    return loss.item()
+
+
+def test_a_run_whose_ranks_are_lost_goes_on_and_ends_as_if_nobody_had_been(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name in ("temporary", "alone", "lost"):
+        (tmp_path / name).mkdir()
+    alone = launch(train_from_the_newest, 2, tmp_path / "alone/runs", {}, backend="gloo")
+    ends = {0: "kill", 1: "lose", 2: "3"}
+    assert launch(train_from_the_newest, 2, tmp_path / "lost/runs", ends, backend="gloo", restarts=3) == alone
+    assert capsys.readouterr().err.splitlines() == [
+        "zero_fn: Rank 1 of 2 was killed by SIGKILL before it returned. Restart 1 of 3.",
+        "zero_fn: Rank 0 does not answer. Restart 2 of 3.",
+        "zero_fn: Rank 1 of 2 exited with code 3 before it returned. Restart 3 of 3.",
+    ]
+    pids = {int(path.read_text()) for path in tmp_path.glob("lost/?.?")}
+    assert len(pids) == 8
+    assert not any(map(is_running, pids))
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "starts"), [("kill", RankDied, 3), ("raise", Broken, 1), ("75", RankDied, 1), ("0", RankDied, 1)]
+)
+def test_only_what_another_start_may_heal_starts_ranks_again_and_not_for_ever(
+    tmp_path: Path, how: str, kind: type[Exception], starts: int
+) -> None:
+    def run() -> None:
+        if dist.get_rank() == 1:
+            (tmp_path / os.environ["TORCHELASTIC_RESTART_COUNT"]).touch()
+            end(how)
+        dist.barrier()
+
+    with pytest.raises(kind, match=r"no luck|Rank 1 of 2"):
+        launch(run, 2, backend="gloo", restarts=2)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"][:starts]
+
+
+def test_a_rank_that_is_killed_while_it_starts_is_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    start = LocalRanks._start
+
+    def start_and_kill(ranks: LocalRanks) -> None:
+        start(ranks)
+        pids.extend(peer.pid for peer in ranks._peers)
+        if len(pids) == 2:
+            os.kill(pids[1], signal.SIGKILL)
+
+    monkeypatch.setattr(LocalRanks, "_start", start_and_kill)
+    assert launch(dist.get_rank, 2, backend="gloo", restarts=1) == [0, 1]
+    assert len(pids) == 4
+    assert not any(map(is_running, pids[:2]))
+
+
+def test_the_time_is_for_all_starts_together() -> None:
+    def run() -> None:
+        time.sleep(1.5)
+        end("kill" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "")
+
+    with pytest.raises(RankHung, match="did not return within 2 s"):
+        launch(run, 1, backend="gloo", timeout_s=2, restarts=1)
+
+
 REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (TypeError, "a function, not what it returned", (None, 2), {}),
     (TypeError, "whole number of ranks", (train, 2.0), {}),
@@ -193,6 +289,7 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (LayoutError, "at least one rank", (train, 0, 1.0), {}),
     (LayoutError, "at least one thread", (train, 2, 1.0), {"threads": 0}),
     (LayoutError, "no time", (train, 2, 1.0), {"timeout_s": 0}),
+    (LayoutError, "less than never", (train, 2, 1.0), {"restarts": -1}),
     (LayoutError, "which rank is which", (train, 2, 1.0), {"env": {"RANK": "3"}}),
     (LayoutError, "needs a GPU for each rank", (train, 4096, 1.0), {"backend": "nccl"}),
 ]
