@@ -3,6 +3,7 @@
     python examples/benchmarks/kills.py --kills 100                        # each some seconds after training went on
     python examples/benchmarks/kills.py --kills 10 --ranks 2 -- --stage 1  # options of ../pretrain.py
     python examples/benchmarks/kills.py --minutes 20 --mean 60 -- --elastic 1 --save-every 1000    # one a minute
+    python examples/benchmarks/kills.py --launch ...                       # by zf.launch(restarts=), which needs no imports
 
 `torchrun --max-restarts` starts pretrain.py, which saves every few steps, copies its state into shared memory (`--elastic`),
 and goes on from the newest. A random rank gets SIGKILL at a random moment. Then the same number of steps is run undisturbed,
@@ -42,19 +43,31 @@ import zero_fn as zf
 PRETRAIN = Path(__file__).parents[1] / "pretrain.py"
 SMALL = "--layers 2 --dim 64 --heads 2 --seq 32 --batch 12 --save-every 5"
 MARK = "ZERO_FN_KILLS"
+LAUNCH = (
+    "import runpy, sys; import zero_fn as zf; n, restarts, program = *map(int, sys.argv[1:3]), sys.argv[3]; del sys.argv[:3]; \
+zf.launch(runpy.run_path(program)['main'], n, restarts=restarts, timeout_s=None)"
+)
 
 
 class Run:
     """pretrain.py under torchrun, and what it prints, as it comes."""
 
-    def __init__(self, ranks: int, restarts: int, options: list[str], folder: str, steps: int) -> None:
+    def __init__(self, args: argparse.Namespace, restarts: int, options: list[str], folder: str, steps: int) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        self.by_launch: bool = args.launch
+        ranks, python = args.ranks, [sys.executable, "-u"]
+        start = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        start = (
+            [*python, "-c", LAUNCH, str(ranks), str(restarts)]
+            if args.launch
+            else [*start, f"--max-restarts={restarts}"]
+        )
         program = [str(PRETRAIN), *SMALL.split(), "--save", folder, "--steps", str(steps), *options]
         environ = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark, "PYTHONPATH": str(PRETRAIN.parents[1])}
         pipe = subprocess.PIPE
-        command = [*torchrun, f"--max-restarts={restarts}", *program]
-        self.process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            [*start, *program], env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
         self.lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
         self.said: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -76,10 +89,27 @@ class Run:
             if f"{MARK}={self.mark}" in environ:
                 yield int(entry.name), environ
 
-    def kill(self, rank: int) -> None:
-        for pid, environ in self.processes():
-            if f"RANK={rank}" in environ:
-                os.kill(pid, signal.SIGKILL)
+    def signal_rank(self, draws: random.Random, number: signal.Signals) -> None:
+        """Sends a signal to a rank. Those of zf.launch are forked from a process that it has started."""
+        found = [
+            pid
+            for pid, environ in self.processes()
+            if (
+                parent(parent(pid)) == self.process.pid
+                if self.by_launch
+                else any("RANK=" in each[:5] for each in environ)
+            )
+        ]
+        if found:
+            os.kill(draws.choice(sorted(found)), number)
+
+
+def parent(pid: int) -> int:
+    """Of a process; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def temporary() -> set[str]:
@@ -97,10 +127,13 @@ def disturbed(run: Run, args: argparse.Namespace) -> tuple[list[float], list[flo
     while True:
         now = time.monotonic()
         if len(kills) == len(back) and (now > end or len(kills) == args.kills):
-            os.kill(run.process.pid, signal.SIGTERM)
+            if run.by_launch:
+                run.signal_rank(draws, signal.SIGTERM)  # then all leave
+            else:
+                run.process.terminate()
             return kills, noticed, back
         if now > due:
-            run.kill(draws.randrange(args.ranks))
+            run.signal_rank(draws, signal.SIGKILL)
             kills.append(time.monotonic())
             due, before = math.inf if args.kills else kills[-1] + draws.expovariate(1 / args.mean), steps
             back += [math.nan] * (len(kills) - 1 - len(back))  # killed again before it had come back
@@ -110,7 +143,7 @@ def disturbed(run: Run, args: argparse.Namespace) -> tuple[list[float], list[flo
             continue
         if not line:
             raise RuntimeError("the run has ended by itself:\n" + "".join(run.said[-40:]))
-        if "exitcode: -9" in line and len(noticed) < len(kills):
+        if ("exitcode: -9" in line or " Restart " in line) and len(noticed) < len(kills):
             noticed.append(when - kills[-1])
         if found := re.match(r"step (\d+):", line):
             steps = int(found[1])
@@ -123,6 +156,7 @@ def disturbed(run: Run, args: argparse.Namespace) -> tuple[list[float], list[flo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--launch", action="store_true", help="zf.launch(restarts=) in place of torchrun")
     parser.add_argument("--kills", type=int, help="end after so many, each at a mean of --mean seconds after going on")
     parser.add_argument("--minutes", type=float, default=20.0, help="without --kills: end after these")
     parser.add_argument("--mean", type=float, default=1.0, help="seconds between kills")
@@ -131,7 +165,7 @@ def main() -> int:
     args = parser.parse_args()
     folder, before = tempfile.mkdtemp(prefix="kills-"), temporary()
     began = time.monotonic()
-    run = Run(args.ranks, 1_000_000, [*args.options, "--leave-within", "25"], f"{folder}/killed", 1_000_000_000)
+    run = Run(args, 1_000_000, [*args.options, "--leave-within", "25"], f"{folder}/killed", 1_000_000_000)
     kills, noticed, back = disturbed(run, args)
     run.process.wait()
     wall = time.monotonic() - began
@@ -139,7 +173,7 @@ def main() -> int:
     left = [str(pid) for pid, _ in run.processes()] + sorted(temporary() - before)
     losses = zf.load(f"{folder}/killed", only="extra")["losses"]
     unsaved = ["--elastic", "0", "--save-every", str(len(losses))]
-    alone = Run(args.ranks, 0, [*args.options, *unsaved], f"{folder}/alone", len(losses))
+    alone = Run(args, 0, [*args.options, *unsaved], f"{folder}/alone", len(losses))
     times = []
     while line := alone.lines.get()[1]:
         times += [time.monotonic()] if line.startswith("step") else []
