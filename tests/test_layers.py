@@ -1,7 +1,7 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
     6 others        integrations
-    5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint
+    5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, recorded, state_digests
     4 verbs         transforms, streamed, owners, extras
     3 execution     runtime, dtensor
     2 bytes         transport, one_host, storage, kernels, resting
@@ -28,7 +28,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport", "one_host", "storage", "kernels", "resting"),
     ("runtime", "dtensor"),
     ("transforms", "streamed", "owners", "extras"),
-    ("recipes", "looking", "profiling", "monitor", "launch", "local", "deepspeed", "checkpoint"),
+    (
+        "recipes",
+        "looking",
+        "profiling",
+        "monitor",
+        "launch",
+        "local",
+        "deepspeed",
+        "checkpoint",
+        "recorded",
+        "state_digests",
+    ),
     ("integrations", "__main__"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -47,6 +47,7 @@ from zero_fn.monitor.metrics import Metrics, metrics
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.profiling import Profile, profile
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
+from zero_fn.recorded import RecordedStep, StepRecorder, record_step, recorded_steps
 from zero_fn.streamed import States8bit, Streamed, states8bit, streamed
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
@@ -89,6 +90,7 @@ __all__ = [
     "Profile",
     "Proposal",
     "Proposals",
+    "RecordedStep",
     "Saving",
     "Sent",
     "ShardedAccessError",
@@ -96,6 +98,7 @@ __all__ = [
     "StartedRank",
     "StateError",
     "States8bit",
+    "StepRecorder",
     "StorageError",
     "Streamed",
     "TierError",
@@ -139,6 +142,8 @@ __all__ = [
     "precision",
     "preemption",
     "profile",
+    "record_step",
+    "recorded_steps",
     "refresh",
     "replicate",
     "resume",

@@ -43,10 +43,12 @@ import zero_fn as zf
 PRETRAIN = Path(__file__).parents[1] / "pretrain.py"
 SMALL = "--layers 2 --dim 64 --heads 2 --seq 32 --batch 12 --save-every 5"
 MARK = "ZERO_FN_KILLS"
-LAUNCH = (
-    "import runpy, sys; import zero_fn as zf; n, restarts, program = *map(int, sys.argv[1:3]), sys.argv[3]; del sys.argv[:3]; \
-zf.launch(runpy.run_path(program)['main'], n, restarts=restarts, timeout_s=None)"
-)
+LAUNCH = """
+import runpy, sys, zero_fn as zf
+ranks, restarts, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+del sys.argv[:3]
+zf.launch(runpy.run_path(program)["main"], ranks, restarts=restarts, timeout_s=None)
+"""
 
 
 class Run:

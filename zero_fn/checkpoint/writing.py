@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +131,19 @@ def _homes(model: nn.Module, named: ModelTensors) -> dict[str, str]:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
+class Sink(Protocol):
+    """Where elements of boxes go: a file, or what only looks at them. Those of a box come in their order."""
+
+    def append(self, piece: StoredBox, values: Tensor) -> None:
+        """The next elements of a box: on the host, contiguous."""
+
+    def finish(self) -> dict[str, Any]:
+        """All have come; returns what a manifest says of them."""
+
+    def close(self) -> None:
+        """No more come."""
+
+
 @dataclass
 class Share:
     """What this rank writes of a tensor."""
@@ -138,7 +151,7 @@ class Share:
     piece: StoredBox
     held: HeldTensor
     first: int  # of its elements, in what the rank holds
-    file: TensorFile | None = None
+    file: Sink | None = None
 
     def append(self, values: Tensor) -> None:
         assert self.file is not None, "no file was made"
@@ -185,6 +198,7 @@ class Writing:
     plan: Inventory
     saved_by: str  # what identifies the save
     files: dict[str, list[list[Share]]]  # what this rank writes, by kind and file
+    make: Callable[[Path, list[StoredBox], str], Sink] = TensorFile
     is_complete: bool = False
 
     def begin(self, *, copies: bool) -> None:
@@ -192,7 +206,7 @@ class Writing:
         for kind, files in self.files.items():
             for number, shares in enumerate(files):
                 path = self.folder / tensors_name(kind, self.rank, number)
-                file = TensorFile(path, [share.piece for share in shares], self.saved_by)
+                file = self.make(path, [share.piece for share in shares], self.saved_by)
                 for share in shares:
                     share.file = file
         if copies:
@@ -217,12 +231,16 @@ class Writing:
 
         each_state(optimizer, take, in_chunks)
 
-    def write_rest(self) -> None:
-        """Writes what is in memory, and then this rank's part of the manifest: its files are complete."""
+    def write_values(self) -> None:
+        """Writes what is in memory."""
         with ParcelWindow() as window:
             for share in self.each():
                 if share.held.is_in_memory:
                     share.write(window)
+
+    def write_rest(self) -> None:
+        """Writes what is in memory, and then this rank's part of the manifest: its files are complete."""
+        self.write_values()
         written = {kind: [_finished(shares) for shares in files] for kind, files in self.files.items()}
         says = {"id": self.saved_by, "rank": self.rank, "files": written, **self.plan.says}
         write_json(self.folder / part_name(self.rank), says)
