@@ -117,6 +117,25 @@ def test_the_newest_of_memory_and_disk_is_resumed(ranks: Ranks, tmp_path: Path) 
         assert got == expected
 
 
+def test_a_folder_that_was_copied_is_another_run(ranks: Ranks, tmp_path: Path) -> None:
+    """It must not go on from the memory of the first one, which has gone on."""
+
+    def saved(folder: str) -> list[float]:
+        model, optimizer = made(0)
+        zf.save(f"{folder}/step-0", model, optimizer, extra={"step": 0})
+        return sums(model)
+
+    (expected,) = ranks(1).run(saved, str(tmp_path / "a"))
+    ((_, path),) = ranks(1).run(_copied, str(tmp_path / "a"), 3)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert ranks(1).run(_resumed, str(tmp_path / "b")) == [(0, expected)]
+    ((_, other),) = ranks(1).run(_copied, str(tmp_path / "b"), 1)
+    assert other != path
+    assert ranks(1).run(_resumed, str(tmp_path / "a"))[0][0] == 3
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert ranks(1).run(_resumed, str(tmp_path / "c"))[0][0] == 3
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_copy_every_so_many_steps(ranks: Ranks, tmp_path: Path, every: int) -> None:
     def run(folder: str) -> list[bool]:

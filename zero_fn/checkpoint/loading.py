@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import KINDS
 from zero_fn.checkpoint.live.held_tensors import ModelTensors
-from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.live.load_plan import LoadPlan, match_all
 from zero_fn.checkpoint.others.find import find_checkpoint, opened, saved_as
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
@@ -119,7 +119,7 @@ def load(
                 fix="load from a folder that all hosts share, or copy the whole checkpoint to each",
             )
         source = opened(path / name, renamed_by(rename), has_states=plan.optimizer is not None, reader=reader)
-        plan.match(source, meeting, (extra or {}) if "extra" in kinds else None, where, is_strict=strict)
+        match_all(plan, source, meeting, (extra or {}) if "extra" in kinds else None, where, is_strict=strict)
         return source
 
     fill_on_all_ranks(

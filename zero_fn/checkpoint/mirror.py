@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.files import disk
 from zero_fn.checkpoint.format.folders import KINDS, part_name, tensors_name
-from zero_fn.checkpoint.mirrored import Hosts, copies_in, drawn_word
+from zero_fn.checkpoint.mirrored import Hosts, drawn_word, names_in
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import Saving, wait_for_saving
 from zero_fn.checkpoint.writing import Inventory, Share, Writing, shared_out
@@ -148,9 +148,10 @@ class Mirror:
         def require() -> None:
             beside = hosts.beside(meeting.rank)
             needed = 2 * sum(nbytes[rank] for each in beside for rank in (each, *hosts.kept_by(each)))
-            found = os.statvfs(self.path)
+            found, copies = os.statvfs(self.path), [self.path / name for name in names_in(self.path)]
             bounds = (found.f_bavail * found.f_frsize, "its size (df /dev/shm; docker run --shm-size)"), available()
             room, bound = min(bounds)
+            room += sum(file.stat().st_size for copy in copies for file in copy.rglob("*"))  # which will be removed
             if needed > room:
                 raise too_small("Copies in /dev/shm", needed, room, bound)
 
@@ -217,7 +218,7 @@ def _small_apart(files: Mapping[str, Sequence[Sequence[Share]]]) -> dict[str, li
 
 def remove_copies(folder: Path, *, but: str) -> None:
     """Removes the copies on this host but one."""
-    for name in copies_in(folder):
+    for name in names_in(folder):
         if name != but:
             shutil.rmtree(folder / name, ignore_errors=True)
 

@@ -12,29 +12,37 @@ sends its files to a rank of the next host, so that a host may be lost.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from zero_fn.checkpoint.format.files import disk, read_json
 from zero_fn.checkpoint.format.folders import part_name
 from zero_fn.errors import CheckpointError
 
-__all__ = ["MARK", "Hosts", "copies_in", "drawn_word", "ranks_of_copy", "word_of"]
+__all__ = ["MARK", "Hosts", "copies_in", "drawn_word", "names_in", "ranks_of_copy", "word_of"]
 
 MARK = ".mirror"
 
 
-@dataclass(frozen=True)
 class Hosts:
     """Which ranks share memory, and which rank of the next host keeps the files of each."""
 
-    names: Sequence[str]  # of the host of each rank
+    def __init__(self, names: Sequence[str]) -> None:
+        """Takes the name of the host of each rank."""
+        self.names, self._ranks, self._neighbours = names, dict[str, list[int]](), dict[int, int]()
+        for rank, name in enumerate(names):
+            self._ranks.setdefault(name, []).append(rank)
+        order = list(self._ranks)
+        for name, following in zip(order, order[1:] + order[:1], strict=True):
+            there = self._ranks[following]
+            if name != following:
+                self._neighbours |= {rank: there[at % len(there)] for at, rank in enumerate(self._ranks[name])}
 
     def beside(self, rank: int) -> list[int]:
         """The ranks on the host of a rank."""
-        return [other for other, name in enumerate(self.names) if name == self.names[rank]]
+        return self._ranks[self.names[rank]]
 
     def is_first(self, rank: int) -> bool:
         """Whether it is the first rank of its host, which acts for the others."""
@@ -42,27 +50,23 @@ class Hosts:
 
     def neighbour(self, rank: int) -> int | None:
         """The rank that keeps the files of a rank; None if there is one host."""
-        order = list(dict.fromkeys(self.names))
-        if len(order) == 1:
-            return None
-        following = order[(order.index(self.names[rank]) + 1) % len(order)]
-        there = self.beside(self.names.index(following))
-        return there[self.beside(rank).index(rank) % len(there)]
+        return self._neighbours.get(rank)
 
     def kept_by(self, rank: int) -> list[int]:
         """The ranks whose files a rank keeps."""
-        return [other for other in range(len(self.names)) if self.neighbour(other) == rank]
+        return [other for other, keeper in self._neighbours.items() if keeper == rank]
 
 
 def word_of(folder: Path) -> str:
     """By which word the copies of a run are found; nothing if it has none."""
     with disk(folder, "Looking for a mirror"), suppress(FileNotFoundError, NotADirectoryError):
-        word = (folder / MARK).read_text().strip()
-        if not word.isalnum():
+        found = re.fullmatch(r"(\w+) (\d+)\n", (folder / MARK).read_text())
+        if found is None:
             raise CheckpointError(
                 "The file that names the copies of a run is damaged.", file=folder / MARK, fix="remove the file"
             )
-        return word
+        # A folder that was copied is another run, and must not go on from the memory of the first.
+        return found[1] if int(found[2]) == folder.stat().st_ino else ""
     return ""
 
 
@@ -75,7 +79,7 @@ def drawn_word(folder: Path) -> str:
         word = os.urandom(8).hex()
         with disk(folder, "Naming the copies of a run"):
             drawn = folder / f"{MARK}-{word}"
-            drawn.write_text(word)
+            drawn.write_text(f"{word} {folder.stat().st_ino}\n")
             drawn.replace(folder / MARK)
     return word
 
@@ -86,13 +90,17 @@ def ranks_of_copy(name: str) -> int:
     return int(ranks) if time_ns.isdigit() and ranks.isdigit() else 0
 
 
+def names_in(folder: Path) -> list[str]:
+    """The copies on this host, complete or not."""
+    with disk(folder, "Looking for copies"):
+        return [path.name for path in folder.iterdir() if ranks_of_copy(path.name)] if folder.exists() else []
+
+
 def copies_in(folder: Path) -> dict[str, list[int]]:
     """The copies on this host, and whose parts of each are complete."""
     found = dict[str, list[int]]()
-    with disk(folder, "Looking for copies"):
-        names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    for name in names:
-        parts = found.setdefault(name, []) if ranks_of_copy(name) else []
+    for name in names_in(folder):
+        parts = found.setdefault(name, [])
         for rank in range(ranks_of_copy(name)):
             with suppress(CheckpointError):
                 if (folder / name / part_name(rank)).exists():

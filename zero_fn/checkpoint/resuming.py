@@ -17,7 +17,7 @@ from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, disk
 from zero_fn.checkpoint.format.folders import KINDS, MANIFEST, checkpoints, part_name, write_manifest
 from zero_fn.checkpoint.live.held_tensors import ModelTensors
-from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.checkpoint.live.load_plan import LoadPlan, match_all
 from zero_fn.checkpoint.loading import load
 from zero_fn.checkpoint.mirror import remove_copies
 from zero_fn.checkpoint.mirrored import Hosts, copies_in, ranks_of_copy, word_of
@@ -89,7 +89,7 @@ def resume(
             memory.leave()
 
 
-class _Found(NamedTuple):
+class _Newest(NamedTuple):
     """What there is, the same on every rank."""
 
     hosts: Hosts
@@ -98,7 +98,7 @@ class _Found(NamedTuple):
     disk_ns: int  # when the newest checkpoint was complete; 0 if there is none
 
 
-def _look(meeting: RankMeeting, path: Path, word: str) -> _Found:
+def _look(meeting: RankMeeting, path: Path, word: str) -> _Newest:
     """Finds out what each host has of the copies of a run, and rank 0 what the disk has."""
     here: dict[str, Any] = {"host": "", "copies": {}, "disk_ns": 0}
 
@@ -116,8 +116,8 @@ def _look(meeting: RankMeeting, path: Path, word: str) -> _Found:
     for name in reversed(names):
         parts = {host: copies.get(name, []) for host, copies in on_hosts.items()}
         if _time_of(name) > disk_ns and set().union(*parts.values()) == set(range(ranks_of_copy(name))):
-            return _Found(Hosts([each["host"] for each in said]), name, parts, disk_ns)
-    return _Found(Hosts([]), "", {}, disk_ns)
+            return _Newest(Hosts([each["host"] for each in said]), name, parts, disk_ns)
+    return _Newest(Hosts([]), "", {}, disk_ns)
 
 
 def _time_of(copy: str) -> int:
@@ -125,7 +125,7 @@ def _time_of(copy: str) -> int:
 
 
 @contextmanager
-def _or_the_disk(found: _Found, meeting: RankMeeting) -> Iterator[None]:
+def _or_the_disk(found: _Newest, meeting: RankMeeting) -> Iterator[None]:
     """A copy that is damaged does not count, if there is a checkpoint on the disk. All ranks hear of it."""
     try:
         yield
@@ -143,7 +143,7 @@ def _or_the_disk(found: _Found, meeting: RankMeeting) -> Iterator[None]:
 class _Copy:
     """A copy of which each host has parts."""
 
-    def __init__(self, meeting: RankMeeting, found: _Found, path: Path) -> None:
+    def __init__(self, meeting: RankMeeting, found: _Newest, path: Path) -> None:
         self.path, self._meeting, self._found = path, meeting, found
         self._here = set(found.parts[found.hosts.names[meeting.rank]])  # the ranks whose parts are on this host
         self._is_first = found.hosts.is_first(meeting.rank)
@@ -183,14 +183,14 @@ class _Copy:
             if path.exists():
                 return TensorReader(path, begin, nbytes, digest)
             wanted.add(str(path.relative_to(self.path)))
-            return _Elsewhere()
+            return _UnreadFile()
 
         if len(self._found.parts) == 1:
             return wanted
         named = ModelTensors()
         named.add(model, None)
         plan, source = LoadPlan(named, model, optimizer), Catalog(self.path, lambda name: name, open=opened)
-        plan.match(source, self._meeting, extra, None, is_strict=False)
+        match_all(plan, source, self._meeting, extra, is_strict=False)
         twins = [(other, held) for _, other, held in plan.twins]
         for key, held in [*plan.todo, *twins]:
             source.verify(key, held.place.box)
@@ -233,7 +233,7 @@ def _rank_of(file: Path) -> int:
     return numbers[0]
 
 
-class _Elsewhere(TensorReader):
+class _UnreadFile(TensorReader):
     """Stands for a file that is on another host: its elements are anything."""
 
     def __init__(self) -> None:

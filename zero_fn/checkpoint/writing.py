@@ -131,7 +131,7 @@ def _homes(model: nn.Module, named: ModelTensors) -> dict[str, str]:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-class Sink(Protocol):
+class Taker(Protocol):
     """Where elements of boxes go: a file, or what only looks at them. Those of a box come in their order."""
 
     def append(self, piece: StoredBox, values: Tensor) -> None:
@@ -151,7 +151,7 @@ class Share:
     piece: StoredBox
     held: HeldTensor
     first: int  # of its elements, in what the rank holds
-    file: Sink | None = None
+    file: Taker | None = None
 
     def append(self, values: Tensor) -> None:
         assert self.file is not None, "no file was made"
@@ -198,7 +198,7 @@ class Writing:
     plan: Inventory
     saved_by: str  # what identifies the save
     files: dict[str, list[list[Share]]]  # what this rank writes, by kind and file
-    make: Callable[[Path, list[StoredBox], str], Sink] = TensorFile
+    make: Callable[[Path, list[StoredBox], str], Taker] = TensorFile
     is_complete: bool = False
 
     def begin(self, *, copies: bool) -> None:

@@ -43,7 +43,7 @@ from zero_fn.streamed import Streamed
 from zero_fn.transforms.selection import Where
 from zero_fn.transforms.unsharded import refresh
 
-__all__ = ["LoadPlan"]
+__all__ = ["LoadPlan", "match_all"]
 
 _SHOWN = 30
 """How many lines of what does not fit an error shows."""
@@ -67,18 +67,6 @@ class LoadPlan:
     wrong: list[str] = field(default_factory=list)  # what does not fit, in words
 
     # -- names, shapes, dtypes -----------------------------------------------------------------------------------------
-
-    def match(
-        self, source: Contents, meeting: RankMeeting, extra: Mapping[str, Any] | None, where: Where, *, is_strict: bool
-    ) -> None:
-        """Finds everything in the files; with `extra` None, nothing of what was saved beside model and optimizer."""
-        if self.model is not None:
-            self.match_model(source, is_strict=is_strict)
-            self.match_local_buffers(source, meeting)
-        if self.optimizer is not None:
-            self.match_optimizer(source, self.optimizer, is_strict=is_strict)
-        if extra is not None:
-            self.match_extra(source, meeting, extra, where, is_strict=is_strict)
 
     def match_model(self, source: Contents, *, is_strict: bool) -> None:
         """Finds the tensors of the model in the files."""
@@ -333,6 +321,25 @@ class LoadPlan:
             _note_loaded(self.model)
         for act in self.then:
             act()
+
+
+def match_all(
+    plan: LoadPlan,
+    source: Contents,
+    meeting: RankMeeting,
+    extra: Mapping[str, Any] | None,
+    where: Where = None,
+    *,
+    is_strict: bool,
+) -> None:
+    """Finds everything in the files; with `extra` None, nothing of what was saved beside model and optimizer."""
+    if plan.model is not None:
+        plan.match_model(source, is_strict=is_strict)
+        plan.match_local_buffers(source, meeting)
+    if plan.optimizer is not None:
+        plan.match_optimizer(source, plan.optimizer, is_strict=is_strict)
+    if extra is not None:
+        plan.match_extra(source, meeting, extra, where, is_strict=is_strict)
 
 
 def _require_one_value(source: Contents, key: Key, other: Key, box: Box) -> None:
