@@ -67,7 +67,7 @@ def digests_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[StateDige
     """Digests of what this rank would save, and a word that differs if tensors are cut otherwise. Communicates nothing."""
     plan, found, sums = Inventory(), StateDigests(), _Sums()
     plan.add(model, optimizer, {}, None)
-    writing = Writing(Path(), 0, plan, "", shared_out(plan, Agreement("", 0, 1, True)), lambda *_: sums)
+    writing = Writing(Path(), 0, plan, "", shared_out(plan, Agreement("", 0, 1, True)), make=lambda *_: sums)
     writing.begin(copies=False)
     writing.write_values()
     layout = []

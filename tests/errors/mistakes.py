@@ -1101,6 +1101,12 @@ def _mirror_without_room(folder: Path) -> None:
         mirror.close()
 
 
+def _mirror_that_is_closed(folder: Path) -> None:
+    mirror = zf.mirror(folder, nn.Linear(2, 2))
+    mirror.close()
+    mirror.update()
+
+
 def _mirror_without_shared_memory() -> None:
     with mock.patch("zero_fn.local.shared_folder.ROOT", Path("/missing")):
         host_name()
@@ -1359,6 +1365,7 @@ ROWS: dict[str, Callable[..., object]] = {
     "started_as_a_pod_alone": lambda: zf.from_environment({"JOB_COMPLETION_INDEX": "0"}),
     "started_with_more_ranks_than_devices": _started_on_two_devices,
     "started_where_nobody_listens": _started_alone,
+    "mirror_that_is_closed": _mirror_that_is_closed,
     "mirror_every_no_step": lambda: zf.mirror("runs", nn.Linear(2, 2), every=0),
     "mirror_of_another_user": _mirror_of_another,
     "mirror_named_wrongly": _mirror_named_wrongly,

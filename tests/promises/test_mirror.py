@@ -22,25 +22,26 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zero_fn as zf
 from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.checkpoint.mirror import _Pace
+from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.local import keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
 
-ROOT = Path("/dev/shm")
-
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    before = set(ROOT.glob("zero_fn-*"))
+def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    for left in set(ROOT.glob("zero_fn-*")) - before:
-        shutil.rmtree(left, ignore_errors=True)  # its keeper sees that, and ends
+    for mark in tmp_path.rglob(MARK):
+        shutil.rmtree(
+            SharedFolder.path_of(mark.read_text().split()[0]), ignore_errors=True
+        )  # its keeper sees it, and ends
 
 
 def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -89,6 +90,22 @@ def copies(path: str) -> list[Path]:
 def test_nothing_is_there_at_first(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(_resumed, str(tmp_path / "never made")) == [None, None]
     assert not (tmp_path / "never made").exists()
+
+
+def test_a_folder_that_holds_something_else_is_not_nothing(tmp_path: Path) -> None:
+    """A run that begins anew beside it would not be what is meant."""
+    model = nn.Linear(2, 2)
+    zf.save(tmp_path / "step-1", model)
+    (tmp_path / ".step-2.saving").mkdir()
+    assert zf.resume(tmp_path, nn.Linear(2, 2)) == {}
+    (tmp_path / "step-1" / "rank-00000.json").unlink()
+    with pytest.raises(zf.ZeroError, match="rank-00000"):
+        zf.resume(tmp_path, model)
+    shutil.rmtree(tmp_path / "step-1")
+    assert zf.resume(tmp_path, model) is None
+    dcp.save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, checkpoint_id=tmp_path / "of_torch")
+    zf.resume(tmp_path / "of_torch", model)
+    assert torch.equal(model.weight, torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (2, 4), (2, 1), (1, 3)])
@@ -341,6 +358,7 @@ def test_another_user_can_neither_read_it_nor_make_it() -> None:
     assert _as_another_user(lambda: SharedFolder.path_of("a1").mkdir(0o777)) == "done"
     with pytest.raises(zf.StateError, match="not of this user"):
         SharedFolder("a1")
+    SharedFolder.path_of("a1").rmdir()
     SharedFolder.path_of("a2").symlink_to("/tmp")
     with pytest.raises(zf.StateError, match="not of this user"):
         SharedFolder("a2")

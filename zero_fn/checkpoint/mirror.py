@@ -21,9 +21,9 @@ from zero_fn.checkpoint.mirrored import Hosts, drawn_word, names_in
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import Saving, wait_for_saving
 from zero_fn.checkpoint.writing import Inventory, Share, Writing, shared_out
-from zero_fn.errors import LayoutError, LostRankError
+from zero_fn.errors import LayoutError, LostRankError, StateError
 from zero_fn.local.shared_folder import SharedFolder, host_name
-from zero_fn.storage.host_memory import available, too_small
+from zero_fn.storage.host_memory import Slab, available, too_small
 
 __all__ = ["Mirror", "mirror"]
 
@@ -92,6 +92,7 @@ class Mirror:
     ) -> None:
         self._model, self._optimizer, self._asked, self._share = model, optimizer, every, share
         self.every, self.nbytes, self._steps, self._pace = 1, 0, 0, _Pace()
+        self._room: list[Slab] = []
         meeting, folders = RankMeeting(), list[SharedFolder]()
         word = meeting.agree(MIRRORING, None, lambda: drawn_word(folder), same=(str(folder), every, share)).text
         meeting.agree(MIRRORING, failure_of(lambda: folders.append(SharedFolder(word))))
@@ -109,12 +110,14 @@ class Mirror:
             extra: As `zf.save` takes it.
 
         Raises:
+            StateError: The mirror is closed.
             CheckpointError: Something cannot be copied.
             TierError: Shared memory or the host has no room for the copies. Raised on every rank.
             StorageError: Shared memory is full. Raised on every rank, by the next call that makes a copy.
             LostRankError: A rank has ended.
         """
-        assert self._folder is not None, "it is closed"
+        if self._folder is None:
+            raise StateError("The mirror is closed.", fix="another one: zf.mirror(folder, model, optimizer)")
         self._steps += 1
         if self._steps < self.every and self._pace.copies:
             return False
@@ -126,7 +129,9 @@ class Mirror:
         name, every = agreed.text.split()
         self.every, self._steps = int(every), 0
         plan.end_differences()
-        writing = Writing(self.path / name, meeting.rank, plan, name, _small_apart(shared_out(plan, agreed)))
+        writing = Writing(
+            self.path / name, meeting.rank, plan, name, _small_apart(shared_out(plan, agreed)), self._room
+        )
         if not self._pace.copies:
             self.nbytes = sum(share.piece.nbytes for share in writing.each())
             self._require_room(meeting)

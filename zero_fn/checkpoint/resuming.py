@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, disk
-from zero_fn.checkpoint.format.folders import KINDS, MANIFEST, checkpoints, part_name, write_manifest
+from zero_fn.checkpoint.format.folders import KINDS, MANIFEST, checkpoints, is_left, part_name, write_manifest
 from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.live.load_plan import LoadPlan, match_all
 from zero_fn.checkpoint.loading import load
 from zero_fn.checkpoint.mirror import remove_copies
 from zero_fn.checkpoint.mirrored import Hosts, copies_in, ranks_of_copy, word_of
+from zero_fn.checkpoint.others.find import find_checkpoint, foreign_in
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import CheckpointError, StorageError
@@ -68,25 +69,29 @@ def resume(
     meeting, path = RankMeeting(), Path(os.path.abspath(folder))
     same = str(path), optimizer is None, sorted(extra or {})
     word = meeting.agree(RESUMING, None, lambda: word_of(path), same=same).text
-    found = _look(meeting, path, word)
-    memory = None
-    if found.copy:
-        folders: list[SharedFolder] = []
-        meeting.agree(RESUMING, failure_of(lambda: folders.append(SharedFolder(word))))
-        memory = folders[0]
+    memory: list[SharedFolder] = []
+
+    def attach(*, is_wanted: bool) -> None:
+        if not memory and (is_wanted or SharedFolder.path_of(word).exists()):
+            memory.append(SharedFolder(word))
+
     try:
-        if memory is not None:
+        if word:  # from here on nobody removes what is there
+            meeting.agree(RESUMING, failure_of(lambda: attach(is_wanted=False)))
+        found = _look(meeting, path, word)
+        if found.copy:
             with _or_the_disk(found, meeting):
-                copy = _Copy(meeting, found, memory.path / found.copy)
+                meeting.agree(RESUMING, failure_of(lambda: attach(is_wanted=True)))
+                copy = _Copy(meeting, found, memory[0].path / found.copy)
                 copy.complete(model, optimizer, extra or {})
                 said = load(copy.path, model, optimizer, extra=extra, verify="once")
                 if found.hosts.is_first(meeting.rank):
-                    remove_copies(memory.path, but=found.copy)
+                    remove_copies(memory[0].path, but=found.copy)
                 return said
         return load(path, model, optimizer, extra=extra) if found.disk_ns else None
     finally:
-        if memory is not None:
-            memory.leave()
+        for each in memory:
+            each.leave()
 
 
 class _Newest(NamedTuple):
@@ -106,7 +111,7 @@ def _look(meeting: RankMeeting, path: Path, word: str) -> _Newest:
         if word:
             here["host"], here["copies"] = host_name(), copies_in(SharedFolder.path_of(word))
         if meeting.rank == 0 and path.is_dir():
-            here["disk_ns"] = max((each.saved_at_ns for each in checkpoints(path) if each.is_complete), default=0)
+            here["disk_ns"] = _saved_at_ns(path)
 
     meeting.agree(RESUMING, failure_of(look))
     said = meeting.all_of(here)
@@ -118,6 +123,14 @@ def _look(meeting: RankMeeting, path: Path, word: str) -> _Newest:
         if _time_of(name) > disk_ns and set().union(*parts.values()) == set(range(ranks_of_copy(name))):
             return _Newest(Hosts([each["host"] for each in said]), name, parts, disk_ns)
     return _Newest(Hosts([]), "", {}, disk_ns)
+
+
+def _saved_at_ns(folder: Path) -> int:
+    """When the checkpoint was saved that `load` would take; 0 if there is none, 1 if it is of another library."""
+    own = {each.path: each.saved_at_ns for each in checkpoints(folder)}
+    if foreign_in(folder) is None and all(is_left(path) for path in own):
+        return 0
+    return own.get(find_checkpoint(folder), 1)
 
 
 def _time_of(copy: str) -> int:

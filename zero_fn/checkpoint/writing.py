@@ -198,6 +198,7 @@ class Writing:
     plan: Inventory
     saved_by: str  # what identifies the save
     files: dict[str, list[list[Share]]]  # what this rank writes, by kind and file
+    room: list[Slab] = field(default_factory=list)  # memory for copies, for the next save, too
     make: Callable[[Path, list[StoredBox], str], Taker] = TensorFile
     is_complete: bool = False
 
@@ -210,7 +211,7 @@ class Writing:
                 for share in shares:
                     share.file = file
         if copies:
-            _copy([share for share in self.each() if share.held.is_in_memory])
+            _copy([share for share in self.each() if share.held.is_in_memory], self.room)
         with ParcelWindow() as window:
             for share in self.each():
                 if share.held.is_away:
@@ -264,12 +265,14 @@ def _finished(shares: list[Share]) -> dict[str, Any]:
     return file.finish()
 
 
-def _copy(shares: list[Share]) -> None:
+def _copy(shares: list[Share], room: list[Slab]) -> None:
     """Copies what is to be written into memory of the host; it is written from there."""
     sizes = [-(-share.piece.nbytes // 64) * 64 for share in shares]
     if not sum(sizes):
         return
-    memory = Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False, huge=False).memory
+    if not room or room[0].nbytes < sum(sizes):
+        room[:] = [Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False, huge=False)]
+    memory = room[0].memory
     is_on_device = False
     for share, part in zip(shares, torch.split(memory[: sum(sizes)], sizes), strict=True):
         copy = part[: share.piece.nbytes].view(share.piece.dtype)

@@ -43,6 +43,8 @@ def host_name() -> str:
 class SharedFolder:
     """A folder that is used by this process until `close`, or its end."""
 
+    _users = -1
+
     def __init__(self, word: str) -> None:
         """Makes the folder, unless there is one. Folders that others have left without a keeper are removed."""
         self.path = self.path_of(word)
@@ -62,7 +64,8 @@ class SharedFolder:
             if not os.path.samestat(os.fstat(users), os.stat(self.path / "users")):
                 raise FileNotFoundError
             written = self.path / f"launcher-{os.getpid()}"
-            written.write_text(f"{os.getppid()} {keeper.started(os.getppid())}")
+            launcher, when = os.getppid(), keeper.started(os.getppid())
+            written.write_text(f"{launcher} {when}" if when else "0 0")  # 0: one that cannot be seen
             written.replace(self.path / "launcher")
             _start_keeper(self.path)
         except BaseException:
@@ -81,6 +84,8 @@ class SharedFolder:
         if self._users >= 0:
             os.close(self._users)
             self._users = -1
+
+    __del__ = leave
 
     def close(self) -> None:
         """Uses it no longer. It is removed when no process does."""

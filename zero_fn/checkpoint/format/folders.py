@@ -35,6 +35,7 @@ __all__ = [
     "Checkpoint",
     "Draft",
     "checkpoints",
+    "is_left",
     "newest",
     "part_name",
     "prune",
@@ -55,6 +56,11 @@ CUT = (*KINDS[:2], AVERAGES)
 """The kinds of tensors of which a rank writes its shards."""
 
 _LEFT = (".saving", ".removing")
+
+
+def is_left(path: Path) -> bool:
+    """Whether a folder is what a save or a removal is at, or has left."""
+    return path.name.endswith(_LEFT)
 
 
 def part_name(rank: int) -> str:
@@ -141,13 +147,13 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
         if (folder / MANIFEST).exists():
             return [_described(folder)]
         inside = [path for path in folder.iterdir() if path.is_dir()]
-    is_one = [path for path in inside if (path / MANIFEST).exists() or path.name.endswith(_LEFT)]
+    is_one = [path for path in inside if (path / MANIFEST).exists() or is_left(path)]
     return sorted(map(_described, is_one), key=lambda found: (found.saved_at_ns, found.path.name))
 
 
 def _described(path: Path) -> Checkpoint:
     manifest: dict[str, Any] = {}
-    if not path.name.endswith(_LEFT):
+    if not is_left(path):
         with suppress(ZeroError):
             manifest = read_manifest(path)
     ranks = manifest.get("ranks", 0)
@@ -171,7 +177,7 @@ def newest(folder: Path) -> Path:
     """The checkpoint that was committed last."""
     found = checkpoints(folder)
     for checkpoint in found:
-        if not checkpoint.is_complete and not checkpoint.path.name.endswith(_LEFT):
+        if not checkpoint.is_complete and not is_left(checkpoint.path):
             for rank in range(read_manifest(checkpoint.path)["ranks"]):
                 read_json(checkpoint.path / part_name(rank), {})
     complete = [checkpoint for checkpoint in found if checkpoint.is_complete]
@@ -206,7 +212,7 @@ class Draft:
             parent.mkdir(parents=True, exist_ok=True)
             self._require_free()
             for left in parent.iterdir():
-                if left.name.startswith(".") and left.name.endswith(_LEFT) and left.is_dir():
+                if left.name.startswith(".") and is_left(left) and left.is_dir():
                     _remove_if_left(left)
             if self.path.exists():
                 raise CheckpointError(

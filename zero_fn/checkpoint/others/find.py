@@ -12,14 +12,14 @@ from zero_fn.checkpoint.others.of_dcp import METADATA, DcpFolder
 from zero_fn.checkpoint.others.of_deepspeed import DeepSpeedFolder, deepspeed_folder
 from zero_fn.errors import CheckpointError
 
-__all__ = ["find_checkpoint", "opened", "saved_as"]
+__all__ = ["find_checkpoint", "foreign_in", "opened", "saved_as"]
 
 
 def find_checkpoint(folder: Path) -> Path:
     """The folder itself if it is a checkpoint, or the checkpoint in it that was committed last."""
     if (folder / MANIFEST).exists():
         return folder
-    foreign = folder if (folder / METADATA).is_file() else deepspeed_folder(folder)
+    foreign = foreign_in(folder)
     if foreign is None:
         return newest(folder)
     own = checkpoints(folder)
@@ -31,6 +31,11 @@ def find_checkpoint(folder: Path) -> Path:
             fix=f"name one of the two: a folder of the other library without ours in it, or {own[-1].path}",
         )
     return foreign
+
+
+def foreign_in(folder: Path) -> Path | None:
+    """The checkpoint of another library that a folder is, or has; None if there is none."""
+    return folder if (folder / METADATA).is_file() else deepspeed_folder(folder)
 
 
 def saved_as(folder: Path) -> str:
