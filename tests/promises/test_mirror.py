@@ -6,6 +6,7 @@ Of a run whose ranks are killed at random: `examples/benchmarks/kills.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ from tests.support.ranks import Ranks, axis
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.checkpoint.mirror import _Pace
 from zero_fn.checkpoint.mirrored import MARK
+from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.local import keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
@@ -250,6 +252,33 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks: Ranks, tm
     assert len(found) > 3
     undisturbed, _ = ranks(2).run(_copied, str(tmp_path / "alone"), max(found), 10**9)[0]
     assert found == {step: undisturbed[step] for step in found}
+
+
+def test_a_rank_that_loses_another_while_they_agree_leaves_the_copy(ranks: Ranks, tmp_path: Path) -> None:
+    """The other may have heard that all have written, and have removed the copy before."""
+
+    def run(folder: str) -> tuple[Any, list[float]]:
+        model, optimizer = made(0)
+        mirror = zf.mirror(folder, model, optimizer, every=1)
+        trained(model, optimizer, 1)
+        real, calls = RankMeeting.agree, []
+
+        def agree(self: RankMeeting, *args: Any, **options: Any) -> Any:
+            found = real(self, *args, **options)
+            calls.append(found)
+            if len(calls) == 3 and dist.get_rank():  # begin, room, end
+                raise zf.LostRankError("Rank 0 has ended.", fix="start all again")
+            return found
+
+        with mock.patch.object(RankMeeting, "agree", agree):
+            mirror.update(extra={"step": 1})
+            with pytest.raises(zf.LostRankError) if dist.get_rank() else contextlib.nullcontext():
+                wait_for_saving()
+        dist.barrier()
+        return _resumed(folder), sums(model)
+
+    for found, expected in ranks(2).run(run, str(tmp_path)):
+        assert found == (1, expected)
 
 
 def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks: Ranks, tmp_path: Path) -> None:
