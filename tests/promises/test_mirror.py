@@ -210,6 +210,19 @@ def test_a_copy_that_is_not_complete_is_not_used(ranks: Ranks, tmp_path: Path, k
         assert found == (1, expected)
 
 
+@pytest.mark.parametrize("kind", TORN[:2])
+def test_before_a_copy_is_complete_the_one_before_it_counts(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    found, path = ranks(2).run(_copied, str(tmp_path), 1)[0]
+    (before,) = copies(path)
+    shutil.copytree(before, tmp_path / before.name)
+    (other, _), _ = ranks(2).run(_copied, str(tmp_path), 2)
+    assert other[1] == found[1]
+    _torn(kind, *copies(path))
+    shutil.move(tmp_path / before.name, path)
+    assert ranks(2).run(_resumed, str(tmp_path)) == [(1, found[1])] * 2
+    assert [each.name for each in copies(path)] == [before.name]
+
+
 @pytest.mark.parametrize("kind", TORN[2:])
 def test_a_damaged_copy_without_a_checkpoint_is_an_error(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """And no run that silently begins anew."""
@@ -388,6 +401,11 @@ def test_another_user_can_neither_read_it_nor_make_it() -> None:
     with pytest.raises(zf.StateError, match="not of this user"):
         SharedFolder("a1")
     SharedFolder.path_of("a1").rmdir()
+    open_to_all = SharedFolder("a3")
+    open_to_all.path.chmod(0o755)
+    with pytest.raises(zf.StateError, match="not of this user"):
+        SharedFolder("a3")
+    open_to_all.close()
     SharedFolder.path_of("a2").symlink_to("/tmp")
     with pytest.raises(zf.StateError, match="not of this user"):
         SharedFolder("a2")
