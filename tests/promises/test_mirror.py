@@ -36,6 +36,9 @@ from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.local import keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
 
+OWN = os.urandom(4).hex()
+"""Begins the words of folders that tests make: others may be running."""
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
@@ -392,24 +395,24 @@ def _as_another_user(act: Callable[[], None]) -> str:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
 def test_another_user_can_neither_read_it_nor_make_it() -> None:
-    folder = SharedFolder("a0")
+    folder = SharedFolder(OWN + "a0")
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     (folder.path / "secret").write_text("of the first user")
     assert _as_another_user(lambda: print((folder.path / "secret").read_text())) == "PermissionError"
     folder.close()
-    assert _as_another_user(lambda: SharedFolder.path_of("a1").mkdir(0o777)) == "done"
+    assert _as_another_user(lambda: SharedFolder.path_of(OWN + "a1").mkdir(0o777)) == "done"
     with pytest.raises(zf.StateError, match="not of this user"):
-        SharedFolder("a1")
-    SharedFolder.path_of("a1").rmdir()
-    open_to_all = SharedFolder("a3")
+        SharedFolder(OWN + "a1")
+    SharedFolder.path_of(OWN + "a1").rmdir()
+    open_to_all = SharedFolder(OWN + "a3")
     open_to_all.path.chmod(0o755)
     with pytest.raises(zf.StateError, match="not of this user"):
-        SharedFolder("a3")
+        SharedFolder(OWN + "a3")
     open_to_all.close()
-    SharedFolder.path_of("a2").symlink_to("/tmp")
+    SharedFolder.path_of(OWN + "a2").symlink_to("/tmp")
     with pytest.raises(zf.StateError, match="not of this user"):
-        SharedFolder("a2")
-    SharedFolder.path_of("a2").unlink()
+        SharedFolder(OWN + "a2")
+    SharedFolder.path_of(OWN + "a2").unlink()
 
 
 # -- until when it is there --------------------------------------------------------------------------------------------
@@ -445,33 +448,33 @@ def keepers(word: str) -> list[int]:
 
 
 def test_it_outlives_its_processes_and_not_their_launcher() -> None:
-    path = SharedFolder.path_of("b0")
-    launcher = started(USES.format("b0") + "time.sleep(60)", under="sleep 60")
+    path = SharedFolder.path_of(OWN + "b0")
+    launcher = started(USES.format(OWN + "b0") + "time.sleep(60)", under="sleep 60")
     assert launcher.stdout is not None
     child = int(launcher.stdout.readline())
-    until(lambda: len(keepers("b0")) == 1)
+    until(lambda: len(keepers(OWN + "b0")) == 1)
     os.kill(child, signal.SIGKILL)
     time.sleep(1.2)
     assert path.exists(), "the next processes of the launcher need it"
     launcher.kill()
     launcher.wait()
-    until(lambda: not path.exists() and not keepers("b0"))
+    until(lambda: not path.exists() and not keepers(OWN + "b0"))
 
 
 def test_it_is_gone_once_all_have_closed_it() -> None:
-    first, second = SharedFolder("b1"), SharedFolder("b1")
+    first, second = SharedFolder(OWN + "b1"), SharedFolder(OWN + "b1")
     first.close()
     time.sleep(1.2)
     assert second.path.exists()
     second.close()
-    until(lambda: not second.path.exists() and not keepers("b1"))
+    until(lambda: not second.path.exists() and not keepers(OWN + "b1"))
 
 
 def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
     """Though the launcher lives, as a shell does."""
     with mock.patch.object(shared_folder, "_start_keeper"):
-        SharedFolder("b2").leave()
-    path = str(SharedFolder.path_of("b2"))
+        SharedFolder(OWN + "b2").leave()
+    path = str(SharedFolder.path_of(OWN + "b2"))
     with mock.patch.object(keeper, "IDLE_S", 1.0), mock.patch("signal.signal"):
         thread = threading.Thread(target=keeper.keep, args=[path])
         thread.start()
@@ -483,17 +486,17 @@ def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
 
 
 def test_the_next_start_removes_what_a_killed_keeper_has_left() -> None:
-    process = started(USES.format("b3") + "time.sleep(60)")
-    until(lambda: len(keepers("b3")) == 1)
-    os.kill(keepers("b3")[0], signal.SIGKILL)
-    SharedFolder("b4").close()
-    assert SharedFolder.path_of("b3").exists(), "a process uses it"
+    process = started(USES.format(OWN + "b3") + "time.sleep(60)")
+    until(lambda: len(keepers(OWN + "b3")) == 1)
+    os.kill(keepers(OWN + "b3")[0], signal.SIGKILL)
+    SharedFolder(OWN + "b4").close()
+    assert SharedFolder.path_of(OWN + "b3").exists(), "a process uses it"
     process.kill()
     process.wait()
     time.sleep(0.6)
-    assert SharedFolder.path_of("b3").exists(), "nobody has come yet"
-    SharedFolder("b4").close()
-    assert not SharedFolder.path_of("b3").exists()
+    assert SharedFolder.path_of(OWN + "b3").exists(), "nobody has come yet"
+    SharedFolder(OWN + "b4").close()
+    assert not SharedFolder.path_of(OWN + "b3").exists()
 
 
 def test_processes_that_come_while_it_is_removed_get_a_whole_one() -> None:
@@ -503,7 +506,7 @@ def test_processes_that_come_while_it_is_removed_get_a_whole_one() -> None:
     def use() -> None:
         try:
             for _ in range(40):
-                folder = SharedFolder("b5")
+                folder = SharedFolder(OWN + "b5")
                 (folder.path / "users").stat()
                 folder.close()
                 keeper.remove(str(folder.path), is_keeper=True)
