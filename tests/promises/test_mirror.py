@@ -476,7 +476,7 @@ def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
         SharedFolder(OWN + "b2").leave()
     path = str(SharedFolder.path_of(OWN + "b2"))
     with mock.patch.object(keeper, "IDLE_S", 1.0), mock.patch("signal.signal"):
-        thread = threading.Thread(target=keeper.keep, args=[path])
+        thread = threading.Thread(target=keeper.keep, args=[path], daemon=True)
         thread.start()
         thread.join(0.8)
         assert thread.is_alive()
