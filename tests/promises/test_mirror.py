@@ -473,16 +473,17 @@ def test_it_is_gone_once_all_have_closed_it() -> None:
 def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
     """Though the launcher lives, as a shell does."""
     with mock.patch.object(shared_folder, "_start_keeper"):
-        SharedFolder(OWN + "b2").leave()
-    path = str(SharedFolder.path_of(OWN + "b2"))
+        folder = SharedFolder(OWN + "b2")
     with mock.patch.object(keeper, "IDLE_S", 1.0), mock.patch("signal.signal"):
-        thread = threading.Thread(target=keeper.keep, args=[path], daemon=True)
+        thread = threading.Thread(target=keeper.keep, args=[str(folder.path)], daemon=True)
         thread.start()
+        thread.join(1.6)
+        folder.leave()
         thread.join(0.8)
-        assert thread.is_alive()
+        assert thread.is_alive(), "it was in use a moment ago"
         thread.join(5)
     assert not thread.is_alive()
-    assert not os.path.exists(path)
+    assert not folder.path.exists()
 
 
 def test_the_next_start_removes_what_a_killed_keeper_has_left() -> None:
