@@ -119,7 +119,7 @@ class Mirror:
         if self._folder is None:
             raise StateError("The mirror is closed.", fix="another one: zf.mirror(folder, model, optimizer)")
         self._steps += 1
-        if self._steps < self.every and self._pace.copies:
+        if self._steps < self.every:
             return False
         wait_for_saving()
         self._pace.begin(self._steps)
