@@ -7,6 +7,7 @@ Of a run whose ranks are killed at random: `examples/benchmarks/kills.py`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -243,22 +244,23 @@ def test_a_damaged_copy_without_a_checkpoint_is_an_error(ranks: Ranks, tmp_path:
 def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks: Ranks, tmp_path: Path) -> None:
     """All at once, while they make one copy after another: the last that was begun, or the one before it."""
 
-    def endless(folder: str) -> None:
+    def endless(folder: str, seconds: float) -> None:
         model, optimizer = made(0)
         said = zf.resume(folder, model, optimizer)
-        mirror, step = zf.mirror(folder, model, optimizer, every=1), said["step"] if said else 0
-        while True:
-            step += 1
+        mirror, first = zf.mirror(folder, model, optimizer, every=1), said["step"] if said else 0
+        for step in itertools.count(first + 1):
             trained(model, optimizer, step)
             mirror.update(extra={"step": step})
+            if step == first + 3:
+                threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGKILL]).start()
             Path(f"{folder}/done-{dist.get_rank()}").write_text(str(step - 1))  # the copy before this one is complete
 
     folder, found = tmp_path / "runs", dict[int, list[float]]()
     for number in range(6):
         fresh = Ranks()
         try:
-            with pytest.raises(zf.StateError):  # after this time
-                fresh(2, deadline_s=0.5 + 0.07 * number).run(endless, str(folder))
+            with pytest.raises(zf.StateError, match="SIGKILL"):
+                fresh(2).run(endless, str(folder), 0.01 + 0.03 * number)
         finally:
             fresh.close()
         written = [int(path.read_text() or 0) for path in folder.glob("done-*")]
@@ -474,10 +476,10 @@ def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
     """Though the launcher lives, as a shell does."""
     with mock.patch.object(shared_folder, "_start_keeper"):
         folder = SharedFolder(OWN + "b2")
-    with mock.patch.object(keeper, "IDLE_S", 1.0), mock.patch("signal.signal"):
+    with mock.patch.object(keeper, "IDLE_S", 2.0), mock.patch("signal.signal"):
         thread = threading.Thread(target=keeper.keep, args=[str(folder.path)], daemon=True)
         thread.start()
-        thread.join(1.6)
+        thread.join(2.6)
         folder.leave()
         thread.join(0.8)
         assert thread.is_alive(), "it was in use a moment ago"
