@@ -34,11 +34,12 @@ from tqdm import tqdm
 import zero_fn as zf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from pretrain import GPT, STAGES
+from pretrain import GPT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+STAGES = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params]
 SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 
 
