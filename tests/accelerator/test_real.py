@@ -17,11 +17,11 @@ def test_a_part_that_fails_or_hangs_ends_by_itself_and_the_others_are_reported(
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
     parts = {
         "hangs": Part(1.5, [["-c", hangs], ["-c", "print('ended')"]]),
-        "fails": Part(1, [["-c", "raise ValueError('told')"]]),
-        "is right": Part(2, [["-c", "import sys; open(sys.argv[1] + '/trace.json', 'w'); print('right')", "FOLDER"]]),
+        "fails": Part(5, [["-c", "raise ValueError('told')"]]),
+        "is right": Part(5, [["-c", "import sys; open(sys.argv[1] + '/trace.json', 'w'); print('right')", "FOLDER"]]),
     }
     monkeypatch.setattr(real, "PARTS", parts)
-    real.main(["--minutes", "0.1", "--out", str(tmp_path / "out")])
+    real.main(["--minutes", "0.3", "--out", str(tmp_path / "out")])
     found = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
     assert [part["ended"] for part in found.values()] == ["its time was up", "with exit codes 1", "well"]
     assert "begun" in found["hangs"]["said"]
