@@ -163,6 +163,9 @@ class _Copy:
 
     def complete(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
         """Makes it a checkpoint on this host, with all parts of the manifest, and the files that ranks of this host read."""
+        if len(self._found.parts) == 1:  # this host has them all
+            self._agree(self._write_manifest)
+            return
         self._agree(self._clear)
         missing = sorted(set(range(ranks_of_copy(self.path.name))) - self._here)
         self._trade([part_name(rank) for rank in missing] if self._is_first else [])
@@ -198,8 +201,6 @@ class _Copy:
             wanted.add(str(path.relative_to(self.path)))
             return _UnreadFile()
 
-        if len(self._found.parts) == 1:
-            return wanted
         named = ModelTensors()
         named.add(model, None)
         plan, source = LoadPlan(named, model, optimizer), Catalog(self.path, lambda name: name, open=opened)
@@ -212,8 +213,6 @@ class _Copy:
 
     def _trade(self, wanted: Sequence[str]) -> None:
         """Gets files from other hosts, and sends them what they want. Ranks of one host do not want the same file twice."""
-        if len(self._found.parts) == 1:
-            return
         hosts, rank = self._found.hosts, self._meeting.rank
         wants = dict[tuple[str, str], int]()
         for receiver, names in enumerate(self._meeting.all_of(list(wanted))):

@@ -14,6 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.errors import LostRankError
+from zero_fn.transport.agreement import exchange_bytes
 from zero_fn.transport.waiting import deadline
 
 __all__ = ["LONGEST_S", "all_of", "broadcast", "gather", "lost_ranks", "meeting_group", "scatter", "set_timeout"]
@@ -135,12 +136,12 @@ def all_of(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
     Raises:
         LostRankError: A rank has ended, or did not come.
     """
-    lengths = gather(group, torch.tensor([len(message)]).view(torch.uint8), deadline()).view(torch.int64).flatten()
-    lengths = broadcast(group, lengths if not group.rank() else torch.empty(group.size(), dtype=torch.int64))
-    longest = int(lengths.max())
-    rows = gather(group, torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8), deadline())
-    rows = broadcast(group, rows if not group.rank() else rows.new_empty(group.size(), longest))
-    return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths.tolist())]
+
+    def exchange(own: Tensor) -> Tensor:
+        rows = gather(group, own, deadline())
+        return broadcast(group, rows if not group.rank() else own.repeat(group.size(), 1))
+
+    return exchange_bytes(exchange, message)
 
 
 @contextmanager
