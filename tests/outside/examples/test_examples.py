@@ -243,6 +243,26 @@ def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where: str) -> No
         )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
+@pytest.mark.parametrize(("limit", "said"), [("300MiB", "the same"), ("8MiB", r"(killed|ended \(\d+\)), loading")])
+def test_the_benchmark_of_streamed_weights_compares_logits_and_shows_who_ran_out_of_memory(
+    limit: str, said: str, tmp_path: Path
+) -> None:
+    """Weights of 28 MB are read once in each pass of zero_fn, from the disk."""
+    program = ROOT / "examples" / "benchmarks" / "streaming.py"
+    arguments = f"--path {tmp_path} --small --rounds 1 --only zero_fn --limit {limit}".split()
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"limit {limit} beside imports" in done.stdout
+    assert len(re.findall(r"^memory .* the same$", done.stdout, re.MULTILINE)) == 2
+    rows = re.findall(r"^zero_fn .*$", done.stdout, re.MULTILINE)
+    assert len(rows) == 2
+    assert all(re.search(rf" {said}$", row) for row in rows), done.stdout
+    assert limit == "8MiB" or all(" 28 " in row for row in rows), done.stdout
+
+
 @pytest.mark.parametrize("what", ["forward backward", "none cores", "disk link", "cost"])
 def test_the_benchmark_of_profiles_makes_its_faults_and_asks_who_was_named(what: str) -> None:
     """A sleep of 20 ms is named whatever else the machine does. The rest is hardly felt by a model so small."""
