@@ -143,7 +143,9 @@ def take_turns(name: str, folder: Path, own: Path, limit: int) -> None:
     sys.stdin.readline()
     if limit:  # there is no cgroup
         resource.setrlimit(resource.RLIMIT_DATA, (counted("/proc/self/status", "VmData") + limit,) * 2)
-    model = WAYS[name](folder, own).eval()
+    model: Any = WAYS[name](folder, own).eval()
+    # Else torch copies a head that is frozen for each text, as the last positions of several texts are not contiguous.
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
     print("built", file=answers, flush=True)
     for line in sys.stdin:
         tokens = torch.randint(32000, json.loads(line), generator=torch.Generator().manual_seed(1))
