@@ -144,8 +144,8 @@ def take_turns(name: str, folder: Path, own: Path, limit: int) -> None:
     if limit:  # there is no cgroup
         resource.setrlimit(resource.RLIMIT_DATA, (counted("/proc/self/status", "VmData") + limit,) * 2)
     model: Any = WAYS[name](folder, own).eval()
-    # Else torch copies a head that is frozen for each text, as the last positions of several texts are not contiguous.
-    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+    # Else torch copies a head that is frozen, once for each text: the strides of last positions are not those of a matrix.
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1),))
     print("built", file=answers, flush=True)
     for line in sys.stdin:
         tokens = torch.randint(32000, json.loads(line), generator=torch.Generator().manual_seed(1))
