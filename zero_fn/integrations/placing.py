@@ -11,19 +11,18 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.runtime.slot import slot_of
+from zero_fn.transforms.generating import is_generative
 
 __all__ = [
     "Place",
@@ -88,17 +87,18 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
 
 
 def run_together(module: nn.Module) -> None:
-    """Tells modules of transformers that ranks must run the same layers: they skip none at random (`layerdrop`), and
-    generate until all ranks are done (the default of `synced_gpus` in `generate`).
+    """Tells modules of transformers that ranks must run the same layers, and skip none at random (`layerdrop`); and its
+    Seq2SeqTrainer, which asks the model, that `generate` must go on until all ranks are done.
 
-    A rank that needs no more tokens must still take part in the all-gathers of the others. Inside `zf.unsharded` nothing is
-    gathered, and a rank may generate alone.
+    Only those that ask: the compiler makes other graphs for a module that says so.
     """
     for child in module.modules():
-        child.__dict__["_is_fsdp_managed_module"] = True  # which each module asks of itself, encoders as models
-        own = getattr(type(child), "generate", None)
-        if inspect.isfunction(own) and "synced_gpus" in inspect.signature(own).parameters:
-            child.__dict__["generate"] = MethodType(_generate, child)
+        forward = inspect.unwrap(type(child).forward)
+        if is_generative(child) or _ASKED in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            child.__dict__["_is_fsdp_managed_module"] = True
+
+
+_ASKED = "is_fsdp_managed_module"  # the function of transformers by which its modules ask
 
 
 def let_adapters_be_whole() -> None:
@@ -119,12 +119,6 @@ def let_adapters_be_whole() -> None:
     for path, other in list(sys.modules.items()):
         if path.startswith("peft.") and vars(other).get(name) is theirs:
             setattr(other, name, sizes)
-
-
-def _generate(self: Any, *args: Any, **options: Any) -> Any:
-    if options.get("synced_gpus") is None:
-        options["synced_gpus"] = any(isinstance(parameter, DTensor) for parameter in self.parameters())
-    return type(self).generate(self, *args, **options)
 
 
 def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:

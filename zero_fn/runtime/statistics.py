@@ -102,6 +102,11 @@ class Statistics:
         """A block has ended in which any rank may have run any forwards."""
         self.is_due |= any(self._change.values()) or not self._change
 
+    @property
+    def may_communicate(self) -> bool:
+        """Whether the next forwards in the modes of now may tell the ranks something, or send buffers."""
+        return self.is_active and (self.is_due or bool(self._untold) or self._change.get(self._modes()) is not False)
+
     def to_tell(self) -> tuple[list[bool], str]:
         """What the ranks have to tell one another before the next forward: bits, and what they are about."""
         return list(self._untold.values()), str(list(self._untold))

@@ -36,6 +36,7 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.unwritten import note_meta_buffers
 from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
+from zero_fn.transforms.generating import generate_together
 from zero_fn.transforms.loading import check_entries
 from zero_fn.transforms.wrapped import refuse_ddp
 from zero_fn.transport.agree import Outcome
@@ -211,6 +212,7 @@ def _filled(
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
             check_entries(child)
     refuse_ddp(twin)
+    generate_together(twin)
     note_meta_buffers(twin)
 
 
