@@ -33,8 +33,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
     backward that reaches one raises; `zf.accumulate(model, unshard=True)` is the block in which whole parameters train. A
     parameter that tensor parallelism placed is a DTensor on its model axes.
 
-    Communicates: one all-gather of every unit (wrap group) of the modules, and with `writeback` 16 bytes to each peer. All
-    ranks enter and leave together.
+    Communicates: one all-gather of every unit (wrap group) of the modules, and with `writeback` 16 bytes to each peer; before
+    the first forward what that compares over ranks. All ranks enter and leave together, and inside send nothing.
 
     Args:
         *modules: Transformed modules, or modules inside them. The whole unit of each is gathered. Parts without parameters
@@ -60,6 +60,8 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
     require_idle(units, "unsharded")
     for unit in units:
         unit.follow_moved()
+    for run in runs:
+        run.agree()  # now, with all ranks: a forward inside may be that of one rank alone
     for unit in units:
         unit.mark_stale()
     block.units = units
