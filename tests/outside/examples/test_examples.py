@@ -38,9 +38,9 @@ def _losses(said: str) -> list[float]:
 
 
 def test_each_example_is_run_by_a_test() -> None:
-    names = ("examples", "finetune_hf", "sizes")
+    names = ("examples", "finetune_hf", "generation", "sizes")
     tested = "".join(Path(__file__).with_name(f"test_{name}.py").read_text() for name in names)
-    assert len(EXAMPLES) == 11
+    assert len(EXAMPLES) == 12
     assert all(path.name in tested for path in EXAMPLES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import zero_fn as zf
 from tests.outside.integrations.worlds import (
     STAGES,
+    VOCABULARY,
     Counting,
     adapted,
     gpt2,
@@ -30,44 +32,115 @@ def with_adapters() -> nn.Module:
     return adapted(llama(), "q_proj")
 
 
+def prompts() -> torch.Tensor:
+    """Other ones, of another length, on each rank."""
+    return Counting(8).tokens[2 * dist.get_rank() :][:2, : 4 + 3 * dist.get_rank()]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "beams": {"do_sample": False, "num_beams": 2},
+    "sampled": {"do_sample": True, "top_k": 5},
+}
+
+
+def tokens_of(model: Any, seed: int = 1, **options: Any) -> torch.Tensor:
+    """Ranks want other numbers of tokens, so that one is done before the other."""
+    torch.manual_seed(seed + dist.get_rank())
+    given = {"input_ids": prompts(), "max_new_tokens": 3 + 4 * dist.get_rank()} | options
+    tokens: torch.Tensor = model.generate(**given)
+    return tokens
+
+
 @pytest.mark.parametrize("build", [llama, gpt2, with_adapters])
 @on_two_ranks
 def test_tokens_are_those_of_the_plain_model(folder: str, build: Callable[[], nn.Module]) -> None:
-    """Ranks want other numbers of tokens, so that one is done before the other."""
     start()
-    tokens = Counting(8).tokens[:2, :4]
     disk = zf.nvme(folder)
     transforms: dict[str, Callable[[nn.Module], nn.Module]] = {
         **{stage: place(stage) for stage in STAGES},
+        "replicas": lambda model: zf.replicate(model, axis()),
+        "stages 3 and 2": lambda model: zf.shard_grads(zf.shard_params(model, axis(), where="*mlp*"), axis()),
         "on a disk": lambda model: zf.offload(zf.zero3(model, axis()), params=disk),
+        "replicas on a disk": lambda model: zf.offload(zf.replicate(model, axis()), params=disk),
         "in bfloat16": lambda model: zf.precision(zf.zero3(model, axis()), output=torch.float32),
     }
-    kinds: dict[str, dict[str, Any]] = {
-        "greedy": {"do_sample": False},
-        "static cache": {"do_sample": False, "cache_implementation": "static"},
-        "beams": {"do_sample": False, "num_beams": 2},
-        "sampled": {"do_sample": True, "top_k": 5},
-    }
     for way, transform in transforms.items():
-        ours, _ = place_module(transform, build().eval())
+        ours = transform(build().eval())
         plain: Any = build().eval()
         if way == "in bfloat16":
             plain = plain.bfloat16()
-        for kind, options in kinds.items():
-            if way == "in bfloat16" and kind != "greedy":
+        for kind, options in KINDS.items():
+            if kind != "greedy" and way in ("in bfloat16", "zero2", "replicas on a disk"):
                 continue
-            length = 7 if kind == "static cache" else 3 + 4 * dist.get_rank()  # whose size is that of its rank
-            torch.manual_seed(1)
-            wanted = plain.generate(input_ids=tokens, max_new_tokens=length, **options)
-            torch.manual_seed(1)
-            found = ours.generate(input_ids=tokens, max_new_tokens=length, **options)
-            assert torch.equal(found, wanted), f"{way}, {kind}"
+            wanted = tokens_of(plain, **options)
+            assert torch.equal(tokens_of(ours, **options), wanted), f"{way}, {kind}"
             with zf.unsharded(ours):
                 if dist.get_rank() == 1:  # alone: nothing is gathered
-                    torch.manual_seed(1)
-                    assert torch.equal(ours.generate(input_ids=tokens, max_new_tokens=length, **options), wanted), (
-                        f"{way}, {kind}"
-                    )
+                    assert torch.equal(tokens_of(ours, **options), wanted), f"{way}, {kind}"
+
+
+@on_two_ranks
+def test_ranks_whose_forwards_send_nothing_wait_for_nobody() -> None:
+    """Once replicas have told one another that forwards change no buffers."""
+    start()
+    model = zf.replicate(llama().eval(), axis())
+    tokens_of(model)
+    if dist.get_rank() == 0:
+        with zf.traffic() as sent:
+            assert torch.equal(tokens_of(model), tokens_of(llama().eval()))
+        assert not sent.calls
+
+
+@on_two_ranks
+def test_a_rank_that_is_done_needs_no_room_and_asks_only_its_peers() -> None:
+    """It went on with its own cache, whose next position the model lacked, and asked all processes there are."""
+    start()
+    rank = dist.get_rank()
+    prompt = torch.randint(3, VOCABULARY, (1, 7 if rank else 60), generator=torch.Generator().manual_seed(rank))
+    options: dict[str, Any] = {"input_ids": prompt, "max_new_tokens": 12 if rank else 4, "do_sample": False}
+    ours, plain = place("zero3")(gpt2(eos_token_id=None).eval()), gpt2(eos_token_id=None).eval()
+    with patch.object(dist, "all_reduce", side_effect=AssertionError):
+        found = tokens_of(ours, **options)
+    assert torch.equal(found, tokens_of(plain, **options))
+
+
+@on_two_ranks
+def test_encoders_and_assistants_generate_too() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    def t5() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+        return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)).eval()
+
+    start()
+    ours, plain = place("zero3")(t5()), t5()
+    for kind in ("greedy", "beams"):
+        assert torch.equal(tokens_of(ours, **KINDS[kind]), tokens_of(plain, **KINDS[kind])), kind
+    ours, plain = place("zero3")(llama().eval()), llama().eval()
+    options = {"input_ids": prompts()[:1], "assistant_model": llama(num_hidden_layers=1).eval(), "do_sample": False}
+    assert torch.equal(tokens_of(ours, **options), tokens_of(plain, **options))
+
+
+@on_two_ranks
+def test_compiled_blocks_are_the_graphs_of_the_plain_model_and_generate() -> None:
+    """A Trainer's model told the compiler that each module is one of FSDP, and a block fell into several graphs."""
+    start()
+    graphs: list[int] = []
+    found = []
+    for model in (llama(), place_module(place("zero3"), llama())[0]):
+        made: list[Any] = []
+        layers: Any = model.get_submodule("model.layers")
+        for layer in layers:
+            layer.compile(backend=lambda graph, _, made=made: made.append(graph) or graph.forward)
+        with torch.no_grad():
+            model.eval()(prompts())
+        graphs.append(len(made))
+        found.append([tokens_of(model, **options) for options in KINDS.values()])
+    assert graphs[1] <= graphs[0], graphs
+    assert all(map(torch.equal, *found))
 
 
 @on_two_ranks
