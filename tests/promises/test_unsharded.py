@@ -24,6 +24,23 @@ def _built(stage: str) -> Any:
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(3)
+def test_the_first_forward_may_be_that_of_one_rank_inside(stage: str) -> None:
+    """It waited for the others, to compare what ranks hold: `unsharded` does that."""
+    model = _built(stage)
+    with zf.unsharded(model):
+        if dist.get_rank() == 1:
+            with zf.traffic() as sent, torch.no_grad():
+                loss_of(model, 0)
+            assert not sent.calls
+    loss_of(model, 0).backward()
+    torch.manual_seed(dist.get_rank())
+    other = STAGES[stage](Odd(), axis())
+    with pytest.raises(zf.DisagreementError), zf.unsharded(other):
+        pass
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3)
 def test_unsharded_gives_whole_parameters_and_writes_back_on_request(stage: str) -> None:
     model = _built(stage)
     torch.manual_seed(0)
