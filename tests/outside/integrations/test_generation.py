@@ -88,7 +88,7 @@ def test_ranks_whose_forwards_send_nothing_wait_for_nobody() -> None:
     model = zf.replicate(llama().eval(), axis())
     tokens_of(model)
     if dist.get_rank() == 0:
-        with zf.traffic() as sent:
+        with zf.traffic() as sent, zf.guard(deadline_s=10):
             assert torch.equal(tokens_of(model), tokens_of(llama().eval()))
         assert not sent.calls
 
@@ -128,9 +128,9 @@ def test_encoders_and_assistants_generate_too() -> None:
 def test_compiled_blocks_are_the_graphs_of_the_plain_model_and_generate() -> None:
     """A Trainer's model told the compiler that each module is one of FSDP, and a block fell into several graphs."""
     start()
-    graphs: list[int] = []
-    found = []
+    graphs, found = [], []
     for model in (llama(), place_module(place("zero3"), llama())[0]):
+        torch._dynamo.reset()  # it compiles a function a few times only
         made: list[Any] = []
         layers: Any = model.get_submodule("model.layers")
         for layer in layers:
@@ -139,7 +139,7 @@ def test_compiled_blocks_are_the_graphs_of_the_plain_model_and_generate() -> Non
             model.eval()(prompts())
         graphs.append(len(made))
         found.append([tokens_of(model, **options) for options in KINDS.values()])
-    assert graphs[1] <= graphs[0], graphs
+    assert graphs == [2, 2]
     assert all(map(torch.equal, *found))
 
 
