@@ -1,11 +1,8 @@
 """`generate` of transformers: ranks whose forwards send something to one another go on until all of them are done.
 
 A rank that needs no more tokens must still take part in the all-gathers of the others. transformers has an option for that,
-`synced_gpus`, of which it knows by itself only for FSDP and DeepSpeed. Here the methods that have this option get it where a
-forward communicates: asked anew in each call, as inside `zf.unsharded` nothing is gathered, and a rank may generate alone.
-
-transformers asks all processes there are whether they are done. Here only the ranks of the module are asked, as others may
-never generate, and over the transport of the module, which says what a rank that does not answer was to do.
+`synced_gpus`, which it sets by itself only for FSDP and DeepSpeed. Here each call sets it if forwards communicate now: inside
+`zf.unsharded` they do not. And only the ranks of the module are asked whether they are done, as others may never generate.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import torch
 from torch import nn
 
 from zero_fn.runtime.door import units_of
-from zero_fn.runtime.run import Run, run_of
+from zero_fn.runtime.run import run_of
 from zero_fn.transport.agree import Bits
 
 __all__ = ["generate_together", "is_generative"]
@@ -56,26 +53,18 @@ def _together(own: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _runs_of_several(module: nn.Module) -> dict[int, Run]:
-    return {id(run): run for run in map(run_of, units_of(module)) if run.transport.size > 1}
-
-
 def _communicates(module: nn.Module) -> bool:
     """Whether forwards of a module may communicate, from the second one on. The same on every rank."""
-    for unit in units_of(module):
-        run = run_of(unit)
-        if run.transport.size == 1 or unit.shown.leaves is not None:
-            continue
-        is_sent = any(group.kind.is_cut or group.may_fail for group in unit.groups)
-        if is_sent or not run.has_agreed or run.statistics.may_communicate:
-            return True
-    return False
+    units = [unit for unit in units_of(module) if run_of(unit).transport.size > 1 and unit.shown.leaves is None]
+    if any(group.kind.is_cut or group.may_fail for unit in units for group in unit.groups):
+        return True
+    return any(not run.has_agreed or run.statistics.may_communicate for run in map(run_of, units))
 
 
 def _goes_on(self: Any, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
     """Stands in for `_has_unfinished_sequences`. A decoder that is done waits here for the other ranks, and runs forwards of
     a token without a cache: its own cache may be full, and its next position beyond those that the model has."""
-    runs = _runs_of_several(self)
+    runs = {id(run): run for run in map(run_of, units_of(self)) if run.transport.size > 1}
     if not synced_gpus or len(runs) != 1:  # of several parts, each transformed for itself
         return bool(type(self)._has_unfinished_sequences(self, this_peer_finished, synced_gpus, device))
     (run,) = runs.values()
