@@ -38,7 +38,7 @@ from zero_fn.runtime.coded_parameters import require_held
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
-from zero_fn.runtime.parcels import planned_parcels, record_nbytes
+from zero_fn.runtime.parcels import planned_parcels, record_nbytes, staged_nbytes
 from zero_fn.runtime.passes import Script
 from zero_fn.runtime.path import Hop
 from zero_fn.runtime.rounding import kept_beside
@@ -48,7 +48,7 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.storage import stagings_for
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
 from zero_fn.streamed.pieces import Planner
-from zero_fn.values.schedule import Enter, Exit, Reshard, Settle, Trace, Unshard, Use, forward_schedule
+from zero_fn.values.schedule import Enter, Exit, Fetch, Reshard, Settle, Trace, Unshard, Use, forward_schedule
 from zero_fn.values.tiers import Cpu, is_accelerator
 
 __all__ = ["Moved", "Plan", "plan"]
@@ -259,7 +259,7 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
             nbytes = record_nbytes(forms)
             tiers[str(tier)] += nbytes
             if not isinstance(tier, Cpu):
-                largest[what, tier] = max(nbytes, largest.get((what, tier), 0))
+                largest[what, tier] = max(staged_nbytes(forms), largest.get((what, tier), 0))
         for slot in group.slots:
             parameters += kind.resting_nbytes(slot.path)
             if not slot.parameter.requires_grad:
@@ -381,6 +381,7 @@ def _walk(run: Run, *, backwards: int) -> _Walk:
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
     gathers = Counter({index: 1 for index in uses if not units[index].groups.is_transient})
     gathered: set[int] = set()
+    landing: set[int] = set()  # those that a disk is being read into
     pending: set[int] = set()
     peak = 0
     gathered_nbytes = {index: unit.groups.gathered_nbytes for index, unit in units.items()}
@@ -390,13 +391,16 @@ def _walk(run: Run, *, backwards: int) -> _Walk:
             if isinstance(event, Unshard):
                 gathers[event.unit] += units[event.unit].groups.is_transient and event.unit not in gathered
                 gathered.add(event.unit)
+                landing.discard(event.unit)
+            elif isinstance(event, Fetch) and units[event.unit].groups.landing_nbytes:
+                landing.add(event.unit)
             elif isinstance(event, Reshard) and not (in_forward and units[event.unit].groups.reshards_after_backward):
                 gathered.discard(event.unit)
             elif isinstance(event, Enter) and not in_forward:
                 pending.add(event.use.unit)
             elif isinstance(event, Settle):
                 pending.discard(event.unit)
-            whole = sum(map(gathered_nbytes.__getitem__, gathered))
+            whole = sum(map(gathered_nbytes.__getitem__, gathered | landing))
             peak = max(peak, whole + sum(map(gradient_nbytes.__getitem__, pending)))
         if not in_forward:
             gathered.clear()  # a backward ends with every transient unit at rest

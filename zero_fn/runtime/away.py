@@ -14,12 +14,13 @@ from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.gradients import add_gradients
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Shelved
-from zero_fn.runtime.parcels import Form, record_nbytes
+from zero_fn.runtime.parcels import Form, record_nbytes, staged_nbytes
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import TierStorage, stagings_for, storage_on
+from zero_fn.storage.pool import Landing
 from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line
 
@@ -36,6 +37,7 @@ class Away:
         self._transport = transport
         self._shelves: dict[Shelved, TierStorage] = {}
         self._reserved: dict[Shelved, list[int]] = {}
+        self.landing = Landing()
         self._writing: deque[Record] = deque()
         self._failure: StorageError | None = None
 
@@ -55,13 +57,17 @@ class Away:
         for what, forms in records.items():
             sizes = [record_nbytes(each) for each in forms]
             self._reserved[what] = self.shelf(what).reserve(sizes)
-            self.shelf(what).stage(max(sizes), stagings_for(device.type))
+            self._stage(what, max(map(staged_nbytes, forms)), device)
 
     def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
         """The place of the next record: the next one that was reserved, or else a new one."""
-        nbytes, reserved = record_nbytes(forms), self._reserved.get(what)
-        self.shelf(what).stage(nbytes, stagings_for(device.type))
-        return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
+        reserved = self._reserved.get(what)
+        self._stage(what, staged_nbytes(forms), device)
+        return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]
+
+    def _stage(self, what: Shelved, nbytes: int, device: torch.device) -> None:
+        if nbytes:
+            self.shelf(what).stage(nbytes, stagings_for(device.type))
 
     def take_gradients(self, slots: Sequence[Slot], groups: Iterable[Group], grads: Sequence[Tensor | None]) -> None:
         """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier. Begins to

@@ -103,7 +103,10 @@ def forms_of_copies(slots: Sequence[Slot], parcel_nbytes: int) -> list[Form]:
     saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
     if saved <= 0:
         return []
-    return [Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype, parcel_nbytes) for slot in slots]
+    return [
+        Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype, parcel_nbytes, slot.kind.lands)
+        for slot in slots
+    ]
 
 
 def _pieces(record: Record, parcel: Parcel, memory: Tensor) -> dict[int, Tensor]:

@@ -45,6 +45,7 @@ from zero_fn.values.schedule import (
     Unshard,
     fetch_ahead,
     forward_schedule,
+    land_ahead,
     legs,
     prefetch,
 )
@@ -107,8 +108,11 @@ class Forward:
 
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         """Events with gathers, and fetches from tiers, moved ahead of their uses: they run beside the computation."""
-        events = prefetch(events, depth=self.depth)
-        return fetch_ahead(events, is_away=lambda index: self.unit(index).groups.is_away, depth=_FETCH_DEPTH)
+        lands = {unit.index: unit.groups.landing_nbytes for unit in self.live_units()}
+        events = prefetch(events, depth=self.depth, stays=lambda index: lands[index] > 0)
+        events = land_ahead(events, nbytes_of=lands.__getitem__)
+        is_away = {unit.index: unit.groups.is_away and not lands[unit.index] for unit in self.live_units()}
+        return fetch_ahead(events, is_away=is_away.__getitem__, depth=_FETCH_DEPTH)
 
     # -- what ranks tell one another --------------------------------------------------------------------------------
 

@@ -96,19 +96,23 @@ class Gathered:
             for group in groups:
                 if group.whole is None or group.kind.travels:
                     continue
-                buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
+                landed, starts = group.landed(), group.whole.starts
+                if landed is not None:
+                    buffer, starts = landed
+                else:
+                    buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
                 if group.is_transient:
                     remember_buffer(buffer, self, unit, len(self.buffers))
                     transient.append((buffer, len(group.slots)))
                 self.buffers.append(buffer)
-                if group.record is not None and group.inner is None:
+                if group.record is not None and group.inner is None and landed is None:
                     records = [record for record in group.records() if record is not group.gradient_record]
                     self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))
                 coded = CodedParameters(group, buffer) if group.kind.gather is not None else None
                 if coded is not None:
                     self.coded.append(coded)
                 for slot in group.slots:
-                    start = group.whole.starts[slot]
+                    start = starts[slot]
                     views[slot] = buffer.as_strided(slot.path.shape, slot.path.stride, start)
                     if coded is not None and not coded.is_of_inner:
                         continue

@@ -134,7 +134,8 @@ class Group:
             own = self.kind.dtype if what == "parameters" else self.kind.gradient_dtype
             # Gradients in another dtype are cut where their parameters are.
             packed_as = self.kind.dtype if own != self.kind.dtype else None
-            forms = [Form(slot.path.local_numel, own, packed_as, most) for slot in self.slots]
+            lands = self.kind.lands and what == "parameters"
+            forms = [Form(slot.path.local_numel, own, packed_as, most, lands) for slot in self.slots]
             found.append(((what, tier), forms))
             copies = forms_of_copies(self.slots, most) if what == "parameters" else []
             if copies:
@@ -181,6 +182,25 @@ class Group:
     def may_fail(self) -> bool:
         """Whether resting parameters may fail to arrive on one rank alone. The same on every rank."""
         return self.record is not None and self.record.shelf.may_fail
+
+    @property
+    def landing_nbytes(self) -> int:
+        """Bytes of what a fetch reads to where modules see it."""
+        if self.record is None or not self.kind.lands:
+            return 0
+        return (self.record.copies or self.record).nbytes
+
+    def landed(self) -> tuple[Tensor, Mapping[Slot, int]] | None:
+        """The memory where parameters have just been read, flat, in the compute dtype, and where each begins there; None if
+        they are copied from there into a buffer."""
+        record = self.record.read if self.record is not None else None
+        if record is None or record.landing is None or record.fetched is None:
+            return None
+        dtype = self.kind.compute_dtype
+        if any(form.dtype != dtype for form in record.forms):  # copies in the compute dtype were out of date
+            return None
+        starts = {slot: start // dtype.itemsize for slot, start in zip(self.slots, record.starts, strict=True)}
+        return record.landed().view(dtype), starts
 
     def write(self, values: Mapping[Slot, Tensor]) -> None:
         """Fills the resting memory of parameters, in their tier too, with this rank's elements of them. Waits."""

@@ -27,7 +27,7 @@ from zero_fn.runtime.away import Away
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.kind import Shelved
-from zero_fn.runtime.parcels import Form
+from zero_fn.runtime.parcels import Form, lands
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -96,6 +96,11 @@ class Groups:
         self._known = []
         self.is_away = any(group.record is not None for group in self.members)
         self.is_transient = any(group.is_transient for group in self.members)
+        # Bytes in memory from the fetch on, where the end of the fetch is all that a gather waits for; else 0.
+        is_only_fetched = all(
+            group.kind.lands or (group.kind.is_kept and not group.kind.is_cut) for group in self.members
+        )
+        self.landing_nbytes = sum(group.landing_nbytes for group in self.members) if is_only_fetched else 0
         self.phase, self.gathered, self.failure = Phase.AT_REST, None, None
         self.is_inner_current = self.is_held = False
 
@@ -125,6 +130,8 @@ class Groups:
                 return known
         record = record_type(self._away.shelf(what), forms, device, self._away.place_for(what, forms, device))
         record.owner = self._owner
+        if lands(forms):
+            record.landing = self._away.landing
         return record
 
     def records(self) -> list[Record]:

@@ -33,7 +33,7 @@ import torch
 from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Stage
 from zero_fn.values.rounding import ParameterRounding
-from zero_fn.values.tiers import Tier, is_away
+from zero_fn.values.tiers import Tier, is_accelerator, is_away
 from zero_fn.values.wire import Records, Wire, is_coded
 
 __all__ = ["Kind", "Rests", "Shelved", "dtypes_text"]
@@ -148,6 +148,12 @@ class Kind:
         """Whether an all-gather reads resting parameters where they lie: in a buffer of their own, and without a cast."""
         is_apart = self.rests is Rests.IN_OWN and self.is_cut
         return is_apart and not self.is_other_than_rest and len(self.hops) == 1
+
+    @cached_property
+    def lands(self) -> bool:
+        """Whether modules see the memory into which a tier was read: nothing is gathered, cast or copied to a device."""
+        is_read = self.is_away and not is_accelerator(self.device_type)
+        return is_read and not self.is_cut and not self.travels and self.gather is None
 
     # -- formats ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from zero_fn.storage import whole_pages
+from zero_fn.storage.pool import RECYCLED_NBYTES
 from zero_fn.values.chunks import Piece, chunks_of
 
 __all__ = [
@@ -29,10 +30,12 @@ __all__ = [
     "STEPPED_IN_PLACE_NBYTES",
     "Form",
     "Parcel",
+    "lands",
     "padded_nbytes",
     "parcels_of",
     "planned_parcels",
     "record_nbytes",
+    "staged_nbytes",
 ]
 
 PARCEL_NBYTES = 4 << 20
@@ -49,6 +52,7 @@ class Form(NamedTuple):
     # `dtype`.
     packed_as: torch.dtype | None = None
     parcel_nbytes: int = PARCEL_NBYTES  # most bytes of a parcel, the same for all tensors of a group
+    lands: bool = False  # whether modules see the memory that it is read into (kind.py), the same for all of a group
 
 
 @dataclass(slots=True)
@@ -92,6 +96,16 @@ def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
         parcels.append(Parcel(pieces, tuple(offsets), start, whole_pages(end)))
         start += parcels[-1].nbytes
     return tuple(parcels)
+
+
+def lands(forms: Sequence[Form]) -> bool:
+    """Whether modules see the memory that a record is read into. Small ones are copied: views need not be cut anew."""
+    return bool(forms) and forms[0].lands and record_nbytes(forms) >= RECYCLED_NBYTES
+
+
+def staged_nbytes(forms: Sequence[Form]) -> int:
+    """Bytes of the staging buffer that a record passes through on its way from and to a disk."""
+    return 0 if lands(forms) else record_nbytes(forms)
 
 
 def record_nbytes(forms: Sequence[Form]) -> int:

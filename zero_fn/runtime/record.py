@@ -22,6 +22,7 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.parcels import Form, Parcel, parcels_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import TierStorage, Transfer, wait_all
+from zero_fn.storage.pool import Landing
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["Record", "Stretch"]
@@ -55,6 +56,8 @@ class Record:
                 if not piece.start:
                     self.starts[piece.parameter] = parcel.start + offset
                 self._parcels_of[piece.parameter].append(parcel)
+        # Whence memory comes for all of it; None: that of the shelf. What modules see is then this memory itself.
+        self.landing: Landing | None = None
         self.fetched: Stretch | None = None  # host memory with all tensors, or with all of them on their way there
         self.writing: Stretch | None = None  # host memory that is being written to the tier in the background
         # The end of the last copy from host memory of the record to the device; that memory must not change before.
@@ -80,7 +83,8 @@ class Record:
         self.settle()
         if self.fetched is None:
             self.finish_writing()
-            self.fetched = Stretch(self, self.parcels)
+            memory = self.landing.take(self.nbytes) if self.landing is not None else None
+            self.fetched = Stretch(self, self.parcels, memory)
             self.fetched.read(self, self.parcels)
 
     def arrive(self) -> Stretch:
@@ -98,6 +102,11 @@ class Record:
         """A tensor that has arrived, flat, in host memory; or all from this one to `last`, with what lies between them."""
         assert self.fetched is not None, "not fetched"
         return self.fetched.tensor(self, number, last)
+
+    def landed(self) -> Tensor:
+        """The memory of all tensors, which have arrived, as bytes. It stays as it is as long as it is held."""
+        assert self.fetched is not None and self.landing is not None, "not fetched"
+        return self.fetched.memory
 
     def drop(self) -> None:
         """Gives up the fetched tensors."""
@@ -204,12 +213,15 @@ class Stretch:
     Its methods are given the record, which holds it: a reference back would be a cycle.
     """
 
-    __slots__ = ("_memory", "_start", "_transfers", "arriving", "unwritten")
+    __slots__ = ("_start", "_transfers", "arriving", "memory", "unwritten")
 
-    def __init__(self, record: Record, parcels: Sequence[Parcel]) -> None:
+    def __init__(self, record: Record, parcels: Sequence[Parcel], memory: Tensor | None = None) -> None:
+        """Takes memory of the shelf, or `memory`."""
         self._start = parcels[0].start if parcels else 0
         nbytes = sum(parcel.nbytes for parcel in parcels)
-        self._memory = record.shelf.borrow(record.place + self._start, nbytes) if nbytes else _NOTHING
+        if memory is None:
+            memory = record.shelf.borrow(record.place + self._start, nbytes) if nbytes else _NOTHING
+        self.memory = memory
         self._transfers: list[Transfer] = []
         # The end of copies of gradients from the device into this memory; None if there are none.
         self.arriving: torch.Event | None = None
@@ -252,7 +264,7 @@ class Stretch:
         """Gives the memory back without waiting for transfers, as a finalizer must: whoever borrows it next waits."""
         if self.arriving is not None:
             self.arriving.synchronize()
-        memory, self._memory = self._memory, _NOTHING
+        memory, self.memory = self.memory, _NOTHING
         record.shelf.give_back(memory, left)
 
     def _begin(self, move: Callable[[Parcel, Tensor], Transfer | None], parcels: Sequence[Parcel]) -> None:
@@ -262,7 +274,7 @@ class Stretch:
                 self._transfers.append(transfer)
 
     def _part(self, start: int, nbytes: int) -> Tensor:
-        return self._memory[start - self._start : start - self._start + nbytes]
+        return self.memory[start - self._start : start - self._start + nbytes]
 
 
 def _stay(record: Record) -> None:

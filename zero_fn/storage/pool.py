@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zero_fn.storage.host_memory import MappedMemory, advise, map_memory, whole_pages
 
-__all__ = ["BufferPool"]
+__all__ = ["RECYCLED_NBYTES", "BufferPool", "Landing"]
 
-_RECYCLED_NBYTES = 1 << 20
+RECYCLED_NBYTES = 1 << 20
 """Smaller buffers are taken from the heap."""
 
 
@@ -41,7 +41,7 @@ class BufferPool:
         self.numel, self.dtype, self.device = numel, dtype, device
         nbytes = numel * dtype.itemsize
         self._free: _Free | None = None
-        if device.type == "cpu" and nbytes >= _RECYCLED_NBYTES:
+        if device.type == "cpu" and nbytes >= RECYCLED_NBYTES:
             self._free = _free.setdefault(whole_pages(nbytes), _Free())
 
     def take(self) -> Tensor:
@@ -52,11 +52,39 @@ class BufferPool:
         mapped = (
             self._free.pop() if self._free else map_memory(whole_pages(nbytes), "Parameters and gradients of units")
         )
-        lease = memoryview(mapped)
-        weakref.finalize(lease, _give_back, self._free, mapped).atexit = False
-        return torch.frombuffer(lease, dtype=torch.uint8)[:nbytes].view(self.dtype)
+        return _leased(mapped, self._free)[:nbytes].view(self.dtype)
 
 
-def _give_back(free: _Free, mapped: MappedMemory) -> None:
+class Landing:
+    """Memory that a disk fills directly, for one byte string after another; each keeps its own while a tensor on it is left.
+
+    A mapping serves any byte string that fits, so there are as many mappings as byte strings were used at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[MappedMemory] = []
+
+    def take(self, nbytes: int) -> Tensor:
+        """Memory of whole pages, uint8, with any content."""
+        fitting = [each for each in self._free if len(each) >= nbytes]
+        if fitting:
+            mapped = min(fitting, key=len)
+            self._free.remove(mapped)
+        else:
+            self._free.clear()  # unmapped: else a larger one would be taken beside them
+            mapped = map_memory(whole_pages(nbytes), "Parameters that are read from a disk")
+            advise(mapped, "MADV_DONTFORK")  # a child would share pages that the disk still fills
+        with torch.inference_mode(False):  # what modules see is no inference tensor
+            return _leased(mapped, self._free)[: whole_pages(nbytes)]
+
+
+def _leased(mapped: MappedMemory, free: list[MappedMemory]) -> Tensor:
+    """The bytes of a mapping, which is free again once no tensor on them is left."""
+    lease = memoryview(mapped)
+    weakref.finalize(lease, _give_back, free, mapped).atexit = False
+    return torch.frombuffer(lease, dtype=torch.uint8)
+
+
+def _give_back(free: list[MappedMemory], mapped: MappedMemory) -> None:
     advise(mapped, "MADV_FREE")
     free.append(mapped)

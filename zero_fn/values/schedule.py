@@ -38,6 +38,7 @@ __all__ = [
     "backward_trace",
     "fetch_ahead",
     "forward_schedule",
+    "land_ahead",
     "legs",
     "limit_reductions",
     "prefetch",
@@ -185,14 +186,17 @@ def backward_schedule(trace: Trace, *, reduces: Callable[[int], bool]) -> tuple[
     return _around(trace, stays=lambda i: False, reduces=reduces)
 
 
-def prefetch(events: Sequence[Event], *, depth: int) -> tuple[Event, ...]:
-    """Moves each Unshard before the `depth` Enters that precede it, so that it runs beside their compute.
+def prefetch(
+    events: Sequence[Event], *, depth: int, stays: Callable[[int], bool] = lambda unit: False
+) -> tuple[Event, ...]:
+    """Moves each Unshard before the `depth` Enters that precede it, so that it runs beside their compute. Not that of a unit
+    that `stays`.
 
     An Unshard does not move before a Reshard of the same unit.
     """
     moved: list[Event] = []
     for event in events:
-        if not isinstance(event, Unshard) or depth == 0:
+        if not isinstance(event, Unshard) or depth == 0 or stays(event.unit):
             moved.append(event)
             continue
         at, passed = len(moved), 0
@@ -232,6 +236,40 @@ def fetch_ahead(events: Sequence[Event], *, is_away: Callable[[int], bool], dept
         fetched.append(event)
         latest = len(fetched)
     return tuple(fetched)
+
+
+def land_ahead(events: Sequence[Event], *, nbytes_of: Callable[[int], int]) -> tuple[Event, ...]:
+    """Adds a Fetch for each Unshard of a unit that a tier is read into directly: such a unit has memory of `nbytes_of` bytes
+    from its Fetch to its Reshard, others have 0.
+
+    A Fetch is put before the Enter that precedes the Unshard, and as far ahead of that as the memory of all that are read or
+    used fits into twice that of the largest. So the next unit is on its way while the last one is still waited for, and a
+    disk that bounds the pass never waits. The order of fetches is that of uses.
+    """
+    room = 2 * max((nbytes_of(event.unit) for event in events if isinstance(event, Unshard)), default=0)
+    placed: list[Event] = []
+    taken: list[int] = []  # bytes in memory before each of them
+    now = latest = 0  # bytes in memory, and the place after the last Fetch
+    for event in events:
+        nbytes = nbytes_of(event.unit) if isinstance(event, Unshard | Reshard) else 0
+        if nbytes and isinstance(event, Unshard):
+            at, passed = len(placed), 0
+            while at > latest:
+                before = placed[at - 1]
+                is_own = isinstance(before, Reshard) and before.unit == event.unit
+                if is_own or (passed and taken[at - 1] + nbytes > room):
+                    break
+                at -= 1
+                passed += isinstance(before, Enter)
+            taken.insert(at, taken[at] if at < len(taken) else now)
+            taken[at + 1 :] = [each + nbytes for each in taken[at + 1 :]]
+            placed.insert(at, Fetch(event.unit))
+            now, latest = now + nbytes, at + 1
+        placed.append(event)
+        taken.append(now)
+        if isinstance(event, Reshard):
+            now -= nbytes
+    return tuple(placed)
 
 
 def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...]:
