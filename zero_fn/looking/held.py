@@ -17,6 +17,7 @@ from zero_fn.runtime.door import units_of
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
+from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import Streamed
 from zero_fn.values.tiers import is_accelerator, is_away
 
@@ -87,7 +88,7 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     shelves = [shelf for run in {unit.run for unit in units_of(module)} for _, shelf in run.away.shelves()]
     tiers = Counter[str]()
     for shelf in shelves:
-        tiers[str(shelf.tier)] += shelf.nbytes
+        tiers[str(shelf if isinstance(shelf, StoredFiles) else shelf.tier)] += shelf.nbytes
     here = passing = 0
     if isinstance(optimizer, Streamed | ByOwner):
         passing = optimizer.buffers_nbytes

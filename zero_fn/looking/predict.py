@@ -46,6 +46,7 @@ from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage import stagings_for
+from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
 from zero_fn.streamed.pieces import Planner
 from zero_fn.values.schedule import Enter, Exit, Fetch, Reshard, Settle, Trace, Unshard, Use, forward_schedule
@@ -256,6 +257,10 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
     for group in groups:
         kind = group.kind
         for (what, tier), forms in group.forms_away():
+            record = group.record if what == "parameters" else None
+            if record is not None and isinstance(record.shelf, StoredFiles):
+                tiers[str(record.shelf)] += record.nbytes
+                continue
             nbytes = record_nbytes(forms)
             tiers[str(tier)] += nbytes
             if not isinstance(tier, Cpu):

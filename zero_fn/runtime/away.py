@@ -21,6 +21,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import TierStorage, stagings_for, storage_on
 from zero_fn.storage.pool import Landing
+from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line
 
@@ -38,6 +39,7 @@ class Away:
         self._shelves: dict[Shelved, TierStorage] = {}
         self._reserved: dict[Shelved, list[int]] = {}
         self.landing = Landing()
+        self.files: StoredFiles | None = None  # files of others in which parameters rest, read in place
         self._writing: deque[Record] = deque()
         self._failure: StorageError | None = None
 
@@ -50,7 +52,8 @@ class Away:
 
     def shelves(self) -> list[tuple[str, TierStorage]]:
         """All shelves, each with the name of what it holds."""
-        return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
+        known: list[tuple[str, TierStorage]] = [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
+        return known if self.files is None else [*known, ("parameters", self.files)]
 
     def reserve(self, records: dict[Shelved, list[list[Form]]], device: torch.device) -> None:
         """Makes room for all records of the module, which will be laid out in this order."""
@@ -60,7 +63,9 @@ class Away:
             self._stage(what, max(map(staged_nbytes, forms)), device)
 
     def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
-        """The place of the next record: the next one that was reserved, or else a new one."""
+        """The place of the next record: the next one that was reserved, or a new one; none if it will be in files."""
+        if self.files is not None and what[0] == "parameters":
+            return 0
         reserved = self._reserved.get(what)
         self._stage(what, staged_nbytes(forms), device)
         return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]

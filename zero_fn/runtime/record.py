@@ -76,6 +76,17 @@ class Record:
             reach, index = self.waited_for
             reach(index)
 
+    def rest_in(self, shelf: TierStorage, place: int, parcels: Sequence[Parcel]) -> None:
+        """Takes note that the tensors rest elsewhere, one to a parcel, where nothing of what is in memory now counts."""
+        self.drop()
+        self.shelf, self.place, self.parcels, self.is_addressable = shelf, place, list(parcels), False
+        self.nbytes = sum(parcel.nbytes for parcel in parcels)
+        self._parcels_of = [[] for _ in self.forms]
+        for parcel in parcels:
+            (piece,), (offset,) = parcel.pieces, parcel.offsets
+            self.starts[piece.parameter] = parcel.start + offset
+            self._parcels_of[piece.parameter].append(parcel)
+
     # -- all of it ------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:

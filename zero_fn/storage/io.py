@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.storage.files import FULL, SpillFile
+from zero_fn.storage.files import FULL
 from zero_fn.values import watching
 from zero_fn.values.tiers import bytes_text
 from zero_fn.values.watching import Moment
@@ -51,6 +51,13 @@ class ProcessLocal:
             )
 
 
+class OpenFile(Protocol):
+    """A file that is read and written."""
+
+    name: str
+    fd: int
+
+
 class Request:
     """A read or write between a range of memory and a range of a file.
 
@@ -74,12 +81,14 @@ class Request:
         "nbytes",
         "offset",
         "ticket",
+        "wanted",
     )
 
-    def __init__(self, file: SpillFile, offset: int, memory: Tensor, *, is_write: bool) -> None:
+    def __init__(self, file: OpenFile, offset: int, memory: Tensor, *, is_write: bool) -> None:
         self.file, self.memory, self.is_write = file, memory, is_write
         self.begin = offset
         self.offset, self.address, self.nbytes = offset, memory.data_ptr(), memory.numel()  # what is left to do
+        self.wanted = self.nbytes  # fewer, where a file ends before its last sector does
         self.is_done = self.nbytes == 0
         self.failure: StorageError | None = None
         self.answers = 0  # of the kernel
@@ -91,6 +100,8 @@ class Request:
             return
         # What is left begins at a whole sector; only the end of the range may lie within one.
         done = result if result == self.nbytes else result // _SECTOR_NBYTES * _SECTOR_NBYTES
+        if not self.is_write and self.memory.numel() - self.nbytes + result >= self.wanted:
+            done = self.nbytes
         failure = self._failed(-result) if result < 0 else self._ended(result) if not done else None
         done = max(done, 0)
         left = self.nbytes - done
@@ -222,6 +233,8 @@ class Block:
     def require_undamaged(self, request: Request) -> None:
         """Compares what a request has read with what was written last."""
         found = _digest(request)
+        if not self._generation:  # others have written the file
+            self._digest, self._generation = found, 1
         if self._digest is None or found == self._digest:
             return
         is_before = self._generation > 1 and found == self._before
@@ -293,4 +306,4 @@ def wait_all(transfers: Iterable[Waited | None]) -> None:
 
 
 def _digest(request: Request) -> int:
-    return xxhash.xxh3_64_intdigest(request.memory.numpy().data)
+    return xxhash.xxh3_64_intdigest(request.memory[: request.wanted].numpy().data)

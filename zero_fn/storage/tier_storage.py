@@ -134,7 +134,8 @@ class DiskStorage(ProcessLocal):
     def __init__(self, tier: Nvme, what: str, backend: IoBackend | None = None) -> None:
         """Makes the files, empty. A `backend` of None is that of the process."""
         super().__init__()
-        self.tier, self._what, self.nbytes = tier, what, 0
+        self.tier: Tier = tier
+        self._what, self.nbytes = what, 0
         self.files = [SpillFile(path, what) for path in tier.paths]
         self._backend = backend or io_backend()
         self._blocks: dict[int, Block] = {}
@@ -142,7 +143,8 @@ class DiskStorage(ProcessLocal):
         # Staging buffers to lend, with the copy to the device that must end first.
         self._free: list[tuple[Tensor, torch.Event | None]] = []
         self._lent: dict[int, Tensor] = {}  # those that are lent, by address
-        _disks.add(self)
+        if self.files:
+            _disks.add(self)
 
     def __str__(self) -> str:
         how = "direct" if all(file.is_direct for file in self.files) else "through the page cache"
@@ -171,8 +173,8 @@ class DiskStorage(ProcessLocal):
         if self.tier.limit_nbytes is not None:
             left = self.tier.limit_nbytes - sum(o.nbytes for o in list(_disks) if o is not self and o.tier == self.tier)
             if nbytes > left:
-                what = f"{self._what} in {', '.join(self.tier.paths)}"
-                raise too_small(what, nbytes, left, "the limit of the tier", of="disk")
+                where = ", ".join(getattr(self.tier, "paths", ()))
+                raise too_small(f"{self._what} in {where}", nbytes, left, "the limit of the tier", of="disk")
 
     def stage(self, nbytes: int, count: int) -> None:
         count, size = max(count, self.stagings.count), max(whole_pages(nbytes), self.stagings.size)

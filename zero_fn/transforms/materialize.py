@@ -23,10 +23,11 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
 from zero_fn.runtime.whole_step import register_resting
+from zero_fn.transforms.substitute import reserve
 from zero_fn.transport.agreement import content_digests
 from zero_fn.values.grid import local_part
 
-__all__ = ["allocate", "materialize", "require_ways"]
+__all__ = ["allocate", "device_for", "materialize", "require_ways"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -76,7 +77,7 @@ def allocate(module: nn.Module, device: torch.device | str | None, is_read: Call
 
 
 def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callable[[Tensor], bool]) -> None:
-    target = _device_for(module, device)
+    target = device_for(module, device)
     late, ways = require_ways(module, is_read)
     units = [unit for unit in units_of(module) if any(slot.parameter.is_meta for slot in unit.slots)]
     drawn = {id(unit): {slot.fqn for slot in unit.slots if not is_read(slot.parameter)} for unit in units}
@@ -90,6 +91,9 @@ def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callabl
     for unit in units:
         unit.reshard()
         unit.groups.form([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
+    for run in runs_of(module, verb="materialize"):
+        reserve(run, "materialize", [unit for unit in units if unit.run is run])
+    for unit in units:
         before = [slot.parameter for slot in unit.slots]
         unit.groups.allocate([parameter.requires_grad for parameter in before])
         for slot, parameter in zip(unit.slots, before, strict=True):
@@ -131,7 +135,7 @@ def _keep(slot: Slot, parameter: nn.Parameter) -> None:
     slot.register(parameter)
 
 
-def _device_for(module: nn.Module, device: torch.device | str | None) -> torch.device:
+def device_for(module: nn.Module, device: torch.device | str | None) -> torch.device:
     """Where a module gets memory: on the device of its mesh.
 
     Raises:

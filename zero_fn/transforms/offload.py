@@ -87,8 +87,8 @@ def offload(
         (unless donated).
 
     Raises:
-        LayoutError: No tier is given, `where` selects nothing, `fraction` or `resident` is not in range, `reshard_after` is another word,
-            or an earlier transform chose another tier.
+        LayoutError: No tier is given, `where` selects nothing, `fraction` or `resident` is not in range, `reshard_after` is
+            another word, or an earlier transform chose another tier.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
         TierError: The tier, or host memory for its buffers, is too small: on every rank, and before anything moved.
         StorageError: The path takes no files: on every rank, and before anything moved. In a forward or backward: the disk

@@ -47,7 +47,7 @@ from zero_fn.values.grid import Grid, grid_of
 from zero_fn.values.tiled import is_tile
 from zero_fn.values.units import NamedParameter, anchors_of, distinct_parameters, innermost_common
 
-__all__ = ["Donated", "carry_over", "copied", "move_buffers", "substitute"]
+__all__ = ["Donated", "carry_over", "copied", "move_buffers", "reserve", "substitute"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -130,7 +130,7 @@ def substitute(
         run = Run(line_over(assignment.axes), assignment)
         units = _units_made(twin, named, anchors, run, grid)
         if reserves:
-            _reserve(run, site)
+            reserve(run, site)
         if assignment.axis is not None:
             move_buffers(twin, assignment.axis.device_type)
         _filled(twin, units, run, memo, site, donate=donate)
@@ -249,15 +249,16 @@ def _unit_of(
     return unit
 
 
-def _reserve(run: Run, site: str) -> None:
-    """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises. On torch's fake
-    process group, whose ranks are pretended, no room is made: that is a plan for another machine."""
+def reserve(run: Run, site: str, units: Sequence[Unit] | None = None) -> None:
+    """Makes room in other tiers for all units, or some, before anything moves; if a rank cannot, every rank raises. What is
+    on `meta` gets room when it gets values. On torch's fake process group, whose ranks are pretended, no room is made: that
+    is a plan for another machine."""
     if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
-    for unit in run.live_units():
-        for group in unit.groups:
-            for what, forms in group.forms_away():
+    for group in (group for unit in (run.live_units() if units is None else units) for group in unit.groups):
+        for what, forms in group.forms_away() if group.kind.device.type != "meta" else ():
+            if run.away.files is None or what[0] != "parameters":
                 records.setdefault(what, []).append(forms)
     if not records:
         return

@@ -268,6 +268,10 @@ class TensorReader:
                     why="their digest is not that of the manifest",
                 )
 
+    def located(self, piece: StoredBox, first: int) -> tuple[Path, int]:
+        """The file, and the byte where an element of a box begins there."""
+        return self._path, self._begin + piece.offset + first * piece.dtype.itemsize
+
     def _scratch(self, nbytes: int) -> memoryview:
         """Memory for bytes that are only verified: this reader has its own, so that threads may read other files."""
         if self._room is None:

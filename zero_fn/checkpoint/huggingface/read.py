@@ -29,6 +29,7 @@ from zero_fn.checkpoint.format.files import (
     understood,
 )
 from zero_fn.checkpoint.format.folders import MANIFEST
+from zero_fn.checkpoint.huggingface.in_place import leave_in_files, open_files, require_readable
 from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.live.load_plan import LoadPlan
 from zero_fn.checkpoint.loading import LOADING, Rename, fill_on_all_ranks, renamed_by
@@ -38,7 +39,7 @@ from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
 from zero_fn.runtime.box import whole_box
 from zero_fn.runtime.slot import slot_of
-from zero_fn.transforms.materialize import allocate, require_ways
+from zero_fn.transforms.materialize import allocate, device_for, require_ways
 
 __all__ = ["INDEX", "WEIGHTS", "load_pretrained", "packed", "rewrite_index", "weights_name", "write_index"]
 
@@ -53,6 +54,7 @@ def load_pretrained(
     strict: bool = True,
     rename: Rename = None,
     device: torch.device | str | None = None,
+    copy: bool = True,
 ) -> None:
     """Reads a folder of safetensors, such as Hugging Face has, into a model of any stage and tier. All ranks call it.
 
@@ -69,6 +71,12 @@ def load_pretrained(
     A model whose files have other names than its parameters (experts of Mixtral, which transformers stacks) is loaded by
     `from_pretrained` inside `zero_fn.integrations.transformers.placed`.
 
+    With `copy=False` parameters that would be copied to another tier stay in the files, where each use reads them: for
+    inference with a model that memory does not hold, without a second copy of it on the disk.
+
+        model = zf.offload(model.requires_grad_(False), params=zf.nvme("/local_nvme"))
+        zf.load_pretrained(model, "llama-3-8b", copy=False)
+
     Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks have parameters of
     different names, a fourth of a byte for each tensor.
 
@@ -80,10 +88,13 @@ def load_pretrained(
         rename: Names in the model for names in the files: regular expressions and their replacements, or a function.
         device: The device on which parameters and buffers on `meta` get memory; None: that of the mesh, or without a mesh
             the CPU.
+        copy: Whether parameters that rest in another tier are copied there. Without, they are on `meta` before, not trained,
+            and in the dtype of the files; the files stay as they are as long as the model is used. A parameter of which a
+            rank owns rows is read by rows. What is edited in place, or stepped, is refused.
 
     Raises:
-        CheckpointError: There are no such files, one is damaged, or they do not fit; lists all that does not. Raised on every
-            rank, and nothing has changed, unless the message says so.
+        CheckpointError: There are no such files, one is damaged, they do not fit, or with `copy=False` cannot be read in
+            place; lists all that does not. Raised on every rank, and nothing has changed, unless the message says so.
         MeshError: `device` is another one than that of the mesh.
         StateError: Something on `meta` is neither in the files nor initialised by its module.
         StorageError: The disk refused. Raised on every rank.
@@ -100,22 +111,32 @@ def load_pretrained(
 
     failure = failure_of(prepare)
     names = [(held.name, held.place.shape) for held in named.held_tensors]
-    agreed = meeting.agree(LOADING, failure, same=(str(path), strict, "pretrained"), same_names=names)
+    agreed = meeting.agree(LOADING, failure, same=(str(path), strict, copy, "pretrained"), same_names=names)
     plan = LoadPlan(named, model, rounds=True)
+
+    sources: list[Contents] = []
 
     def match() -> Contents:
         source = files_of(path, renamed_by(rename), _unsaved(model))
         plan.match_model(source, is_strict=strict)
         if not plan.wrong:
             require_ways(model, _is_filled_by(plan))
+            if not copy:
+                require_readable(model, plan, source, device_for(model, device).type)
+        sources.append(source)
         return source
 
     def give_memory() -> None:
         if any(held.local is not None and held.local.is_meta for held in named.held_tensors):
+            if not copy:
+                open_files(model)
             allocate(model, device, _is_filled_by(plan))
             there = ModelTensors()
             there.add(model, None)
             plan.follow(there)
+            if not copy:
+                plan.named = there
+                leave_in_files(model, plan, sources[0])
 
     fill_on_all_ranks(
         meeting,

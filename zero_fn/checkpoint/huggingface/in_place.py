@@ -1,0 +1,117 @@
+"""Parameters that stay where a folder of safetensors has them, and are read there for each use."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import nn
+
+from zero_fn.checkpoint.format.contents import Contents, Key
+from zero_fn.checkpoint.live.held_tensors import HeldTensor
+from zero_fn.checkpoint.live.load_plan import LoadPlan
+from zero_fn.errors import CheckpointError
+from zero_fn.runtime.box import Box, strides_of
+from zero_fn.runtime.door import runs_of, units_of
+from zero_fn.runtime.group import Group
+from zero_fn.runtime.parcels import Parcel, lands
+from zero_fn.runtime.slot import Slot
+from zero_fn.storage import stagings_for
+from zero_fn.storage.stored_files import FileRange, StoredFiles
+from zero_fn.values.chunks import Piece
+from zero_fn.values.tiers import is_away
+
+__all__ = ["leave_in_files", "open_files", "require_readable"]
+
+_SHOWN = 8
+
+
+def require_readable(model: nn.Module, plan: LoadPlan, source: Contents, device_type: str) -> None:
+    """Requires that each parameter that is to rest in another tier than such a device can be read where the files have it.
+
+    Raises:
+        CheckpointError: Some cannot; or there are none.
+    """
+    keys = {id(held): key for key, held in plan.todo}
+    slots = [slot for unit in units_of(model) for slot in unit.slots]
+    away = [slot for slot in slots if is_away(slot.home.tiers.params, device_type)]
+    wrong = []
+    for slot in away:
+        held = plan.named.parameters.get(id(slot.parameter))
+        key = keys.get(id(held))
+        why = "it is not in the files" if held is None or key is None else _unreadable(slot, held, key, source)
+        if why:
+            wrong.append(f"{slot.fqn}: {why}")
+    if wrong or not away:
+        raise CheckpointError(
+            "copy=False: parameters cannot be read in place. Nothing was loaded.",
+            folder=source.path,
+            **{f"{number}": line for number, line in enumerate(wrong[:_SHOWN] or ["none rests in another tier"], 1)},
+            fix="without copy=False they are copied to their tier. To read them in place: zf.offload(model, params=...), "
+            "model.requires_grad_(False), and the model in the dtype of the files: model.to(torch.bfloat16) on meta",
+        )
+
+
+def _unreadable(slot: Slot, held: HeldTensor, key: Key, source: Contents) -> str:
+    """Why a parameter cannot be read in place; "" if it can."""
+    piece, shape = source.first(key), held.place.shape
+    if slot.parameter.requires_grad:
+        return "it is trained, and the files stay as they are"
+    if not slot.parameter.is_meta:
+        return "it has values already"
+    if piece.dtype != slot.dtype or piece.dtype != slot.kind.compute_dtype:
+        return f"{piece.dtype} in the files, {slot.dtype} here, computed in {slot.kind.compute_dtype}"
+    is_in_order = tuple(slot.path.stride) == strides_of(tuple(slot.path.shape))
+    if not is_in_order or _first_of(held.place.box, shape) is None:
+        return "its elements on this rank do not lie in a row in the file"
+    return ""
+
+
+def _first_of(box: Box, shape: tuple[int, ...]) -> int | None:
+    """The first element of a box in the whole tensor; None if its elements do not follow each other there."""
+    cut = next((dim for dim, (size, whole) in enumerate(zip(box.sizes, shape, strict=True)) if size != whole), None)
+    if cut is None:
+        return 0
+    if any(size != 1 for size in box.sizes[:cut]) or box.sizes[cut + 1 :] != shape[cut + 1 :]:
+        return None
+    return sum(start * stride for start, stride in zip(box.starts, strides_of(shape), strict=True))
+
+
+def open_files(model: nn.Module) -> None:
+    """From now on what is in files gets no room in its tier when units are given memory."""
+    for run in runs_of(model, verb="load_pretrained"):
+        tiers = [slot.home.tiers.params for unit in run.live_units() for slot in unit.slots]
+        for tier in tiers:
+            if tier is not None:
+                run.away.files = run.away.files or StoredFiles(tier)
+
+
+def leave_in_files(model: nn.Module, plan: LoadPlan, source: Contents) -> None:
+    """Points the records of a model that was given memory at the files, and takes their tensors out of the plan."""
+    keys = {id(held): key for key, held in plan.todo}
+    left: set[int] = set()
+    for run in runs_of(model, verb="load_pretrained"):
+        for group in (group for unit in run.live_units() for group in unit.groups):
+            if group.record is not None and run.away.files is not None:
+                helds = [plan.named.parameters[id(slot.parameter)] for slot in group.slots]
+                _leave(group, run.away.files, [(keys[id(held)], held) for held in helds], source)
+                left |= {id(held) for held in helds}
+    plan.todo = [(key, held) for key, held in plan.todo if id(held) not in left]
+
+
+def _leave(group: Group, files: StoredFiles, tensors: list[tuple[Key, HeldTensor]], source: Contents) -> None:
+    assert group.record is not None
+    ranges, parcels, start = [], [], 0
+    for number, (key, held) in enumerate(tensors):
+        piece, numel = source.first(key), held.place.box.numel
+        first = _first_of(held.place.box, held.place.shape) or 0
+        path, offset = source.located(piece, first)
+        if not numel:
+            continue
+        each = FileRange(str(path), offset, numel * piece.dtype.itemsize)
+        whole = Piece(number, 0, numel, numel == prod(held.place.shape))
+        parcels.append(Parcel((whole,), (each.before,), start, each.room_nbytes, is_stored=True))
+        ranges.append(each)
+        start += each.room_nbytes
+    group.record.rest_in(files, files.place(ranges), parcels)
+    if not lands(group.record.forms):
+        files.stage(group.record.nbytes, stagings_for(group.kind.device.type))
