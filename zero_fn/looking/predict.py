@@ -256,7 +256,7 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
     tiers, largest = Counter[str](), dict[Shelved, int]()
     for group in groups:
         kind = group.kind
-        for (what, tier), forms in group.forms_away():
+        for (what, tier), forms in (*group.forms_away(), *group.codes_away()):
             record = group.record if what == "parameters" else None
             if record is not None and isinstance(record.shelf, StoredFiles):
                 tiers[str(record.shelf)] += record.nbytes
@@ -345,6 +345,9 @@ def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
     """Adds what forward and backward move from and to tiers: for each gather parameters, or their compute copies; gradients
     once. Beside an accelerator both cross the link to the host."""
     kind, away = group.kind, dict(group.forms_away())
+    codes = group.codes_away()
+    for (_, tier), forms in codes:
+        found.read[tier] += times_gathered * record_nbytes(forms)
     trained = [slot.parameter.requires_grad for slot in group.slots]
     has_copies = any(what == "compute copies" for what, _ in away)
     for (what, tier), forms in away.items():
@@ -355,7 +358,7 @@ def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
                 some = [trained[piece.parameter] for piece in parcel.pieces]
                 found.written[tier] += parcel.nbytes if any(some) else 0
                 found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # frozen ones in the same pages
-        elif what == "compute copies" or not has_copies:
+        elif not codes and (what == "compute copies" or not has_copies):
             found.read[tier] += times_gathered * record_nbytes(forms)
     if is_accelerator(kind.device_type):
         numels = [slot.path.local_numel for slot in group.slots]

@@ -22,6 +22,8 @@ from torch import Tensor
 from zero_fn.errors import LayoutError
 from zero_fn.kernels.records import decode, encode
 from zero_fn.runtime.group import Group
+from zero_fn.runtime.record import Record
+from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.segment import Route, Segment
 from zero_fn.values.layout import aligned_offsets
@@ -50,6 +52,7 @@ class CodedParameters:
         # Of each parameter what this rank codes, or holds, and its records; all records, and what they are decoded into.
         self._sent: list[tuple[Slot, Tensor, Tensor, Records]] = []
         self._got: list[tuple[Tensor, Tensor, Records]] = []
+        self._landed: list[Tensor] = []  # all records, where they were read from a disk and nothing comes from others
         *starts, self._nbytes = aligned_offsets([kind.records_nbytes(slot.path) for slot in group.slots], 1)
         self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=buffer.device)
         for slot, start in zip(group.slots, starts, strict=True):
@@ -110,20 +113,45 @@ class CodedParameters:
             self._free()
             for slot, own, _, _ in self._sent:
                 own.copy_(slot.flat.view(own.shape))
+        elif (record := self._group.record) is not None and record.codes is not None and record.read is record.codes:
+            self._take(record.codes)
         else:
             self._allocate()
             self._encode()
 
     def _encode(self) -> None:
+        record = self._group.record
         for slot, own, coded, records in self._sent:
-            if self._group.record is not None:  # its values are there
+            if record is not None:  # its values are there
                 encode(own, records, coded)
             else:
                 values = slot.flat.to(own.dtype).view(own.shape)
                 encode(values, records, coded, held=own if self.is_difference else None)
 
+        if record is not None and record.codes is not None:
+            numbers = {slot: number for number, slot in enumerate(self._group.slots)}
+            record.write_codes({numbers[slot]: coded.view(-1) for slot, _, coded, _ in self._sent})
+
+    def _take(self, codes: Record) -> None:
+        """Takes what this rank sends from where it was read to; a copy, unless it is all that there is. [Note: codes at rest]
+        (compute_copies.py)"""
+        numbers = {slot: number for number, slot in enumerate(self._group.slots)}
+        values = [codes.values(numbers[slot]) for slot, *_ in self._sent]
+        if self._group.kind.lands:
+            self._landed = [each.view(coded.shape) for each, (_, _, coded, _) in zip(values, self._sent, strict=True)]
+            return
+        self._allocate()
+        places = [coded.view(-1) for _, _, coded, _ in self._sent]
+        if places[0].device.type == "cpu":
+            torch._foreach_copy_(places, values)
+            return
+        stream = side_stream(places[0].device)
+        codes.leaving = stream.copy_all(places, values)
+        stream.wait_for(codes.leaving)
+
     def _decode(self) -> None:
-        for coded, values, records in self._got:
+        landed, self._landed = self._landed, []
+        for coded, (_, values, records) in zip(landed or [coded for coded, *_ in self._got], self._got, strict=True):
             decode(coded, records, values, add=self.is_difference)
         self._free()
 

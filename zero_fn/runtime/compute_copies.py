@@ -5,14 +5,20 @@ record then holds copies in that dtype, and a gather reads the copies: half the 
 parcels of the copies hold the same pieces as those of the originals, and the version of the original that they were made of.
 A streamed step writes both (the kernel of Adam in one pass). Any other write to an original outdates its copy; the next
 gather then reads the originals and makes the copies anew.
+
+[Note: codes at rest] Where parameters that are not trained travel in a format (`precision(gather=)`), a third record holds
+them as they travel, and a gather reads that: of int4 a quarter of the bytes of bfloat16. It is written by the first gather,
+which has coded them anyway, and again after the originals were written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
+from zero_fn.errors import StorageError
 from zero_fn.runtime.parcels import Form, Parcel
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
@@ -27,11 +33,15 @@ class ParameterRecord(Record):
     """The parameters of a group in a tier."""
 
     copies: Record | None = None  # the same tensors in the compute dtype, or None. [Note: compute copies]
+    codes: Record | None = None  # the same in the format in which they travel, or None. [Note: codes at rest]
+    _coded: Sequence[int] | None = None  # the versions of the parcels that were coded
 
     @property
     def source(self) -> Record:
-        """The record that a gather would read: the copies, if there are any and all are up to date; else the originals."""
+        """The record that a gather would read: codes or copies, if all of them are up to date; else the originals."""
         self.settle()
+        if self.codes is not None and self._coded == self._versions():
+            return self.codes
         copies = self.copies
         if copies is None or any(c.version != p.version for c, p in zip(copies.parcels, self.parcels, strict=True)):
             return self
@@ -40,27 +50,40 @@ class ParameterRecord(Record):
     @property
     def read(self) -> Record:
         """The record that was fetched for the gather under way."""
-        return self.copies if self.copies is not None and self.copies.fetched is not None else self
+        others = [each for each in (self.codes, self.copies) if each is not None and each.fetched is not None]
+        return others[0] if others else self
+
+    def _versions(self) -> list[int]:
+        return [parcel.version for parcel in self.parcels]
+
+    def write_codes(self, codes: Mapping[int, Tensor]) -> None:
+        """Writes all parameters as they travel, by number, flat. If the disk fails the codes count as out of date: the gather
+        that made them needs them no more."""
+        assert self.codes is not None
+        self._coded = None
+        with suppress(StorageError):
+            self.codes.write(codes)
+            self._coded = self._versions()
 
     def arrive_for_gather(self) -> None:
         """Waits until the record that a gather reads is in memory, and renews copies that are out of date."""
         source, copies = self.source, self.copies
         source.arrive()
-        if copies is None or source is copies:
+        if copies is None or source is not self:
             return
         versions = [_NO_VERSION] * len(self.parcels)
         try:
             copies.write({number: self.values(number) for number in range(len(self.forms))})
-            versions = [parcel.version for parcel in self.parcels]
+            versions = self._versions()
         finally:
             for copy, version in zip(copies.parcels, versions, strict=True):
                 copy.version = version
 
     def let_go(self) -> None:
-        """Gives up fetched originals and copies."""
-        self.drop()
-        if self.copies is not None:
-            self.copies.drop()
+        """Gives up fetched originals, copies and codes."""
+        for record in (self, self.copies, self.codes):
+            if record is not None:
+                record.drop()
 
     def begin_copy(self, index: int, room: Tensor) -> dict[int, Tensor]:
         """Begins to make the copy of a parcel anew. Until `write_copy` is done the copy counts as out of date."""

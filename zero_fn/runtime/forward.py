@@ -108,11 +108,11 @@ class Forward:
 
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         """Events with gathers, and fetches from tiers, moved ahead of their uses: they run beside the computation."""
-        lands = {unit.index: unit.groups.landing_nbytes for unit in self.live_units()}
-        events = prefetch(events, depth=self.depth, stays=lambda index: lands[index] > 0)
-        events = land_ahead(events, nbytes_of=lands.__getitem__)
-        is_away = {unit.index: unit.groups.is_away and not lands[unit.index] for unit in self.live_units()}
-        return fetch_ahead(events, is_away=is_away.__getitem__, depth=_FETCH_DEPTH)
+        groups = {unit.index: unit.groups for unit in self.live_units()}
+        events = prefetch(events, depth=self.depth, stays=lambda unit: groups[unit].is_away and groups[unit].is_local)
+        events = land_ahead(events, nbytes_of=lambda unit: groups[unit].landing_nbytes)
+        is_fetched = {unit: each.is_away and not each.landing_nbytes for unit, each in groups.items()}
+        return fetch_ahead(events, is_away=is_fetched.__getitem__, depth=_FETCH_DEPTH)
 
     # -- what ranks tell one another --------------------------------------------------------------------------------
 

@@ -100,13 +100,14 @@ class Gathered:
                 if landed is not None:
                     buffer, starts = landed
                 else:
-                    buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
+                    buffer = group.whole.memory if group.whole.memory is not None else group.allocate()
                 if group.is_transient:
                     remember_buffer(buffer, self, unit, len(self.buffers))
                     transient.append((buffer, len(group.slots)))
                 self.buffers.append(buffer)
                 if group.record is not None and group.inner is None and landed is None:
-                    records = [record for record in group.records() if record is not group.gradient_record]
+                    own = group.record
+                    records = [record for record in (own, own.copies) if record is not None]
                     self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))
                 coded = CodedParameters(group, buffer) if group.kind.gather is not None else None
                 if coded is not None:
@@ -180,6 +181,8 @@ class Gathered:
     def _fill_away(self) -> None:
         for record, runs in self._away:
             read = record.read
+            if read is record.codes:  # `coded_parameters.py` takes them
+                continue
             places = [place for place, _, _ in runs[read]]
             values = [read.values(first, last) for _, first, last in runs[read]]
             if places[0].device.type == "cpu":

@@ -115,13 +115,16 @@ class Group:
 
     def _lay_out_records(self, make_record: MakeRecord) -> None:
         kind = self.kind
-        for what, forms in self.forms_away():
+        for what, forms in (*self.forms_away(), *self.codes_away()):
             record_type = ParameterRecord if what[0] == "parameters" else Record
             record = make_record(what, forms, kind.device, record_type)
             if isinstance(record, ParameterRecord):
                 self.record = record
             elif what[0] == "gradients":
                 self.gradient_record = record
+            elif what[0] == "codes":
+                assert self.record is not None, "codes come after what they code"
+                self.record.codes = record
             else:
                 assert self.record is not None, "copies come after their originals"
                 self.record.copies = record
@@ -142,6 +145,14 @@ class Group:
                 found.append((("compute copies", tier), copies))
         return found
 
+    def codes_away(self) -> list[tuple[Shelved, list[Form]]]:
+        """The codes that rest beside parameters in another tier, if they are not trained. [Note: codes at rest]"""
+        kind, tier = self.kind, self.kind.home.tiers.params
+        if not kind.is_away or tier is None or kind.gather is None or not all(slot.is_frozen for slot in self.slots):
+            return []
+        numels = [kind.records_of(slot.path).nbytes_of(slot.path.local_numel) for slot in self.slots]
+        return [(("codes", tier), [Form(numel, torch.uint8, lands=kind.lands) for numel in numels])]
+
     def vacate(self) -> None:
         """Drops the buffers in memory of the device. Records in other tiers stay."""
         self.whole = self.inner = self._rest = None
@@ -158,9 +169,9 @@ class Group:
         ]
 
     def records(self) -> list[Record]:
-        """The records of parameters, their compute copies, and gradients in other tiers."""
-        copies = self.record.copies if self.record is not None else None
-        return [record for record in (self.record, copies, self.gradient_record) if record is not None]
+        """The records of parameters, their compute copies and codes, and gradients in other tiers."""
+        copies, codes = (self.record.copies, self.record.codes) if self.record is not None else (None, None)
+        return [record for record in (self.record, copies, codes, self.gradient_record) if record is not None]
 
     @property
     def padding_nbytes(self) -> int:
@@ -186,15 +197,22 @@ class Group:
     @property
     def landing_nbytes(self) -> int:
         """Bytes of what a fetch reads to where modules see it."""
-        if self.record is None or not self.kind.lands:
+        if self.record is None or self.record.landing is None or self.kind.gather is not None:
             return 0
         return (self.record.copies or self.record).nbytes
+
+    def allocate(self) -> Tensor:
+        """Memory for whole parameters: that which disks are read into, where that is large."""
+        assert self.whole is not None
+        if self.record is None or self.record.landing is None:
+            return self.whole.allocate()
+        return self.record.landing.take(self.whole.nbytes)[: self.whole.nbytes].view(self.whole.dtype)
 
     def landed(self) -> tuple[Tensor, Mapping[Slot, int]] | None:
         """The memory where parameters have just been read, flat, in the compute dtype, and where each begins there; None if
         they are copied from there into a buffer."""
         record = self.record.read if self.record is not None else None
-        if record is None or record.landing is None or record.fetched is None:
+        if record is None or record.landing is None or record.fetched is None or self.kind.gather is not None:
             return None
         dtype = self.kind.compute_dtype
         if any(form.dtype != dtype for form in record.forms):  # copies in the compute dtype were out of date

@@ -39,7 +39,7 @@ from zero_fn.values.wire import Records, Wire, is_coded
 __all__ = ["Kind", "Rests", "Shelved", "dtypes_text"]
 
 Shelved = tuple[str, Tier]
-"""A kind of state ("parameters", their "compute copies", or "gradients") and the tier it rests in."""
+"""A kind of state ("parameters", their "compute copies" and "codes", or "gradients") and the tier it rests in."""
 
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
@@ -151,9 +151,8 @@ class Kind:
 
     @cached_property
     def lands(self) -> bool:
-        """Whether modules see the memory into which a tier was read: nothing is gathered, cast or copied to a device."""
-        is_read = self.is_away and not is_accelerator(self.device_type)
-        return is_read and not self.is_cut and not self.travels and self.gather is None
+        """Whether all that a gather takes is read from a tier into memory of the device: nothing is sent or copied there."""
+        return self.is_away and not is_accelerator(self.device_type) and not self.is_cut and not self.travels
 
     # -- formats ----------------------------------------------------------------------------------------------------
 

@@ -134,6 +134,7 @@ class Slot:
             is_cuttable=not source.dtype.is_complex,
             before=known.path if known is not None else None,
         )
+        self.is_frozen = not source.requires_grad  # when it was transformed
         self.kind: Kind  # what it has in common with the others of its group
         self.spec: DTensorSpec | None = None  # placements of parameter and gradient at rest; None on no axis
         self.gradient_spec: DTensorSpec | None = None

@@ -257,7 +257,7 @@ def reserve(run: Run, site: str, units: Sequence[Unit] | None = None) -> None:
         return
     records: dict[Shelved, list[list[Form]]] = {}
     for group in (group for unit in (run.live_units() if units is None else units) for group in unit.groups):
-        for what, forms in group.forms_away() if group.kind.device.type != "meta" else ():
+        for what, forms in (*group.forms_away(), *group.codes_away()) if group.kind.device.type != "meta" else ():
             if run.away.files is None or what[0] != "parameters":
                 records.setdefault(what, []).append(forms)
     if not records:
