@@ -23,6 +23,7 @@ from zero_fn.values.schedule import (
     backward_trace,
     fetch_ahead,
     forward_schedule,
+    land_ahead,
     limit_reductions,
     prefetch,
 )
@@ -181,6 +182,37 @@ def test_a_unit_is_reduced_once_after_its_last_use_if_it_is_reduced(trace: Trace
     for unit in used & reduced:
         last = max(i for i, event in enumerate(events) if isinstance(event, Exit) and event.use.unit == unit)
         assert events.index(Reduce(unit)) > last
+
+
+@given(schedules(), st.dictionaries(st.integers(0, 4), st.integers(1, 9)))
+def test_what_lands_is_fetched_in_order_and_two_fit(
+    schedule: tuple[Trace, tuple[Event, ...]], nbytes: dict[int, int]
+) -> None:
+    """Beyond the memory of two of the largest only the next one is fetched, and only just before the use ahead of it."""
+    _, before = schedule
+    events = land_ahead(before, nbytes_of=lambda unit: nbytes.get(unit, 0))
+    assert tuple(event for event in events if not isinstance(event, Fetch)) == before
+    wanted = [event.unit for event in before if isinstance(event, Unshard) and event.unit in nbytes]
+    assert [event.unit for event in events if isinstance(event, Fetch)] == wanted
+    room = 2 * max((nbytes[unit] for unit in wanted), default=0)
+    held: list[int] = []
+    waiting: list[int] = []
+    for place, event in enumerate(events):
+        match event:
+            case Fetch(unit):
+                held.append(unit)
+                waiting.append(unit)
+                if sum(map(nbytes.__getitem__, held)) > room:
+                    following = events[place + 1 : events.index(Unshard(unit), place)]
+                    assert sum(isinstance(each, Enter) for each in following) <= 1
+            case Unshard(unit) if unit in nbytes:
+                assert waiting.pop(0) == unit
+            case Reshard(unit) if unit in nbytes:
+                assert unit not in waiting, "it would be dropped"
+                held.remove(unit)
+            case _:
+                pass
+    assert not waiting
 
 
 @given(schedules(), DEPTHS, DEPTHS, st.sets(st.integers(0, 4)))

@@ -31,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -66,6 +67,7 @@ from zero_fn.monitor import Csv, Prometheus, sink_of
 from zero_fn.recorded import RecordedStep, _found
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
+from zero_fn.storage.stored_files import StoredFile
 from zero_fn.transport.flag import Flag
 from zero_fn.transport.line import Work
 from zero_fn.values.mesh import mesh_axis
@@ -640,6 +642,20 @@ def evicted_states_share_memory() -> object:
 def memory_of_a_tensor_in_a_tier_is_replaced(tiered: nn.Module) -> None:
     with torch.no_grad():
         next(tiered.parameters()).set_(torch.zeros(3, 4))  # type: ignore[call-overload]
+
+
+def _in_files(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+    """A model that is read where the folder has it."""
+    save_file({name: value.to(dtype) for name, value in Model().state_dict().items()}, folder / "model.safetensors")
+    with torch.device("meta"):
+        model = zf.offload(Model().requires_grad_(False), params=zf.nvme("."))
+    zf.load_pretrained(model, folder, copy=False)
+    return model
+
+
+def parameter_in_a_file_is_changed(folder: Path) -> None:
+    with torch.no_grad():
+        next(_in_files(folder).parameters()).zero_()
 
 
 def values_in_a_tier_are_read_in_a_fork(tiered: nn.Module) -> None:
@@ -1404,6 +1420,9 @@ ROWS: dict[str, Callable[..., object]] = {
         nn.Parameter(torch.empty(4, 4)), "data", zf.shard_params(nn.Linear(4, 4), two).weight.data
     ),
     "offload_without_a_tier": lambda: zf.offload(Model()),
+    "offload_of_no_resident_part": lambda: zf.offload(Model(), optim=zf.nvme("/tmp"), resident=0.5),
+    "parameters_cannot_be_read_in_place": lambda folder: _in_files(folder, torch.bfloat16),
+    "file_in_place_is_gone": lambda: StoredFile("/missing/model.safetensors"),
     "offload_of_no_fraction": lambda: zf.offload(Model(), optim=zf.nvme("/tmp"), fraction=0.0),
     "offload_to_two_tiers": lambda: zf.offload(zf.offload(Model(), optim=zf.cpu()), optim=zf.nvme("/tmp")),
     "resting_parameter_is_drawn": lambda two: nn.init.orthogonal_(zf.shard_params(nn.Linear(6, 4), two).weight),

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.support.seeds import seed_generator
 from zero_fn.kernels import library, nontemporal
 from zero_fn.local.ranks import LocalRanks
+from zero_fn.runtime import parcels
 from zero_fn.transport.meeting import set_timeout
 
 __all__ = ["Case", "Ranks", "axis", "freeze", "let_kernels_take_small_tensors", "sent_by_value"]
@@ -129,6 +130,7 @@ def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, 
     random.seed(0)
     seed_generator(0)
     torch.set_num_threads(1)  # libraries and cases may have set more, which sums in another order
+    parcels._LANDING_NBYTES = 256  # of what rests on disks, ranks read all that may be straight into its place
     let_kernels_take_small_tensors()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module=r"zero_fn(\.|$)")

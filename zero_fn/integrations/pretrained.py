@@ -29,7 +29,7 @@ from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.resting import alone, on_spec
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.transforms.substitute import move_buffers
+from zero_fn.transforms.substitute import move_buffers, reserve
 from zero_fn.values.units import subclass_of
 
 __all__ = ["placed"]
@@ -163,7 +163,10 @@ def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> Any:
             f"placed(): zf.zero3({cls.__name__}.from_pretrained(folder), mesh['dp'])",
         )
     model.tie_weights()  # a tie that is made after the transform would be two parameters
-    return place_module(place, model)[0]
+    placed_model = place_module(place, model)[0]
+    for run in runs_of(placed_model, verb="placed"):
+        reserve(run, "placed", on_meta=True)
+    return placed_model
 
 
 def _from_pretrained(

@@ -55,7 +55,6 @@ class Groups:
         self.is_away = False  # whether any resting parameter is in another tier
         # Whether nothing comes from other ranks, so that a gather ahead of its use would only take memory.
         self.is_local = False
-        self.landing_nbytes = 0  # in memory from the fetch on, where its end is all that a gather waits for; else 0
         self.is_transient = False  # whether any gathered parameter is freed between uses
         self.reshards_after_backward = False  # gathered parameters stay from the forward to the end of the backward
         self.is_evicted = False  # `evict` has moved the parameters to another tier, so that they cannot be used
@@ -100,7 +99,6 @@ class Groups:
         self.is_away = any(group.record is not None for group in self.members)
         self.is_transient = any(group.is_transient for group in self.members)
         self.is_local = all(each.kind.lands or (each.kind.is_kept and not each.kind.is_cut) for each in self.members)
-        self.landing_nbytes = sum(each.landing_nbytes for each in self.members) if self.is_local else 0
         self.phase, self.gathered, self.failure = Phase.AT_REST, None, None
         self.is_inner_current = self.is_held = False
 
@@ -147,6 +145,11 @@ class Groups:
         """Bytes of the buffers that have memory during a use only, and of records."""
         whole = sum(group.whole.nbytes for group in self.members if group.is_transient and group.whole is not None)
         return whole + sum(group.kind.records_nbytes(slot.path) for group in self.members for slot in group.slots)
+
+    @property
+    def landing_nbytes(self) -> int:
+        """Bytes that are in memory from the fetch on, where the end of the fetch is all that a gather waits for; else 0."""
+        return sum(group.landing_nbytes for group in self.members) if self.is_local else 0
 
     @property
     def padding_nbytes(self) -> int:

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 
 from zero_fn.storage import whole_pages
-from zero_fn.storage.pool import RECYCLED_NBYTES
 from zero_fn.values.chunks import Piece, chunks_of
 
 __all__ = [
@@ -41,6 +40,7 @@ __all__ = [
 PARCEL_NBYTES = 4 << 20
 STEPPED_IN_PLACE_NBYTES = 64 << 20
 _ALIGNMENT_NBYTES = 64
+_LANDING_NBYTES = 1 << 20
 
 
 class Form(NamedTuple):
@@ -100,7 +100,7 @@ def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
 
 def lands(forms: Sequence[Form]) -> bool:
     """Whether modules see the memory that a record is read into. Small ones are copied: views need not be cut anew."""
-    return bool(forms) and forms[0].lands and record_nbytes(forms) >= RECYCLED_NBYTES
+    return bool(forms) and forms[0].lands and record_nbytes(forms) >= _LANDING_NBYTES
 
 
 def staged_nbytes(forms: Sequence[Form]) -> int:

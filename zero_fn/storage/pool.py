@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zero_fn.storage.host_memory import MappedMemory, advise, map_memory, whole_pages
 
-__all__ = ["RECYCLED_NBYTES", "BufferPool", "Landing"]
+__all__ = ["BufferPool", "Landing"]
 
-RECYCLED_NBYTES = 1 << 20
+_RECYCLED_NBYTES = 1 << 20
 """Smaller buffers are taken from the heap."""
 
 
@@ -41,7 +41,7 @@ class BufferPool:
         self.numel, self.dtype, self.device = numel, dtype, device
         nbytes = numel * dtype.itemsize
         self._free: _Free | None = None
-        if device.type == "cpu" and nbytes >= RECYCLED_NBYTES:
+        if device.type == "cpu" and nbytes >= _RECYCLED_NBYTES:
             self._free = _free.setdefault(whole_pages(nbytes), _Free())
 
     def take(self) -> Tensor:

@@ -249,15 +249,17 @@ def _unit_of(
     return unit
 
 
-def reserve(run: Run, site: str, units: Sequence[Unit] | None = None) -> None:
+def reserve(run: Run, site: str, units: Sequence[Unit] | None = None, *, on_meta: bool = False) -> None:
     """Makes room in other tiers for all units, or some, before anything moves; if a rank cannot, every rank raises. What is
-    on `meta` gets room when it gets values. On torch's fake process group, whose ranks are pretended, no room is made: that
-    is a plan for another machine."""
+    on `meta` gets room when it gets values, which is `on_meta`. On torch's fake process group, whose ranks are pretended, no
+    room is made: that is a plan for another machine."""
     if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
     for group in (group for unit in (run.live_units() if units is None else units) for group in unit.groups):
-        for what, forms in (*group.forms_away(), *group.codes_away()) if group.kind.device.type != "meta" else ():
+        for what, forms in (
+            (*group.forms_away(), *group.codes_away()) if on_meta or group.kind.device.type != "meta" else ()
+        ):
             if run.away.files is None or what[0] != "parameters":
                 records.setdefault(what, []).append(forms)
     if not records:

@@ -42,6 +42,7 @@ from zero_fn.values.schedule import (
     backward_trace,
     fetch_ahead,
     forward_schedule,
+    land_ahead,
     legs,
     limit_reductions,
     prefetch,
@@ -247,6 +248,16 @@ def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it
     fetched = text(fetch_ahead(events, is_away=lambda unit: unit > 0, depth=1)).split("\n")
     assert [line.strip() for line in fetched[:9]] == [
         *("fetch 1", "unshard 0", "await 0", "unshard 1", "fetch 2", "enter 0", "await 1", "unshard 2", "enter 1"),
+    ]  # fmt: skip
+
+
+def test_the_next_block_is_on_its_way_while_the_last_one_is_waited_for() -> None:
+    """Block 3 is begun as soon as the memory of block 1 is free, before block 2 has come."""
+    events = forward_schedule(trace_of("0(1()2()3())"), keeps_last=False)
+    landed = text(land_ahead(events, nbytes_of=lambda unit: 8 * (unit > 0))).split("\n")
+    assert [line.strip() for line in landed[:12]] == [
+        *("fetch 1", "fetch 2", "unshard 0", "await 0", "enter 0", "unshard 1", "await 1", "enter 1", "exit 1"),
+        *("reshard 1", "fetch 3", "unshard 2"),
     ]  # fmt: skip
 
 
