@@ -2,7 +2,7 @@
 
 Checksums are kept in memory, as the file ends with the process. A read that finds other bytes than the last write left
 raises, and says whether they are the bytes of the write before: then the disk has lost a write. The digest of a write is
-taken while the disk reads the same memory, at some 37 GB/s on one core. It detects flipped bits, and sectors or words that
+taken while the disk reads the same memory, at 12 to 37 GB/s on one core. It detects flipped bits, and sectors or words that
 are lost, stale or in the wrong place.
 """
 

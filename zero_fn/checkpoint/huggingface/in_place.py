@@ -47,7 +47,7 @@ def require_readable(model: nn.Module, plan: LoadPlan, source: Contents, device_
             folder=source.path,
             **{f"{number}": line for number, line in enumerate(wrong[:_SHOWN] or ["none rests in another tier"], 1)},
             fix="without copy=False they are copied to their tier. To read them in place: zf.offload(model, params=...), "
-            "model.requires_grad_(False), and build it on meta in the dtype of the files: from_config(config, dtype=torch.bfloat16)",
+            "model.requires_grad_(False); and build the model on meta in the dtype of the files",
         )
 
 
