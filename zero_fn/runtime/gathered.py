@@ -29,6 +29,7 @@ from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Rests
+from zero_fn.runtime.landing import landed, memory_for_whole
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.saved import remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
@@ -96,16 +97,16 @@ class Gathered:
             for group in groups:
                 if group.whole is None or group.kind.travels:
                     continue
-                landed, starts = group.landed(), group.whole.starts
-                if landed is not None:
-                    buffer, starts = landed
+                arrived, starts = landed(group), group.whole.starts
+                if arrived is not None:
+                    buffer, starts = arrived
                 else:
-                    buffer = group.whole.memory if group.whole.memory is not None else group.allocate()
+                    buffer = group.whole.memory if group.whole.memory is not None else memory_for_whole(group)
                 if group.is_transient:
                     remember_buffer(buffer, self, unit, len(self.buffers))
                     transient.append((buffer, len(group.slots)))
                 self.buffers.append(buffer)
-                if group.record is not None and group.inner is None and landed is None:
+                if group.record is not None and group.inner is None and arrived is None:
                     own = group.record
                     records = [record for record in (own, own.copies) if record is not None]
                     self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))

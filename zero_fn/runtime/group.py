@@ -194,32 +194,6 @@ class Group:
         """Whether resting parameters may fail to arrive on one rank alone. The same on every rank."""
         return self.record is not None and self.record.shelf.may_fail
 
-    @property
-    def landing_nbytes(self) -> int:
-        """Bytes of what a fetch reads to where modules see it."""
-        if self.record is None or self.record.landing is None or self.kind.gather is not None:
-            return 0
-        return (self.record.copies or self.record).nbytes
-
-    def allocate(self) -> Tensor:
-        """Memory for whole parameters: that which disks are read into, where that is large."""
-        assert self.whole is not None
-        if self.record is None or self.record.landing is None:
-            return self.whole.allocate()
-        return self.record.landing.take(self.whole.nbytes)[: self.whole.nbytes].view(self.whole.dtype)
-
-    def landed(self) -> tuple[Tensor, Mapping[Slot, int]] | None:
-        """The memory where parameters have just been read, flat, in the compute dtype, and where each begins there; None if
-        they are copied from there into a buffer."""
-        record = self.record.read if self.record is not None else None
-        if record is None or record.landing is None or record.fetched is None or self.kind.gather is not None:
-            return None
-        dtype = self.kind.compute_dtype
-        if any(form.dtype != dtype for form in record.forms):  # copies in the compute dtype were out of date
-            return None
-        starts = {slot: start // dtype.itemsize for slot, start in zip(self.slots, record.starts, strict=True)}
-        return record.landed().view(dtype), starts
-
     def write(self, values: Mapping[Slot, Tensor]) -> None:
         """Fills the resting memory of parameters, in their tier too, with this rank's elements of them. Waits."""
         if self.record is None:

@@ -27,6 +27,7 @@ from zero_fn.runtime.away import Away
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.kind import Shelved
+from zero_fn.runtime.landing import landing_nbytes
 from zero_fn.runtime.parcels import Form, lands
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
@@ -149,7 +150,7 @@ class Groups:
     @property
     def landing_nbytes(self) -> int:
         """Bytes that are in memory from the fetch on, where the end of the fetch is all that a gather waits for; else 0."""
-        return sum(group.landing_nbytes for group in self.members) if self.is_local else 0
+        return sum(map(landing_nbytes, self.members)) if self.is_local else 0
 
     @property
     def padding_nbytes(self) -> int:

@@ -114,11 +114,6 @@ class Record:
         assert self.fetched is not None, "not fetched"
         return self.fetched.tensor(self, number, last)
 
-    def landed(self) -> Tensor:
-        """The memory of all tensors, which have arrived, as bytes. It stays as it is as long as it is held."""
-        assert self.fetched is not None and self.landing is not None, "not fetched"
-        return self.fetched.memory
-
     def drop(self) -> None:
         """Gives up the fetched tensors."""
         fetched, self.fetched = self.fetched, None

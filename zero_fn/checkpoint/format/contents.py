@@ -98,10 +98,6 @@ class Contents:
         """One box of a tensor: all have its dtype and shape."""
         return next(iter(_pieces(self, key).values()))
 
-    def located(self, piece: StoredBox, first: int) -> tuple[Path, int]:
-        """The file of a box, and the byte where an element of it begins there."""
-        return _reader_of(self._readers, piece).located(piece, first)
-
     def whole(self, key: Key) -> Tensor:
         """A whole tensor, in memory of the host."""
         first = self.first(key)

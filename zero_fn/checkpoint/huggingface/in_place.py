@@ -104,9 +104,11 @@ def _leave(group: Group, files: StoredFiles, tensors: list[tuple[Key, HeldTensor
     for number, (key, held) in enumerate(tensors):
         piece, numel = source.first(key), held.place.box.numel
         first = _first_of(held.place.box, held.place.shape) or 0
-        path, offset = source.located(piece, first)
-        if not numel:
+        if not numel or piece.open is None:
             continue
+        reader = piece.open()
+        path, offset = reader.located(piece, first)
+        reader.close()
         each = FileRange(str(path), offset, numel * piece.dtype.itemsize)
         whole = Piece(number, 0, numel, numel == prod(held.place.shape))
         parcels.append(Parcel((whole,), (each.before,), start, each.room_nbytes, is_stored=True))
