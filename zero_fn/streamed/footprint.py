@@ -18,6 +18,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.parcels import record_nbytes
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import BUFFERS, staging_form, whole_pages
+from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed.divided import sent_along
 from zero_fn.streamed.inner import require_streamable
 from zero_fn.streamed.optimizer import Streamed
@@ -46,8 +47,8 @@ class Footprint:
     buffers_nbytes: int = 0  # buffers in host memory through which states, parameters and gradients pass
     tiers: Counter[Tier] = field(default_factory=Counter)  # states in other tiers, in whole pages
     # Bytes of states, parameters and gradients that a step moves from and to each tier: the mean of two steps in a row.
-    read: Counter[Tier] = field(default_factory=Counter)
-    written: Counter[Tier] = field(default_factory=Counter)
+    read: Counter[Tier | StoredFiles] = field(default_factory=Counter)
+    written: Counter[Tier | StoredFiles] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)  # bytes that a step sends, by the name of the axis
     link: Link = NO_LINK  # bytes of parameters and gradients that a step moves between the host and an accelerator
 
