@@ -525,6 +525,22 @@ def require_away(model: nn.Module, tier: Tier) -> None:
 
 
 @program
+def read_in_place_and_as_codes(tier: Tier) -> None:
+    """Exact weights stay in a folder; codes rest in the tier from the first forward on."""
+    plain, tokens = net().requires_grad_(False), next(batches())
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        zf.save_pretrained(plain, folder)
+        for options in ({"compute": torch.float32}, {"compute": torch.float32, "gather": zf.int8()}):
+            model = zf.offload(zf.precision(net().requires_grad_(False).to("meta"), **options), params=tier)
+            zf.load_pretrained(model, folder, copy=False, device=device.NAME)
+            expected = zf.precision(plain, **options)
+            for _ in range(3):
+                assert device.same(model(tokens).cpu(), expected(tokens).cpu())
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(one.cpu(), other.cpu())
+
+
+@program
 def moved_there_with_its_tier(tier: Tier) -> None:
     model, plain = zf.offload(net().cpu(), params=tier).to(device.NAME), net()
     require_away(model, tier)

@@ -85,7 +85,9 @@ def reads_in_place(folder: str, name: str, resident: float) -> None:
     assert list(tiers) == [f"files in {folder}"], "nothing was copied to the disk"
     planned = zf.plan(model)
     assert dict(planned.held.tiers) == dict(tiers)
-    assert {place: moved.read % sum(tiers.values()) for place, moved in planned.moved.items()} == dict.fromkeys(tiers, 0)
+    assert {place: moved.read % sum(tiers.values()) for place, moved in planned.moved.items()} == dict.fromkeys(
+        tiers, 0
+    )
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(full(parameter), other)
     again = zf.precision(model, compute=torch.bfloat16)  # another transform copies what it takes over

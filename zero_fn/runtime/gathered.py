@@ -193,6 +193,11 @@ class Gathered:
                 self._arriving[stream] = read.leaving = stream.copy_all(places, values)
                 self.beside = stream.there
 
+    def note_beside(self) -> None:
+        """What was coded on the stream of copies from the host is waited for with them."""
+        if self.beside is not None:
+            self._arriving = {stream: self.beside.record_event() for stream in self._arriving}
+
     def wait_for_own(self) -> None:
         """Makes the device wait for copies from the host that are under way."""
         self.beside = None

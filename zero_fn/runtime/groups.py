@@ -234,6 +234,7 @@ class Groups:
             with gathered.beside or nullcontext():
                 for coded in gathered.coded:
                     coded.begin(is_held=self.is_held)
+            gathered.note_beside()
         plan = gathered.plans[self.is_held]
         if plan is not None:
             what = f"parameters of {self._unit}"

@@ -82,6 +82,25 @@ def test_tokens_are_those_of_the_plain_model(folder: str, build: Callable[[], nn
 
 
 @on_two_ranks
+def test_weights_stay_in_the_folder_of_transformers(folder: str) -> None:
+    """Read there by one process, and by two that hold a part each; beside others in memory, and as codes."""
+    start()
+    plain: Any = llama().eval().to(torch.bfloat16)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(f"{folder}/llama")
+    dist.barrier()
+    config = plain.config
+    for place_it in (lambda model: model, place("zero3")):
+        for resident in (0.0, 0.3):
+            with torch.device("meta"):
+                model: Any = type(plain)._from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+            model = zf.offload(place_it(model), params=zf.nvme(folder), resident=resident)
+            zf.load_pretrained(model, f"{folder}/llama", copy=False)
+            for kind in KINDS.values():
+                assert torch.equal(tokens_of(model, **kind), tokens_of(plain, **kind)), (resident, kind)
+
+
+@on_two_ranks
 def test_ranks_whose_forwards_send_nothing_wait_for_nobody() -> None:
     """Once replicas have told one another that forwards change no buffers."""
     start()
