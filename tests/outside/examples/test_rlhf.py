@@ -1,0 +1,106 @@
+"""`examples/rlhf/` as a user runs it: each program goes on from the folder that the one before it has written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.outside.examples.programs import ROOT, run_on_a_rank
+from tests.outside.integrations.worlds import import_all
+from tests.support.ranks import Ranks
+
+PROGRAMS = ROOT / "examples" / "rlhf"
+LEARNED = {"sft": "--rows 32 --steps 120", "reward": "--rows 32 --steps 60"}
+
+
+def _on_a_rank(name: str, folder: str, *arguments: str) -> str:
+    """The program on a rank of a pool; the folder of a script is where Python looks first."""
+    with patch.object(sys, "path", [str(PROGRAMS), *sys.path]):
+        return run_on_a_rank((PROGRAMS / name).read_text(encoding="utf-8"), name, folder, *arguments)
+
+
+def _said(ranks: Ranks, folder: Path, line: str) -> str:
+    """What rank 0 of two printed."""
+    name, *arguments = line.split()
+    said: list[str] = ranks(2, deadline_s=240).run(_on_a_rank, f"{name}.py", str(folder), *arguments)
+    return said[0]
+
+
+def _curve(said: str, what: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"{what} (-?\d+\.\d+)", said)]
+
+
+def _bytes(said: str, phase: str) -> dict[str, int]:
+    line = re.search(rf"^ *{phase}: (.*)$", said, re.MULTILINE)
+    assert line, said
+    return {name: int(n.replace(",", "")) for name, n in re.findall(r"(\w+) ([\d,]+)", line[1])}
+
+
+def test_the_programs_are_short() -> None:
+    lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in PROGRAMS.glob("*.py")}
+    assert sorted(lines) == ["grpo", "ppo", "reward", "sft", "words"]
+    assert max(lines.values()) <= 150
+    assert lines["words"] <= 100
+
+
+@pytest.fixture
+def sft(ranks: Ranks, tmp_path: Path) -> str:
+    """What sft.py says while it makes the model in runs/sft."""
+    ranks(2, deadline_s=240).run(import_all)
+    return _said(ranks, tmp_path, f"sft {LEARNED['sft']}")
+
+
+def test_answers_are_learned_then_judged_then_made_better(ranks: Ranks, sft: str, tmp_path: Path) -> None:
+    """By PPO for the rule and for the reward model, and by GRPO. In each phase of a step memory holds what it should."""
+    assert _curve(sft, "loss")[-1] < _curve(sft, "loss")[0] - 2
+    begun = _curve(sft, "rule")[0]
+    judged = _said(ranks, tmp_path, f"reward {LEARNED['reward']}")
+    assert _curve(judged, "loss")[0] > 0.6
+    assert _curve(judged, "does:")[0] > 0.9
+    for line in ("ppo --steps 41", "ppo --steps 41 --reward runs/reward --save runs/judged", "grpo --steps 41"):
+        said = _said(ranks, tmp_path, line)
+        reward = _curve(said, "reward")
+        assert len(reward) == 5
+        assert reward[0] == pytest.approx(begun, abs=0.15)
+        assert reward[-1] > reward[0] + 0.3, said
+        assert 0 <= _curve(said, "KL")[0] < 1e-3 < _curve(said, "KL")[-1] < 2
+        planned, trained = _bytes(said, "planned"), _bytes(said, "training")
+        assert {name: trained[name] for name in ("reference",)} == {"reference": planned["reference"]}
+        actor = "policy" if "policy" in planned else "actor"
+        assert trained[actor] == planned[actor]
+        assert (_bytes(said, "generating")[actor] > trained["reference"] * 2) == (
+            actor == "actor"
+        )  # whole, or its shards
+
+
+def test_all_stages_write_the_same_models(ranks: Ranks, sft: str, tmp_path: Path) -> None:
+    """To the bit, through everything that is drawn, and in less memory."""
+    for line in ("sft --steps 3", "reward --steps 3", "ppo --steps 2", "grpo --steps 2"):
+        held, curves, files = [], [], []
+        for stage in (0, 3):
+            said = _said(ranks, tmp_path, f"{line} --stage {stage} --save {line[:3]}-{stage}")
+            held.append(sum(_bytes(said, "training").values()))
+            curves.append(_curve(said, "loss" if line[0] in "sr" else "reward"))
+            files.append((tmp_path / f"{line[:3]}-{stage}" / "model.safetensors").read_bytes())
+        assert curves[0] == curves[1]
+        assert files[0] == files[1], line
+        assert held[1] < 0.51 * held[0]
+
+
+def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for command in (["sft.py", "--steps", "3"], ["ppo.py", "--steps", "1"]):
+        before = torchrun if command[0] == "ppo.py" else []
+        whole = [sys.executable, *before, str(PROGRAMS / command[0]), *command[1:]]
+        done = subprocess.run(
+            whole, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=250, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("step 0") == 1
