@@ -40,10 +40,10 @@ def main() -> None:
     reference = words.read(LlamaForCausalLM, options.model, place, frozen=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=options.lr, weight_decay=0.0)
     models = {"policy": (policy, optimizer), "reference": (reference, None)}
-    words.say_bytes("planned", {name: zf.plan(*pair).held.on_device for name, pair in models.items()})
+    words.say_bytes("planned", {name: zf.plan(*pair) for name, pair in models.items()})
 
     def say_held(phase: str) -> None:
-        words.say_bytes(phase, {name: zf.held(*pair).on_device for name, pair in models.items()})
+        words.say_bytes(phase, {name: zf.held(*pair) for name, pair in models.items()})
 
     for step in range(options.steps):
         torch.manual_seed(step * here.ranks + here.rank)  # every rank draws other answers

@@ -34,7 +34,7 @@ class Options:
     lr: float = 3e-4
     critic_lr: float = 1e-3
     clip: float = 0.2  # how far an update may move a probability, and the critic's value
-    kl: float = 0.02  # reward that a nat of distance from the reference costs
+    kl: float = 0.05  # reward that a nat of distance from the reference costs
     gamma: float = 1.0
     lam: float = 0.95
 
@@ -66,12 +66,12 @@ def main() -> None:
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=options.critic_lr, weight_decay=0.0)
     trained = {"actor": (actor, actor_optimizer), "critic": (critic, critic_optimizer)}
     models = {**trained, **{name: (model, None) for name, model in frozen.items()}}
-    words.say_bytes("planned", {name: zf.plan(*pair).held.on_device for name, pair in models.items()})
+    words.say_bytes("planned", {name: zf.plan(*pair) for name, pair in models.items()})
 
     def say_held(phase: str) -> None:
         if step == 0 and phase not in said:
             said.append(phase)
-            words.say_bytes(phase, {name: zf.held(*pair).on_device for name, pair in models.items()})
+            words.say_bytes(phase, {name: zf.held(*pair) for name, pair in models.items()})
 
     said: list[str] = []
     host = zf.cpu()

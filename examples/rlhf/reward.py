@@ -53,7 +53,7 @@ def main() -> None:
     here, place = words.start(options.stage)
     model = words.read(LlamaForSequenceClassification, options.model, place, new_head=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    words.say_bytes("planned", {"model": zf.plan(model, optimizer).held.on_device})
+    words.say_bytes("planned", {"model": zf.plan(model, optimizer)})
 
     for step in range(options.steps):
         tokens = pairs(options.rows, step * here.ranks + here.rank).to(here.device)
@@ -61,7 +61,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if step == 0:
-            words.say_bytes("training", {"model": zf.held(model, optimizer).on_device})
+            words.say_bytes("training", {"model": zf.held(model, optimizer)})
         optimizer.zero_grad()
         loss = words.over_ranks(loss)
         if here.rank == 0 and (step % 10 == 0 or step == options.steps - 1):
@@ -70,6 +70,8 @@ def main() -> None:
     with torch.no_grad():
         unseen = pairs(256, 10**6 + here.rank).to(here.device)
         right = words.over_ranks((margins(model, unseen) > 0).float().mean())
+        spread = words.over_ranks(margins(model, unseen).square().mean()).sqrt()
+        model.score.weight.div_(spread)  # so that one stands for a usual difference, whatever the training was
     if here.rank == 0:
         print(f"pairs that it has not seen, and judges as the rule does: {right.item():.3f}")
     zf.save_pretrained(model, options.save)

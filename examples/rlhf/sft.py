@@ -41,7 +41,7 @@ def main() -> None:
         config = LlamaConfig(vocab_size=128, max_position_embeddings=64, num_attention_heads=4, **sizes, **ends)
         model = place(LlamaForCausalLM(config).to(here.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    words.say_bytes("planned", {"model": zf.plan(model, optimizer).held.on_device})
+    words.say_bytes("planned", {"model": zf.plan(model, optimizer)})
 
     for step in range(options.steps):
         draws = torch.Generator().manual_seed(step * here.ranks + here.rank)
@@ -50,7 +50,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if step == 0:
-            words.say_bytes("training", {"model": zf.held(model, optimizer).on_device})
+            words.say_bytes("training", {"model": zf.held(model, optimizer)})
         optimizer.zero_grad()
         loss = words.over_ranks(loss)
         if here.rank == 0 and (step % 10 == 0 or step == options.steps - 1):

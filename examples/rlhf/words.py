@@ -18,10 +18,9 @@ import zero_fn as zf
 
 LETTERS = torch.tensor(list(b"abcdefghijklmnop"))
 PAD, END, WORD, PROMPT, ANSWER = 0, ord("\n"), 4, 5, 9  # two bytes, and lengths; ANSWER with its newline
-Place = Callable[[nn.Module], nn.Module]
 
 
-def start(stage: int) -> tuple[zf.StartedRank, Place]:
+def start(stage: int) -> tuple[zf.StartedRank, Callable[[nn.Module], nn.Module]]:
     """This rank, and what places a model at a stage of ZeRO over all ranks."""
     here = zf.from_environment().start()  # under torchrun, Slurm, mpirun, Ray, Kubernetes, or alone
     mesh = init_device_mesh(here.device.type, (here.ranks,), mesh_dim_names=("dp",))
@@ -30,7 +29,7 @@ def start(stage: int) -> tuple[zf.StartedRank, Place]:
     return here, lambda model: transform(model, mesh["dp"])
 
 
-def read(kind: Any, folder: str, place: Place, *, frozen: bool = False, new_head: bool = False) -> Any:
+def read(kind: Any, folder: str, place: Callable[..., Any], *, frozen: bool = False, new_head: bool = False) -> Any:
     """A model of a folder, of which each rank reads its shards; with a new head of one number, if the folder has none."""
     with torch.device("meta"):  # no memory yet
         model = kind(AutoConfig.from_pretrained(folder, **({"num_labels": 1} if new_head else {})))
@@ -46,11 +45,10 @@ def prompts(rows: int, draws: torch.Generator) -> Tensor:
 
 
 def answered(asked: Tensor, good: float, draws: torch.Generator) -> Tensor:
-    """Prompts with answers of 4 to 8 letters, of which a share is taken from the word and the rest from all letters."""
+    """Prompts with answers of 4 to 8 letters, of which a share is taken from the word and the rest from another one."""
     shape = len(asked), ANSWER
-    own = asked.gather(1, torch.randint(WORD, shape, generator=draws))
-    drawn = LETTERS[torch.randint(len(LETTERS), shape, generator=draws)]
-    letters = torch.where(torch.rand(shape, generator=draws) < good, own, drawn)
+    own, other = (each.gather(1, torch.randint(WORD, shape, generator=draws)) for each in (asked, asked.roll(1, 0)))
+    letters = torch.where(torch.rand(shape, generator=draws) < good, own, other)
     length, at = torch.randint(4, ANSWER, (len(asked), 1), generator=draws), torch.arange(ANSWER)
     return torch.cat((asked, letters.where(at < length, PAD).where(at != length, END)), 1)
 
@@ -65,7 +63,7 @@ def rule(tokens: Tensor) -> Tensor:
     """The reward of each row: good letters less bad ones, of eight."""
     answers = tokens[:, PROMPT:]
     good = (answers[:, :, None] == tokens[:, None, :WORD]).any(-1)
-    return (written(tokens) * (answers != END) * (2.0 * good - 1)).sum(1) / (ANSWER - 1)
+    return (written(tokens) * (answers != END) * (2.0 * good - 1))[:, :-1].sum(1) / (ANSWER - 1)
 
 
 @torch.no_grad()
@@ -93,7 +91,9 @@ def over_ranks(value: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def say_bytes(phase: str, nbytes: dict[str, int]) -> None:
-    """Prints what a rank holds of each model."""
+def say_bytes(phase: str, found: dict[str, zf.Plan | zf.Held]) -> None:
+    """Prints the bytes of training state on rank 0, as planned or as measured."""
+    parts = {name: (each.held, each.padding) if isinstance(each, zf.Plan) else (each,) for name, each in found.items()}
+    said = ", ".join(f"{name} {sum(part.on_device for part in each):,}" for name, each in parts.items())
     if dist.get_rank() == 0:
-        print(f"{phase:>10}: " + ", ".join(f"{name} {n:,}" for name, n in nbytes.items()), flush=True)
+        print(f"{phase:>10}: {said}", flush=True)

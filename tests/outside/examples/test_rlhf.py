@@ -16,7 +16,6 @@ from tests.outside.integrations.worlds import import_all
 from tests.support.ranks import Ranks
 
 PROGRAMS = ROOT / "examples" / "rlhf"
-LEARNED = {"sft": "--rows 32 --steps 120", "reward": "--rows 32 --steps 60"}
 
 
 def _on_a_rank(name: str, folder: str, *arguments: str) -> str:
@@ -49,27 +48,28 @@ def test_the_programs_are_short() -> None:
     assert lines["words"] <= 100
 
 
-@pytest.fixture
-def sft(ranks: Ranks, tmp_path: Path) -> str:
-    """What sft.py says while it makes the model in runs/sft."""
+@pytest.fixture(scope="module")
+def folder(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where sft.py has made a model, in runs/sft."""
     ranks(2, deadline_s=240).run(import_all)
-    return _said(ranks, tmp_path, f"sft {LEARNED['sft']}")
+    made = tmp_path_factory.mktemp("rlhf")
+    loss = _curve(_said(ranks, made, "sft --rows 32"), "loss")
+    assert loss[-1] < loss[0] - 2
+    return made
 
 
-def test_answers_are_learned_then_judged_then_made_better(ranks: Ranks, sft: str, tmp_path: Path) -> None:
+def test_answers_are_learned_then_judged_then_made_better(ranks: Ranks, folder: Path) -> None:
     """By PPO for the rule and for the reward model, and by GRPO. In each phase of a step memory holds what it should."""
-    assert _curve(sft, "loss")[-1] < _curve(sft, "loss")[0] - 2
-    begun = _curve(sft, "rule")[0]
-    judged = _said(ranks, tmp_path, f"reward {LEARNED['reward']}")
+    judged = _said(ranks, folder, "reward")
     assert _curve(judged, "loss")[0] > 0.6
-    assert _curve(judged, "does:")[0] > 0.9
+    assert _curve(judged, "does:")[0] > 0.8
     for line in ("ppo --steps 41", "ppo --steps 41 --reward runs/reward --save runs/judged", "grpo --steps 41"):
-        said = _said(ranks, tmp_path, line)
+        said = _said(ranks, folder, line)
         reward = _curve(said, "reward")
         assert len(reward) == 5
-        assert reward[0] == pytest.approx(begun, abs=0.15)
+        assert reward[0] < 0.2, said
         assert reward[-1] > reward[0] + 0.3, said
-        assert 0 <= _curve(said, "KL")[0] < 1e-3 < _curve(said, "KL")[-1] < 2
+        assert _curve(said, "KL")[0] < 0.01 < 0.2 < _curve(said, "KL")[-1] < 2
         planned, trained = _bytes(said, "planned"), _bytes(said, "training")
         assert {name: trained[name] for name in ("reference",)} == {"reference": planned["reference"]}
         actor = "policy" if "policy" in planned else "actor"
@@ -79,28 +79,27 @@ def test_answers_are_learned_then_judged_then_made_better(ranks: Ranks, sft: str
         )  # whole, or its shards
 
 
-def test_all_stages_write_the_same_models(ranks: Ranks, sft: str, tmp_path: Path) -> None:
+def test_all_stages_write_the_same_models(ranks: Ranks, folder: Path) -> None:
     """To the bit, through everything that is drawn, and in less memory."""
     for line in ("sft --steps 3", "reward --steps 3", "ppo --steps 2", "grpo --steps 2"):
         held, curves, files = [], [], []
-        for stage in (0, 3):
-            said = _said(ranks, tmp_path, f"{line} --stage {stage} --save {line[:3]}-{stage}")
+        for stage in range(4):
+            said = _said(ranks, folder, f"{line} --stage {stage} --save {line[:3]}-{stage}")
             held.append(sum(_bytes(said, "training").values()))
             curves.append(_curve(said, "loss" if line[0] in "sr" else "reward"))
-            files.append((tmp_path / f"{line[:3]}-{stage}" / "model.safetensors").read_bytes())
-        assert curves[0] == curves[1]
-        assert files[0] == files[1], line
-        assert held[1] < 0.51 * held[0]
+            files.append((folder / f"{line[:3]}-{stage}" / "model.safetensors").read_bytes())
+        assert curves == [curves[0]] * 4
+        assert files == [files[0]] * 4, line
+        assert held == sorted(held, reverse=True)
+        assert held[3] < 0.51 * held[0]
 
 
-def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["sft.py --steps 1", "ppo.py --steps 1 --save runs/own"])
+def test_a_program_runs_alone_and_under_torchrun(folder: Path, tmp_path: Path, line: str) -> None:
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 " if "ppo" in line else ""
+    command = [sys.executable, *f"{torchrun}{PROGRAMS}/{line}".split()]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for command in (["sft.py", "--steps", "3"], ["ppo.py", "--steps", "1"]):
-        before = torchrun if command[0] == "ppo.py" else []
-        whole = [sys.executable, *before, str(PROGRAMS / command[0]), *command[1:]]
-        done = subprocess.run(
-            whole, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=250, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count("step 0") == 1
+    where = folder if "ppo" in line else tmp_path
+    done = subprocess.run(command, cwd=where, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("step 0") == 1
