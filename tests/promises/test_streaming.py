@@ -167,6 +167,36 @@ def test_the_part_that_stays_is_spread_evenly(tmp_path: Path, part: float) -> No
     require_same_outputs(model, model_of())
 
 
+class Scaled(nn.Module):
+    """Autograd saves the second parameter, which lies after more than a parcel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(900, 900, bias=False), nn.Linear(900, 901, bias=False)
+        self.scale = nn.Parameter(torch.randn(901))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(self.first(x)) * self.scale)[..., :900]
+
+
+@pytest.mark.parametrize("dtypes", [{}, {"rest": torch.bfloat16, "compute": torch.float32}])
+def test_what_autograd_remembers_is_there_however_it_came(tmp_path: Path, dtypes: dict[str, Any]) -> None:
+    """After an edit, copies in bfloat16 are made anew by the forward, and read straight to their place by the backward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Scaled(), Scaled())
+    cast: Any = zf.precision(plain, **dtypes)
+    models: tuple[Any, Any] = cast, zf.offload(cast, params=zf.nvme(tmp_path), units=Scaled)
+    x = torch.randn(2, 900)
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+            model(x).float().square().mean().backward()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(full(one.grad), full(other.grad))
+            with torch.no_grad():
+                one.mul_(0.5), other.mul_(0.5)
+
+
 # -- fewer bits ----------------------------------------------------------------------------------------------------------
 
 

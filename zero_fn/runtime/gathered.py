@@ -16,7 +16,7 @@ changed one of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from sys import getrefcount
 from typing import Any
@@ -29,7 +29,7 @@ from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Rests
-from zero_fn.runtime.landing import landed, memory_for_whole
+from zero_fn.runtime.landing import landed, memory_for_whole, starts_of
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.saved import remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
@@ -97,11 +97,9 @@ class Gathered:
             for group in groups:
                 if group.whole is None or group.kind.travels:
                     continue
-                arrived, starts = landed(group), group.whole.starts
-                if arrived is not None:
-                    buffer, starts = arrived
-                else:
-                    buffer = group.whole.memory if group.whole.memory is not None else memory_for_whole(group)
+                arrived, starts = landed(group), starts_of(group)
+                buffer = next((each for each in (arrived, group.whole.memory) if each is not None), None)
+                buffer = buffer if buffer is not None else memory_for_whole(group)
                 if group.is_transient:
                     remember_buffer(buffer, self, unit, len(self.buffers))
                     transient.append((buffer, len(group.slots)))
@@ -109,7 +107,7 @@ class Gathered:
                 if group.record is not None and group.inner is None and arrived is None:
                     own = group.record
                     records = [record for record in (own, own.copies) if record is not None]
-                    self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))
+                    self._away.append((group.record, {each: _runs(group, buffer, starts, each) for each in records}))
                 coded = CodedParameters(group, buffer) if group.kind.gather is not None else None
                 if coded is not None:
                     self.coded.append(coded)
@@ -255,14 +253,13 @@ class Gathered:
             storage.resize_(nbytes)
 
 
-def _runs(group: Group, buffer: Tensor, record: Record) -> list[_Run]:
+def _runs(group: Group, buffer: Tensor, starts: Mapping[Slot, int], record: Record) -> list[_Run]:
     """This rank's own parts of a buffer, as few as may be copied each as one: memory of the buffer, and the numbers of the
     first and the last tensor of the record that come there. They lie in both at the same distances, close together."""
-    assert group.whole is not None
     runs: list[tuple[int, int, int, int]] = []  # elements of the buffer, first and last tensor
     shift = None
     for number, slot in enumerate(group.slots):
-        start, before = group.whole.starts[slot] + slot.path.start, shift
+        start, before = starts[slot] + slot.path.start, shift
         shift = start * buffer.itemsize - record.starts[number]
         joins = shift == before and record.forms[number].dtype == buffer.dtype and start - runs[-1][1] < _CLOSE_NUMEL
         begin, _, first, _ = runs.pop() if joins else (start, 0, number, number)

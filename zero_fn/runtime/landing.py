@@ -11,29 +11,35 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zero_fn.runtime.group import Group
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 
-__all__ = ["landed", "landing_nbytes", "memory_for_whole"]
+__all__ = ["landed", "landing_nbytes", "memory_for_whole", "starts_of"]
 
 
 def landing_nbytes(group: Group) -> int:
     """Bytes of what a fetch reads to where modules see it."""
-    if group.record is None or group.record.landing is None or group.kind.gather is not None:
-        return 0
-    return (group.record.copies or group.record).nbytes
+    record = _landing(group)
+    return record.nbytes if record is not None else 0
 
 
-def landed(group: Group) -> tuple[Tensor, Mapping[Slot, int]] | None:
-    """The memory where parameters have just been read, flat, in the compute dtype, and where each begins there; None if they
-    are copied, cast or decoded from there into a buffer."""
-    record = group.record.read if group.record is not None else None
-    if record is None or record.landing is None or record.fetched is None or group.kind.gather is not None:
+def starts_of(group: Group) -> Mapping[Slot, int]:
+    """Where each parameter begins in the gathered memory, in elements: in each gather the same, whether it is read there or
+    copied, as autograd remembers places."""
+    assert group.whole is not None
+    record, itemsize = _landing(group), group.kind.compute_dtype.itemsize
+    if record is None:
+        return group.whole.starts
+    return {slot: start // itemsize for slot, start in zip(group.slots, record.starts, strict=True)}
+
+
+def landed(group: Group) -> Tensor | None:
+    """The memory where parameters have just been read, flat, in the compute dtype; None if they are copied, cast or decoded
+    from there into a buffer."""
+    record = _landing(group)
+    if record is None or record.fetched is None:  # copies in the compute dtype were out of date, or a disk has failed
         return None
-    dtype = group.kind.compute_dtype
-    if any(form.dtype != dtype for form in record.forms):  # copies in the compute dtype were out of date
-        return None
-    starts = {slot: start // dtype.itemsize for slot, start in zip(group.slots, record.starts, strict=True)}
-    return record.fetched.memory.view(dtype), starts
+    return record.fetched.memory.view(group.kind.compute_dtype)
 
 
 def memory_for_whole(group: Group) -> Tensor:
@@ -41,4 +47,14 @@ def memory_for_whole(group: Group) -> Tensor:
     assert group.whole is not None
     if group.record is None or group.record.landing is None:
         return group.whole.allocate()
-    return group.record.landing.take(group.whole.nbytes)[: group.whole.nbytes].view(group.whole.dtype)
+    nbytes = landing_nbytes(group) or group.whole.nbytes
+    return group.record.landing.take(nbytes)[:nbytes].view(group.whole.dtype)
+
+
+def _landing(group: Group) -> Record | None:
+    """The record that is read to where modules see it, where it is up to date; None if there is none."""
+    record = group.record
+    if record is None or record.landing is None or group.kind.gather is not None:
+        return None
+    source = record.copies or record
+    return source if all(form.dtype == group.kind.compute_dtype for form in source.forms) else None
