@@ -1,7 +1,8 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
     6 others        integrations
-    5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, recorded, state_digests
+    5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover, recorded,
+                    state_digests
     4 verbs         transforms, streamed, owners, extras
     3 execution     runtime, dtensor
     2 bytes         transport, one_host, storage, kernels, resting
@@ -37,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "local",
         "deepspeed",
         "checkpoint",
+        "handover",
         "recorded",
         "state_digests",
     ),

@@ -35,6 +35,7 @@ from zero_fn.errors import (
 )
 from zero_fn.extras.average import Average, ema
 from zero_fn.extras.tile import tile, untiled
+from zero_fn.handover import Weights, WeightsVersion, apply_weights, weights
 from zero_fn.launch import launch
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.local.preemption import Preemption, preemption
@@ -103,9 +104,12 @@ __all__ = [
     "Streamed",
     "TierError",
     "UnitError",
+    "Weights",
+    "WeightsVersion",
     "Wire",
     "ZeroError",
     "accumulate",
+    "apply_weights",
     "autoplan",
     "by_owner",
     "by_size",
@@ -158,6 +162,7 @@ __all__ = [
     "traffic",
     "unsharded",
     "untiled",
+    "weights",
     "zero1",
     "zero2",
     "zero3",

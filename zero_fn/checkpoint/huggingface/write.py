@@ -34,7 +34,7 @@ from zero_fn.runtime.box import whole_box
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.values.tiers import nbytes_of_text
 
-__all__ = ["export", "save_pretrained"]
+__all__ = ["export", "require_own_names", "save_pretrained"]
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 """Given a tensor of the model by its name, returns the tensors that files have in its place, by their names."""
@@ -161,6 +161,24 @@ class _WeightsDraft(Draft):
         return names
 
 
+def require_own_names(model: nn.Module) -> None:
+    """Refuses models whose tensors have other names in files of transformers than in the model."""
+    if hasattr(model, "peft_config"):
+        raise CheckpointError(
+            "A model with adapters is not what from_pretrained loads.",
+            model=type(model).__name__,
+            fix="ZeroTrainer.save_model() writes adapters; or merge them before the transform: "
+            "model.merge_and_unload()",
+        )
+    if getattr(model, "is_quantized", False):
+        raise CheckpointError(
+            "A quantised model is not saved in a way that from_pretrained loads.",
+            model=type(model).__name__,
+            why="in files of transformers, a quantised weight and what it was quantised with have names of their own",
+            fix="zf.save(folder, model); or, before the transform, model.save_pretrained(folder) on rank 0",
+        )
+
+
 @dataclass
 class _Export:
     """What is written."""
@@ -172,20 +190,7 @@ class _Export:
 
     def add(self, model: nn.Module, most: int) -> None:
         """Adds the tensors of a model, in files of at most `most` bytes."""
-        if hasattr(model, "peft_config"):
-            raise CheckpointError(
-                "A model with adapters is not what from_pretrained loads.",
-                model=type(model).__name__,
-                fix="ZeroTrainer.save_model() writes adapters; or merge them before the transform: "
-                "model.merge_and_unload()",
-            )
-        if getattr(model, "is_quantized", False):
-            raise CheckpointError(
-                "A quantised model is not saved in a way that from_pretrained loads.",
-                model=type(model).__name__,
-                why="in files of transformers, a quantised weight and what it was quantised with have names of their own",
-                fix="zf.save(folder, model); or, before the transform, model.save_pretrained(folder) on rank 0",
-            )
+        require_own_names(model)
         named = ModelTensors()
         named.add(model, None)
         by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -1,0 +1,355 @@
+"""`weights`: what another engine is given is what the model has, to the bit; and a loop that ends early hangs nobody."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.axes.grids import Decoder, composed
+from tests.axes.grids import loss_of as loss_on_axes
+from tests.support.models import Language, Odd
+from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES, loss_of
+from tests.support.ranks import Ranks, axis
+from tests.support.seeds import seed_generator
+from tests.support.storages import Storages
+from tests.units.storage.disks import failing
+from zero_fn.handover import _differing
+
+
+class Counting(Odd):
+    """Beside all awkward parameters a buffer that is saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.arange(5.0))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def _away(tier: Callable[[str], Any]) -> Callable[[str], nn.Module]:
+    return lambda folder: zf.offload(zf.zero3(Counting(), axis()), params=tier(folder))
+
+
+WORLDS: dict[str, Callable[[str], nn.Module]] = {
+    "plain": lambda _: Counting(),
+    **{stage: lambda _, stage=stage: STAGES[stage](Counting(), axis()) for stage in ("replicate", "zero2", "zero3")},
+    "mixed": lambda _: zf.precision(zf.shard_params(zf.zero1(Counting(), axis()), axis(), where="*.up.*")),
+    "disk": _away(zf.nvme),
+    "host": _away(lambda _: zf.cpu()),
+    "tiles": lambda _: zf.zero3(zf.tile(Counting(), where="blocks.*.down.*", parts=3), axis()),
+}
+
+
+def _built(world: str, folder: str) -> Any:
+    seed_generator(0)
+    return WORLDS[world](folder)
+
+
+def _expected(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a plain model, each once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), (name, value.detach()))
+    return {n: value.to(dtype) if dtype and value.is_floating_point() else value for n, value in found.values()}
+
+
+def _bits(tensor: Tensor) -> list[int]:
+    return list(tensor.contiguous().flatten().view(torch.uint8).tolist())
+
+
+def _differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert sorted(one) == sorted(other)
+    return [
+        name
+        for name, value in one.items()
+        if (value.dtype, value.shape) != (other[name].dtype, other[name].shape) or _bits(value) != _bits(other[name])
+    ]
+
+
+def _all(items: Iterable[Any]) -> list[Any]:
+    """What all ranks were given."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, list(items))
+    return [item for each in found for item in each]
+
+
+def _trained(model: nn.Module, steps: int = 1) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks(3)
+def test_weights_are_those_of_the_model_whole_and_in_parts(world: str, folder: str) -> None:
+    model = _built(world, folder)
+    for dtype, bucket in ((None, "64MiB"), (torch.bfloat16, 1), (None, 2000)):
+        plain = _expected(_built("plain", folder), dtype)
+        items = list(zf.weights(model, dtype=dtype, bucket=bucket))
+        assert len(items) == len(plain), "each once"
+        assert _differ(dict(items), plain) == []
+        receiver = {name: torch.zeros_like(value) for name, value in plain.items()}
+        assert zf.apply_weights(receiver, _all(zf.weights(model, dtype=dtype, whole=False))) == receiver.keys()
+        assert _differ(receiver, plain) == []
+    loss_of(model, 0).backward()
+
+
+@on_ranks(2)
+def test_names_are_those_of_save_pretrained_or_those_that_are_asked_for(folder: str) -> None:
+    seed_generator(0)
+    model = zf.zero3(Language(), axis())
+    zf.save_pretrained(model, folder, dtype=torch.bfloat16)
+    items = dict(zf.weights(model, dtype=torch.bfloat16))
+    assert _differ(items, load_file(f"{folder}/model.safetensors")) == []
+    for names in ({r"^blocks\.": "model.layers."}, lambda name: name.replace("blocks.", "model.layers.")):
+        assert [name.replace("model.layers.", "blocks.") for name, _ in zf.weights(model, names=names)] == [*items]
+
+
+@pytest.mark.parametrize("composition", ["hybrid", "hpz", "tp"])
+@pytest.mark.parametrize("is_away", [False, True])
+@on_ranks(4)
+def test_weights_over_two_axes(composition: str, is_away: bool, folder: str) -> None:
+    """Also: one rank that ends early, whole tensors of tensor parallelism, a disk that fails on one rank, and changes."""
+    model, row = composed(composition)
+    model = zf.offload(model, params=zf.nvme(folder)) if is_away else model
+    seed_generator(0)
+    plain = _expected(Decoder())
+    items = zf.weights(model, bucket=500, keep=True)
+    received = dict(items)
+    assert _differ(received, plain) == []
+    for name, _ in zf.weights(model, bucket=500):
+        if dist.get_rank() == 2 and name == "mix.weight":
+            break
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = zf.streamed(optimizer, zf.cpu()) if is_away else optimizer
+    loss_on_axes(model, 0, row).backward()
+    optimizer.step()
+    zf.apply_weights(received, _all(zf.weights(model, since=items.version)))
+    assert _differ(received, dict(zf.weights(model))) == []
+    if is_away:
+        with failing(where=dist.get_rank() == 3), pytest.raises(zf.StorageError):
+            list(zf.weights(model))
+
+
+@pytest.mark.parametrize("world", ["replicate", "zero3", "disk"])
+@pytest.mark.parametrize("ends", [{1: 3}, {0: 2, 1: 5, 2: 2}, {0: 0, 1: 0, 2: 0}, {0: 1, 2: 0}])
+@on_ranks(3)
+def test_a_loop_that_ends_early_hangs_nobody(world: str, ends: dict[int, int], folder: str) -> None:
+    """By `break`, by an exception, and by an iterator that nobody asks for anything."""
+    model, last = _built(world, folder), ends.get(dist.get_rank(), 1000)
+    whole = [name for name, _ in zf.weights(model)]
+
+    def loop(items: Iterable[Any]) -> list[str]:
+        found = []
+        for name, _ in items:
+            found.append(name)
+            if len(found) > last:
+                raise ZeroDivisionError
+        return found
+
+    for number, _ in enumerate(zf.weights(model, bucket=1)):
+        if number == last:
+            break
+    loss_of(model, 0).backward()  # at once, on all ranks
+    with zf.traffic() as sent:
+        if last < 1000:
+            with pytest.raises(ZeroDivisionError), zf.weights(model, bucket=1) as items:
+                loop(items)
+        else:
+            assert loop(zf.weights(model, bucket=1)) == whole
+    if max(ends.values()) == 0 and len(ends) == 3 and world == "zero3":
+        with zf.traffic() as all_sent:
+            list(zf.weights(model, bucket=1))
+        assert sent.nbytes < all_sent.nbytes / 4, "what nobody wants is not gathered"
+    loss_of(model, 1).backward()
+    dropped: Any = zf.weights(model)
+    del dropped
+    gc.collect()
+    loss_of(model, 2).backward()
+
+
+@on_ranks(2)
+def test_until_it_has_ended_forwards_and_other_passes_are_refused() -> None:
+    model = _built("zero3", "")
+    items = zf.weights(model, keep=True)
+    next(items)
+    for act in (lambda: loss_of(model, 0), lambda: model.blocks[0](torch.zeros(2, 16)), lambda: zf.weights(model)):
+        with pytest.raises(zf.StateError, match=r"being handed over"):
+            act()
+    with pytest.raises(zf.StateError, match=r"no version"):
+        items.version  # noqa: B018
+    items.close()
+    items.close()
+    loss_of(model, 0).backward()
+    with pytest.raises(zf.StateError, match=r"no version"):
+        items.version  # noqa: B018
+    with pytest.raises(zf.DisagreementError):
+        zf.weights(model, bucket=1000 + dist.get_rank())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_a_pass_takes_the_memory_of_a_bucket(dtype: torch.dtype) -> None:
+    model = zf.zero3(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16))), axis())
+    loss = model(torch.ones(1, 64)).sum()
+    del loss
+    bucket = 4 * 64 * 64 * dtype.itemsize
+    with Storages() as storages:
+        for _, tensor in zf.weights(model, dtype=dtype, bucket=bucket):
+            assert tensor.dtype == dtype
+    assert bucket <= storages.peak <= bucket + tensor.nbytes + 4096, "and the tensor that the loop holds"
+    items = zf.weights(model, dtype=dtype, keep=True)
+    list(items)
+    assert items.version.nbytes == 16 * 64 * 64 * dtype.itemsize // 2
+
+
+def _edit(model: nn.Module, seed: int, share: float) -> None:
+    """Gives elements of a whole model other bits: also zeros of the other sign, and other NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            at = torch.randperm(tensor.numel(), generator=generator)[: int(share * tensor.numel() + 0.999)]
+            values = torch.randn(at.numel(), generator=generator).to(tensor.dtype)
+            if tensor.is_floating_point():
+                values[::5], values[1::5] = -0.0, 0.0
+                values[2::5] = (torch.full_like(values[2::5], float("nan")).view(_INT[tensor.dtype]) + 1).view(
+                    tensor.dtype
+                )
+            tensor.put_(at, values)
+
+
+_INT = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+
+
+def _followed(world: str, folder: str, dtype: torch.dtype | None, bucket: int, edits: list[tuple[int, float]]) -> None:
+    """A receiver that is given changes alone has what one has that is given everything."""
+    model = _built(world, folder)
+    items = zf.weights(model, dtype=dtype, bucket=bucket, keep=True)
+    received, version = dict(items), items.version
+    for seed, share in edits:
+        with zf.unsharded(model, writeback=True) if world != "plain" else torch.no_grad():
+            _edit(model, seed, share)
+        now = dict(zf.weights(model, dtype=dtype))
+        differing = sum((_words(now[name]) != _words(value)).any(1).sum().item() for name, value in received.items())
+        changes = _all(zf.weights(model, since=version, bucket=bucket))
+        assert sum(indices.numel() for _, indices, _ in changes) == differing, "each element once, and no other"
+        nbytes = sum(indices.nbytes + values.nbytes for _, indices, values in changes)
+        widest = max((values.dtype.itemsize for _, _, values in changes), default=0)
+        assert nbytes <= (4 + widest) * differing
+        zf.apply_weights(received, changes)
+        assert _differ(received, now) == []
+    assert list(zf.weights(model, since=version)) == [], "nothing has changed since"
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1, 1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(1, 4),
+    dtype=st.sampled_from([None, torch.bfloat16, torch.float32]),
+    bucket=st.sampled_from([1, 700, 1 << 26]),
+    edits=st.lists(st.tuples(st.integers(0, 99), st.sampled_from([0.0, 0.01, 0.3, 1.0])), max_size=2),
+)
+def test_changes_make_a_receiver_what_the_model_is(
+    ranks: Ranks, tmp_path: Any, world: str, n: int, dtype: Any, bucket: int, edits: Any
+) -> None:
+    ranks(n).run(_followed, world, str(tmp_path), dtype, bucket, edits)
+
+
+@given(st.integers(0, 70), st.integers(0, 9), st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]))
+def test_differing_elements_are_found_at_any_length_and_offset(numel: int, offset: int, dtype: torch.dtype) -> None:
+    now = torch.arange(numel + offset).to(dtype)[offset:]
+    before, chosen = now.clone(), torch.arange(numel)[torch.randperm(numel)[: numel // 3]]
+    before[chosen] += 1
+    assert torch.equal(_differing(now, before), chosen.sort().values)
+
+
+@on_ranks(2)
+def test_what_was_not_yielded_is_yielded_by_the_next_pass() -> None:
+    model = _built("zero3", "")
+    items = zf.weights(model, keep=True, dtype=torch.bfloat16)
+    received, version = dict(items), items.version
+    _trained(model)
+    taken = []
+    for item in zf.weights(model, since=version):
+        taken.append(item)
+        if len(taken) == 3:
+            break  # the third may not have arrived
+    zf.apply_weights(received, _all(taken[:2]))
+    rest = _all(zf.weights(model, since=version))
+    assert sum(name == taken[2][0] for name, *_ in rest)
+    zf.apply_weights(received, rest)
+    assert _differ(received, dict(zf.weights(model, dtype=torch.bfloat16))) == []
+    other = zf.zero3(Language(), axis())
+    with pytest.raises(zf.StateError, match=r"version of other weights"):
+        zf.weights(other, since=version)
+
+
+def _reads(receiver: dict[str, Tensor], asked: Any, told: Any) -> None:
+    while asked.get():
+        told.put({name: value.double().sum().item() for name, value in receiver.items()})
+
+
+def test_a_receiver_in_another_process_reads_the_memory_that_it_shares() -> None:
+    model = Language()
+    receiver = {name: torch.zeros_like(value).share_memory_() for name, value in _expected(model).items()}
+    context = multiprocessing.get_context("fork")
+    asked, told = context.SimpleQueue(), context.SimpleQueue()
+    process = context.Process(target=_reads, args=(receiver, asked, told))
+    process.start()
+    items = zf.weights(model, keep=True)
+    zf.apply_weights(receiver, items)
+    asked.put(True)
+    assert told.get() == {name: value.double().sum().item() for name, value in _expected(model).items()}
+    _edit(model, 1, 0.0)
+    with torch.no_grad():
+        model.norm.weight += 1
+    zf.apply_weights(receiver, zf.weights(model, since=items.version))
+    asked.put(True)
+    assert told.get()["norm.weight"] == model.norm.weight.double().sum().item()
+    asked.put(False)
+    process.join()
+
+
+@on_ranks(2)
+def test_log_probabilities_of_trainer_and_generator_are_equal_to_the_bit() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    seed_generator(0)
+    model: Any = zf.zero3(LlamaForCausalLM(sizes), axis())
+    generator: Any = LlamaForCausalLM(sizes)
+    optimizer, version = torch.optim.AdamW(model.parameters(), lr=1e-2), None
+    tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    for step in range(3):
+        model(input_ids=tokens, labels=tokens.roll(dist.get_rank(), 1)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            items = zf.weights(model, keep=True)
+            zf.apply_weights(generator, items)
+            version = items.version
+        else:
+            zf.apply_weights(generator, _all(zf.weights(model, since=version)))
+        with torch.no_grad():
+            own, other = (each(input_ids=tokens).logits.log_softmax(-1) for each in (model, generator))
+        assert _bits(own) == _bits(other)

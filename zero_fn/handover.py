@@ -1,0 +1,437 @@
+"""`weights`: hands the values of a model over to another engine, while training goes on; `apply_weights` takes them there.
+
+    bucket    tensors of one line of ranks, one after another, until they are as large as a bucket; a larger one is alone
+    lockstep  all ranks gather bucket after bucket; each first says whether its loop still wants one, so a bucket that nobody
+              wants is not gathered, and a rank whose loop has ended takes part in the gathers of the others
+    version   a copy, in memory of the host, of what this rank has yielded: what differs from it, bit for bit, has changed
+
+[Note: who yields a change] Each element is compared by one of the ranks that hold it: the one that would write it into a
+checkpoint (`Holding.own`). So copies are one of the model over all ranks together, at every stage.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero_fn.checkpoint.huggingface.write import require_own_names
+from zero_fn.checkpoint.live.held_tensors import HeldTensor, ModelTensors, ParcelWindow
+from zero_fn.checkpoint.loading import Rename, renamed_by
+from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
+from zero_fn.checkpoint.saving import wait_for_saving
+from zero_fn.errors import LayoutError, StateError
+from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.runtime.box import Box
+from zero_fn.runtime.door import doors_below, require_idle, units_of
+from zero_fn.runtime.everywhere import everywhere
+from zero_fn.runtime.run import run_of
+from zero_fn.runtime.slot import Slot, slot_of
+from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.runtime.unit import unit_of
+from zero_fn.transport.agree import Bits
+from zero_fn.transport.line import Line
+from zero_fn.values.tiers import nbytes_of_text
+
+__all__ = ["Weights", "WeightsVersion", "apply_weights", "weights"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPARED = 64  # bytes that a comparison takes for each element, if all have changed
+
+
+@uncompiled
+def weights(
+    model: nn.Module,
+    *,
+    names: str | Rename = "hf",
+    dtype: torch.dtype | None = None,
+    bucket: int | str = "64MiB",
+    whole: bool = True,
+    keep: bool = False,
+    since: WeightsVersion | None = None,
+) -> Weights:
+    """The weights of a model, one tensor after another, for an engine that generates. All ranks call it, and loop.
+
+        for name, tensor in zf.weights(model, dtype=torch.bfloat16):  # whole, on every rank
+            ...
+
+    Parameters, frozen ones too, and persistent buffers, which are this rank's; tied ones once, under their first name. They
+    are copies, cast before they travel, in the memory of one bucket, or of the largest tensor if that is larger, beside what
+    the loop holds. A loop may end early, on some ranks or on all: where `break` or an exception leaves it, this rank takes
+    part in what others still gather. `with zf.weights(model) as items:` ends one that has a name. Until then forwards are
+    refused.
+
+    With `keep=True` a pass that has come to its end leaves a `version`, and `since=version` yields what has changed since:
+
+        items = zf.weights(model, dtype=torch.bfloat16, keep=True)
+        zf.apply_weights(engine, items)
+        version = items.version  # holds a copy: version.nbytes
+        for name, indices, values in zf.weights(model, since=version):  # of this rank's shards: each rank sends its own
+            ...
+
+    Indices count the elements of the whole tensor, row by row, in int32 (int64 from 2^31 elements on). A change of any bit
+    counts. The version then stands for what was yielded last: after a pass that breaks off the next one has the rest.
+
+    Communicates 640 bytes from each rank to rank 0, and back; of whole tensors, an all-gather of each bucket and two
+    messages of a byte per rank. Changes and parts are read from the shards.
+
+    Args:
+        model: Any module, transformed or not, in memory or in tiers.
+        names: "hf": those of `zf.save_pretrained`; or names for the model's, as regular expressions or a function.
+        dtype: The dtype of floating-point tensors; None: that in which they rest.
+        bucket: The most bytes that are gathered, or compared, together, as a number or as text.
+        whole: Whole tensors. Without, `(name, part, starts)`: what this rank holds, and its first index in each dim.
+        keep: Whether to keep a copy of what was yielded, for `since`: over all ranks one model in `dtype`.
+        since: The `version` of an earlier pass over the same model. It goes without dtype, whole and keep.
+
+    Raises:
+        StateError: The model is in use, or its weights are being handed over already; `since` is of another model.
+        LayoutError: `names` is another text, or gives a name twice; options exclude each other.
+        CheckpointError: Something has no values, or no names of its own.
+        StorageError: A tier could not be read, on this rank or another.
+        DisagreementError, LostRankError: Ranks were given different arguments; a rank does not take part.
+    """
+    wait_for_saving()
+    plan = _HandOver(since or WeightsVersion(dtype), keeps=keep)
+
+    def prepare() -> None:
+        if since is not None and (dtype is not None or keep or not whole):
+            raise LayoutError(
+                "since= goes without dtype=, keep= and whole=.",
+                why="changes are those of the version: its dtype, and shards",
+                fix="zf.weights(model, since=version)",
+            )
+        plan.add(model, names, nbytes_of_text(bucket, "bucket"))
+
+    failure = failure_of(prepare)
+    same = (dtype, bucket, whole, keep, since and since.passes)
+    agreed = RankMeeting().agree("Handing weights over", failure, same=same, same_names=[*plan.entries])
+    plan.deal(agreed.replica, agreed.replicas)
+    if since is not None:
+        return Weights(plan, _changes(plan))
+    return Weights(plan, _wholes(plan) if whole else _shards(plan))
+
+
+class WeightsVersion:
+    """What a pass of `zf.weights(keep=True)` has yielded, as far as this rank compares it: a copy in memory of the host."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.passes = 0  # that came to their end
+        self.values: dict[_Key, Tensor] = {}  # flat
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy on this rank."""
+        return sum(each.nbytes for each in self.values.values())
+
+
+class Weights:
+    """An iterator over weights, from `zf.weights`; a context manager that ends it."""
+
+    def __init__(self, plan: _HandOver, items: Generator[Any, None, None]) -> None:
+        self._plan, self._items = plan, _refusing(plan.modules, items)
+        next(self._items)  # begun: from here on its end is that of a pass
+
+    def __iter__(self) -> Weights:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+    def close(self) -> None:
+        """Ends it: takes part in what other ranks still gather."""
+        self._items.close()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> WeightsVersion:
+        """What was yielded, for `since=`: of a pass with `keep=True` that has come to its end; else raises StateError."""
+        if not self._plan.keeps or not self._plan.version.passes:
+            raise StateError(
+                "There is no version of these weights.",
+                why="the loop has not come to its end" if self._plan.keeps else "keep=True was not given",
+                fix="items = zf.weights(model, keep=True); loop over all of them; then items.version",
+            )
+        return self._plan.version
+
+
+_Key = tuple[str, int]  # the name of a tensor, and the number of the tile
+
+
+@dataclass
+class _Handed:
+    """A tensor of the model, or a tile of one."""
+
+    held: HeldTensor
+    tensor: Tensor
+    dtype: torch.dtype
+    slot: Slot | None
+    line: Line | None  # the ranks that gather it together
+    own: tuple[int, int] | None = None  # what this rank compares of what it holds: the first, and how many
+
+    def read(self) -> Tensor:
+        """What this rank holds, cast, in memory: of a parameter in its place in room for the whole."""
+        if self.slot is None:
+            return in_memory(self.tensor.detach()).to(self.dtype, copy=True)
+        path, flat = self.slot.path, self.slot.flat
+        room = torch.empty(path.padded_numel, dtype=self.dtype, device=flat.device)
+        room.narrow(0, path.start, path.local_numel).copy_(in_memory(flat))
+        return room
+
+    def local(self, read: Tensor) -> Tensor:
+        """This rank's part of what `read` has returned, as a view."""
+        if self.slot is None:
+            return local_of(read)
+        return self.slot.path.local_view(read.narrow(0, self.slot.path.start, self.slot.path.local_numel))
+
+    def whole(self, gathered: Tensor) -> Tensor:
+        """The whole tensor. Of one on model axes a collective of torch over these."""
+        slot = self.slot
+        if slot is not None:
+            gathered = slot.path.whole_view(gathered)
+            if slot.model is not None:
+                spec = spec_on(slot.model, slot.full_shape, slot.full_stride, self.dtype)
+                gathered = on_spec(gathered, spec)
+        return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+
+    def in_whole(self, numbers: Tensor) -> Tensor:
+        """The numbers in the whole tensor of elements that this rank holds, by their numbers here."""
+        box, step = self.held.place.box, 1
+        found = torch.zeros_like(numbers)
+        for start, size, count in zip(box.starts[::-1], box.sizes[::-1], self.held.place.shape[::-1], strict=True):
+            found += (numbers % size + start) * step
+            numbers, step = numbers // size, step * count
+        return found if step >= 2**31 else found.int()
+
+
+class _HandOver:
+    """The tensors of a model, by the names that are yielded."""
+
+    def __init__(self, version: WeightsVersion, *, keeps: bool) -> None:
+        self.version, self.keeps, self.most = version, keeps, 0
+        self.entries: dict[str, list[_Handed]] = {}
+        self.modules: list[nn.Module] = []  # at which units are entered
+
+    def add(self, model: nn.Module, names: str | Rename, most: int) -> None:
+        """Names all tensors. Communicates nothing."""
+        self.most, self.modules = most, list({door.module: None for _, door in doors_below(model)})
+        if any(_refuse in each._forward_pre_hooks.values() for each in self.modules):
+            _refuse()
+        require_idle(units_of(model), "weights")
+        for unit in units_of(model):
+            unit.follow_moved()
+        if isinstance(names, str):
+            require_own_names(model)
+        renamed, named = renamed_by(None if isinstance(names, str) else names), ModelTensors()
+        tiles: dict[str, list[_Handed]] = {}
+        named.add(model, None)
+        by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        for key, held in named.parameters.items():
+            slot, dtype = slot_of(by_id[key]), self.version.dtype if held.dtype.is_floating_point else None
+            owner = unit_of(slot)
+            line = run_of(owner).transport if owner is not None else None
+            tiles.setdefault(held.name, []).append(_Handed(held, by_id[key], dtype or held.dtype, slot, line))
+        self.entries = {renamed(name): parts for name, parts in tiles.items()}
+        if len(self.entries) < len(tiles) or (isinstance(names, str) and names != "hf"):
+            raise LayoutError(
+                "names= does not give each tensor a name of its own.",
+                got=names if isinstance(names, str) else f"{len(self.entries)} names for {len(tiles)} tensors",
+                fix='names="hf", or regular expressions and their replacements, or a function of the name',
+            )
+
+    def deal(self, replica: int, replicas: int) -> None:
+        """Decides what this rank compares, and looks whether that is what the version has."""
+        now = {}
+        for ordinal, (key, part) in enumerate(self.each()):
+            place = part.held.place
+            own = place.own(ordinal, part.held.dtype.itemsize, (replica, replicas))
+            if part.held.is_buffer and place.replica is None:  # ranks may differ
+                own = place.box if replica == 0 else None
+            if own is not None:
+                row = prod(own.sizes[1:])
+                part.own = ((own.starts[0] - place.box.starts[0]) * row if own.starts else 0, own.numel)
+                now[key] = (own.numel, part.dtype)
+        if self.version.passes and now != {key: (v.numel(), v.dtype) for key, v in self.version.values.items()}:
+            raise StateError(
+                "since= is a version of other weights.",
+                why="tensors, names, dtypes or shards are not what they were",
+                fix="take a version of this model: items = zf.weights(model, keep=True)",
+            )
+
+    def each(self) -> Iterator[tuple[_Key, _Handed]]:
+        """All tensors and tiles."""
+        return (((name, at), part) for name, parts in self.entries.items() for at, part in enumerate(parts))
+
+    def note(self, key: _Key, part: _Handed, local: Tensor) -> None:
+        """Keeps a copy of what this rank compares, if it is to."""
+        if self.keeps and part.own is not None:
+            self.version.values[key] = local.reshape(-1).narrow(0, *part.own).to("cpu", copy=True)
+
+    def buckets(self) -> Iterator[list[str]]:
+        """Names in order, as many together as one line gathers in so many bytes."""
+        names: list[str] = []
+        total, among = 0, None
+        for name, parts in self.entries.items():
+            nbytes = sum(part.tensor.numel() * part.dtype.itemsize for part in parts)
+            line = parts[0].line
+            if names and (total + nbytes > self.most or (line is not among and None not in (line, among))):
+                yield names
+                names, total, among = [], 0, None
+            names.append(name)
+            total, among = total + nbytes, among or line
+        if names:
+            yield names
+
+    @torch.no_grad()
+    def gather(self, names: list[str], *, wants: bool) -> list[tuple[str, Tensor]]:
+        """The whole tensors of these names, the last one first; none if no rank wants them. A collective."""
+        parts = [((name, at), part) for name in names for at, part in enumerate(self.entries[name])]
+        line = next((part.line for _, part in parts if part.line is not None), None)
+        wanted = wants or any(isinstance(p.tensor, DTensor) if p.slot is None else p.slot.model for _, p in parts)
+        if line is not None and line.size > 1:  # of ranks on model axes only those of one line hear of one another
+            wanted = Bits(line, [wanted], "who wants the next weights").read()[0]
+        if not wanted:
+            return []
+        rooms = everywhere([part.tensor for _, part in parts], lambda: [p.read() for _, p in parts], "Reading weights")
+        cut = [(p.slot.path, room) for (_, p), room in zip(parts, rooms, strict=True) if p.slot and p.slot.path.layout]
+        for (key, part), room in zip(parts, rooms, strict=True) if wants else ():
+            self.note(key, part, part.local(room))
+        if cut and line is not None:
+            line.all_gather([path.segment(room) for path, room in cut], "weights").wait()
+        rooms.reverse()
+        found = []
+        for name in names:
+            wholes = [part.whole(rooms.pop()) for part in self.entries[name]]
+            found.append((name, wholes[0] if len(wholes) == 1 else torch.cat(wholes)))
+        return found[::-1]
+
+
+def _refusing(modules: list[nn.Module], items: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    """The items, None first; until their end, calls of the modules are refused."""
+    hooks = [each.register_forward_pre_hook(_refuse, prepend=True) for each in modules]
+    try:
+        yield from items
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse(*_: object) -> None:
+    raise StateError(
+        "The weights of this model are being handed over.",
+        why="ranks gather them in turn, and one that does something else in between would be waited for",
+        fix="end the loop over zf.weights(model) first: close() it, or `with zf.weights(model) as items:`",
+    )
+
+
+def _wholes(plan: _HandOver) -> Generator[Any, None, None]:
+    """All tensors whole. Where it is left, the rest of the buckets is gathered for other ranks, as far as they want it."""
+    buckets = plan.buckets()
+    found: list[tuple[str, Tensor]] = []
+    try:
+        yield None
+        for names in buckets:
+            found = plan.gather(names, wants=True)
+            while found:
+                yield found.pop()
+        plan.version.passes += 1
+    finally:
+        found.clear()
+        for names in () if sys.is_finalizing() else buckets:
+            plan.gather(names, wants=False)
+
+
+def _shards(plan: _HandOver) -> Generator[Any, None, None]:
+    """What this rank holds of each tensor."""
+    yield None
+    for key, part in plan.each():
+        with torch.no_grad():
+            local = in_memory(local_of(part.tensor)).to(part.dtype, copy=True)
+        plan.note(key, part, local)
+        yield key[0], local, part.held.place.box.starts
+    plan.version.passes += 1
+
+
+def _changes(plan: _HandOver) -> Generator[Any, None, None]:
+    """What differs from the version, which follows once the loop asks for more."""
+    step = max(plan.most // _COMPARED // 8, 1) * 8
+    yield None
+    with ParcelWindow() as window:
+        for (name, at), known in plan.version.values.items():
+            part = plan.entries[name][at]
+            for begin in range(0, known.numel(), step):
+                first, before = (part.own or (0, 0))[0] + begin, known[begin : begin + step]
+                with torch.no_grad():
+                    now = part.held.read(first, first + before.numel(), window).to(part.dtype)
+                    numbers = _differing(now, before)
+                    values = now[numbers]
+                if numbers.numel():
+                    yield name, part.in_whole(numbers + first), values
+                    before[numbers] = values
+    plan.version.passes += 1
+
+
+def _differing(now: Tensor, before: Tensor) -> Tensor:
+    """The numbers of the elements that differ in any bit. Words of 8 bytes are compared first, then elements in those."""
+    size = now.element_size()
+    if size > 8:  # complex128
+        return (now.view(torch.int64) != before.view(torch.int64)).view(-1, 2).any(1).nonzero().view(-1)
+    if now.storage_offset() * size % 8:
+        now = now.clone()
+    now, before, per = now.view(_INTEGERS[size]), before.view(_INTEGERS[size]), 8 // size
+    end = now.numel() // per * per
+    words = torch.ne(now[:end].view(torch.int64), before[:end].view(torch.int64)).nonzero().view(-1, 1)
+    numbers = torch.cat([(words * per + torch.arange(per)).view(-1), torch.arange(end, now.numel())])
+    return numbers[torch.ne(now[numbers], before[numbers])]
+
+
+@torch.no_grad()
+def apply_weights(target: nn.Module | Mapping[str, Tensor], items: Iterable[Any]) -> set[str]:
+    """Writes what `zf.weights` yields into plain tensors, in place: those of an engine in this process, or in shared memory.
+
+        zf.apply_weights(generator, zf.weights(model, dtype=torch.bfloat16))
+
+    Takes whole tensors, parts and changes, casts them, and goes through all of them. Communicates nothing of its own.
+
+    Args:
+        target: A module that no transform returned, or its `state_dict()`.
+        items: What `zf.weights` returns, or the same tuples that came another way.
+
+    Returns:
+        The names that were written.
+
+    Raises:
+        StateError: The target has no plain tensor of this name and shape.
+    """
+    own = target.state_dict() if isinstance(target, nn.Module) else target
+    written: set[str] = set()
+    for name, *rest in items:
+        found, is_change = own.get(name), len(rest) == 2 and isinstance(rest[1], Tensor)
+        if len(rest) == 2 and type(found) is Tensor and not is_change:
+            found = Box(tuple(rest[1]), tuple(rest[0].shape)).of(found)
+        if found is None or isinstance(found, DTensor) or not (is_change or found.shape == rest[0].shape):
+            raise StateError(
+                f"There is no place for {name!r}.",
+                target="nothing of this name" if found is None else f"{type(found).__name__} of {list(found.shape)}",
+                given=list(rest[0].shape),
+                fix="zf.weights(names=...) gives the names of the receiver, which must be a plain model of the same sizes",
+            )
+        if is_change:
+            found.put_(rest[0].to(found.device, torch.int64), rest[1].to(found.device, found.dtype))
+        else:
+            found.copy_(rest[0])
+        written.add(name)
+    return written
