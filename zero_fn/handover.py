@@ -1,12 +1,9 @@
 """`weights`: hands the values of a model over to another engine, while training goes on; `apply_weights` takes them there.
 
-    bucket    tensors of one line of ranks, one after another, until they are as large as a bucket; a larger one is alone
-    lockstep  all ranks gather bucket after bucket; each first says whether its loop still wants one, so a bucket that nobody
-              wants is not gathered, and a rank whose loop has ended takes part in the gathers of the others
-    version   a copy, in memory of the host, of what this rank has yielded: what differs from it, bit for bit, has changed
-
-[Note: who yields a change] Each element is compared by one of the ranks that hold it: the one that would write it into a
-checkpoint (`Holding.own`). So copies are one of the model over all ranks together, at every stage.
+lockstep  all ranks gather bucket after bucket; each first says whether its loop still wants one, so a bucket that nobody
+          wants is not gathered, and a rank whose loop has ended takes part in the gathers of the others
+version   a copy, on the host, of what was yielded; what differs from it in a bit has changed. Each element is compared by
+          the rank that would write it into a checkpoint (`Holding.own`), so all copies together are one model
 """
 
 from __future__ import annotations
@@ -43,7 +40,8 @@ from zero_fn.values.tiers import nbytes_of_text
 __all__ = ["Weights", "WeightsVersion", "apply_weights", "weights"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COMPARED = 64  # bytes that a comparison takes for each element, if all have changed
+_COMPARED = 64  # bytes for each element that is compared, if all have changed
+_Key = tuple[str, int]  # the name of a tensor, and the number of the tile
 
 
 @uncompiled
@@ -94,29 +92,22 @@ def weights(
     Raises:
         StateError: The model is in use, or its weights are being handed over already; `since` is of another model.
         LayoutError: `names` is another text, or gives a name twice; options exclude each other.
-        CheckpointError: Something has no values, or no names of its own.
-        StorageError: A tier could not be read, on this rank or another.
+        CheckpointError, StorageError: Something has no values, or no names of its own; a tier could not be read.
         DisagreementError, LostRankError: Ranks were given different arguments; a rank does not take part.
     """
+    if since is not None and (dtype is not None or keep or not whole):
+        raise LayoutError(
+            "since= goes without dtype=, keep= and whole=.",
+            why="changes are those of the version: its dtype, and shards",
+            fix="zf.weights(model, since=version)",
+        )
     wait_for_saving()
     plan = _HandOver(since or WeightsVersion(dtype), keeps=keep)
-
-    def prepare() -> None:
-        if since is not None and (dtype is not None or keep or not whole):
-            raise LayoutError(
-                "since= goes without dtype=, keep= and whole=.",
-                why="changes are those of the version: its dtype, and shards",
-                fix="zf.weights(model, since=version)",
-            )
-        plan.add(model, names, nbytes_of_text(bucket, "bucket"))
-
-    failure = failure_of(prepare)
+    failure = failure_of(lambda: plan.add(model, names, nbytes_of_text(bucket, "bucket")))
     same = (dtype, bucket, whole, keep, since and since.passes)
     agreed = RankMeeting().agree("Handing weights over", failure, same=same, same_names=[*plan.entries])
     plan.deal(agreed.replica, agreed.replicas)
-    if since is not None:
-        return Weights(plan, _changes(plan))
-    return Weights(plan, _wholes(plan) if whole else _shards(plan))
+    return Weights(plan, _changes(plan) if since is not None else _wholes(plan) if whole else _shards(plan))
 
 
 class WeightsVersion:
@@ -168,9 +159,6 @@ class Weights:
         return self._plan.version
 
 
-_Key = tuple[str, int]  # the name of a tensor, and the number of the tile
-
-
 @dataclass
 class _Handed:
     """A tensor of the model, or a tile of one."""
@@ -193,18 +181,15 @@ class _Handed:
 
     def local(self, read: Tensor) -> Tensor:
         """This rank's part of what `read` has returned, as a view."""
-        if self.slot is None:
-            return local_of(read)
-        return self.slot.path.local_view(read.narrow(0, self.slot.path.start, self.slot.path.local_numel))
+        path = self.slot.path if self.slot is not None else None
+        return path.local_view(read.narrow(0, path.start, path.local_numel)) if path is not None else local_of(read)
 
     def whole(self, gathered: Tensor) -> Tensor:
         """The whole tensor. Of one on model axes a collective of torch over these."""
-        slot = self.slot
-        if slot is not None:
+        if (slot := self.slot) is not None:
             gathered = slot.path.whole_view(gathered)
             if slot.model is not None:
-                spec = spec_on(slot.model, slot.full_shape, slot.full_stride, self.dtype)
-                gathered = on_spec(gathered, spec)
+                gathered = on_spec(gathered, spec_on(slot.model, slot.full_shape, slot.full_stride, self.dtype))
         return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
 
     def in_whole(self, numbers: Tensor) -> Tensor:
@@ -248,7 +233,6 @@ class _HandOver:
         if len(self.entries) < len(tiles) or (isinstance(names, str) and names != "hf"):
             raise LayoutError(
                 "names= does not give each tensor a name of its own.",
-                got=names if isinstance(names, str) else f"{len(self.entries)} names for {len(tiles)} tensors",
                 fix='names="hf", or regular expressions and their replacements, or a function of the name',
             )
 
@@ -267,8 +251,8 @@ class _HandOver:
         if self.version.passes and now != {key: (v.numel(), v.dtype) for key, v in self.version.values.items()}:
             raise StateError(
                 "since= is a version of other weights.",
-                why="tensors, names, dtypes or shards are not what they were",
-                fix="take a version of this model: items = zf.weights(model, keep=True)",
+                why="tensors, names, dtypes or shards differ",
+                fix="items = zf.weights(model, keep=True)",
             )
 
     def each(self) -> Iterator[tuple[_Key, _Handed]]:
@@ -282,20 +266,18 @@ class _HandOver:
 
     def buckets(self) -> Iterator[list[str]]:
         """Names in order, as many together as one line gathers in so many bytes."""
-        names: list[str] = []
+        found: list[list[str]] = []
         total, among = 0, None
         for name, parts in self.entries.items():
-            nbytes = sum(part.tensor.numel() * part.dtype.itemsize for part in parts)
-            line = parts[0].line
-            if names and (total + nbytes > self.most or (line is not among and None not in (line, among))):
-                yield names
-                names, total, among = [], 0, None
-            names.append(name)
-            total, among = total + nbytes, among or line
-        if names:
-            yield names
+            nbytes, line = sum(part.tensor.numel() * part.dtype.itemsize for part in parts), parts[0].line
+            total += nbytes
+            if not found or total > self.most or (line is not among and None not in (line, among)):
+                found.append([])
+                total, among = nbytes, None
+            found[-1].append(name)
+            among = among or line
+        return iter(found)
 
-    @torch.no_grad()
     def gather(self, names: list[str], *, wants: bool) -> list[tuple[str, Tensor]]:
         """The whole tensors of these names, the last one first; none if no rank wants them. A collective."""
         parts = [((name, at), part) for name in names for at, part in enumerate(self.entries[name])]
@@ -358,8 +340,7 @@ def _shards(plan: _HandOver) -> Generator[Any, None, None]:
     """What this rank holds of each tensor."""
     yield None
     for key, part in plan.each():
-        with torch.no_grad():
-            local = in_memory(local_of(part.tensor)).to(part.dtype, copy=True)
+        local = in_memory(local_of(part.tensor)).to(part.dtype, copy=True)
         plan.note(key, part, local)
         yield key[0], local, part.held.place.box.starts
     plan.version.passes += 1
@@ -374,10 +355,9 @@ def _changes(plan: _HandOver) -> Generator[Any, None, None]:
             part = plan.entries[name][at]
             for begin in range(0, known.numel(), step):
                 first, before = (part.own or (0, 0))[0] + begin, known[begin : begin + step]
-                with torch.no_grad():
-                    now = part.held.read(first, first + before.numel(), window).to(part.dtype)
-                    numbers = _differing(now, before)
-                    values = now[numbers]
+                now = part.held.read(first, first + before.numel(), window).to(part.dtype)
+                numbers = _differing(now, before)
+                values = now[numbers]
                 if numbers.numel():
                     yield name, part.in_whole(numbers + first), values
                     before[numbers] = values
@@ -402,19 +382,13 @@ def _differing(now: Tensor, before: Tensor) -> Tensor:
 def apply_weights(target: nn.Module | Mapping[str, Tensor], items: Iterable[Any]) -> set[str]:
     """Writes what `zf.weights` yields into plain tensors, in place: those of an engine in this process, or in shared memory.
 
-        zf.apply_weights(generator, zf.weights(model, dtype=torch.bfloat16))
-
     Takes whole tensors, parts and changes, casts them, and goes through all of them. Communicates nothing of its own.
 
     Args:
         target: A module that no transform returned, or its `state_dict()`.
         items: What `zf.weights` returns, or the same tuples that came another way.
 
-    Returns:
-        The names that were written.
-
-    Raises:
-        StateError: The target has no plain tensor of this name and shape.
+    Returns the names that were written, and raises StateError if the target has no plain tensor of a name and shape.
     """
     own = target.state_dict() if isinstance(target, nn.Module) else target
     written: set[str] = set()
@@ -426,7 +400,6 @@ def apply_weights(target: nn.Module | Mapping[str, Tensor], items: Iterable[Any]
             raise StateError(
                 f"There is no place for {name!r}.",
                 target="nothing of this name" if found is None else f"{type(found).__name__} of {list(found.shape)}",
-                given=list(rest[0].shape),
                 fix="zf.weights(names=...) gives the names of the receiver, which must be a plain model of the same sizes",
             )
         if is_change:
