@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -194,12 +195,15 @@ class _Handed:
 
     def in_whole(self, numbers: Tensor) -> Tensor:
         """The numbers in the whole tensor of elements that this rank holds, by their numbers here."""
-        box, step = self.held.place.box, 1
-        found = torch.zeros_like(numbers)
-        for start, size, count in zip(box.starts[::-1], box.sizes[::-1], self.held.place.shape[::-1], strict=True):
-            found += (numbers % size + start) * step
-            numbers, step = numbers // size, step * count
-        return found if step >= 2**31 else found.int()
+        box, shape, step = self.held.place.box, self.held.place.shape, 1
+        if box.sizes[1:] == shape[1:]:  # rows: no division
+            found = numbers + sum(box.starts[:1]) * prod(shape[1:])
+        else:
+            found = torch.zeros_like(numbers)
+            for start, size, count in zip(box.starts[::-1], box.sizes[::-1], shape[::-1], strict=True):
+                found += (numbers % size + start) * step
+                numbers, step = numbers // size, step * count
+        return found if prod(shape) >= 2**31 else found.int()
 
 
 class _HandOver:
@@ -371,11 +375,12 @@ def _differing(now: Tensor, before: Tensor) -> Tensor:
         return (now.view(torch.int64) != before.view(torch.int64)).view(-1, 2).any(1).nonzero().view(-1)
     if now.storage_offset() * size % 8:
         now = now.clone()
-    now, before, per = now.view(_INTEGERS[size]), before.view(_INTEGERS[size]), 8 // size
-    end = now.numel() // per * per
-    words = torch.ne(now[:end].view(torch.int64), before[:end].view(torch.int64)).nonzero().view(-1, 1)
-    numbers = torch.cat([(words * per + torch.arange(per)).view(-1), torch.arange(end, now.numel())])
-    return numbers[torch.ne(now[numbers], before[numbers])]
+    per, (a, b) = 8 // size, (each.view(_INTEGERS[size]).numpy() for each in (now, before))
+    end = len(a) // per * per
+    words = np.flatnonzero(a[:end].view(np.int64) != b[:end].view(np.int64))  # torch takes ten times as long
+    found = np.flatnonzero(a[:end].reshape(-1, per)[words] != b[:end].reshape(-1, per)[words])
+    found = words[found // per] * per + found % per
+    return torch.from_numpy(np.concatenate([found, end + np.flatnonzero(a[end:] != b[end:])]))
 
 
 @torch.no_grad()
