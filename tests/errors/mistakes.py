@@ -622,6 +622,23 @@ def evicted_inside_unsharded(model: Model) -> object:
         return zf.evict(model, to=zf.cpu())
 
 
+def forward_while_weights_are_handed_over(model: Model) -> object:
+    with zf.weights(model):
+        return model(_batch())
+
+
+def changes_since_other_weights(model: Model) -> object:
+    items = zf.weights(nn.Linear(4, 3), keep=True)
+    list(items)
+    return zf.weights(model, since=items.version)
+
+
+def changes_whose_dtype_is_given(model: Model) -> object:
+    items = zf.weights(model, keep=True)
+    list(items)
+    return zf.weights(model, since=items.version, dtype=torch.bfloat16)
+
+
 def step_of_what_was_streamed() -> object:
     optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
     zf.streamed(optimizer, zf.cpu())
@@ -1273,6 +1290,11 @@ ROWS: dict[str, Callable[..., object]] = {
     "describe_of_a_plain_module": lambda: zf.describe(Model()),
     "plan_of_a_plain_module": lambda: zf.plan(Model()),
     "refresh_of_a_plain_module": lambda: zf.refresh(Model()),
+    "weights_without_a_version": lambda model: zf.weights(model).version,
+    "weights_of_unknown_names": lambda model: zf.weights(model, names="vllm"),
+    "weights_of_one_name": lambda model: zf.weights(model, names={r".*": "weight"}),
+    "weights_without_a_place": lambda model: zf.apply_weights(nn.Linear(4, 3), zf.weights(model)),
+    "weights_of_another_shape": lambda: zf.apply_weights(nn.Linear(4, 4), zf.weights(nn.Linear(4, 3))),
     "materialize_of_a_plain_module": lambda: zf.materialize(Model(), "cpu"),
     "streamed_optimizer_that_clips": lambda: zf.streamed(_Clipping(Model().parameters(), lr=0.1), zf.cpu()),
     "streamed_states_share_memory": lambda: zf.streamed(
