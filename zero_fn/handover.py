@@ -58,22 +58,20 @@ def weights(
 ) -> Weights:
     """The weights of a model, one tensor after another, for an engine that generates. All ranks call it, and loop.
 
-        for name, tensor in zf.weights(model, dtype=torch.bfloat16):  # whole, on every rank
-            ...
+        for name, tensor in zf.weights(model, dtype=torch.bfloat16): ...  # whole, on every rank
 
-    Parameters, frozen ones too, and persistent buffers, which are this rank's; tied ones once, under their first name. They
-    are copies, cast before they travel, in the memory of one bucket, or of the largest tensor if that is larger, beside what
-    the loop holds. A loop may end early, on some ranks or on all: where `break` or an exception leaves it, this rank takes
-    part in what others still gather. `with zf.weights(model) as items:` ends one that has a name. Until then forwards are
-    refused.
+    Parameters, frozen ones too, and persistent buffers, which are this rank's (of a pipeline, its stage's); tied ones once,
+    under their first name. They are copies, cast before they travel, in the memory of one bucket, or of the largest tensor
+    if that is larger, beside what the loop holds. A loop may end early, on some ranks or on all: where `break` or an
+    exception leaves it, this rank takes part in what others still gather; `with zf.weights(model) as items:` ends one that
+    has a name. Until then forwards are refused.
 
     With `keep=True` a pass that has come to its end leaves a `version`, and `since=version` yields what has changed since:
 
         items = zf.weights(model, dtype=torch.bfloat16, keep=True)
         zf.apply_weights(engine, items)
         version = items.version  # holds a copy: version.nbytes
-        for name, indices, values in zf.weights(model, since=version):  # of this rank's shards: each rank sends its own
-            ...
+        for name, indices, values in zf.weights(model, since=version): ...  # of this rank's shards: each sends its own
 
     Indices count the elements of the whole tensor, row by row, in int32 (int64 from 2^31 elements on). A change of any bit
     counts. The version then stands for what was yielded last: after a pass that breaks off the next one has the rest.
@@ -97,11 +95,7 @@ def weights(
         DisagreementError, LostRankError: Ranks were given different arguments; a rank does not take part.
     """
     if since is not None and (dtype is not None or keep or not whole):
-        raise LayoutError(
-            "since= goes without dtype=, keep= and whole=.",
-            why="changes are those of the version: its dtype, and shards",
-            fix="zf.weights(model, since=version)",
-        )
+        raise LayoutError("since= goes without dtype=, keep= and whole=.", fix="zf.weights(model, since=version)")
     wait_for_saving()
     plan = _HandOver(since or WeightsVersion(dtype), keeps=keep)
     failure = failure_of(lambda: plan.add(model, names, nbytes_of_text(bucket, "bucket")))
@@ -182,8 +176,9 @@ class _Handed:
 
     def local(self, read: Tensor) -> Tensor:
         """This rank's part of what `read` has returned, as a view."""
-        path = self.slot.path if self.slot is not None else None
-        return path.local_view(read.narrow(0, path.start, path.local_numel)) if path is not None else local_of(read)
+        if self.slot is None:
+            return local_of(read)
+        return self.slot.path.local_view(read.narrow(0, self.slot.path.start, self.slot.path.local_numel))
 
     def whole(self, gathered: Tensor) -> Tensor:
         """The whole tensor. Of one on model axes a collective of torch over these."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -84,12 +82,10 @@ def _all(items: Iterable[Any]) -> list[Any]:
     return [item for each in found for item in each]
 
 
-def _trained(model: nn.Module, steps: int = 1) -> None:
+def _trained(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    for step in range(steps):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -175,9 +171,7 @@ def test_a_loop_that_ends_early_hangs_nobody(world: str, ends: dict[int, int], f
             list(zf.weights(model, bucket=1))
         assert sent.nbytes < all_sent.nbytes / 4, "what nobody wants is not gathered"
     loss_of(model, 1).backward()
-    dropped: Any = zf.weights(model)
-    del dropped
-    gc.collect()
+    zf.weights(model)  # dropped at once
     loss_of(model, 2).backward()
 
 
@@ -204,8 +198,7 @@ def test_until_it_has_ended_forwards_and_other_passes_are_refused() -> None:
 @on_ranks(2)
 def test_a_pass_takes_the_memory_of_a_bucket(dtype: torch.dtype) -> None:
     model = zf.zero3(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16))), axis())
-    loss = model(torch.ones(1, 64)).sum()
-    del loss
+    model(torch.ones(1, 64))
     bucket = 4 * 64 * 64 * dtype.itemsize
     with Storages() as storages:
         for _, tensor in zf.weights(model, dtype=dtype, bucket=bucket):
@@ -246,9 +239,7 @@ def _followed(world: str, folder: str, dtype: torch.dtype | None, bucket: int, e
         differing = sum((_words(now[name]) != _words(value)).any(1).sum().item() for name, value in received.items())
         changes = _all(zf.weights(model, since=version, bucket=bucket))
         assert sum(indices.numel() for _, indices, _ in changes) == differing, "each element once, and no other"
-        nbytes = sum(indices.nbytes + values.nbytes for _, indices, values in changes)
-        widest = max((values.dtype.itemsize for _, _, values in changes), default=0)
-        assert nbytes <= (4 + widest) * differing
+        assert all(indices.dtype == torch.int32 for _, indices, _ in changes), "6 bytes a change in bfloat16"
         zf.apply_weights(received, changes)
         assert _differ(received, now) == []
     assert list(zf.weights(model, since=version)) == [], "nothing has changed since"
@@ -259,7 +250,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(1, 4),
     dtype=st.sampled_from([None, torch.bfloat16, torch.float32]),
@@ -301,43 +292,16 @@ def test_what_was_not_yielded_is_yielded_by_the_next_pass() -> None:
         zf.weights(other, since=version)
 
 
-def _reads(receiver: dict[str, Tensor], asked: Any, told: Any) -> None:
-    while asked.get():
-        told.put({name: value.double().sum().item() for name, value in receiver.items()})
-
-
-def test_a_receiver_in_another_process_reads_the_memory_that_it_shares() -> None:
-    model = Language()
-    receiver = {name: torch.zeros_like(value).share_memory_() for name, value in _expected(model).items()}
-    context = multiprocessing.get_context("fork")
-    asked, told = context.SimpleQueue(), context.SimpleQueue()
-    process = context.Process(target=_reads, args=(receiver, asked, told))
-    process.start()
-    items = zf.weights(model, keep=True)
-    zf.apply_weights(receiver, items)
-    asked.put(True)
-    assert told.get() == {name: value.double().sum().item() for name, value in _expected(model).items()}
-    _edit(model, 1, 0.0)
-    with torch.no_grad():
-        model.norm.weight += 1
-    zf.apply_weights(receiver, zf.weights(model, since=items.version))
-    asked.put(True)
-    assert told.get()["norm.weight"] == model.norm.weight.double().sum().item()
-    asked.put(False)
-    process.join()
-
-
 @on_ranks(2)
 def test_log_probabilities_of_trainer_and_generator_are_equal_to_the_bit() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
+    sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes.tie_word_embeddings = True
     seed_generator(0)
     model: Any = zf.zero3(LlamaForCausalLM(sizes), axis())
-    generator: Any = LlamaForCausalLM(sizes)
+    generator: Any = LlamaForCausalLM(sizes).share_memory()
+    addresses = [value.data_ptr() for value in generator.state_dict().values()]
     optimizer, version = torch.optim.AdamW(model.parameters(), lr=1e-2), None
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
     for step in range(3):
@@ -353,3 +317,4 @@ def test_log_probabilities_of_trainer_and_generator_are_equal_to_the_bit() -> No
         with torch.no_grad():
             own, other = (each(input_ids=tokens).logits.log_softmax(-1) for each in (model, generator))
         assert _bits(own) == _bits(other)
+    assert addresses == [value.data_ptr() for value in generator.state_dict().values()], "in place"

@@ -119,6 +119,10 @@ def saved(pair: Pair) -> None:
     assert all(map(torch.equal, read.parameters(), pair.plain.parameters()))
 
 
+def handed_over(pair: Pair) -> None:
+    assert all(torch.equal(value, pair.plain.get_parameter(name)) for name, value in zf.weights(pair.model))
+
+
 def loaded(pair: Pair) -> None:
     """States of before, which come after the step that waits."""
     with tempfile.TemporaryDirectory() as folder:
@@ -148,6 +152,7 @@ READS: dict[str, Callable[[Pair], object]] = {
     "another transform": lambda pair: zf.precision(pair.model, compute=torch.bfloat16),
     "eviction": lambda pair: zf.evict(pair.model, pair.optimizer, to=zf.cpu()).restore(),
     "a checkpoint of the weights": saved,
+    "weights for another engine": handed_over,
     "states that are loaded": loaded,
     "the next step": lambda pair: pair.step(7),
 }
