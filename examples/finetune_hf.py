@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 finetune_hf.py ... --config ds.json    # a DeepSpeed config says what rests where
     torchrun --nproc-per-node 8 finetune_hf.py ... --lora 16 --merge   # adapters, and a copy of the model with them
 
-`--data` is a text, or a `.jsonl` with a "text" in each row. All options of TrainingArguments may follow, such as
-`--learning_rate 1e-5`, or `--use_cpu` where there is no GPU. Started again with the same `--output_dir`, a run goes on from
-its last checkpoint. One process needs no torchrun. Needs transformers and accelerate, and peft for `--lora`.
+`--data` is a text, or a `.jsonl` with a "text" in each row, or a "prompt" and a "response", which alone has a loss. Options
+of TrainingArguments may follow, such as `--learning_rate 1e-5` or `--use_cpu`. Started again with the same `--output_dir`,
+a run goes on. One process needs no torchrun. Needs transformers and accelerate, and peft for `--lora`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Options:
     length: int = field(default=1024, metadata={"help": "tokens of a sequence"})
     held_out: float = field(default=0.05, metadata={"help": "share of the sequences to evaluate on"})
     lora: int = field(default=0, metadata={"help": "rank of the adapters; 0 trains all weights"})
+    sample: str = field(default="", metadata={"help": "a prompt, to which the trained model writes on at the end"})
     merge: bool = field(default=False, metadata={"help": "with --lora: also save a model that has the adapters added"})
 
 
@@ -50,14 +51,24 @@ def config_of(options: Options) -> Any:
 
 
 def sequences(options: Options, tokenizer: Any) -> list[dict[str, list[int]]]:
-    """All texts, one after the other, cut into sequences of equal length. The Trainer gives each rank its own of them."""
+    """All rows, one after the other, cut into sequences of equal length. The Trainer gives each rank its own of them."""
     text = Path(options.data).read_text(encoding="utf-8")
-    texts = [json.loads(row)["text"] for row in text.splitlines()] if options.data.endswith(".jsonl") else [text]
-    tokens = [token for each in texts for token in tokenizer(each + (tokenizer.eos_token or ""))["input_ids"]]
+    rows = [json.loads(row) for row in text.splitlines()] if options.data.endswith(".jsonl") else [{"text": text}]
+    tokens, labels = list[int](), list[int]()
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"] if "prompt" in row else []
+        answer = (row["response"] if prompt else row["text"]) + (tokenizer.eos_token or "")
+        answer = tokenizer(answer, add_special_tokens=not prompt)["input_ids"]
+        tokens += prompt + answer
+        labels += [-100] * len(prompt) + answer  # a prompt has no loss
     n = options.length
-    if len(tokens) < 2 * n:
-        raise SystemExit(f"{options.data} has {len(tokens)} tokens: less than two sequences of --length {n}")
-    return [{"input_ids": tokens[i : i + n], "labels": tokens[i : i + n]} for i in range(0, len(tokens) - n + 1, n)]
+    cut = [{"input_ids": tokens[i : i + n], "labels": labels[i : i + n]} for i in range(0, len(tokens) - n + 1, n)]
+    trained = [each for each in cut if max(each["labels"][1:]) >= 0]
+    if len(trained) < 2:
+        raise SystemExit(
+            f"{options.data} has {len(tokens)} tokens: less than two sequences of --length {n} to train on"
+        )
+    return trained
 
 
 def main() -> None:
@@ -92,6 +103,11 @@ def main() -> None:
     trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()  # all ranks; in the dtype of compute if the config says stage3_gather_16bit_weights_on_model_save
 
+    if options.sample:
+        prompt = tokenizer(options.sample, return_tensors="pt").to(args.device)
+        written = trainer.model.generate(**prompt, max_new_tokens=32, do_sample=False)  # on all ranks
+        if args.process_index == 0:
+            print(tokenizer.decode(written[0], skip_special_tokens=True))
     if options.lora and options.merge and args.process_index == 0:  # into a plain base, on the host
         from peft import AutoPeftModelForCausalLM
 

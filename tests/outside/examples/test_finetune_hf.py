@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -64,12 +66,26 @@ def loss_of(folder: Path) -> float:
 
 def test_all_weights_are_trained_as_a_config_says(folder: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    given = ["--config", "ds.json", "--max_steps", "8", "--learning_rate", "1e-2"]
+    given = ["--config", "ds.json", "--max_steps", "8", "--learning_rate", "1e-2", "--sample", "5 6 7"]
     command = [sys.executable, *torchrun, str(PROGRAM), *OWN, *RUN, *given]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sent" in done.stdout and done.stdout.count("eval_loss") == 1, done.stdout
+    assert re.search(r"^5 6 7( \d+)+$", done.stdout, re.MULTILINE), done.stdout
     assert loss_of(folder / "out") < loss_of(folder / "model") - 0.5
+
+
+def test_only_responses_have_a_loss(tmp_path: Path) -> None:
+    """Rows lie one after the other; a sequence that would train nothing is left out."""
+    rows = [{"prompt": "4 5 6", "response": "7 8"}, {"text": "9 10"}, {"prompt": "11 " * 8, "response": "12"}]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    program = runpy.run_path(str(PROGRAM))
+    found = program["sequences"](program["Options"](model="", data=str(data), length=4), tokenizer())
+    assert found == [
+        {"input_ids": [4, 5, 6, 7], "labels": [-100, -100, -100, 7]},
+        {"input_ids": [8, 2, 9, 10], "labels": [8, 2, 9, 10]},
+    ]
 
 
 def _adapted(folder: str) -> None:
