@@ -127,7 +127,6 @@ class CodedParameters:
             else:
                 values = slot.flat.to(own.dtype).view(own.shape)
                 encode(values, records, coded, held=own if self.is_difference else None)
-
         if record is not None and record.codes is not None:
             numbers = {slot: number for number, slot in enumerate(self._group.slots)}
             record.write_codes({numbers[slot]: coded.view(-1) for slot, _, coded, _ in self._sent})

@@ -233,8 +233,6 @@ class Block:
     def require_undamaged(self, request: Request) -> None:
         """Compares what a request has read with what was written last."""
         found = _digest(request)
-        if not self._generation:  # others have written the file
-            self._digest, self._generation = found, 1
         if self._digest is None or found == self._digest:
             return
         is_before = self._generation > 1 and found == self._before

@@ -63,6 +63,23 @@ class StoredFile:
         self.close = weakref.finalize(self, os.close, self.fd)
 
 
+class StoredBlock(Block):
+    """A block that others have written: what is read first is what is to be read later."""
+
+    __slots__ = ("_is_known",)
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._is_known = False
+
+    def require_undamaged(self, request: Request) -> None:
+        if not self._is_known:
+            self.note(request)
+            self._is_known = True
+            return
+        super().require_undamaged(request)
+
+
 class StoredFiles(DiskStorage):
     """Ranges of files. The place of a range is the first byte of its memory, counted over all ranges; `nbytes` are those that
     are read of all, in whole pages."""
@@ -106,7 +123,7 @@ class StoredFiles(DiskStorage):
             request = Request(file, begin + start, memory[start : start + most], is_write=False)
             request.wanted = min(end - start, most)  # the file may end before the sector does
             requests.append(request)
-            blocks.append(self._blocks.setdefault(place + start, Block(request.wanted)))
+            blocks.append(self._blocks.setdefault(place + start, StoredBlock(request.wanted)))
         for watch in watching.watchers:
             watch.moving("nvme", memory.numel(), is_read=True)
         return Transfer(self._backend, requests, blocks)
