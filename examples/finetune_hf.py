@@ -87,7 +87,7 @@ def main() -> None:
 
         adapters = LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, adapters)
-    trainer = ZeroTrainer(
+    trainer: Any = ZeroTrainer(
         model=model,
         args=args,
         deepspeed=config,
