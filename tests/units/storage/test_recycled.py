@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_fn.storage.pool import BufferPool
+from zero_fn.storage.pool import BufferPool, Landing
 
 NBYTES = 8 << 20
 
@@ -70,3 +70,18 @@ def test_all_who_ask_share_and_the_last_takes_the_memory_along() -> None:
     assert kept.fill_(3).sum() == 3 * kept.numel()
     del kept
     assert mappings() <= before + 1
+
+
+def test_memory_that_a_disk_fills_serves_whatever_fits_and_no_two_at_once() -> None:
+    landing = Landing()
+    first = landing.take(3 * 4096)
+    part, address = first[:10], first.data_ptr()
+    del first
+    assert landing.take(4096).data_ptr() != address, "a tensor on it is left"
+    del part
+    held = [landing.take(2 * 4096), landing.take(4096)]
+    assert [each.data_ptr() == address for each in held] == [True, False]
+    assert [each.numel() for each in held] == [2 * 4096, 4096]
+    del held
+    assert landing.take(5 * 4096).numel() == 5 * 4096
+    assert len(landing._free) == 1, "those that were too small are gone"
