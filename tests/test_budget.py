@@ -73,7 +73,7 @@ FEATURES: dict[str, dict[str, int]] = {
     },
     "run": {"": 514, "checkpoint": 778, "local": 750, "looking": 28, "transport": 163},
     "weights": {
-        "": 415, "checkpoint": 149, "looking": 21, "runtime": 205, "storage": 170, "streamed": 1, "transforms": 123,
+        "": 415, "checkpoint": 140, "looking": 20, "runtime": 205, "storage": 170, "streamed": 1, "transforms": 122,
         "values": 38,
     },
 }  # fmt: skip

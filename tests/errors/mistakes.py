@@ -533,7 +533,7 @@ def _refused(call: str, code: int, *, limit: int | None = None, to: int = 0) -> 
 
 
 def disk_takes_no_more_open_files() -> object:
-    with _refused("zero_fn.storage.files._opened", errno.EMFILE, limit=resource.RLIMIT_NOFILE, to=1024):
+    with _refused("zero_fn.storage.files.opened", errno.EMFILE, limit=resource.RLIMIT_NOFILE, to=1024):
         return zf.streamed(_stepped()[1], zf.nvme("/"))
 
 

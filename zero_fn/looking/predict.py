@@ -257,9 +257,9 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
     for group in groups:
         kind = group.kind
         for (what, tier), forms in (*group.forms_away(), *group.codes_away()):
-            files = _files_of(group) if what == "parameters" else None
-            if files is not None and group.record is not None:
-                tiers[str(files)] += group.record.nbytes
+            in_files = _in_files(group) if what == "parameters" else None
+            if in_files is not None:
+                tiers[str(in_files[0])] += in_files[1]
                 continue
             nbytes = record_nbytes(forms)
             tiers[str(tier)] += nbytes
@@ -282,10 +282,10 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
     return Held(parameters, gradients, optimizer, buffers, dict(tiers))
 
 
-def _files_of(group: Group) -> StoredFiles | None:
-    """The files of others in which parameters rest; None if they rest in a tier or on the device."""
-    shelf = group.record.shelf if group.record is not None else None
-    return shelf if isinstance(shelf, StoredFiles) else None
+def _in_files(group: Group) -> tuple[StoredFiles, int] | None:
+    """The files of others in which parameters rest, and the bytes that are read there; None if they rest elsewhere."""
+    record = group.record
+    return (record.shelf, record.nbytes) if record is not None and isinstance(record.shelf, StoredFiles) else None
 
 
 def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
@@ -365,9 +365,8 @@ def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
                 found.written[tier] += parcel.nbytes if any(some) else 0
                 found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # frozen ones in the same pages
         elif not codes and (what == "compute copies" or not has_copies):
-            files = _files_of(group)
-            nbytes = group.record.nbytes if files is not None and group.record is not None else record_nbytes(forms)
-            found.read[files or tier] += times_gathered * nbytes
+            place, nbytes = _in_files(group) or (tier, record_nbytes(forms))
+            found.read[place] += times_gathered * nbytes
     if is_accelerator(kind.device_type):
         numels = [slot.path.local_numel for slot in group.slots]
         dtype = kind.compute_dtype if has_copies else kind.dtype

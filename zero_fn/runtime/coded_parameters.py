@@ -52,6 +52,7 @@ class CodedParameters:
         # Of each parameter what this rank codes, or holds, and its records; all records, and what they are decoded into.
         self._sent: list[tuple[Slot, Tensor, Tensor, Records]] = []
         self._got: list[tuple[Tensor, Tensor, Records]] = []
+        self._numbers = [number for number, slot in enumerate(group.slots) if slot.path.numel]  # of these in records
         self._landed: list[Tensor] = []  # all records, where they were read from a disk and nothing comes from others
         *starts, self._nbytes = aligned_offsets([kind.records_nbytes(slot.path) for slot in group.slots], 1)
         self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=buffer.device)
@@ -128,14 +129,14 @@ class CodedParameters:
                 values = slot.flat.to(own.dtype).view(own.shape)
                 encode(values, records, coded, held=own if self.is_difference else None)
         if record is not None and record.codes is not None:
-            numbers = {slot: number for number, slot in enumerate(self._group.slots)}
-            record.write_codes({numbers[slot]: coded.view(-1) for slot, _, coded, _ in self._sent})
+            record.write_codes(
+                {n: coded.view(-1) for n, (_, _, coded, _) in zip(self._numbers, self._sent, strict=True)}
+            )
 
     def _take(self, codes: Record) -> None:
         """Takes what this rank sends from where it was read to; a copy, unless it is all that there is. [Note: codes at rest]
         (compute_copies.py)"""
-        numbers = {slot: number for number, slot in enumerate(self._group.slots)}
-        values = [codes.values(numbers[slot]) for slot, *_ in self._sent]
+        values = [codes.values(number) for number in self._numbers]
         if self._group.kind.lands:
             self._landed = [each.view(coded.shape) for each, (_, _, coded, _) in zip(values, self._sent, strict=True)]
             return

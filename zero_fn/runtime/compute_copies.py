@@ -50,8 +50,7 @@ class ParameterRecord(Record):
     @property
     def read(self) -> Record:
         """The record that was fetched for the gather under way."""
-        others = [each for each in (self.codes, self.copies) if each is not None and each.fetched is not None]
-        return others[0] if others else self
+        return next((each for each in (self.codes, self.copies) if each is not None and each.fetched is not None), self)
 
     def _versions(self) -> list[int]:
         return [parcel.version for parcel in self.parcels]

@@ -98,16 +98,16 @@ class Gathered:
                 if group.whole is None or group.kind.travels:
                     continue
                 arrived, starts = landed(group), starts_of(group)
-                buffer = next((each for each in (arrived, group.whole.memory) if each is not None), None)
-                buffer = buffer if buffer is not None else memory_for_whole(group)
+                buffer = arrived if arrived is not None else group.whole.memory
+                if buffer is None:
+                    buffer = memory_for_whole(group)
                 if group.is_transient:
                     remember_buffer(buffer, self, unit, len(self.buffers))
                     transient.append((buffer, len(group.slots)))
                 self.buffers.append(buffer)
-                if group.record is not None and group.inner is None and arrived is None:
-                    own = group.record
+                if (own := group.record) is not None and group.inner is None and arrived is None:
                     records = [record for record in (own, own.copies) if record is not None]
-                    self._away.append((group.record, {each: _runs(group, buffer, starts, each) for each in records}))
+                    self._away.append((own, {each: _runs(group, buffer, starts, each) for each in records}))
                 coded = CodedParameters(group, buffer) if group.kind.gather is not None else None
                 if coded is not None:
                     self.coded.append(coded)

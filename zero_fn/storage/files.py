@@ -16,14 +16,15 @@ import os
 import resource
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from zero_fn.errors import StorageError
 from zero_fn.storage.host_memory import too_small
 from zero_fn.values.tiers import bytes_text
 
-__all__ = ["FULL", "STRIPE_NBYTES", "Extent", "SpillFile", "extents_of", "share_of"]
+__all__ = ["FULL", "STRIPE_NBYTES", "Extent", "SpillFile", "error_text", "extents_of", "opened", "share_of"]
 
 STRIPE_NBYTES = 2 << 20
 
@@ -42,7 +43,7 @@ class SpillFile:
         self.name = f"{what} in {path}"
         self.nbytes = 0  # reserved on the disk
         try:
-            self.fd, self.is_direct = _opened(path)  # direct: past the page cache
+            self.fd, self.is_direct = opened(partial(_unnamed, path))  # direct: past the page cache
         except OSError as error:
             raise _not_made(path, what, error) from error
         self.close = weakref.finalize(self, os.close, self.fd)
@@ -59,7 +60,7 @@ class SpillFile:
                 raise StorageError(
                     f"Room for {self.name} could not be reserved.",
                     needs=bytes_text(nbytes),
-                    why=_text(error),
+                    why=error_text(error),
                     fix="check the disk (dmesg), or choose another path: zf.nvme('/other_disk')",
                 ) from error
             raise too_small(self.name, nbytes, *self._room(error), of="disk") from error
@@ -93,13 +94,14 @@ def _not_made(path: str, what: str, error: OSError) -> StorageError:
         f"No file can be made in {path!r}.",
         path=os.path.abspath(path),
         needed_for=what,
-        why=_text(error),
+        why=error_text(error),
         **bound,
         fix=fix,
     )
 
 
-def _text(error: OSError) -> str:
+def error_text(error: OSError) -> str:
+    """An error of the system by its name and in words."""
     return f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}"
 
 
@@ -119,15 +121,16 @@ def _allocate(fd: int, begin: int, end: int) -> None:
             begin += os.pwrite(fd, view[: end - begin], begin)
 
 
-def _opened(path: str) -> tuple[int, bool]:
-    """Opens a file without a name; returns whether it takes direct I/O, too, which some file systems in memory do not."""
+def opened(open_with: Callable[[int], int]) -> tuple[int, bool]:
+    """Opens a file by a function of flags; returns whether it takes direct I/O, too, which some file systems in memory do
+    not."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
-        return _unnamed(path, direct), bool(direct)
+        return open_with(direct), bool(direct)
     except OSError as error:
         if error.errno != errno.EINVAL or not direct:
             raise
-    return _unnamed(path, 0), False
+    return open_with(0), False
 
 
 def _unnamed(path: str, flags: int) -> int:

@@ -6,18 +6,18 @@ what was read first; if later reads find other bytes, the file was written to, o
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
 from zero_fn.errors import StateError, StorageError
+from zero_fn.storage.files import error_text, opened
 from zero_fn.storage.host_memory import PAGE_NBYTES, whole_pages
 from zero_fn.storage.io import Block, Request, Transfer
 from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
-from zero_fn.values import watching
 from zero_fn.values.tiers import Nvme, Tier
 
 __all__ = ["FileRange", "StoredFile", "StoredFiles"]
@@ -46,18 +46,12 @@ class StoredFile:
 
     def __init__(self, path: str) -> None:
         self.name = path
-        direct = getattr(os, "O_DIRECT", 0)
         try:
-            try:
-                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd, _ = opened(lambda flags: os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags))
         except OSError as error:
             raise StorageError(
                 f"{path} cannot be read.",
-                why=f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}",
+                why=error_text(error),
                 fix="give a folder that every rank sees and may read",
             ) from error
         self.close = weakref.finalize(self, os.close, self.fd)
@@ -83,6 +77,8 @@ class StoredBlock(Block):
 class StoredFiles(DiskStorage):
     """Ranges of files. The place of a range is the first byte of its memory, counted over all ranges; `nbytes` are those that
     are read of all, in whole pages."""
+
+    _block_type = StoredBlock
 
     def __init__(self, tier: Tier) -> None:
         """`tier` is where the parameters would rest otherwise."""
@@ -113,17 +109,11 @@ class StoredFiles(DiskStorage):
             fix="zf.load_pretrained(model, folder) without copy=False: parameters then rest in their tier",
         )
 
-    def read(self, place: int, memory: Tensor) -> Transfer:
-        self.require_own()
+    def _requests(self, place: int, memory: Tensor, *, is_write: bool) -> Iterator[tuple[int, Request]]:
         part = self._ranges[place]
         file, begin, end = self._opened[part.path], part.first - part.before, part.before + part.nbytes
-        requests, blocks = [], []
         for start in range(0, end, BLOCK_NBYTES):
             most = min(BLOCK_NBYTES, whole_pages(end - start))
-            request = Request(file, begin + start, memory[start : start + most], is_write=False)
+            request = Request(file, begin + start, memory[start : start + most], is_write=is_write)
             request.wanted = min(end - start, most)  # the file may end before the sector does
-            requests.append(request)
-            blocks.append(self._blocks.setdefault(place + start, StoredBlock(request.wanted)))
-        for watch in watching.watchers:
-            watch.moving("nvme", memory.numel(), is_read=True)
-        return Transfer(self._backend, requests, blocks)
+            yield start, request

@@ -11,7 +11,7 @@ is freed after it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -130,6 +130,7 @@ class DiskStorage(ProcessLocal):
     """Unnamed files, one on each path. As text it says where it is and how it is read and written. See `TierStorage`."""
 
     may_fail = True
+    _block_type = Block
 
     def __init__(self, tier: Nvme, what: str, backend: IoBackend | None = None) -> None:
         """Makes the files, empty. A `backend` of None is that of the process."""
@@ -222,13 +223,19 @@ class DiskStorage(ProcessLocal):
     def _transfer(self, place: int, memory: Tensor, *, is_write: bool) -> Transfer:
         self.require_own()
         requests, blocks = [], []
-        for start, nbytes, disk, offset in extents_of(place, memory.numel(), len(self.files), BLOCK_NBYTES):
-            requests.append(Request(self.files[disk], offset, memory[start : start + nbytes], is_write=is_write))
-            blocks.append(self._blocks.setdefault(place + start, Block(nbytes)))
+        for start, request in self._requests(place, memory, is_write=is_write):
+            nbytes = request.memory.numel()
+            requests.append(request)
+            blocks.append(self._blocks.setdefault(place + start, self._block_type(nbytes)))
             assert is_write or blocks[-1].nbytes == nbytes, "not written as one"
         for watch in watching.watchers:
             watch.moving("nvme", memory.numel(), is_read=not is_write)
         return Transfer(self._backend, requests, blocks)
+
+    def _requests(self, place: int, memory: Tensor, *, is_write: bool) -> Iterator[tuple[int, Request]]:
+        """What is asked of the disks for a range, and where each begins in it."""
+        for start, nbytes, disk, offset in extents_of(place, memory.numel(), len(self.files), BLOCK_NBYTES):
+            yield start, Request(self.files[disk], offset, memory[start : start + nbytes], is_write=is_write)
 
 
 _disks: weakref.WeakSet[DiskStorage] = weakref.WeakSet()  # those of equal tiers share their limit

@@ -256,10 +256,9 @@ def reserve(run: Run, site: str, units: Sequence[Unit] | None = None, *, on_meta
     if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
-    for group in (group for unit in (run.live_units() if units is None else units) for group in unit.groups):
-        for what, forms in (
-            (*group.forms_away(), *group.codes_away()) if on_meta or group.kind.device.type != "meta" else ()
-        ):
+    groups = [group for unit in (run.live_units() if units is None else units) for group in unit.groups]
+    for group in groups if on_meta else [each for each in groups if each.kind.device.type != "meta"]:
+        for what, forms in (*group.forms_away(), *group.codes_away()):
             if run.away.files is None or what[0] != "parameters":
                 records.setdefault(what, []).append(forms)
     if not records:

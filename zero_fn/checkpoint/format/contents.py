@@ -23,7 +23,7 @@ from zero_fn.runtime.box import Box, ranges, spans, strides_of, whole_box
 from zero_fn.runtime.numbering import Numbering
 from zero_fn.streamed.coded import CODES, MOMENTS, SCALES, scales_shape
 
-__all__ = ["Contents", "Key", "require_whole"]
+__all__ = ["Contents", "Key", "range_of", "require_whole"]
 
 _OPEN_FILES = 32
 
@@ -220,7 +220,7 @@ def _runs(box: Box, sizes: tuple[int, ...], itemsize: int, *, leaves_gaps: bool)
     """The ranges of elements to be read for a box of a tensor of these sizes: their ends, and the part of the box."""
     outer = next((dim for dim in reversed(range(len(sizes))) if box.sizes[dim] != sizes[dim]), -1)
     if all(size == 1 for size in box.sizes[: max(outer, 0)]):  # one range without gaps
-        yield *_range(box, sizes), box
+        yield *range_of(box, sizes), box
         return
     if leaves_gaps and prod(box.sizes[outer:]) * itemsize >= _SEEK_NBYTES:
         dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
@@ -230,10 +230,10 @@ def _runs(box: Box, sizes: tuple[int, ...], itemsize: int, *, leaves_gaps: bool)
     step = max(_RUN_NUMEL // prod(sizes[1:]), 1)
     for start in range(0, box.sizes[0], step):
         part = box.narrow(0, start, min(step, box.sizes[0] - start))
-        yield *_range(part, sizes), part
+        yield *range_of(part, sizes), part
 
 
-def _range(box: Box, sizes: tuple[int, ...]) -> tuple[int, int]:
+def range_of(box: Box, sizes: tuple[int, ...]) -> tuple[int, int]:
     """From the first element of a box of a tensor of these sizes to behind its last."""
     strides = strides_of(sizes)
     first = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))

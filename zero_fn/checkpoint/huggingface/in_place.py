@@ -6,11 +6,11 @@ from math import prod
 
 from torch import nn
 
-from zero_fn.checkpoint.format.contents import Contents, Key
+from zero_fn.checkpoint.format.contents import Contents, Key, range_of
 from zero_fn.checkpoint.live.held_tensors import HeldTensor
 from zero_fn.checkpoint.live.load_plan import LoadPlan
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.box import Box, strides_of
+from zero_fn.runtime.box import strides_of
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.parcels import Parcel, lands
@@ -61,19 +61,10 @@ def _unreadable(slot: Slot, held: HeldTensor, key: Key, source: Contents) -> str
     if piece.dtype != slot.dtype or piece.dtype != slot.kind.compute_dtype:
         return f"{piece.dtype} in the files, {slot.dtype} here, computed in {slot.kind.compute_dtype}"
     is_in_order = tuple(slot.path.stride) == strides_of(tuple(slot.path.shape))
-    if not is_in_order or _first_of(held.place.box, shape) is None:
+    first, end = range_of(held.place.box, shape)
+    if not is_in_order or end - first > max(held.place.box.numel, 1):
         return "its elements on this rank do not lie in a row in the file"
     return ""
-
-
-def _first_of(box: Box, shape: tuple[int, ...]) -> int | None:
-    """The first element of a box in the whole tensor; None if its elements do not follow each other there."""
-    cut = next((dim for dim, (size, whole) in enumerate(zip(box.sizes, shape, strict=True)) if size != whole), None)
-    if cut is None:
-        return 0
-    if any(size != 1 for size in box.sizes[:cut]) or box.sizes[cut + 1 :] != shape[cut + 1 :]:
-        return None
-    return sum(start * stride for start, stride in zip(box.starts, strides_of(shape), strict=True))
 
 
 def open_files(model: nn.Module) -> None:
@@ -103,7 +94,7 @@ def _leave(group: Group, files: StoredFiles, tensors: list[tuple[Key, HeldTensor
     ranges, parcels, start = [], [], 0
     for number, (key, held) in enumerate(tensors):
         piece, numel = source.first(key), held.place.box.numel
-        first = _first_of(held.place.box, held.place.shape) or 0
+        first, _ = range_of(held.place.box, held.place.shape)
         if not numel or piece.open is None:
             continue
         reader = piece.open()
