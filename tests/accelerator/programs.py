@@ -306,6 +306,12 @@ def what_moves_was_planned(tier: Tier) -> None:
             assert tuple(planned.link) == device.moved(), (kinds, fraction, planned.link)
             if isinstance(tier, Cpu):
                 assert tuple(planned.moved[str(tier)]) == tuple(planned.link), (kinds, fraction)
+    coded = zf.precision(nn.Linear(256, 256, bias=False).to(device.NAME).requires_grad_(False), gather=zf.int8())
+    coded = zf.offload(coded, params=tier)
+    for _ in range(2):  # the first codes what rests exactly
+        device.moved()
+        coded(torch.ones(2, 256, device=device.NAME))
+    assert zf.plan(coded).link.to_device == device.moved()[0] == 256 * (256 + 4), "a byte an element, and a scale"
 
 
 def require_same_layers(

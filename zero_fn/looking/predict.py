@@ -370,7 +370,8 @@ def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
     if is_accelerator(kind.device_type):
         numels = [slot.path.local_numel for slot in group.slots]
         dtype = kind.compute_dtype if has_copies else kind.dtype
-        there = times_gathered * sum(numels) * dtype.itemsize if kind.is_away else 0
+        coded = sum(form.numel for _, forms in codes for form in forms)  # bytes
+        there = times_gathered * (coded or sum(numels) * dtype.itemsize) if kind.is_away else 0
         back = sum(n for n, flag in zip(numels, trained, strict=True) if flag) * kind.gradient_dtype.itemsize
         found.link = Link(found.link[0] + there, found.link[1] + (back if kind.is_gradient_away else 0))
 
