@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +21,40 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zero_fn as zf
 from tests.axes.grids import differing, grid, snapshot
+from tests.outside.integrations.worlds import import_all
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
+from tests.support.ranks import Ranks
 from tests.support.wholes import full
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
-def _example() -> Any:
+Loss = Callable[[Any, int, int], torch.Tensor]
+"""Of a model in a step, on the batch of a rank."""
+
+
+def _example(name: str = "moe") -> Any:
     if EXAMPLES not in sys.path:
         sys.path.append(EXAMPLES)
-    return importlib.import_module("moe")
+    return importlib.import_module(name)
+
+
+def _tokens(step: int, rank: int, shape: tuple[int, ...] = (24,)) -> torch.Tensor:
+    return torch.randint(32, shape, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def _loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Of the batch of a rank, in which each token is to be followed by another."""
-    tokens = torch.randint(32, (24,), generator=torch.Generator().manual_seed(1000 * step + rank))
+    """Each token is to be followed by another."""
+    tokens = _tokens(step, rank)
     return F.cross_entropy(model(tokens), (7 * tokens + 3) % 32)
 
 
-def _trained(model: nn.Module, ranks: Sequence[int]) -> list[tuple[float, float]]:
+def _trained(model: nn.Module, ranks: Sequence[int], loss_of: Loss = _loss) -> list[tuple[float, float]]:
     """Losses and norms of four clipped steps on the batches of these ranks."""
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for step in range(4):
-        loss = torch.stack([_loss(model, step, rank) for rank in ranks]).mean()
+        loss = torch.stack([loss_of(model, step, rank) for rank in ranks]).mean()
         loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -63,6 +74,78 @@ def test_experts_train_as_in_one_process(stage: int) -> None:
     seen = _trained(example.build(options, grid("dp", "ep")).double(), [dist.get_rank()])
     expected = _trained(example.build(options).double(), range(4))
     assert torch.tensor(seen, dtype=torch.float64).sub(torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("top", "residual"), [(1, 1), (2, 0)])
+@on_ranks(4)
+def test_experts_with_a_capacity_train_as_in_one_process(top: int, residual: int) -> None:
+    """Each rank has a capacity for itself; all have tokens beyond it."""
+    example = _example("moe_capacity")
+    options = example.Options(top=top, residual=residual, capacity_factor=0.75, min_capacity=1)
+
+    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+        loss: torch.Tensor = example.loss_of(model, _tokens(step, rank))
+        return loss
+
+    seen = _trained(example.build(options, grid("dp", "ep")).double(), [dist.get_rank()], loss_of)
+    expected = _trained(example.build(options).double(), range(4), loss_of)
+    assert torch.tensor(seen, dtype=torch.float64).sub(torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize(("factors", "least", "rooms"), [((0.5, 0.75), 1, (3, 4.5)), ((0.25, 0.5), 4, (2, 3))])
+def test_a_capacity_is_for_first_choices_then_for_second_ones(
+    top: int, factors: tuple[float, float], least: int, rooms: tuple[float, float]
+) -> None:
+    """As a loop over tokens in their order deals them out, in training and in evaluation; `rooms` for each of `top`. Where
+    top is 2, a dense MLP is beside the experts."""
+    options = {"capacity_factor": factors[0], "eval_capacity_factor": factors[1], "min_capacity": least}
+    example = _example("moe_capacity")
+    layer = example.build(example.Options(top=top, residual=top - 1, **options)).double()[1]
+    x = torch.randn(24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights, chosen = layer.router(x).softmax(-1).topk(top)
+    for is_training, room in zip((True, False), rooms, strict=True):
+        left, kept = [max(least, math.ceil(room * top))] * 4, torch.zeros_like(weights)
+        for choice in range(top):
+            for token, expert in enumerate(chosen[:, choice].tolist()):
+                kept[token, choice] = weights[token, choice] if left[expert] > 0 else 0.0
+                left[expert] -= 1
+        assert (kept == 0).any()
+        total = kept.sum(1, keepdim=True).clamp_min(1e-12) if top > 1 else 1.0
+        answers = F.gelu(x[:, None, None] @ layer.up[chosen]) @ layer.down[chosen]  # "token top 1 dim"
+        y = ((kept / total)[..., None] * answers[:, :, 0]).sum(1)
+        if top == 2:
+            share = layer.coefficient(x).softmax(-1)
+            y = share[:, :1] * y + share[:, 1:] * layer.mlp(x)
+        assert (layer.train(is_training)(x) - x - y).abs().max() < 1e-12
+
+
+def _mixtral(folder: str) -> None:
+    example = _example("mixtral_experts")
+    plain, mesh = example.build(example.Options()), grid("dp", "ep")
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+
+    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+        tokens = _tokens(step, rank, (2, 16))
+        loss: torch.Tensor = model(tokens, labels=tokens, output_router_logits=True).loss
+        return loss
+
+    expected = torch.tensor(_trained(plain, range(4), loss_of))
+    for weights in ("", folder):
+        model = example.build(example.Options(weights=weights), mesh)
+        assert all(p.device_mesh.ndim == 2 for p in model.parameters())
+        seen = torch.tensor(_trained(model.train(), [dist.get_rank()], loss_of))
+        assert (seen - expected).abs().max() < 1e-5
+
+
+def test_mixtral_of_transformers_trains_with_experts_on_an_axis(ranks: Ranks, tmp_path: Path) -> None:
+    """As the plain model in one process does; also where each rank reads its shards from files. In float32, as norms and
+    the router of Mixtral compute in it whatever the model does."""
+    case = ranks(4, deadline_s=240)
+    case.run(import_all)
+    case.run(_mixtral, str(tmp_path))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -40,7 +40,7 @@ def _losses(said: str) -> list[float]:
 def test_each_example_is_run_by_a_test() -> None:
     names = ("examples", "finetune_hf", "generation", "sizes")
     tested = "".join(Path(__file__).with_name(f"test_{name}.py").read_text() for name in names)
-    assert len(EXAMPLES) == 12
+    assert len(EXAMPLES) == 14
     assert all(path.name in tested for path in EXAMPLES)
 
 
@@ -164,9 +164,17 @@ def test_three_axes_train_as_one_process_does(ranks: Ranks, tmp_path: Path, sche
     assert several == pytest.approx(alone, abs=1e-4)
 
 
-def test_experts_train_under_torchrun() -> None:
-    """As in one process: `tests/axes/test_experts.py`, with the same file."""
-    line = f"--nproc-per-node=2 {ROOT}/examples/moe.py --ep 2 --experts 6 --top 1 --tokens 8 --steps 2"
+@pytest.mark.parametrize(
+    "line",
+    [
+        "moe.py --ep 2 --experts 6 --top 1 --tokens 8",
+        "moe_capacity.py --ep 2 --top 1 --capacity_factor 0.5 --residual 1",
+        "mixtral_experts.py --ep 2",
+    ],
+)
+def test_experts_train_under_torchrun(line: str) -> None:
+    """As in one process: `tests/axes/test_experts.py`, with the same files."""
+    line = f"--nproc-per-node=2 {ROOT}/examples/{line} --steps 2"
     done = subprocess.run([*TORCHRUN, *line.split()], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert len(_losses(done.stdout)) == 2
