@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import zero_fn as zf
 from tests.support.models import Recomputed
@@ -187,6 +188,45 @@ def _compiled_update(world: World) -> None:
     world.train(model, _Sign(model.parameters()), 0, 1)
 
 
+class Windowed(nn.Module):
+    """Attention to the last 40 tokens, which reads whole blocks of 32 keys or none. No gradient passes through it: torch's
+    FlexAttention has no backward on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * 16).requires_grad_(False), nn.Linear(16, WIDTH)
+        self.mask = create_block_mask(self.sees, None, None, 96, 96, device="cpu", BLOCK_SIZE=32)
+
+    @staticmethod
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query - key < 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x.detach()).chunk(3, dim=-1))
+        y: Any = flex_attention(q, k, v, block_mask=self.mask)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def _sparse_attention(backend: str | None, world: World) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model: Any = world.build(lambda: nn.Sequential(Windowed(), Windowed()), units=Windowed)
+    if backend and not world.is_replica:
+        for block in model:
+            block.compile(backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
+        for step in range(3):
+            y = model(x := noise(2, 96, WIDTH, seed=step))
+            world.note("output", y)
+            world.step(model, optimizer, y.square().mean())
+        x[:, 0] += 1  # the window of two layers ends at token 78
+        far, near = (model(x) - model(noise(2, 96, WIDTH, seed=step))).abs().amax((0, 2)).split([79, 17])
+    assert far.min() > 0 and near.max() == 0
+    assert world.is_replica or not backend or _compiled()[0] <= 2
+
+
 TRIALS: dict[str, tuple[Callable[[World], None], tuple[str, ...]]] = {
     "the whole": (partial(_train, "the whole, after", "aot_eager", Tower), ("zero1", "zero3")),
     **{order: (partial(_train, order, "eager", Tower), ("zero3",)) for order in ORDERS if order != "the whole, after"},
@@ -199,6 +239,8 @@ TRIALS: dict[str, tuple[Callable[[World], None], tuple[str, ...]]] = {
     "momentum": (partial(_compiled_optimizer, partial(torch.optim.SGD, lr=0.1, momentum=0.9)), ("zero1",)),
     "AdamW": (partial(_compiled_optimizer, partial(torch.optim.AdamW, lr=0.01)), ("zero3",)),
     "an update": (_compiled_update, ("zero1", "zero3")),
+    "nothing, and sparse attention": (partial(_sparse_attention, None), ("zero3",)),
+    "sparse attention": (partial(_sparse_attention, "aot_eager"), ("zero3",)),
 }
 
 
