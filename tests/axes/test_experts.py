@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zero_fn as zf
 from tests.axes.grids import differing, grid, snapshot
-from tests.outside.integrations.worlds import import_all
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks
@@ -143,6 +142,8 @@ def _mixtral(folder: str) -> None:
 def test_mixtral_of_transformers_trains_with_experts_on_an_axis(ranks: Ranks, tmp_path: Path) -> None:
     """As the plain model in one process does; also where each rank reads its shards from files. In float32, as norms and
     the router of Mixtral compute in it whatever the model does."""
+    from tests.outside.integrations.worlds import import_all  # skips without the extra
+
     case = ranks(4, deadline_s=240)
     case.run(import_all)
     case.run(_mixtral, str(tmp_path))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -164,12 +165,17 @@ def test_three_axes_train_as_one_process_does(ranks: Ranks, tmp_path: Path, sche
     assert several == pytest.approx(alone, abs=1e-4)
 
 
+has_transformers = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="the extra [transformers] is not installed"
+)
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "moe.py --ep 2 --experts 6 --top 1 --tokens 8",
         "moe_capacity.py --ep 2 --top 1 --capacity_factor 0.5 --residual 1",
-        "mixtral_experts.py --ep 2",
+        pytest.param("mixtral_experts.py --ep 2", marks=has_transformers),
     ],
 )
 def test_experts_train_under_torchrun(line: str) -> None:
