@@ -12,6 +12,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "checkpoint": ("zero_fn.checkpoint.command", "list checkpoints, verify them, convert them into other formats"),
     "env": ("zero_fn.looking.environment", "what is installed, what zero_fn will use, and what is missing"),
+    "launch": ("zero_fn.deepspeed.launch_command", "start a program as the deepspeed launcher does, by torchrun"),
     "plan": ("zero_fn.looking.plan_command", "what a model needs, which configurations fit, and how long a step takes"),
     "links": ("zero_fn.looking.measured", "measure memory, disks, and what lies between ranks of this machine"),
 }
