@@ -54,6 +54,7 @@ from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.checkpoint.others.find import opened
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting
 from zero_fn.deepspeed.entries import config_of
+from zero_fn.deepspeed.launch_command import options_of, this_host, torchrun_lines
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.more_optimizers import groups_of_muon
 from zero_fn.deepspeed.optimizers import finished
@@ -1196,6 +1197,18 @@ ROWS: dict[str, Callable[..., object]] = {
     "planned_config_without_transformers": lambda: _planned_config(model_type="llama"),
     "planned_nodes_are_not_full": lambda: plan_command.planned(["70B", "--ranks", "12"]),
     "planned_count_is_none": lambda: plan_command.planned(["70B", "--sequence", "0"]),
+    "launch_option_of_ssh": lambda: options_of(["--ssh_port", "22", "train.py"]),
+    "launch_option_of_autotuning": lambda: options_of(["--autotuning", "tune", "train.py"]),
+    "launch_hostfile_is_wrong": lambda: torchrun_lines(
+        options_of(["train.py"]), "# two\nworker-0 slots=8\nworker-1", 8
+    ),
+    "launch_device_is_not_there": lambda: torchrun_lines(options_of(["-i", "localhost:2", "train.py"]), None, 2),
+    "launch_devices_are_chosen_twice": lambda: torchrun_lines(
+        options_of(["--num_gpus", "2", "--exclude", "localhost:1", "train.py"]), None, 4
+    ),
+    "launch_on_other_hosts": lambda: this_host(
+        options_of(["train.py"]), {"worker-0": ["torchrun", "--node-rank", "0"], "worker-1": ["torchrun"]}
+    ),
     "planned_ranks_beside_a_group": lambda one: configurations.pretended(2).__enter__(),
     "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
     "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),

@@ -100,7 +100,7 @@ def _hosts(options: argparse.Namespace, text: str) -> dict[str, list[str]]:
     if picks and (nodes or gpus or (options.include and options.exclude)):
         raise ConfigError("Devices are chosen twice.", fix="--include, or --exclude, or --num_nodes and --num_gpus")
     parts = [part.partition(":") for part in picks.split("@") if part]
-    named = {(host, slot) for host, _, slots in parts for slot in (slots.split(",") if slots else hosts.get(host, "?"))}
+    named = {(host, slot) for host, at, slots in parts for slot in (slots.split(",") if at else hosts.get(host, "?"))}
     missing = named - {(host, slot) for host, slots in hosts.items() for slot in slots}
     kept = {h: [s for s in slots if ((h, s) in named) == bool(options.include)] for h, slots in hosts.items()}
     taken = {h: slots[: gpus or None] for h, slots in [each for each in kept.items() if each[1]][: nodes or None]}
