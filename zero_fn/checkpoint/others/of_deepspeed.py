@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed: of ZeRO-1, 2 and 3, and universal ones.
+"""Folders of DeepSpeed: of ZeRO-1, 2 and 3, of pipelines, and universal ones.
 
     global_step2/                                               ZeRO-1 and 2                      ZeRO-3
         mp_rank_00_model_states.pt                              names, buffers, frozen tensors    -
@@ -10,6 +10,9 @@ ZeRO-1 and 2 lay all parameters of a group one after the other, and cut that at 
 ranks, and lays the parts of a rank one after the other. A universal folder has a file for each parameter and state. In each
 case a file holds ranges of the elements of parameters, so any rank can read them.
 
+The stages of a pipeline have these files each, as `mp_rank_00`, `mp_rank_01`, ..., and there is a `layer_00-model_states.pt`
+of each layer, of which buffers and frozen parameters are read.
+
 [Note: the order in a group] It is that of `param_shapes`. `param_slice_mappings` says so, too, but not with
 `round_robin_gradients`: DeepSpeed 0.19 then names parameters in another order than they lie in, and `ds_to_universal` gives
 each the values of another.
@@ -20,9 +23,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain, product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_fn.checkpoint.format.files import damaged, disk, understood
 from zero_fn.checkpoint.others.torch_files import Foreign, TensorInFile, read_torch_file
@@ -32,6 +36,7 @@ __all__ = ["DeepSpeedFolder", "deepspeed_folder"]
 
 _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d+)(-model_(?P<slice>\d+))?-model_states\.pt")
 _LATEST = ("latest", "latest_universal")
 
 _OWN = {
@@ -41,7 +46,11 @@ _OWN = {
 }  # fmt: skip
 """Entries of a file of the model that are DeepSpeed's own; the others are what the user has asked it to keep."""
 
-Shapes = dict[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+
+Shapes = dict[str, Shape]
+
+Run = tuple[int, int, int]
 
 Fragment = tuple[int, str, int, int, int]
 """A group's number; a parameter's name, the first of its elements and how many; the first of these in the group."""
@@ -60,31 +69,45 @@ def deepspeed_folder(folder: Path) -> Path | None:
     return None
 
 
+class _Part(NamedTuple):
+    """A stage of a pipeline, or the model: what one number of `mp_rank` stands for."""
+
+    said: dict[str, Any]  # by the first rank of ZeRO
+    models: list[Path]  # by rank, where each has written one
+    groups: list[Shapes]
+    frozen: Shapes  # of ZeRO-3, where each rank has a part of each
+
+
 class DeepSpeedFolder(Foreign):
     """A checkpoint that DeepSpeed has written."""
 
     def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool) -> None:
         super().__init__(path, rename, has_states=has_states)
+        self._holders: dict[str, dict[int, Shape]] = {}  # the shape of each tensor in the parts that have it
         with disk(path, "Reading a checkpoint"):
             names = sorted(found.name for found in path.iterdir())
         with understood(path, "not the layout of DeepSpeed 0.19"):
-            models = self._by_rank(_MODEL, names, is_universal="zero" in names)
-            said = read_torch_file(models[0])
-            self._groups: list[Shapes] = [dict(each) for each in said["param_shapes"] or ()]
-            self._shapes: Shapes = {name: shape for each in self._groups for name, shape in each.items()}
-            shared: dict[str, str] = said["shared_params"] or {}
-            self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
-            self.extra = {name: value for name, value in said.items() if name not in _OWN}
-            self._add_untrained(said, models, self._shapes.keys() | shared.keys())
+            layers = _matches(_LAYER, names)
+            self._require_known(names, layers)
+            self._parts = [_part_of(models) for models in self._by_part(_MODEL, names)]
+            for number, part in enumerate(self._parts):
+                for name, shape in chain.from_iterable(shapes.items() for shapes in (*part.groups, part.frozen)):
+                    self._holders.setdefault(name, {})[number] = shape
+            self.extra = {name: value for name, value in self._parts[0].said.items() if name not in _OWN}
             if "zero" in names:
                 self._add_universal(path / "zero")
-            else:
-                self._add_optimizers(self._by_rank(_OPTIMIZER, names))
+            elif optimizers := self._by_part(_OPTIMIZER, names):
+                for number, (part, paths) in enumerate(zip(self._parts, optimizers, strict=True)):
+                    self._add_optimizers(number, part.groups, paths)
+            modules = [part.said["module"] or {} for part in self._parts]
+            self._add_untrained(self._of_layers(layers) if layers else modules)
 
-    def _by_rank(self, pattern: re.Pattern[str], names: list[str], *, is_universal: bool = False) -> list[Path]:
-        found = [match for match in map(pattern.fullmatch, names) if match]
-        others = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
-        others += [match.string for match in found if int(match["part"]) and not is_universal]
+    def _require_known(self, names: list[str], layers: list[re.Match[str]]) -> None:
+        """Requires that the files say where in the model each tensor in them is."""
+        others = [name for name in names if "expert" in name or "expp_rank" in name]
+        others += [found.string for found in layers if int(found["slice"] or 0)]
+        if not (layers or "zero" in names):
+            others += [found.string for found in _matches(_MODEL, names) if int(found["part"])]
         if others:
             raise CheckpointError(
                 "DeepSpeed has cut this model in other ways than by ZeRO, and its files do not say how.",
@@ -92,27 +115,60 @@ class DeepSpeedFolder(Foreign):
                 found=", ".join(others[:3]),
                 fix="python -m deepspeed.checkpoint.ds_to_universal makes a folder of whole parameters of it",
             )
-        ranks = {int(match["rank"] or 0): self.path / match.string for match in reversed(found)}
-        if sorted(ranks) != list(range(len(ranks))):
-            raise damaged(self.path, why=f"there are files of ranks {sorted(ranks)}, and none of those between")
-        return [ranks[rank] for rank in range(len(ranks))]
 
-    def _add_untrained(self, said: dict[str, Any], models: list[Path], trained: set[str]) -> None:
+    def _by_part(self, pattern: re.Pattern[str], names: list[str]) -> list[list[Path]]:
+        """The files of each part of the model, by rank of ZeRO."""
+        found: dict[int, dict[int, Path]] = {}
+        for match in _matches(pattern, names):
+            found.setdefault(int(match["part"]), {}).setdefault(int(match["rank"] or 0), self.path / match.string)
+        for ranks in (sorted(found), *map(sorted, found.values())):
+            if ranks != list(range(len(ranks))):
+                raise damaged(self.path, why=f"there are files of ranks {ranks}, and none of those between")
+        return [[found[part][rank] for rank in sorted(found[part])] for part in sorted(found)]
+
+    def _put(self, number: int, kind: str, name: str, state: str, tensor: TensorInFile, run: Run | None = None) -> None:
+        """Adds what a part has of a tensor. What is tied is in several stages: then that of the first is read."""
+        holders = self._holders[name]
+        if holders[number] != holders[min(holders)]:
+            raise damaged(self.path, tensor=name, why="stages of the pipeline have other shapes of it")
+        if number == min(holders):
+            self.add(kind, name, state, holders[number], tensor, run=run)
+
+    def _add_untrained(self, modules: list[dict[str, TensorInFile]]) -> None:
         """Adds buffers and frozen parameters: what the optimizer does not step."""
-        frozen = said.get("frozen_param_shapes") or {}
-        is_cut = models[0].name.startswith("zero_pp_rank")
-        for name, tensor in (said["module"] or {}).items():
-            if name in said["buffer_names"] or not (is_cut or name in trained):
-                self.add("model", name, "", tensor.shape, tensor)
-        if is_cut and frozen:
-            parts = [said, *map(read_torch_file, models[1:])]
-            for name, shape in frozen.items():
-                for rank, part in enumerate(parts):
-                    at, count = _part(prod(shape), rank, len(parts))
-                    self.add("model", name, "", shape, part["frozen_param_fragments"][name], run=(at, count, 0))
+        buffers = {name for part in self._parts for name in part.said["buffer_names"]}
+        shared = {alias: name for part in self._parts for alias, name in (part.said["shared_params"] or {}).items()}
+        self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
+        trained = self._holders.keys() | shared.keys()
+        for number, module in enumerate(modules):
+            for name, tensor in module.items():
+                if name in buffers or name not in trained:
+                    self._holders.setdefault(name, {})[number] = tensor.shape
+                    self._put(number, "model", name, "", tensor)
+        for number, part in enumerate(self._parts):
+            each = [part.said, *map(read_torch_file, part.models[1:])] if part.frozen else []
+            for (rank, said), (name, shape) in product(enumerate(each), part.frozen.items()):
+                at, count = _part(prod(shape), rank, len(each))
+                self._put(number, "model", name, "", said["frozen_param_fragments"][name], (at, count, 0))
 
-    def _add_optimizers(self, paths: list[Path]) -> None:
-        """Adds parameters and states of ZeRO: each rank has some elements of each group."""
+    def _of_layers(self, layers: list[re.Match[str]]) -> list[dict[str, TensorInFile]]:
+        """What is in the files of layers, by the names that it has in the pipeline.
+
+        What layers have that are tied is not known by their numbers, but by the name of the tie.
+        """
+        known = {name for part in self._parts for name in part.said["buffer_names"]} | self._holders.keys()
+        tied = {name.split(".", 2)[2]: name for name in sorted(known) if name.startswith("tied_modules.")}
+        found: dict[str, TensorInFile] = {}
+        for layer in layers:
+            tensors = read_torch_file(self.path / layer.string)
+            names = {key: f"{int(layer['layer'])}.{key}" for key in tensors}
+            if known.isdisjoint(names.values()) and tied.keys() >= names.keys():
+                names = tied
+            found |= {names[key]: tensor for key, tensor in tensors.items()}
+        return [found]
+
+    def _add_optimizers(self, number: int, groups: list[Shapes], paths: list[Path]) -> None:
+        """Adds parameters and states of ZeRO, of one part: each rank has some elements of each group."""
         begins: Counter[int] = Counter()
         for rank, path in enumerate(paths):
             said = read_torch_file(path)["optimizer_state_dict"]
@@ -129,39 +185,43 @@ class DeepSpeedFolder(Foreign):
             if any(count != len(paths) for count in (counts if isinstance(counts, list) else [counts])):
                 raise damaged(path, why=f"{counts} ranks have written states, and there are files of {len(paths)}")
             values = said["fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"]
-            gaps = said.get("param_alignment_paddings") or [[0] * len(each) for each in self._groups]
+            gaps = said.get("param_alignment_paddings") or [[0] * len(each) for each in groups]
             for group, name, at, count, first in (
-                _cut_each(self._groups, rank, len(paths)) if is_cut else _cut_all(self._groups, gaps, values, begins)
+                _cut_each(groups, rank, len(paths)) if is_cut else _cut_all(groups, gaps, values, begins)
             ):
                 states = base["state"].get(group, {}) if self._has_states else {}
-                self.add("model", name, "", self._shapes[name], values[group], run=(at, count, first))
+                self._put(number, "model", name, "", values[group], (at, count, first))
                 for state, value in states.items():
                     if _is_of_elements(value):
-                        self.add("optimizer", name, state, self._shapes[name], value, run=(at, count, first))
+                        self._put(number, "optimizer", name, state, value, (at, count, first))
             if rank == 0 and self._has_states:
-                self._add_groups(base)
+                self._add_groups(base, groups)
 
-    def _add_groups(self, base: dict[str, Any]) -> None:
+    def _add_groups(self, base: dict[str, Any], groups: list[Shapes]) -> None:
         """Adds options of groups, and states that are numbers: the same for all parameters of a flat group."""
         for group in base["param_groups"]:
-            self.add_group([name for flat in group["params"] for name in self._groups[flat]], group)
+            self.add_group([name for flat in group["params"] for name in groups[flat]], group)
             for flat in group["params"]:
                 numbers = {"step": group["step"]} if "step" in group else {}
                 states = base.get("state", {}).get(flat, {})
                 numbers |= {state: value for state, value in states.items() if not _is_of_elements(value)}
-                for name in self._groups[flat]:
+                for name in groups[flat]:
                     for state, value in numbers.items():
                         if ("optimizer", f"{self.rename(name)}/{state}") not in self.pieces:
                             self.add_state(name, state, value)
 
     def _add_universal(self, path: Path) -> None:
         """Adds parameters and states of a universal folder: a file for each."""
-        for name, shape in self._shapes.items():
+        groups = [part.groups for part in self._parts]
+        merged = [dict(chain.from_iterable(map(dict.items, each))) for each in zip(*groups, strict=True)]
+        for name in chain.from_iterable(merged):
+            holders = self._holders[name]
             with disk(path / name, "Reading a checkpoint"):
                 files = sorted((path / name).glob("*.pt"))
             for file in files:
                 found = read_torch_file(file)
                 value = found["param"] if isinstance(found, dict) else found
+                shape = value.shape if len(holders) > 1 else holders[min(holders)]
                 if file.stem == "fp32":
                     self.add("model", name, "", shape, value)
                 elif _is_of_elements(value):
@@ -170,7 +230,18 @@ class DeepSpeedFolder(Foreign):
                     self.add_state(name, file.stem, value)
         if self._has_states:
             said = read_torch_file(path / "optimizer_state.pt")
-            self._add_groups(said.get("optimizer_state_dict", said))
+            self._add_groups(said.get("optimizer_state_dict", said), merged)
+
+
+def _matches(pattern: re.Pattern[str], names: list[str]) -> list[re.Match[str]]:
+    return [found for found in map(pattern.fullmatch, names) if found]
+
+
+def _part_of(models: list[Path]) -> _Part:
+    said = read_torch_file(models[0])
+    is_cut = models[0].name.startswith("zero_pp_rank")
+    groups = [dict(each) for each in said["param_shapes"] or ()]
+    return _Part(said, models, groups, said.get("frozen_param_shapes") or {} if is_cut else {})
 
 
 def _is_of_elements(state: Any) -> bool:
