@@ -99,7 +99,7 @@ def test_only_the_model_is_read() -> None:
 def test_the_model_of_states_that_are_not_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
-        found = _loaded_with_stand_ins(path, monkeypatch)
+        found = loaded_with_stand_ins(path, monkeypatch)
         found["optimizer_state_dict"]["base_optimizer_state"] = []
         torch.save(found, path)
     model, optimizer = _fresh("zero1")
@@ -130,14 +130,6 @@ def test_missing_files_of_a_rank_are_told(tmp_path: Path) -> None:
     assert _values(model) == before
 
 
-@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt"])
-def test_models_cut_in_other_ways_are_refused(tmp_path: Path, name: str) -> None:
-    copy = Path(shutil.copytree(HERE / "zero2", tmp_path / "copy"))
-    shutil.copy(copy / "global_step2" / "mp_rank_00_model_states.pt", copy / "global_step2" / name)
-    with pytest.raises(CheckpointError, match="ds_to_universal"):
-        zf.load(copy, *_fresh("zero2"))
-
-
 def test_checkpoints_of_two_kinds_in_one_folder_are_told_apart(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(HERE / "zero2", tmp_path / "copy"))
     model, optimizer = _fresh("zero2")
@@ -153,7 +145,7 @@ def test_numbers_of_steps_may_be_plain(tmp_path: Path, monkeypatch: pytest.Monke
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
         raw = path.read_bytes()
-        found = _loaded_with_stand_ins(path, monkeypatch)
+        found = loaded_with_stand_ins(path, monkeypatch)
         for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] = int(state["step"])
         torch.save(found, path)
@@ -163,7 +155,7 @@ def test_numbers_of_steps_may_be_plain(tmp_path: Path, monkeypatch: pytest.Monke
     assert _wrong("zero1", model, optimizer) == []
 
 
-def _loaded_with_stand_ins(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def loaded_with_stand_ins(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is in a file, for which DeepSpeed need not be installed: fragments are of a class of that name."""
 
     class fragment_address:

@@ -1,9 +1,13 @@
-"""Folders of models that DeepSpeed has cut into stages of a pipeline are read as of whole models."""
+"""Folders of models that DeepSpeed has cut by pipelines, tensor parallelism or experts are read as of whole models."""
 
 from __future__ import annotations
 
 import base64
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -14,8 +18,11 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from tests.support.ranks import Ranks, axis
 from tests.support.wholes import full
-from tests.units.checkpoint.made_by_deepspeed import HERE, adamw
-from tests.units.checkpoint.parts_by_deepspeed import KINDS, Middle
+from tests.units.checkpoint.made_by_deepspeed import HERE, STEPS, adamw
+from tests.units.checkpoint.parts_by_deepspeed import KINDS, Cut, Middle
+from tests.units.checkpoint.test_of_deepspeed import loaded_with_stand_ins
+from zero_fn.checkpoint.others.find import opened
+from zero_fn.errors import CheckpointError
 
 GOLDEN: dict[str, dict[str, list[str]]] = json.loads((HERE / "golden_parts.json").read_text())
 RENAME = {r"^(tied_modules\.embed|0|3)\.": "embed.", r"^1\.": "middle.", r"^2\.": "last."}
@@ -24,11 +31,12 @@ RENAME = {r"^(tied_modules\.embed|0|3)\.": "embed.", r"^1\.": "middle.", r"^2\."
 
 def _fresh(kind: str) -> tuple[nn.Module, dict[str, str]]:
     """The whole model with other values than in the folder, and what names in the folder are in it."""
-    model = nn.ModuleDict({"embed": nn.Linear(5, 5), "middle": Middle(), "last": nn.Linear(7, 5)})
+    pipeline = nn.ModuleDict({"embed": nn.Linear(5, 5), "middle": Middle(), "last": nn.Linear(7, 5)})
+    model = Cut() if kind.startswith("tensor") else pipeline
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.add_(3)
-    return model, RENAME
+    return model, RENAME if kind.startswith("pipeline") else {}
 
 
 def _values(encoded: str) -> Tensor:
@@ -65,3 +73,50 @@ def _loaded(stage: str, folder: str, kind: str) -> list[str]:
 @pytest.mark.parametrize(("size", "stage"), [(1, "plain"), (3, "zero1"), (3, "zero3")])
 def test_parts_are_read_as_the_whole_on_other_ranks(ranks: Ranks, size: int, stage: str, kind: str) -> None:
     assert ranks(size).run(_loaded, stage, str(HERE), kind) == [[]] * size
+
+
+def _said_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], object]
+) -> Path:
+    """A copy of a folder of tensor parallelism, in which something else is said of how parameters are cut."""
+    copy = Path(shutil.copytree(HERE / "tensor_zero1" / f"global_step{STEPS}", tmp_path / "copy"))
+    for path in copy.glob("mp_rank*"):
+        said = loaded_with_stand_ins(path, monkeypatch)
+        change(said["universal_checkpoint_info"])
+        torch.save(said, path)
+    return copy
+
+
+def test_patterns_of_names_say_how_parameters_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(info: dict[str, Any]) -> None:
+        maps = info["affine_map"]["params"]
+        for pattern in [each for each in maps if "fused" not in each]:
+            del maps[pattern]
+        info |= {"vocabulary_parameter_patterns": [r"^wide\.weight$"], "original_vocab_size": 5}
+
+    copy = _said_otherwise(tmp_path, monkeypatch, change)
+    source, names = opened(copy, str), list(GOLDEN["tensor_zero1"])
+    for name in names:
+        values = source.whole(("model", name))
+        assert torch.equal(values.flatten(), _values(GOLDEN["tensor_zero1"][name][0])[: values.numel()]), name
+        assert values.numel() == _values(GOLDEN["tensor_zero1"][name][0]).numel() - 5 * (name == "wide.weight")
+
+
+_SCALED = r"^norm\.bias$"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda info: info.pop("affine_map"), "fused.weight"),
+        (lambda info: info["affine_map"].update(version=2), "later version"),
+        (lambda info: info.update(affine_map=None, parameter_to_average_patterns=["wide"]), "wide.weight"),
+        (lambda info: info["affine_map"]["params"][_SCALED]["ranks"][0]["pieces"][0].update(scale=0.5), "norm.bias"),
+    ],
+)
+def test_cuts_that_are_not_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], object], why: str
+) -> None:
+    copy = _said_otherwise(tmp_path, monkeypatch, change)
+    with pytest.raises(CheckpointError, match=why):
+        zf.load(copy, _fresh("tensor_zero1")[0], only="model")

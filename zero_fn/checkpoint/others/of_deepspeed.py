@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_fn.checkpoint.format.files import damaged, disk, understood
 from zero_fn.checkpoint.others.torch_files import Foreign, TensorInFile, read_torch_file
 from zero_fn.errors import CheckpointError
+from zero_fn.runtime.box import Box, spans, strides_of, whole_box
 
 __all__ = ["DeepSpeedFolder", "deepspeed_folder"]
 
@@ -52,6 +53,13 @@ Shapes = dict[str, Shape]
 
 Run = tuple[int, int, int]
 
+Pairs = list[tuple[Box, Box]]
+"""Boxes of a part of a tensor, and where they are in the whole."""
+
+_NOT_READ = (
+    "parameter_to_average_patterns", "parameter_with_2_sub_params_cat_dim_0", "autotp_unsupported_parameter_patterns",
+)  # fmt: skip
+
 Fragment = tuple[int, str, int, int, int]
 """A group's number; a parameter's name, the first of its elements and how many; the first of these in the group."""
 
@@ -69,45 +77,38 @@ def deepspeed_folder(folder: Path) -> Path | None:
     return None
 
 
-class _Part(NamedTuple):
-    """A stage of a pipeline, or the model: what one number of `mp_rank` stands for."""
-
-    said: dict[str, Any]  # by the first rank of ZeRO
-    models: list[Path]  # by rank, where each has written one
-    groups: list[Shapes]
-    frozen: Shapes  # of ZeRO-3, where each rank has a part of each
-
-
 class DeepSpeedFolder(Foreign):
     """A checkpoint that DeepSpeed has written."""
 
     def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool) -> None:
         super().__init__(path, rename, has_states=has_states)
-        self._holders: dict[str, dict[int, Shape]] = {}  # the shape of each tensor in the parts that have it
+        self._holders: dict[
+            str, dict[int, Shape]
+        ] = {}  # the shape of each tensor in the parts of the model that have it
+        self._cuts: dict[str, tuple[Shape, list[Pairs]]] = {}
         with disk(path, "Reading a checkpoint"):
             names = sorted(found.name for found in path.iterdir())
         with understood(path, "not the layout of DeepSpeed 0.19"):
-            layers = _matches(_LAYER, names)
-            self._require_known(names, layers)
-            self._parts = [_part_of(models) for models in self._by_part(_MODEL, names)]
-            for number, part in enumerate(self._parts):
-                for name, shape in chain.from_iterable(shapes.items() for shapes in (*part.groups, part.frozen)):
-                    self._holders.setdefault(name, {})[number] = shape
-            self.extra = {name: value for name, value in self._parts[0].said.items() if name not in _OWN}
+            self._require_known(names)
+            layers = [found for found in map(_LAYER.fullmatch, names) if found]
+            models = self._by_part(_MODEL, names)
+            said = [read_torch_file(paths[0]) for paths in models]
+            self._info = said[0].get("universal_checkpoint_info")
+            self._slices = len({found["slice"] for found in layers} or models)  # parts of a stage
+            self._groups: list[list[Shapes]] = [[dict(group) for group in each["param_shapes"] or ()] for each in said]
+            for number, groups in enumerate(self._groups):
+                self._note((number, name, shape) for group in groups for name, shape in group.items())
+            self.extra = {name: value for name, value in said[0].items() if name not in _OWN}
             if "zero" in names:
                 self._add_universal(path / "zero")
-            elif optimizers := self._by_part(_OPTIMIZER, names):
-                for number, (part, paths) in enumerate(zip(self._parts, optimizers, strict=True)):
-                    self._add_optimizers(number, part.groups, paths)
-            modules = [part.said["module"] or {} for part in self._parts]
-            self._add_untrained(self._of_layers(layers) if layers else modules)
+            else:
+                for number, paths in enumerate(self._by_part(_OPTIMIZER, names)):
+                    self._add_optimizers(number, paths)
+            self._add_untrained(said, models, layers)
 
-    def _require_known(self, names: list[str], layers: list[re.Match[str]]) -> None:
+    def _require_known(self, names: list[str]) -> None:
         """Requires that the files say where in the model each tensor in them is."""
         others = [name for name in names if "expert" in name or "expp_rank" in name]
-        others += [found.string for found in layers if int(found["slice"] or 0)]
-        if not (layers or "zero" in names):
-            others += [found.string for found in _matches(_MODEL, names) if int(found["part"])]
         if others:
             raise CheckpointError(
                 "DeepSpeed has cut this model in other ways than by ZeRO, and its files do not say how.",
@@ -119,57 +120,79 @@ class DeepSpeedFolder(Foreign):
     def _by_part(self, pattern: re.Pattern[str], names: list[str]) -> list[list[Path]]:
         """The files of each part of the model, by rank of ZeRO."""
         found: dict[int, dict[int, Path]] = {}
-        for match in _matches(pattern, names):
+        for match in filter(None, map(pattern.fullmatch, names)):
             found.setdefault(int(match["part"]), {}).setdefault(int(match["rank"] or 0), self.path / match.string)
         for ranks in (sorted(found), *map(sorted, found.values())):
             if ranks != list(range(len(ranks))):
                 raise damaged(self.path, why=f"there are files of ranks {ranks}, and none of those between")
         return [[found[part][rank] for rank in sorted(found[part])] for part in sorted(found)]
 
+    def _note(self, tensors: Iterable[tuple[int, str, Shape]]) -> None:
+        """Notes which parts of the model have which tensors."""
+        for number, name, shape in tensors:
+            self._holders.setdefault(name, {})[number] = tuple(shape)
+
     def _put(self, number: int, kind: str, name: str, state: str, tensor: TensorInFile, run: Run | None = None) -> None:
         """Adds what a part has of a tensor. What is tied is in several stages: then that of the first is read."""
-        holders = self._holders[name]
-        if holders[number] != holders[min(holders)]:
+        holders, slices = self._holders[name], self._slices
+        begin = min(holders) // slices * slices
+        if holders[number] != holders[begin + number % slices]:
             raise damaged(self.path, tensor=name, why="stages of the pipeline have other shapes of it")
-        if number == min(holders):
-            self.add(kind, name, state, holders[number], tensor, run=run)
+        if number < begin + slices:
+            try:
+                if name not in self._cuts:
+                    self._cuts[name] = _cut(name, [holders[begin + part] for part in range(slices)], self._info)
+            except ValueError as error:
+                raise CheckpointError(
+                    "DeepSpeed has cut a parameter by tensor parallelism in a way that is not read.",
+                    checkpoint=self.path,
+                    parameter=name,
+                    why=error,
+                    fix='save_checkpoint(client_state={"universal_checkpoint_info": ...}) says how; AutoTP 0.19 adds it',
+                ) from error
+            whole, pairs = self._cuts[name]
+            self.add(kind, name, state, holders[number], tensor, run=run, cut=(whole, pairs[number - begin]))
 
-    def _add_untrained(self, modules: list[dict[str, TensorInFile]]) -> None:
+    def _add_untrained(self, said: list[dict[str, Any]], models: list[list[Path]], layers: list[re.Match[str]]) -> None:
         """Adds buffers and frozen parameters: what the optimizer does not step."""
-        buffers = {name for part in self._parts for name in part.said["buffer_names"]}
-        shared = {alias: name for part in self._parts for alias, name in (part.said["shared_params"] or {}).items()}
+        buffers = {name for each in said for name in each["buffer_names"]}
+        shared = {alias: name for each in said for alias, name in (each["shared_params"] or {}).items()}
         self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
-        trained = self._holders.keys() | shared.keys()
-        for number, module in enumerate(modules):
-            for name, tensor in module.items():
-                if name in buffers or name not in trained:
-                    self._holders.setdefault(name, {})[number] = tensor.shape
-                    self._put(number, "model", name, "", tensor)
-        for number, part in enumerate(self._parts):
-            each = [part.said, *map(read_torch_file, part.models[1:])] if part.frozen else []
-            for (rank, said), (name, shape) in product(enumerate(each), part.frozen.items()):
-                at, count = _part(prod(shape), rank, len(each))
-                self._put(number, "model", name, "", said["frozen_param_fragments"][name], (at, count, 0))
+        known, is_cut = self._holders.keys() | shared.keys(), models[0][0].name.startswith("zero_pp_rank")
+        modules = self._of_layers(layers, known | buffers) if layers else [each["module"] or {} for each in said]
+        found: list[tuple[int, str, Shape, TensorInFile, Run | None]] = [
+            (number, name, tensor.shape, tensor, None)
+            for number, module in enumerate(modules)
+            for name, tensor in module.items()
+            if name in buffers or not (is_cut or name in known)
+        ]
+        for number, paths in enumerate(models if is_cut and said[0].get("frozen_param_shapes") else ()):
+            parts = [said[number], *map(read_torch_file, paths[1:])]
+            for (rank, part), (name, shape) in product(enumerate(parts), said[number]["frozen_param_shapes"].items()):
+                fragment = part["frozen_param_fragments"][name]
+                found.append((number, name, shape, fragment, (*_part(prod(shape), rank, len(parts)), 0)))
+        self._note(each[:3] for each in found)
+        for number, name, shape, tensor, run in found:
+            if name in buffers:
+                self._cuts[name] = _same([shape] * self._slices)
+            self._put(number, "model", name, "", tensor, run)
 
-    def _of_layers(self, layers: list[re.Match[str]]) -> list[dict[str, TensorInFile]]:
-        """What is in the files of layers, by the names that it has in the pipeline.
-
-        What layers have that are tied is not known by their numbers, but by the name of the tie.
-        """
-        known = {name for part in self._parts for name in part.said["buffer_names"]} | self._holders.keys()
+    def _of_layers(self, layers: list[re.Match[str]], known: set[str]) -> list[dict[str, TensorInFile]]:
+        """What is in the files of layers, by its name in the pipeline: of a tied layer by that of the tie."""
         tied = {name.split(".", 2)[2]: name for name in sorted(known) if name.startswith("tied_modules.")}
-        found: dict[str, TensorInFile] = {}
+        found: list[dict[str, TensorInFile]] = [{} for _ in range(self._slices)]
         for layer in layers:
             tensors = read_torch_file(self.path / layer.string)
             names = {key: f"{int(layer['layer'])}.{key}" for key in tensors}
             if known.isdisjoint(names.values()) and tied.keys() >= names.keys():
                 names = tied
-            found |= {names[key]: tensor for key, tensor in tensors.items()}
-        return [found]
+            found[int(layer["slice"] or 0)] |= {names[key]: tensor for key, tensor in tensors.items()}
+        return found
 
-    def _add_optimizers(self, number: int, groups: list[Shapes], paths: list[Path]) -> None:
+    def _add_optimizers(self, number: int, paths: list[Path]) -> None:
         """Adds parameters and states of ZeRO, of one part: each rank has some elements of each group."""
         begins: Counter[int] = Counter()
+        groups = self._groups[number]
         for rank, path in enumerate(paths):
             said = read_torch_file(path)["optimizer_state_dict"]
             is_cut = "fp32_flat_groups" in said
@@ -212,16 +235,15 @@ class DeepSpeedFolder(Foreign):
 
     def _add_universal(self, path: Path) -> None:
         """Adds parameters and states of a universal folder: a file for each."""
-        groups = [part.groups for part in self._parts]
-        merged = [dict(chain.from_iterable(map(dict.items, each))) for each in zip(*groups, strict=True)]
-        for name in chain.from_iterable(merged):
-            holders = self._holders[name]
+        groups = [dict(chain.from_iterable(map(dict.items, each))) for each in zip(*self._groups, strict=True)]
+        for name in chain.from_iterable(groups):
+            shape = next(iter(self._holders[name].values()))
             with disk(path / name, "Reading a checkpoint"):
                 files = sorted((path / name).glob("*.pt"))
             for file in files:
                 found = read_torch_file(file)
                 value = found["param"] if isinstance(found, dict) else found
-                shape = value.shape if len(holders) > 1 else holders[min(holders)]
+                shape = shape if prod(value.shape) in (1, prod(shape)) else value.shape
                 if file.stem == "fp32":
                     self.add("model", name, "", shape, value)
                 elif _is_of_elements(value):
@@ -230,18 +252,60 @@ class DeepSpeedFolder(Foreign):
                     self.add_state(name, file.stem, value)
         if self._has_states:
             said = read_torch_file(path / "optimizer_state.pt")
-            self._add_groups(said.get("optimizer_state_dict", said), merged)
+            self._add_groups(said.get("optimizer_state_dict", said), groups)
 
 
-def _matches(pattern: re.Pattern[str], names: list[str]) -> list[re.Match[str]]:
-    return [found for found in map(pattern.fullmatch, names) if found]
+def _same(shapes: list[Shape]) -> tuple[Shape, list[Pairs]]:
+    """Parts that are the whole each: the first is read."""
+    return shapes[0], [[(whole_box(shapes[0]), whole_box(shapes[0]))], *([] for _ in shapes[1:])]
 
 
-def _part_of(models: list[Path]) -> _Part:
-    said = read_torch_file(models[0])
-    is_cut = models[0].name.startswith("zero_pp_rank")
-    groups = [dict(each) for each in said["param_shapes"] or ()]
-    return _Part(said, models, groups, said.get("frozen_param_shapes") or {} if is_cut else {})
+def _cut(name: str, shapes: list[Shape], info: Mapping[str, Any] | None) -> tuple[Shape, list[Pairs]]:
+    """The shape of a whole parameter, and which boxes of it the parts are that ranks of tensor parallelism have."""
+
+    def said(*what: str) -> str | None:
+        patterns = chain.from_iterable((info or {}).get(each) or () for each in what)
+        return next((pattern for pattern in patterns if re.match(pattern, name)), None)
+
+    if len(shapes) == 1:
+        return _same(shapes)
+    if info is None:
+        raise ValueError("there is no universal_checkpoint_info, which says along which dim")
+    maps = info.get("affine_map") or {"version": 1, "params": {}}
+    if entry := next((maps["params"][pattern] for pattern in maps["params"] if re.match(pattern, name)), None):
+        whole, found = tuple(entry["logical_shape"]), _of_map(entry["ranks"], shapes, tuple(entry["logical_shape"]))
+    elif said("tp_replicated_parameter_patterns") and len(set(shapes)) == 1:
+        whole, found = _same(shapes)
+    else:
+        dim, at, found = int(said("parameter_with_row_parallelism_patterns") is not None), 0, []
+        whole = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+        kept = (
+            (min(whole[0], info["original_vocab_size"]), *whole[1:]) if said("vocabulary_parameter_patterns") else whole
+        )
+        for shape in shapes:
+            there = whole_box(whole).narrow(dim, at, shape[dim]).meet(whole_box(kept))
+            found.append([(Box((0,) * len(kept), there.sizes), there)] if there else [])
+            at += shape[dim]
+        whole = kept
+    blocks = [pattern for each in info.get("parameter_with_sub_params") or () for pattern in each["patterns"]]
+    if (not entry and (said(*_NOT_READ) or any(re.match(pattern, name) for pattern in blocks))) or maps["version"] > 1:
+        raise ValueError("its parts have blocks of it or its mean, or a later version of affine_map says how")
+    if any(inner.sizes[1:] != shape[1:] for pairs, shape in zip(found, shapes, strict=True) for inner, _ in pairs):
+        raise ValueError("its parts have blocks that are not whole rows of them")
+    return whole, found
+
+
+def _of_map(ranks: Mapping[int, Any], shapes: list[Shape], whole: Shape) -> list[Pairs]:
+    """What a map of all elements says, by an offset and strides in the part and in the whole."""
+    found: list[Pairs] = [[] for _ in shapes]
+    for part, piece in ((index, piece) for index in range(len(shapes)) for piece in ranks[index]["pieces"]):
+        ends = ((*piece["dest"], shapes[part]), (*piece["source"], whole))
+        if piece.get("scale", 1) != 1 or any(tuple(strides) != strides_of(shape) for _, strides, shape in ends):
+            raise ValueError("its parts are scaled, or no boxes of it")
+        if part == min(piece["locations"]) and 0 not in piece["shape"]:
+            inner, outer = (Box(next(spans(shape, at, at + 1)).starts, tuple(piece["shape"])) for at, _, shape in ends)
+            found[part].append((inner, outer))
+    return found
 
 
 def _is_of_elements(state: Any) -> bool:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from zero_fn.checkpoint.format.contents import Contents
+from zero_fn.checkpoint.format.contents import Contents, range_of
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.errors import CheckpointError, ZeroError
-from zero_fn.runtime.box import spans, strides_of, whole_box
+from zero_fn.runtime.box import Box, spans, strides_of, whole_box
 
 __all__ = ["Foreign", "Stub", "TensorInFile", "ZipRecord", "opened_pickle", "read_torch_file", "refused"]
 
@@ -234,19 +234,26 @@ class Foreign(Contents):
         tensor: TensorInFile,
         *,
         run: tuple[int, int, int] | None = None,
+        cut: tuple[tuple[int, ...], list[tuple[Box, Box]]] | None = None,
     ) -> None:
         """Adds a parameter, a buffer or a state of an optimizer, or some of its elements.
 
         `run` says which elements of the whole, row by row: the first, how many, and the first of them in `tensor`.
+        With `cut` that is a part of a larger one: of this shape, and these boxes of the part, in rows, are these of it.
         """
         at, count, first = run or (0, prod(shape), 0)
+        whole, pairs = cut or (shape, [(whole_box(shape), whole_box(shape))])
         if first + count > prod(tensor.shape) or (run is None and count != prod(tensor.shape)):
             why = f"{list(tensor.shape)} are fewer elements than it should have"
             raise damaged(tensor.record.path, tensor=name, why=why)
         opened = self._openers.setdefault(tensor, partial(self.open_tensor, tensor))
         for box in (whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count):
-            offset = first * tensor.dtype.itemsize
-            self.add_box(kind, state, StoredBox(name, tensor.dtype, shape, box, offset, open=opened))
+            for inner, outer in pairs:
+                meet = box if 0 in shape else box.meet(inner)
+                if meet is not None:
+                    offset = (first + range_of(meet.within(box), box.sizes)[0]) * tensor.dtype.itemsize
+                    there = outer.around(meet.within(inner))
+                    self.add_box(kind, state, StoredBox(name, tensor.dtype, whole, there, offset, open=opened))
             first += box.numel
 
     def add_state(self, name: str, state: str, value: Any) -> None:
