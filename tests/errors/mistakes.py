@@ -913,8 +913,7 @@ def checkpoint_of_two_values_for_a_tie(folder: Path) -> object:
 def _deepspeed_folder(change: Callable[[dict[str, Any]], object], *, also: str | None = None) -> object:
     """Loads files as DeepSpeed names them, with what a test changes in those of the optimizer."""
     said: dict[str, Any] = {
-        "module": {"weight": torch.ones(2, 2)}, "buffer_names": [], "param_shapes": [], "shared_params": {},
-        "optimizer_state_dict": {
+        "module": {"w": torch.ones(2)}, "buffer_names": [], "param_shapes": [], "shared_params": {}, "optimizer_state_dict": {
             "partition_count": 1, "single_partition_of_fp32_groups": [],
             "base_optimizer_state": {"state": {}, "param_groups": []},
         },

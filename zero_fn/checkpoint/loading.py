@@ -55,9 +55,9 @@ def load(
     Values, moments and step counts are those that were saved, to the bit. Each rank reads the elements that it holds, through
     a buffer of 64 MiB. It verifies digests whenever it reads: once before anything changes, and once more as it loads.
 
-    Folders of DeepSpeed are read as well: of ZeRO-1, 2 and 3, on any number of ranks, and universal ones. What it has kept
-    beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`. So are folders of
-    torch.distributed.checkpoint, as FSDP2 has them. Pickles in them run no code.
+    Folders of DeepSpeed are read as well: of ZeRO-1, 2 and 3, of models in parts (pipelines, AutoTP, experts), and universal
+    ones. What it has kept beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`. So are
+    folders of torch.distributed.checkpoint, as FSDP2 has them. Pickles in them run no code.
 
     Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks have parameters of
     different names, a fourth of a byte for each tensor.

@@ -99,7 +99,7 @@ def test_only_the_model_is_read() -> None:
 def test_the_model_of_states_that_are_not_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
-        found = loaded_with_stand_ins(path, monkeypatch)
+        found = _loaded_with_stand_ins(path, monkeypatch)
         found["optimizer_state_dict"]["base_optimizer_state"] = []
         torch.save(found, path)
     model, optimizer = _fresh("zero1")
@@ -145,7 +145,7 @@ def test_numbers_of_steps_may_be_plain(tmp_path: Path, monkeypatch: pytest.Monke
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
         raw = path.read_bytes()
-        found = loaded_with_stand_ins(path, monkeypatch)
+        found = _loaded_with_stand_ins(path, monkeypatch)
         for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] = int(state["step"])
         torch.save(found, path)
@@ -155,7 +155,7 @@ def test_numbers_of_steps_may_be_plain(tmp_path: Path, monkeypatch: pytest.Monke
     assert _wrong("zero1", model, optimizer) == []
 
 
-def loaded_with_stand_ins(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def _loaded_with_stand_ins(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is in a file, for which DeepSpeed need not be installed: fragments are of a class of that name."""
 
     class fragment_address:
