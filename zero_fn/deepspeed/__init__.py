@@ -6,10 +6,25 @@ optimizers   the section optimizer
 rates        the section scheduler
 loss_scale   the section fp16
 settings     a whole config as one value
+cutting      ... and cut over other axes
+autocast     ... and run under torch.autocast
+watch        what it prints and logs
 setup        `from_deepspeed`: the settings, applied to a model
+manners      what the engine does in a loop, as functions
 """
 
 from zero_fn.deepspeed.keys import KEYS, Key
+from zero_fn.deepspeed.manners import backward, is_boundary, load_checkpoint, save_checkpoint, step
 from zero_fn.deepspeed.setup import DeepSpeedSetup, from_deepspeed
 
-__all__ = ["KEYS", "DeepSpeedSetup", "Key", "from_deepspeed"]
+__all__ = [
+    "KEYS",
+    "DeepSpeedSetup",
+    "Key",
+    "backward",
+    "from_deepspeed",
+    "is_boundary",
+    "load_checkpoint",
+    "save_checkpoint",
+    "step",
+]

@@ -23,7 +23,7 @@ from zero_fn.errors import ConfigError
 __all__ = ["Config", "Entries", "RefusedEntry", "TakenEntry", "config_of", "filled", "leaves_of", "left_to", "shown"]
 
 Config = str | os.PathLike[str] | Mapping[str, object]
-_SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""}
+_SECTIONS = {path[:at] for path in KEYS for at, letter in enumerate(path) if letter == "."}
 
 
 def config_of(config: Config) -> Mapping[str, object]:
@@ -151,7 +151,10 @@ class Entries:
         self._found: dict[str, tuple[str, object]] = {}  # the name and the value in the config
         self._taken: dict[str, object] = {}  # values that were checked, of entries that have one
         self._refused: set[str] = set()
+        self._misplaced: list[tuple[str, str, object]] = []  # where it is, where it belongs, its value
         self._read(config, "", "")
+        for misplaced in self._misplaced:
+            self._take_misplaced(*misplaced)
 
     def __getitem__(self, path: str) -> Any:
         """The value of an entry, or its default.
@@ -219,6 +222,10 @@ class Entries:
             self._found[known] = (entry, value)
             if is_name and key is not None:
                 self._take(key, known, entry, value)
+            elif is_name and name.startswith("_"):
+                self.outcomes.append(TakenEntry(entry, shown(value), "a comment"))
+            elif is_name and (home := _home_of(name, path)) is not None and not isinstance(value, Mapping):
+                self._misplaced.append((known, home, value))
             elif not is_name or known not in _SECTIONS:
                 self.refused(known, "the name of an entry", _meant(str(name), section, path))
             elif isinstance(value, Mapping):
@@ -227,8 +234,23 @@ class Entries:
             elif value is not None:
                 self.refused(known, "an object", f'"{name}": {{...}}')
 
+    def _take_misplaced(self, found: str, path: str, value: object) -> None:
+        """An entry in the wrong section, which DeepSpeed refuses or drops. One that says what holds anyway is taken."""
+        section, _, name = path.rpartition(".")
+        key = KEYS.get(path)
+        taken = None if key is None else key.kind.taken(value)
+        if taken is not None and path not in self._refused and taken == self[path]:
+            words = f"belongs in {section}, where it would change nothing"
+            self.outcomes.append(TakenEntry(self._found[found][0], shown(value), words))
+        else:
+            self.refused(
+                found, f"its place, which is {section}", f'"{section}": {{"{name}": {shown(value)}}}; or remove it'
+            )
+
     def _take(self, key: Key, path: str, entry: str, value: object) -> None:
         words, taken = key.became, None if value in (None, "auto") else key.kind.taken(value)
+        if value == key.default == "":
+            taken = value  # text that DeepSpeed has empty where nothing is said
         if value == "auto":
             words = key.auto
             if not words:
@@ -242,7 +264,7 @@ class Entries:
                 return
             words = "off, as here" if key.kind.name == "off" else "as here"
         elif value is not None and taken is None:
-            self.refused(path, str(key.kind), _example(key, entry))
+            self.refused(path, str(key.kind), _corrected(key, entry, value))
             return
         if taken is not None:
             self._taken[path] = taken
@@ -259,6 +281,15 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _home_of(name: str, path: str) -> str | None:
+    """The path where an entry that is unknown here belongs, if one section alone has it."""
+    homes = [known for known in KEYS if known.rpartition(".")[2] == name and not known.startswith(path or ".")]
+    if not homes and path in ("optimizer.", "scheduler."):
+        return f"{path}params.{name}"
+    own = [home for home in homes if path and home.startswith(path)]
+    return (own or homes)[0] if len(own or homes) == 1 and "." in (own or homes)[0] else None
+
+
 def _meant(name: str, section: Mapping[str, object], path: str) -> str:
     """The fix for an unknown entry: the section that has it, the known one with the most similar name, or to remove it."""
     homes = {known.rpartition(".")[0] for known in (*KEYS, *_SECTIONS) if known.rpartition(".")[2] == name}
@@ -269,8 +300,16 @@ def _meant(name: str, section: Mapping[str, object], path: str) -> str:
     return f"{near[0]}, or remove it" if near else "remove it"
 
 
-def _example(key: Key, entry: str) -> str:
+def _corrected(key: Key, entry: str, value: object) -> str:
+    """A fix that says what a wrong value was meant to say, if that can be seen: it never means something else."""
     if key.role == "hint":
         return f"remove {entry}: it changes nothing here"
-    value = key.default if key.default is not None else (*key.kind.choices, key.kind.least)[0]
-    return f'"{entry.rpartition(".")[2]}": {shown(value)}'
+    meant: object = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            meant = json.loads(value.lower())
+        meant = (*difflib.get_close_matches(value, key.kind.choices, n=1), meant)[0]
+    elif isinstance(value, int) and key.kind.name == "flag" and value in (0, 1):
+        meant = bool(value)
+    name = entry.rpartition(".")[2]
+    return f'"{name}": {shown(meant)}' if key.kind.taken(meant) is not None else f"{key.kind}, or remove it"

@@ -41,8 +41,7 @@ class EntryKind:
             is_one = isinstance(value, str) and value and (not self.choices or value in self.choices)
             return value if is_one else None
         if self.name == "off":
-            entries = value if isinstance(value, Mapping) else {"": value}
-            return False if entries.get("enabled") is False or all(e is False for e in entries.values()) else None
+            return False if _is_off(value) else None
         return value if self.name == "any" or isinstance(value, bool) else None
 
     def __str__(self) -> str:
@@ -51,6 +50,22 @@ class EntryKind:
             return f"{noun} from {self.least:g}" + (f" to {self.most:g}" if self.most < inf else "")
         choices = " or ".join(f'"{choice}"' for choice in self.choices)
         return choices or {"flag": "true or false", "text": "text"}.get(self.name, "nothing")
+
+
+def _is_off(section: object) -> bool:
+    """Whether a section is off: it says so, or all sections inside do, or it is empty but for false."""
+    if not isinstance(section, Mapping) or section.get("enabled") is False:
+        return section is False or isinstance(section, Mapping)
+    switches = list(_switches(section)) or section.values()
+    return all(each is False for each in switches)
+
+
+def _switches(section: Mapping[str, object]) -> Iterator[object]:
+    for name, value in section.items():
+        if name == "enabled":
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _switches(value)
 
 
 @dataclass(frozen=True, slots=True)

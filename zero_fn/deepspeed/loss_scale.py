@@ -34,9 +34,16 @@ class Scaler(torch.amp.GradScaler):
         least: float,
     ) -> None:
         super().__init__(device, init_scale=first)
+        self._lazy_init_scale_growth_tracker(torch.empty(0, device=device).device)  # a stage may never see a loss
         self._window, self._hysteresis, self._is_refilled, self._least = window, hysteresis, is_refilled, least
         self._left, self._steps, self._skipped_at = hysteresis, 0, -1
         self.has_skipped = False
+
+    def skip(self) -> None:
+        """Skips the step that comes: gradients of another stage of a pipeline are not finite."""
+        for state in self._per_optimizer_states.values():
+            for found in state["found_inf_per_device"].values():
+                found.fill_(1.0)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Changes the scale after a step as the rule says, or sets it to `new_scale`.

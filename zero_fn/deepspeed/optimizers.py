@@ -12,8 +12,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,13 +35,11 @@ __all__ = ["Stock", "finished", "stock_of", "whole_where_needed"]
 _PARAMS = "optimizer.params"
 _OF_ADAM = ("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states")
 _OWN = {"adagrad": torch.optim.Adagrad, "muon": MuonWithAuxAdam, "lamb": Lamb, "lion": Lion}
+_OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _OTHERS = {
-    "muadam": "optimizer=lambda model: MuAdam(model.parameters(), lr=1e-3), of the package mup",
-    "muadamw": "optimizer=lambda model: MuAdamW(model.parameters(), lr=1e-3), of the package mup",
-    "musgd": "optimizer=lambda model: MuSGD(model.parameters(), lr=1e-1), of the package mup",
     **dict.fromkeys(
         ("onebitadam", "zerooneadam", "onebitlamb"),
-        '"type": "AdamW": nothing travels compressed here, and DeepSpeed 0.19.8 has removed it, too',
+        '"type": "AdamW": DeepSpeed has removed it, too; "zero_quantized_gradients": true sends gradients in 4 bits',
     ),
 }
 """Optimizers of DeepSpeed that are not here, by their names in small letters, and what to write instead."""
@@ -52,6 +51,7 @@ class Stock:
 
     kind: type[Optimizer]
     options: Mapping[str, Any]
+    make: Callable[..., Optimizer] | None = None  # in place of the class: a function of mup, which scales rates
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """The optimizer over the parameters of a model."""
@@ -60,7 +60,7 @@ class Stock:
     def over(self, params: Any, models: Iterable[nn.Module]) -> Optimizer:
         """The optimizer over parameters of some models, or groups of them."""
         params = groups_of_muon(params, models) if self.kind is MuonWithAuxAdam else params
-        return self.kind(params, **self.options)
+        return (self.make or self.kind)(params, **self.options)
 
 
 def whole_where_needed(optimizer: Optimizer) -> Optimizer:
@@ -96,9 +96,9 @@ def stock_of(entries: Entries) -> Stock | None:
     if not entries.is_given("optimizer"):
         return None
     kind, defaults = _kind(entries)
-    stock = Stock(kind, {**defaults, **_options(entries, kind)})
+    stock = Stock(kind, {**defaults, **_options(entries, kind)}, _of_mup(entries))
     try:  # on a module that is thrown away: wrong options are refused before the model is sharded
-        stock(nn.Linear(1, 1))
+        replace(stock, make=None)(nn.Linear(1, 1))
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         wants = f"what {_named(kind)} takes: {str(error)[:200]}"
         raise entries.refused(_PARAMS, wants, f"other values than {shown(dict(stock.options))}") from error
@@ -111,16 +111,30 @@ def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
     small = name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
     if small in ("adam", "adamw"):
         if not entries[f"{_PARAMS}.bias_correction"]:
-            raise entries.refused(f"{_PARAMS}.bias_correction", "true: Adam of torch corrects its moments", "remove it")
+            fix = "one of yours: optimizer=lambda model: Mine(model.parameters())"
+            raise entries.refused(f"{_PARAMS}.bias_correction", "true: Adam of torch corrects its moments", fix)
         is_decoupled = small == "adamw" or entries[f"{_PARAMS}.adam_w_mode"]
         decay = 0.01 if entries[f"{_PARAMS}.torch_adam"] and is_decoupled else 0.0
         kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
         return kind, {"lr": 1e-3, "weight_decay": decay, "fused": True}
+    if small in _OF_MUP:
+        return getattr(torch.optim, _OF_MUP[small].removeprefix("Mu")), {"lr": 1e-3}
     found = _OWN.get(small, getattr(torch.optim, name, None))
     if small in _OTHERS or not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
         instead = '"type": "AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'
         raise entries.refused("optimizer.type", "an optimizer of torch.optim by its name", _OTHERS.get(small, instead))
     return found, {}
+
+
+def _of_mup(entries: Entries) -> Callable[..., Optimizer] | None:
+    """The function of the package mup for an optimizer of its, over a model whose base shapes the program has set."""
+    name = _OF_MUP.get((entries["optimizer.type"] or "").lower())
+    if name is None:
+        return None
+    try:
+        return getattr(import_module("mup"), name)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise entries.refused("optimizer.type", f"the package mup: {error}", "pip install mup") from error
 
 
 def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:

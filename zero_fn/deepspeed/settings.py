@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry, filled
+from zero_fn.deepspeed.keys import KEYS
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
 from zero_fn.deepspeed.optimizers import Stock, stock_of
-from zero_fn.deepspeed.rates import Warmup, warmup_of
+from zero_fn.deepspeed.rates import Rates, rates_of
+from zero_fn.deepspeed.watch import Watched, watched_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 from zero_fn.values.wire import Wire, int4, int8
 
-__all__ = ["Settings", "Sharding", "settings_of"]
+__all__ = ["Cuts", "Settings", "Sharding", "settings_of"]
 
-_ZERO = "zero_optimization"
+_ZERO, _BLOCKS = "zero_optimization", "activation_checkpointing"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_EXPERTS = {
+    "moe_expert_parallel_size": None,
+    "moe.ep_size": "moe.enabled",
+    "expert_parallel.autoep_size": "expert_parallel.enabled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Over how many ranks a model is cut beside ZeRO."""
+
+    tensor: int = 1  # ranks that share a batch, over which its own plan cuts a model
+    sequence: int = 1  # ranks that share a batch, over which the program cuts sequences
+    experts: int = 1
+    stages: int = 1  # of a pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +50,8 @@ class Sharding:
     stage: int = 0  # 0: replicas
     secondary: int = 1  # ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none
     persist_numel: int = 0  # parameters of at most so many elements stay whole
+    persist_most: int = 0  # elements of all of them
+    leaves: tuple[str, ...] = ()  # classes, names and ends of names of modules that are gathered as wholes
     tiers: Tiers = IN_MEMORY
     gather: Wire | None = None  # the format in which all parameters travel; or frozen ones alone; and gradients
     gather_frozen: Wire | None = None
@@ -46,47 +67,93 @@ class Settings:
     compute: torch.dtype | None  # of gathered parameters; None: the dtype at rest
     reduce: torch.dtype  # of gradient sums
     grads: torch.dtype | None  # of gradients at rest; None: that of their parameters
+    rest: torch.dtype | None  # of trained parameters at rest; None: that of the model
+    buffers: torch.dtype | None  # of floating point buffers; None: as they are
+    keeps_wide: tuple[str, ...] | None  # words in names of buffers that stay as they are; None: those of the model
+    autocast: torch.dtype | None  # of torch.autocast around forwards
+    recomputes: bool  # whether blocks are computed again in backward
+    parks: bool  # whether what they keep is on the host
+    compiles: Mapping[str, Any] | None  # options with which units are compiled
+    sums: bool  # whether gradients are summed over ranks, and not averaged
+    cuts: Cuts
+    watched: Watched | None  # what is printed and logged
+    in_background: bool  # whether checkpoints are written in the background
     saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
     scaler: Callable[[str], Scaler] | None  # made for a type of device; None unless `compute` is float16
     skips_overflow: bool  # whether a step is skipped if its gradients are not finite
     max_norm: float  # to which gradients are clipped; 0: not clipped
     sharding: Sharding
     stock: Stock | None  # makes the optimizer from a model; None, as for the scheduler: the config has none
-    scheduler: Callable[[Optimizer], Warmup] | None
+    scheduler: Callable[[Optimizer], Rates] | None
     outcomes: tuple[TakenEntry, ...]  # of each entry, in the order of the config
 
+    def loss_factor(self, mesh: DeviceMesh) -> int:
+        """What a loss is multiplied with, where ranks average gradients that DeepSpeed adds up: over these ranks, that have
+        batches of their own, and over parts of sequences."""
+        return (mesh.size() if self.sums else 1) * self.cuts.sequence
 
-def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, object] | None = None) -> Settings:
-    """Reads and checks every entry of a config for so many ranks that share a batch. `auto` has values for its `"auto"`.
+
+def settings_of(
+    config: Mapping[str, object],
+    ranks: int,
+    auto: Mapping[str, object] | None = None,
+    *,
+    others: Mapping[str, int] | None = None,
+    makes: bool = True,
+) -> Settings:
+    """Reads and checks every entry of a config for so many ranks.
+
+    `auto` has values for its `"auto"`. `others` are the sizes of other axes that there are beside these ranks: "tensor",
+    "sequence" and "stages"; over what is not there, the ranks are divided (with None they may not be). Without `makes` the
+    section `optimizer` is not followed.
 
     Raises:
         ConfigError: Entries are unknown, have wrong values, contradict others, or ask for what is not done here. Lists all.
     """
     entries = Entries(filled(config, auto or {}))
     parts: dict[str, Callable[[Entries], Any]] = {
-        "batch_sizes": partial(_batch_sizes, ranks=ranks),
+        "cuts": partial(_cuts, ranks=ranks, others=others),
         "compute": _compute,
         "reduce": _reduce,
         "grads": _grads,
         "scaler": scaler_of,
         "sharding": _sharding,
-        "stock": stock_of,
-        "scheduler": warmup_of,
+        "rest": _rest,
+        "autocast": _autocast,
+        "keeps_wide": _keeps_wide,
+        "stock": stock_of if makes else lambda _: None,
+        "scheduler": rates_of,
+        "watched": watched_of,
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
         with suppress(RefusedEntry):  # `close` raises all errors at once
             found[name] = part(entries)
+    with suppress(RefusedEntry):
+        cuts = found.get("cuts", Cuts())
+        shares = [
+            size for name, size in (("tensor", cuts.tensor), ("sequence", cuts.sequence)) if name not in (others or {})
+        ]
+        found["batch_sizes"] = _batch_sizes(entries, ranks // prod(shares))
     entries.close()
     micro_batch_size, accumulation_steps = found.pop("batch_sizes")
     clipping = "gradient_clipping"
     default = TakenEntry(clipping, "not given", f"{entries[clipping]:g}, DeepSpeed's default, in setup.step()")
     is_narrow = any(entries[f"{_ZERO}.stage3_gather_{name}_weights_on_model_save"] for name in ("16bit", "fp16"))
+    parks = entries[f"{_BLOCKS}.cpu_checkpointing"]
     checked = {torch.float16: True, torch.bfloat16: entries["bf16.check_grad_overflow"]}
     return Settings(
         micro_batch_size,
         accumulation_steps,
         **found,
+        buffers=_DTYPES.get(entries["data_types.buffer_dtype"]),
+        recomputes=any(
+            (entries[f"{_BLOCKS}.partition_activations"], parks, entries["pipeline.activation_checkpoint_interval"])
+        ),
+        parks=parks,
+        compiles=_compiles(entries),
+        sums=entries["gradient_allreduce_op"] == "sum",
+        in_background=entries["checkpoint.writer.decoupled"],
         saved=found["compute"] if is_narrow else None,
         skips_overflow=checked.get(found["compute"], False),
         max_norm=entries[clipping],
@@ -115,11 +182,88 @@ def _batch_sizes(entries: Entries, ranks: int) -> tuple[int, int]:
     return micro, steps
 
 
+def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cuts:
+    """The sizes of other kinds of parallelism, against the axes that there are."""
+    sizes = {
+        "tensor_parallel.autotp_size": "tensor",
+        "tensor_parallel.tp_size": "tensor",
+        "tensor_parallel.tp.tp_size": "tensor",
+        "sequence_parallel_size": "sequence",
+        "pipeline_parallel.pp_size": "stages",
+    }
+    found, wrong = Cuts(), []
+    for path, kind in sizes.items():
+        if (size := entries[path]) in (0, 1):
+            continue
+        if others is None:
+            fix = "zf.from_deepspeed(model, config, mesh) and a loop of your own; or remove it"
+            wrong.append(entries.refused(path, "1: here each rank has batches of its own", fix))
+        elif kind in others and size != others[kind]:
+            wrong.append(entries.refused(path, f"{others[kind]}, the ranks of that axis", f'"{path}": {others[kind]}'))
+        elif kind == "stages" and kind not in others:
+            fix = 'zf.from_deepspeed(part, config, mesh["dp"], pipeline=mesh["pp"]) (docs/guides/pipelines.md)'
+            wrong.append(entries.refused(path, "a part of the model, and the axis of the parts", fix))
+        elif kind not in others and ranks % size:
+            wrong.append(entries.refused(path, f"a divisor of {ranks} ranks", f'"{path}": {ranks}'))
+        found = replace(found, **{kind: size})
+    for path, switch in _EXPERTS.items():
+        if entries[path] > 1 and (switch is None or entries[switch]):
+            found = replace(found, experts=entries[path])
+    routes = [path for path in entries.given_under("expert_parallel") if f"expert_parallel.{path}" not in KEYS]
+    if routes and entries["expert_parallel.enabled"]:
+        fix = "remove it: the layer of the model routes (docs/guides/experts.md)"
+        wrong.append(entries.refused(f"expert_parallel.{routes[0]}", "no options of routing", fix))
+    if wrong:
+        raise wrong[0]
+    return found
+
+
 def _compute(entries: Entries) -> torch.dtype | None:
     """The dtype in flight."""
     if entries["bf16.enabled"] and entries["fp16.enabled"]:
         raise entries.refused("fp16.enabled", "one dtype, and bf16.enabled is true", '"fp16": {"enabled": false}')
-    return torch.bfloat16 if entries["bf16.enabled"] else torch.float16 if entries["fp16.enabled"] else None
+    own = "bf16" if entries["bf16.enabled"] else "fp16" if entries["fp16.enabled"] else "fp32"
+    asked = entries["data_types.param_dtype"] or own
+    if asked != own and (own, asked) != ("fp32", "bf16"):
+        wants, fix = f'"{own}", in which the model computes', f'"{asked}": {{"enabled": true}}; or remove it'
+        raise entries.refused("data_types.param_dtype", wants, fix)
+    return None if asked == "fp32" else _DTYPES[asked]
+
+
+def _rest(entries: Entries) -> torch.dtype | None:
+    """The dtype of trained parameters at rest: float32, unless both they and their states are to be narrow."""
+    masters, states = entries["bf16.bf16_master_weights_and_grads"], entries["bf16.bf16_optimizer_states"]
+    if masters != states:
+        said = str(masters).lower()
+        fix = f'"bf16_optimizer_states": {said}'
+        raise entries.refused("bf16.bf16_optimizer_states", f"{said}: states have the dtype of their masters", fix)
+    return torch.bfloat16 if masters and entries["bf16.enabled"] else None
+
+
+def _autocast(entries: Entries) -> torch.dtype | None:
+    if not entries["torch_autocast.enabled"]:
+        return None
+    if entries["torch_autocast.dtype"].endswith("16") and "b" not in entries["torch_autocast.dtype"]:
+        fix = '"torch.bfloat16"; or "fp16": {"enabled": true}'
+        raise entries.refused("torch_autocast.dtype", "bfloat16: float16 needs a loss scale", fix)
+    return torch.bfloat16
+
+
+def _keeps_wide(entries: Entries) -> tuple[str, ...] | None:
+    path = "data_types.keep_in_fp32_modules"
+    return None if entries[path] == "auto" else _words(entries, path)
+
+
+def _words(entries: Entries, path: str) -> tuple[str, ...]:
+    found = entries[path] or []
+    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+        raise entries.refused(path, "a list of text", f'"{path.rpartition(".")[2]}": ["..."]')
+    return tuple(found)
+
+
+def _compiles(entries: Entries) -> Mapping[str, Any] | None:
+    is_asked = entries["compile.deepcompile"] or entries["compile.enabled"] or entries["compile.disable"] is False
+    return {"backend": entries["compile.backend"], **(entries["compile.kwargs"] or {})} if is_asked else None
 
 
 def _reduce(entries: Entries) -> torch.dtype:
@@ -148,7 +292,8 @@ def _grads(entries: Entries) -> torch.dtype | None:
 def _sharding(entries: Entries) -> Sharding:
     """The section `zero_optimization`."""
     stage, secondary = entries[f"{_ZERO}.stage"], entries[f"{_ZERO}.zero_hpz_partition_size"]
-    states, params = _tier(entries, f"{_ZERO}.offload_optimizer"), _tier(entries, f"{_ZERO}.offload_param")
+    states = _tier(entries, f"{_ZERO}.offload_optimizer", f"{_ZERO}.cpu_offload")
+    params = _tier(entries, f"{_ZERO}.offload_param", f"{_ZERO}.cpu_offload_param")
     fraction = entries[f"{_ZERO}.offload_optimizer.ratio"]
     persist_numel = entries[f"{_ZERO}.stage3_param_persistence_threshold"]
     wrong = []
@@ -157,9 +302,6 @@ def _sharding(entries: Entries) -> Sharding:
     if states is not None and stage == 0:
         wants = "none: at stage 0 these are states of replicas"
         wrong.append(entries.refused(f"{_ZERO}.offload_optimizer.device", wants, '"stage": 2'))
-    if params is not None and stage != 3:
-        instead = '"stage": 3; or leave it out, and call zf.offload(model, params=tier), at any stage'
-        wrong.append(entries.refused(f"{_ZERO}.offload_param.device", "none below stage 3, as in DeepSpeed", instead))
     if wrong:
         raise wrong[0]
     if states is None or fraction == 0:
@@ -172,6 +314,8 @@ def _sharding(entries: Entries) -> Sharding:
         stage,
         secondary,
         persist_numel if stage == 3 else 0,
+        entries[f"{_ZERO}.stage3_model_persistence_threshold"],
+        tuple(word for kind in ("classes", "names", "name_suffixes") for word in _leaves(entries, kind)),
         Tiers(params, grads, optim, fraction),
         gather=int8() if gather else None,
         gather_frozen=int8() if frozen and not gather else None,
@@ -179,8 +323,18 @@ def _sharding(entries: Entries) -> Sharding:
     )
 
 
-def _tier(entries: Entries, section: str) -> Tier | None:
+def _leaves(entries: Entries, kind: str) -> Iterator[str]:
+    """Modules that are wholes, as `units=` names them: a class by its last name, an end of a name by a pattern."""
+    for word in _words(entries, f"{_ZERO}.leaf_module.{kind}"):
+        yield {"classes": f"class {word.rpartition('.')[2]}", "names": word, "name_suffixes": f"*{word}"}[kind]
+
+
+def _tier(entries: Entries, section: str, older: str) -> Tier | None:
     device, path = entries[f"{section}.device"], f"{section}.nvme_path"
+    if entries[older]:  # of DeepSpeed before 0.4, which still reads it
+        if entries.is_given(section):
+            raise entries.refused(older, f"not both it and {section.rpartition('.')[2]}", "remove it")
+        return cpu(pinned=entries[f"{_ZERO}.cpu_offload_use_pin_memory"])
     if device == "none":
         return None
     if device == "cpu":

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import isfinite, sqrt
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_fn.checkpoint.huggingface.read import load_pretrained
+from zero_fn.deepspeed.autocast import run_under_autocast
+from zero_fn.deepspeed.cutting import cut_by_its_plan, other_axes, require_experts, split, units_around
 from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
+from zero_fn.deepspeed.watch import Watch
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.looking.describe import home_of
 from zero_fn.looking.table import table
@@ -27,16 +32,17 @@ from zero_fn.runtime.door import units_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
+from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
-from zero_fn.transport.agree import same_along
-from zero_fn.values.mesh import axes_text, mesh_axis, root_of
-from zero_fn.values.tiers import IN_MEMORY
+from zero_fn.transport.agree import same_along, sum_along
+from zero_fn.values.mesh import axes_text, mesh_axis, root_of, unflattened
+from zero_fn.values.tiers import IN_MEMORY, cpu
 from zero_fn.values.units import Units
 
-__all__ = ["DeepSpeedSetup", "agreed_settings", "from_deepspeed", "mesh_of", "placed_by", "require_placed"]
+__all__ = ["DeepSpeedSetup", "agreed_settings", "from_deepspeed", "made_by", "mesh_of", "placed_by", "require_placed"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,28 +69,58 @@ class DeepSpeedSetup(Generic[M]):
         optimizer: The optimizer of the model's parameters; a `Streamed` if states, gradients or parameters are offloaded.
         scheduler: The learning-rate scheduler; None if the config has none.
         scaler: The loss scaler of float16; None for other dtypes.
-        micro_batch_size: Samples of one microbatch on each rank.
-        accumulation_steps: Microbatches of one step.
-        max_norm: The norm to which `step` clips gradients; 0: gradients are not clipped.
-        skips_overflow: Whether `step` skips a step whose gradients are not finite.
-        outcomes: The outcome of each entry of the config.
+        settings: What the config asks for: `micro_batch_size`, `accumulation_steps`, `max_norm`, `skips_overflow`, ...
+        mesh: The ranks that have batches of their own, for a sampler: `setup.mesh.size()`, `setup.mesh.get_local_rank()`.
+            Other axes that the config has cut out of them are in its root.
+        pipeline: The axis over which a pipeline was cut; its ranks agree on norms and on skipped steps.
         device: The device that computes, to which batches go.
+        watch: What prints and logs; None if the config asks for nothing of it.
         steps: Calls of `step`, skipped ones too: `global_steps` of DeepSpeed.
         skipped_steps: Those of them that were skipped because gradients were not finite.
+        micro_steps: Microbatches of `zero_fn.deepspeed.backward` so far.
+        norm: Of all gradients in the last step, before clipping; None if it was not measured.
+        block: In which `zero_fn.deepspeed.backward` sums gradients of microbatches, while it is open.
     """
 
     model: M
     optimizer: Optimizer
     scheduler: LRScheduler | None
     scaler: Scaler | None
-    micro_batch_size: int
-    accumulation_steps: int
-    max_norm: float
-    skips_overflow: bool
-    outcomes: tuple[TakenEntry, ...]
+    settings: Settings
+    mesh: DeviceMesh
+    pipeline: DeviceMesh | None
     device: torch.device
+    watch: Watch | None = None
     steps: int = 0
     skipped_steps: int = 0
+    micro_steps: int = 0
+    norm: float | None = None
+    block: ExitStack | None = None
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one microbatch on each rank."""
+        return self.settings.micro_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Microbatches of one step."""
+        return self.settings.accumulation_steps
+
+    @property
+    def max_norm(self) -> float:
+        """The norm to which `step` clips gradients; 0: gradients are not clipped."""
+        return self.settings.max_norm
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether `step` skips a step whose gradients are not finite."""
+        return self.settings.skips_overflow
+
+    @property
+    def outcomes(self) -> tuple[TakenEntry, ...]:
+        """The outcome of each entry of the config."""
+        return self.settings.outcomes
 
     @property
     def rates(self) -> list[float]:
@@ -101,7 +137,13 @@ class DeepSpeedSetup(Generic[M]):
         for name, part in self._parts.items():
             if part is not None and name in state:
                 part.load_state_dict(state[name])
-        self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
+        self.resume(state["steps"], state["skipped_steps"])
+
+    def resume(self, steps: int, skipped: int) -> None:
+        """Goes on after so many steps."""
+        self.steps, self.skipped_steps, self.micro_steps = steps, skipped, steps * self.accumulation_steps
+        if self.watch is not None:
+            self.watch.resume(steps)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -110,6 +152,9 @@ class DeepSpeedSetup(Generic[M]):
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call `backward()` on: divided by `accumulation_steps`, times the loss scale of float16."""
         part = loss / self.accumulation_steps
+        if self.watch is not None:
+            self.watch.note(part)
+        part = part * self.settings.loss_factor(self.mesh)
         return part if self.scaler is None else self.scaler.scale(part)
 
     def step(self) -> float | None:
@@ -117,7 +162,7 @@ class DeepSpeedSetup(Generic[M]):
         scale and learning rates, and sets gradients to None. If gradients are not finite (in float16, and in bf16 unless
         `check_grad_overflow` is false) every rank leaves parameters, states and rates as they are.
 
-        Communicates: what `clip_grad_norm_` does, over sharded gradients.
+        Communicates: what `clip_grad_norm_` does, over sharded gradients; the norm, along `pipeline`; what the config logs.
 
         Returns:
             The norm of all gradients before clipping; None if gradients are neither clipped nor checked.
@@ -127,11 +172,14 @@ class DeepSpeedSetup(Generic[M]):
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = None
+        self.norm = None
         if self.max_norm or self.skips_overflow:
-            norm = float(clip_grad_norm(self.model.parameters(), self.max_norm or None))
-        is_taken = not self.skips_overflow or (norm is not None and isfinite(norm))
+            own = clip_grad_norm(self.model.parameters(), None if self.pipeline else self.max_norm or None)
+            self.norm = float(own) if self.pipeline is None else self._shared(own)
+        is_taken = not self.skips_overflow or (self.norm is not None and isfinite(self.norm))
         if self.scaler is not None:
+            if not is_taken:
+                self.scaler.skip()
             self.scaler.step(self.optimizer)
             self.scaler.update()
             is_taken = not self.scaler.has_skipped
@@ -141,6 +189,17 @@ class DeepSpeedSetup(Generic[M]):
             self.scheduler.step()
         self.optimizer.zero_grad()
         self.steps, self.skipped_steps = self.steps + 1, self.skipped_steps + (not is_taken)
+        if self.watch is not None:
+            samples = self.micro_batch_size * self.accumulation_steps * self.mesh.size()
+            self.watch.step(samples=samples, norm=self.norm, scaler=self.scaler, skipped=self.skipped_steps)
+        return self.norm
+
+    def _shared(self, own: Tensor) -> float:
+        """The norm of the gradients of all stages of a pipeline, to which those of this one are clipped."""
+        assert self.pipeline is not None, "no pipeline"
+        norm = sqrt(sum_along(self.pipeline, float(own) ** 2, "the norm of gradients"))
+        if self.max_norm:
+            nn.utils.clip_grads_with_norm_(list(self.model.parameters()), self.max_norm, own.new_tensor(norm))
         return norm
 
     def __str__(self) -> str:
@@ -157,6 +216,7 @@ def from_deepspeed(
     optimizer: Callable[[M], Optimizer] | None = None,
     weights: str | os.PathLike[str] | None = None,
     units: Units = None,
+    pipeline: DeviceMesh | None = None,
     donate: bool = False,
 ) -> DeepSpeedSetup[M]:
     """Applies a DeepSpeed config to a model, by transforms and stock objects of torch.
@@ -183,12 +243,15 @@ def from_deepspeed(
             `zero_fn.integrations.transformers` or by hand; adapters that were added since are placed, too.
         config: The path of a JSON file, or its content as a dict or text (in base64, too). `"auto"` is accepted where nothing
             has to be set, and for a batch size that follows from the other two; see `auto`.
-        mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
+        mesh: One axis, `mesh["dp"]`. `autotp_size`, `sequence_parallel_size` and `zero_hpz_partition_size` divide its ranks,
+            neighbours together; an axis "tp" or "sp" beside it is taken for the first two. Or two axes: the ranks of a
+            secondary partition on the second, or those that have experts of their own.
         auto: Values for entries that are `"auto"` or missing, by their paths: `{"optimizer.params.lr": 3e-4}`.
         optimizer: A function that makes the optimizer from the transformed model, in place of the config's.
         weights: A folder of safetensors, of which each rank reads its shards once the model is placed; see `load_pretrained`.
             None: values stay as they are, and of a model on `meta` you load them.
         units: What is gathered together; see `shard_params`.
+        pipeline: The axis of a pipeline, of which `model` is this rank's part: `mesh["pp"]`.
         donate: Free each whole parameter as soon as its shard is cut; `model` can no longer run.
 
     Returns:
@@ -207,7 +270,9 @@ def from_deepspeed(
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         mesh_axis(mesh, verb="from_deepspeed")
-    settings = agreed_settings(config, lambda _: auto or {}, mesh)
+    others = other_axes(mesh, pipeline)
+    sizes = {kind: axis.size() for kind, axis in others.items()}
+    settings = agreed_settings(config, lambda _: auto or {}, mesh, others=sizes, makes=optimizer is None)
     make = settings.stock if optimizer is None else optimizer
     if make is None:
         raise ConfigError(
@@ -223,24 +288,45 @@ def from_deepspeed(
             why="an optimizer that was built before holds the parameters of before",
             fix="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
-    placed = placed_by(settings, mesh, model, units, donate=donate)
+    whole, own, tensor = split(mesh, settings.cuts, others)
+    placed = model if tensor is None else cut_by_its_plan(model, tensor)
+    placed = placed_by(settings, whole, placed, units, donate=donate)
     if weights is not None:
         load_pretrained(placed, weights)
+    placed = ready_to_run(settings, placed, tensor)
     stepped = finished(make(placed), settings.sharding.tiers)
-    unused = {} if optimizer is None else {"became": "not used: optimizer= was given"}
-    outcomes = [replace(each, **unused) if each.entry.startswith("optimizer.") else each for each in settings.outcomes]
+    if optimizer is not None:
+        outcomes = (
+            replace(each, became="not used: optimizer= was given") if each.entry.startswith("optimizer.") else each
+            for each in settings.outcomes
+        )
+        settings = replace(settings, outcomes=tuple(outcomes))
     return DeepSpeedSetup(
         model=placed,
         optimizer=stepped,
         scheduler=None if settings.scheduler is None else settings.scheduler(stepped),
         scaler=None if settings.scaler is None else settings.scaler(mesh.device_type),
-        micro_batch_size=settings.micro_batch_size,
-        accumulation_steps=settings.accumulation_steps,
-        max_norm=settings.max_norm,
-        skips_overflow=settings.skips_overflow,
-        outcomes=tuple(outcomes),
+        settings=settings,
+        mesh=own,
+        pipeline=pipeline,
         device=torch.empty(0, device=mesh.device_type).device,  # with its index
+        watch=None if settings.watched is None else Watch(settings.watched, placed, stepped),
     )
+
+
+def ready_to_run(settings: Settings, placed: M, tensor: DeviceMesh | None = None) -> M:
+    """A placed model whose blocks are computed again in backward, whose units are compiled, which runs under autocast, as the
+    settings say."""
+    if settings.recomputes:
+        placed = checkpoint_activations(placed, partition=tensor, offload=cpu() if settings.parks else None)
+    axes = next((axes for unit in units_of(placed) if (axes := run_of(unit).transport.axes)), ())
+    if settings.autocast is not None:
+        run_under_autocast(placed, axes[0].device_type if axes else "cpu", settings.autocast)
+    if settings.compiles is not None:
+        blocks = [anchor for unit in units_of(placed) if (anchor := unit.anchor()) is not None and anchor is not placed]
+        for block in blocks or [placed]:
+            block.compile(**settings.compiles)
+    return placed
 
 
 def agreed_settings(
@@ -249,11 +335,14 @@ def agreed_settings(
     mesh: DeviceMesh,
     *,
     is_placing: bool = False,
+    others: Mapping[str, int] | None = None,
+    makes: bool = True,
 ) -> Settings:
     """The settings of a config, once all ranks over which `mesh` shares a batch have the same one; an error comes on all.
 
     `auto`, given the config, has values for its `"auto"`, by their paths. With `is_placing` only what says where a model
-    rests is looked at. Communicates 16 bytes per rank.
+    rests is looked at. Without `others`, the sizes of other axes, a config may not divide the ranks. Communicates 16 bytes
+    per rank.
     """
     failure: ConfigError | None = None
     try:
@@ -264,7 +353,7 @@ def agreed_settings(
         if is_placing:
             found = {name: value for name, value in filled(found, values).items() if name not in _NOT_PLACING}
             values = {"train_micro_batch_size_per_gpu": 1}
-        settings = settings_of(found, mesh.size(), values)
+        settings = settings_of(found, mesh.size(), values, others=others, makes=makes)
         # Ranks need not agree on folders of disks.
         said = (*leaves_of(found), *leaves_of(values))
         rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
@@ -274,6 +363,11 @@ def agreed_settings(
     if failure is not None:
         raise failure
     return settings
+
+
+def made_by(settings: Settings, mesh: DeviceMesh, model: M) -> M:
+    """The model placed and ready to run, for a Trainer or an Accelerator, whose ranks all have batches of their own."""
+    return ready_to_run(settings, placed_by(settings, mesh, model))
 
 
 def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = None, *, donate: bool = False) -> M:
@@ -292,20 +386,36 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
         if all(slot_of(parameter) is not None for parameter in model.parameters()):
             return model
     sharding = settings.sharding
-    placed, tiers = _sharded(model, sharding, mesh, units, donate=donate), sharding.tiers
+    if settings.cuts.experts > 1:
+        require_experts(model, mesh, settings.cuts.experts)
+    units = units_around(model, sharding.leaves) if units is None else units
+    placed, tiers = _sharded(model, settings, mesh, units, donate=donate), sharding.tiers
     in_flight = partial(precision, compute=settings.compute or torch.float32, donate=True)
     if settings.compute is not None or sharding.gather is not None or sharding.scatter is not None:
         reduce = sharding.scatter or settings.reduce
         placed = in_flight(placed, reduce=reduce, gather=sharding.gather, grads=settings.grads)
     if sharding.gather_frozen is not None and not all(parameter.requires_grad for parameter in placed.parameters()):
         placed = in_flight(placed, gather=sharding.gather_frozen, reduce=settings.reduce, where=_is_frozen)
-    if any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
+    if settings.rest is not None:
+        placed = in_flight(placed, reduce=settings.reduce, rest=settings.rest)
+    elif any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
         placed = in_flight(placed, reduce=settings.reduce, rest=torch.float32, where=is_widened)
+    if settings.buffers is not None:
+        _cast_buffers(placed, settings.buffers, settings.keeps_wide)
     if tiers == IN_MEMORY:
         return placed
     return offload(
         placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, fraction=tiers.fraction, donate=True
     )
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype, kept: tuple[str, ...] | None) -> None:
+    """Casts floating point buffers of a model of our own, but for those that the config, or the model, keeps."""
+    words = kept if kept is not None else tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and not any(word in f"{name}.{own}" for word in words):
+                setattr(module, own, buffer.to(dtype))
 
 
 def _is_frozen(_: str, parameter: Tensor) -> bool:
@@ -353,29 +463,46 @@ def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> De
     return own
 
 
-def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
-    def is_large(name: str, parameter: Tensor) -> bool:
-        return parameter.numel() > sharding.persist_numel
+def _sharded(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
+    sharding = settings.sharding
+    whole = _persistent(model, sharding)
+    names = mesh.mesh_dim_names or ()
 
-    keeps_all = not any(is_large("", parameter) for parameter in model.parameters())
+    def is_large(name: str, parameter: Tensor) -> bool:
+        return name not in whole
+
+    keeps_all = len(whole) == sum(1 for _ in model.parameters())
     stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage  # stage 3 without anything to shard is stage 2
-    where = is_large if stage == 3 else None
-    transforms: tuple[Callable[..., M], ...] = (
-        replicate,
-        shard_optimizer,
-        shard_grads,
-        partial(shard_params, where=where),
-    )
-    cut = partial(transforms[stage], units=units, donate=donate)
-    if sharding.secondary in (1, mesh.size()):
+    where = is_large if stage == 3 and whole else None
+    transforms: tuple[Callable[..., M], ...] = (replicate, shard_optimizer, shard_grads, shard_params)
+    cut = partial(transforms[stage], units=units, donate=donate, where=where)
+    if settings.cuts.experts > 1:
+        own = {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
+        first = cut(model, mesh[names[0]])
+        return transforms[stage](first, mesh[names[1]], where=lambda name, _: name not in own | whole, donate=True)
+    if sharding.secondary == 1 or sharding.secondary >= mesh.size():
         return cut(model, mesh_axis(mesh, verb="from_deepspeed").mesh)
+    if mesh.ndim == 1 and mesh.size() % sharding.secondary == 0:
+        mesh = unflattened(mesh, (mesh.size() // sharding.secondary, sharding.secondary), ("outer", "inner"))
     names = mesh.mesh_dim_names or ()
     if len(names) != 2 or mesh.size(1) != sharding.secondary:
         raise MeshError(
-            "zero_hpz_partition_size needs a mesh of two axes.",
+            "zero_hpz_partition_size needs a number of ranks that it divides, or a mesh of two axes.",
             mesh=axes_text(mesh),
             zero_hpz_partition_size=sharding.secondary,
             fix=f"mesh = init_device_mesh({mesh.device_type!r}, ({mesh.size() // sharding.secondary}, {sharding.secondary}), "
             'mesh_dim_names=("outer", "inner")); zf.from_deepspeed(model, config, mesh)',
         )
     return shard_grads(cut(model, mesh[names[1]]), mesh[names[0]], where=where, donate=True)
+
+
+def _persistent(model: nn.Module, sharding: Sharding) -> set[str]:
+    """The names of parameters that stay whole at stage 3: the first that are small, and together not too many, as DeepSpeed
+    chooses them."""
+    found: set[str] = set()
+    numel = 0
+    for name, parameter in model.named_parameters():
+        if parameter.numel() <= min(sharding.persist_numel, sharding.persist_most - numel):
+            found.add(name)
+            numel += parameter.numel()
+    return found

@@ -108,6 +108,7 @@ class ZeroAccelerator(Accelerator):
 
     place: Place[nn.Module] | None = None
     reduces_each = False  # whether each microbatch is reduced, as by DeepSpeed at stages 2 and 3
+    loss_factor = 1  # what losses are multiplied with, where a DeepSpeed config adds gradients up
     skips_overflow = False  # whether a gradient norm that is not finite skips the step, as in DeepSpeed's bf16
     _models: list[nn.Module]
     _optimizers: list[Any]
@@ -217,7 +218,7 @@ class ZeroAccelerator(Accelerator):
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Scales the loss and runs backward. Reduces what `no_sync` has summed if this is the last microbatch of a step."""
         with self._window.dropped_on_error():
-            super().backward(loss, **options)
+            super().backward(loss if self.loss_factor == 1 else loss * self.loss_factor, **options)
         if self.sync_gradients:
             self._window.end()
 

@@ -25,7 +25,8 @@ import zero_fn as zf
 from zero_fn.deepspeed.entries import leaves_of, left_to
 from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import Settings
-from zero_fn.deepspeed.setup import agreed_settings, mesh_of, placed_by, require_placed
+from zero_fn.deepspeed.setup import agreed_settings, made_by, mesh_of, require_placed
+from zero_fn.deepspeed.watch import Watch
 from zero_fn.integrations.placing import all_ranks
 from zero_fn.values.tiers import IN_MEMORY
 
@@ -63,6 +64,7 @@ def follow_settings(accelerator: Any, settings: Settings, mesh: DeviceMesh) -> N
     accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
     accelerator.skips_overflow = settings.skips_overflow
     accelerator.reduces_each = settings.sharding.stage > 1
+    accelerator.loss_factor = settings.loss_factor(mesh)
 
 
 def _is_prepared(item: Any) -> bool:
@@ -77,6 +79,8 @@ class AcceleratorConfig:
         self.is_clipped = False  # whether the gradients of this step were
         self._config, self._mesh, self._precision = config, mesh, precision  # precision: accelerate's `mixed_precision`
         self._own: list[LRScheduler] = []
+        self._watch: Watch | None = None  # from the first step on
+        self._skipped = 0
 
     def follow(self, accelerator: Any, objects: Sequence[Any]) -> None:
         """Reads the config once there is a model to train; checks what is prepared with it.
@@ -93,7 +97,7 @@ class AcceleratorConfig:
             if self.settings is None:
                 values = partial(_auto_of, accelerator, objects, self._precision)
                 self.settings = settings = agreed_settings(self._config, values, mesh)
-                accelerator.place = partial(placed_by, settings, mesh)
+                accelerator.place = partial(made_by, settings, mesh)
                 follow_settings(accelerator, settings, mesh)
                 accelerator.gradient_accumulation_steps = settings.accumulation_steps
             if own is not None:
@@ -169,6 +173,13 @@ class AcceleratorConfig:
         type(optimizer).step(optimizer, closure)
         if accelerator.scaler is not None:
             optimizer._is_overflow = accelerator.optimizer_step_was_skipped  # accelerate does not see what is fused
+        if accelerator.sync_gradients and settings is not None and settings.watched is not None:
+            self._skipped += bool(optimizer.step_was_skipped)
+            if self._watch is None:
+                model = next(model for model in accelerator._models if zf.is_transformed(model))
+                self._watch = Watch(settings.watched, model, optimizer.optimizer)
+            samples = settings.micro_batch_size * settings.accumulation_steps * accelerator.num_processes
+            self._watch.step(samples=samples, norm=None, scaler=accelerator.scaler, skipped=self._skipped)
 
 
 def _auto_of(

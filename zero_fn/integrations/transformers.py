@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,10 @@ import zero_fn as zf
 from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.deepspeed.optimizers import finished, whole_where_needed
 from zero_fn.deepspeed.settings import Settings
-from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
+from zero_fn.deepspeed.setup import made_by, mesh_of, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.accelerator_config import follow_settings
-from zero_fn.integrations.metrics import LogsMetrics
+from zero_fn.integrations.metrics import LogsMetrics, WatchCallback
 from zero_fn.integrations.placing import (
     Place,
     all_ranks,
@@ -144,7 +145,11 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         settings = self._settings_at(max(0, self.args.max_steps))
         if own is not None:
             require_placed(settings, mesh, self.model)
-        self.settings, self._place = settings, partial(placed_by, settings, mesh)
+        if self.args.gradient_checkpointing:  # of the model's own, inside which ours would compute once more
+            settings = replace(settings, recomputes=False)
+        self.settings, self._place = settings, partial(made_by, settings, mesh)
+        if settings.watched is not None:
+            self.add_callback(WatchCallback(self, settings))
         self._finish = partial(finished, tiers=settings.sharding.tiers)
         follow_settings(self.accelerator, settings, mesh)
 

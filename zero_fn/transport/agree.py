@@ -24,7 +24,7 @@ from zero_fn.values.mesh import Axis, mesh_axis
 
 R = TypeVar("R")
 
-__all__ = ["Bits", "Outcome", "axes_of", "done_over", "same_along"]
+__all__ = ["Bits", "Outcome", "axes_of", "done_over", "same_along", "sum_along"]
 
 
 _on_the_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
@@ -131,6 +131,15 @@ def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) ->
     """`agree` over all ranks of a mesh, those of the last axis together."""
     line = line_over(axes_of(mesh, reversed(range(mesh.ndim)), what))
     agree(line.exchange, what, rows, why="each would train in another way", fix=fix)
+
+
+def sum_along(mesh: DeviceMesh, own: float, what: str) -> float:
+    """The sum of a number over the ranks of one axis, in their order, so the same on each. Communicates 8 bytes a rank."""
+    line = line_over(axes_of(mesh, range(mesh.ndim), what))
+    if line.size == 1:
+        return own
+    sent = torch.tensor([own], dtype=torch.float64).view(torch.uint8).to(line.device)
+    return float(sum(line.exchange(sent, what).view(torch.float64).flatten().tolist()))
 
 
 def axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:

@@ -18,7 +18,7 @@ from zero_fn.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Axis", "axes_text", "cut_from", "dims_in", "joined_mesh", "mesh_axis", "root_of"]
+__all__ = ["Axis", "axes_text", "cut_from", "dims_in", "joined_mesh", "mesh_axis", "root_of", "unflattened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,21 @@ def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     if names == root.mesh_dim_names:
         return root
     return DeviceMesh._concatenate(list(meshes))
+
+
+def unflattened(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """The ranks of one axis as several axes, neighbours along the last, of a new mesh in which the other axes stay.
+
+    All ranks of the mesh call it, as it makes process groups. (torch's own keeps the mesh of before, in which these axes
+    share a dim.)
+    """
+    root, own = root_of(mesh), (mesh.mesh_dim_names or ("",))[0]
+    known = root.mesh_dim_names or ("",)
+    dim = known.index(own)
+    shape = (*root.shape[:dim], *sizes, *root.shape[dim + 1 :])
+    named = (*known[:dim], *names, *known[dim + 1 :])
+    made = DeviceMesh(mesh.device_type, root.mesh.reshape(shape), mesh_dim_names=named)
+    return made if made.ndim == len(names) else made[tuple(names)]
 
 
 def axes_text(mesh: DeviceMesh) -> str:

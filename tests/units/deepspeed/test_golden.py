@@ -16,23 +16,24 @@ from torch import nn
 
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.deepspeed.loss_scale import Scaler
-from zero_fn.deepspeed.rates import Warmup, warmup_of
+from zero_fn.deepspeed.rates import Rates, rates_of
 from zero_fn.errors import StateError
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 
 
-def scheduled(case: dict[str, Any]) -> tuple[torch.optim.Optimizer, Warmup]:
-    warmup = warmup_of(Entries({"scheduler": {"type": case["type"], "params": case["params"]}}))
-    assert warmup is not None
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=case["own"])
-    return optimizer, warmup(optimizer)
+def scheduled(case: dict[str, Any]) -> tuple[torch.optim.Optimizer, Rates]:
+    rates = rates_of(Entries({"scheduler": {"type": case["type"], "params": case["params"]}}))
+    assert rates is not None
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=case["own"])
+    return optimizer, rates(optimizer)
 
 
-def stepped(optimizer: torch.optim.Optimizer, rates: Warmup, steps: int) -> list[float]:
+def stepped(optimizer: torch.optim.Optimizer, rates: Rates, steps: int) -> list[tuple[float, ...]]:
     found = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        (group,) = optimizer.param_groups
+        found.append((group["lr"], *group["betas"]))
         optimizer.step()
         rates.step()
     return found
@@ -41,8 +42,10 @@ def stepped(optimizer: torch.optim.Optimizer, rates: Warmup, steps: int) -> list
 @pytest.mark.parametrize("case", GOLDEN["rates"], ids=lambda case: f"{case['type']} {case['params']}")
 def test_rates_are_those_of_deepspeed(case: dict[str, Any]) -> None:
     optimizer, rates = scheduled(case)
-    for found, golden in zip(stepped(optimizer, rates, len(case["rates"])), case["rates"], strict=True):
-        assert math.isclose(found, golden, rel_tol=1e-15, abs_tol=0)
+    betas = case.get("betas", [[0.9, 0.999]] * len(case["rates"]))
+    goldens = [(rate, *both) for rate, both in zip(case["rates"], betas, strict=True)]
+    for found, golden in zip(stepped(optimizer, rates, len(goldens)), goldens, strict=True):
+        assert found == pytest.approx(golden, rel=1e-15, abs=0)
 
 
 def scaler_of(case: dict[str, Any]) -> Scaler:

@@ -1,0 +1,177 @@
+"""What a config says of dtypes, of activations, of wholes and of compilation is done to the model."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.support.groups import alone
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
+from tests.units.deepspeed.configs import Json
+from tests.units.deepspeed.test_setup import built, furthest, loss_of, trained, values, zero
+from zero_fn.runtime.door import units_of
+from zero_fn.transforms.recomputed import Recomputed
+
+
+@on_ranks(2)
+def test_autocast_is_torchs_around_each_forward() -> None:
+    own = {**zero(3), "torch_autocast": {"enabled": True, "dtype": "bf16"}}
+    inside, outside = (zf.from_deepspeed(built(), config, axis()) for config in (own, zero(3)))
+    for step in range(2):
+        for setup in (inside, outside):
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup is outside):
+                loss = loss_of(setup.model, step, 0)
+            setup.scaled(loss).backward()
+            setup.step()
+        assert not torch.is_autocast_enabled("cpu")
+    assert furthest(values(inside.model), values(outside.model)) == 0
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        inside.model(torch.ones(1, 1))
+    assert not torch.is_autocast_enabled("cpu"), "an error in a forward ends it"
+    assert furthest(values(outside.model), trained(zf.from_deepspeed(built(), zero(3), axis()))) > 0
+
+
+@on_ranks(2)
+def test_masters_and_states_rest_in_bfloat16_where_the_config_says_both() -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    for stage in (0, 3):
+        setup = zf.from_deepspeed(built(), {**zero(stage), "bf16": bf16}, axis())
+        before = values(setup.model)
+        after = trained(setup)
+        assert {value.dtype for value in after.values()} == {torch.bfloat16}
+        assert furthest(before, after) > 0
+        states = [each for state in setup.optimizer.state.values() for each in state.values() if each.dim()]
+        assert {state.dtype for state in states} == {torch.bfloat16}
+
+
+class Buffered(nn.Module):
+    _keep_in_fp32_modules_strict = {"rotary"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        for name, value in {
+            "rotary": torch.ones(3),
+            "mask": torch.ones(3),
+            "count": torch.ones(3, dtype=torch.int),
+        }.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _dtypes(**data_types: Any) -> list[torch.dtype]:
+    config: Json = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "data_types": data_types}
+    with alone() as mesh:
+        model = Buffered()
+        made = zf.from_deepspeed(model, config, mesh["dp"]).model
+        assert model.mask.dtype == torch.float32  # that of the caller
+        return [buffer.dtype for _, buffer in made.named_buffers()]
+
+
+def test_buffers_are_cast_but_for_those_that_are_kept() -> None:
+    wide, narrow, whole = torch.float32, torch.bfloat16, torch.int
+    assert _dtypes(param_dtype="bf16") == [wide, wide, whole]
+    assert _dtypes(buffer_dtype="bf16") == [wide, narrow, whole]
+    assert _dtypes(buffer_dtype="bf16", keep_in_fp32_modules=[]) == [narrow, narrow, whole]
+    assert _dtypes(buffer_dtype="bf16", keep_in_fp32_modules=["mask"]) == [narrow, wide, whole]
+
+
+@on_ranks(2)
+def test_blocks_are_computed_again_and_the_numbers_stay() -> None:
+    plain = trained(zf.from_deepspeed(built(), zero(3), axis()))
+    for more in (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"activation_checkpointing": {"partition_activations": True}},
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+    ):
+        setup = zf.from_deepspeed(built(), {**zero(3), **more}, axis())
+        assert any(isinstance(vars(module).get("forward"), Recomputed) for module in setup.model.modules())
+        assert furthest(trained(setup), plain) == 0
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+class Leafy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture, self.blocks = Nested(), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    "said", [{"classes": ["here.Nested"]}, {"names": ["mixture"]}, {"name_suffixes": ["ture"]}, None]
+)
+def test_leaf_modules_are_gathered_as_wholes(said: Json | None) -> None:
+    zero = {"stage": 3, **({"leaf_module": said} if said else {})}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": zero}
+    with alone() as mesh:
+        names = {unit.name for unit in units_of(zf.from_deepspeed(Leafy(), config, mesh["dp"]).model) if unit.slots}
+        blocks = {"blocks.0", "blocks.1"}
+        assert names == blocks | ({"mixture"} if said else {f"mixture.experts.{n}" for n in range(3)})
+        zero["leaf_module"] = {"classes": ["Missing"]}
+        with pytest.raises(zf.ConfigError, match="modules that the model does not have"):
+            zf.from_deepspeed(Leafy(), config, mesh["dp"])
+
+
+def test_no_more_parameters_stay_whole_than_the_config_allows() -> None:
+    """The first small ones in the order of the model, as DeepSpeed counts them."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 4, "stage3_model_persistence_threshold": 9}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": zero}
+    with alone() as mesh:
+        model = zf.from_deepspeed(Leafy(), config, mesh["dp"]).model
+        whole = [name for name, each in model.named_parameters() if "Shard" not in str(each.placements)]  # type: ignore[union-attr]
+        assert whole == ["mixture.experts.0.bias", "mixture.experts.1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        ({"deepcompile": True}, {"backend": "inductor"}),
+        ({"disable": False, "backend": "eager"}, {"backend": "eager"}),
+        ({"enabled": True, "kwargs": {"dynamic": False}}, {"backend": "inductor", "dynamic": False}),
+        ({"enabled": False}, None),
+        ({"disable": True}, None),
+    ],
+)
+def test_each_block_is_compiled_by_itself(section: Json, options: Json | None) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "compile": section}
+    with alone() as mesh, patch.object(nn.Module, "compile", autospec=True) as compiled:
+        model = zf.from_deepspeed(Leafy(), config, mesh["dp"]).model
+        calls = [(call.args[0], call.kwargs) for call in compiled.call_args_list]
+        blocks = [*model.mixture.experts, *model.blocks] if options else []
+        assert calls == [(block, options) for block in blocks]
+
+
+def test_rates_are_scaled_by_the_package_mup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function gets the parameters of the transformed model, which have what the program has set on those of its own."""
+    package = types.ModuleType("mup")
+
+    def mu_adam(params: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": [each], "lr": options["lr"] / each.infshape} for each in params], **options)
+
+    package.MuAdam = mu_adam  # type: ignore[attr-defined]
+    model = nn.Linear(4, 4)
+    model.weight.infshape, model.bias.infshape = 4.0, 1.0  # type: ignore[union-attr]
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "MuAdam", "params": {"lr": 0.4, "eps": 1e-6}}}
+    with alone() as mesh:
+        monkeypatch.setitem(sys.modules, "mup", None)
+        with pytest.raises(zf.ConfigError, match="pip install mup"):
+            zf.from_deepspeed(model, config, mesh["dp"])
+        monkeypatch.setitem(sys.modules, "mup", package)
+        setup = zf.from_deepspeed(model, config, mesh["dp"])
+        assert setup.rates == [0.1, 0.4]
+        setup.model(torch.ones(1, 4)).sum().backward()
+        assert setup.step() is not None

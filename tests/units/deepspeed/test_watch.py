@@ -1,0 +1,134 @@
+"""What a config prints and logs: lines, breakdowns, monitors, a profile of one step, and bytes sent."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import zero_fn as zf
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import axis
+from tests.units.deepspeed.configs import Json
+from tests.units.deepspeed.test_setup import MICRO, MICROBATCHES, built, furthest, step_of, trained, values, zero
+from zero_fn.deepspeed import watch
+from zero_fn.monitor.csv import Csv
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
+def printed(setup: zf.DeepSpeedSetup[Any], steps: int = 4) -> str:
+    with redirect_stdout(io.StringIO()) as text:
+        for step in range(steps):
+            step_of(setup, step)
+    return text.getvalue()
+
+
+@on_ranks(2)
+def test_rank_0_prints_a_line_every_so_many_steps() -> None:
+    setup = zf.from_deepspeed(built(), {**zero(2), "steps_per_print": 2, "gradient_clipping": 1.0}, axis())
+    lines = printed(setup).splitlines()
+    if dist.get_rank():
+        assert lines == []
+        return
+    assert len(lines) == 2
+    assert re.fullmatch(r"step 4: 0 skipped, learning rate 0.02, gradient norm [\d.]+, [\d.]+ samples/s", lines[1]), (
+        lines[1]
+    )
+
+
+@on_ranks(2)
+def test_breakdowns_are_in_the_lines() -> None:
+    more = {
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "comms_logger": {"enabled": True},
+        "steps_per_print": 3,
+    }
+    setup = zf.from_deepspeed(built(), {**zero(3), **more}, axis())
+    text = printed(setup)
+    assert setup.watch is not None and setup.watch.sent is not None
+    assert setup.watch.sent.nbytes > 0
+    if not dist.get_rank():
+        assert text.count("\n") == 1
+        assert re.search(r"loss [\d.]+, .*forward [\d.]+ ms, backward [\d.]+ ms, optimizer step [\d.]+ ms", text), text
+        assert re.search(r"memory_bytes/\w+ \d{3,}", text)
+        assert "all-gather" in text
+    setup.watch.close()
+
+
+@on_ranks(2)
+def test_monitors_have_the_numbers_of_each_step(folder: str) -> None:
+    """And training is what it is without them."""
+    more: Json = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/a", "job_name": "job"}}
+    setup = zf.from_deepspeed(built(), {**zero(1), **more}, axis())
+    assert furthest(trained(setup), trained(zf.from_deepspeed(built(), zero(1), axis()))) == 0
+    assert setup.watch is not None
+    setup.watch.close()
+    if not dist.get_rank():
+        rows = rows_of(Path(folder, "a", "job.csv"))
+        assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+        assert all(float(row["zero_fn/loss"]) > 0 for row in rows)
+        assert float(rows[3]["zero_fn/learning_rate/0"]) == pytest.approx(0.02)
+
+
+@on_ranks(2)
+def test_a_monitor_that_counts_samples_has_reports_after_so_many(folder: str) -> None:
+    made = []
+
+    def comet(project: str, **options: Any) -> Csv:
+        made.append((project, options))
+        return Csv(f"{folder}/comet.csv")
+
+    batch = MICRO * MICROBATCHES * 2
+    section = {"enabled": True, "project": "p", "workspace": "w", "online": False, "samples_log_interval": 2 * batch}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "Comet", comet)
+        setup = zf.from_deepspeed(built(), {**zero(1), "comet": section}, axis())
+    printed(setup)
+    if not dist.get_rank():
+        assert made == [("p", {"workspace": "w", "online": False})]
+        assert [row["step"] for row in rows_of(Path(folder, "comet.csv"))] == ["2", "4"]
+
+
+@on_ranks(2)
+def test_a_monitor_that_cannot_be_opened_is_told_on_every_rank() -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise zf.ConfigError("This sink needs wandb.", fix="pip install wandb")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "WandB", fails)
+        with pytest.raises(zf.ZeroError, match=r"This sink needs wandb|Opening the monitors(.|\n)*failed on rank 0"):
+            zf.from_deepspeed(built(), {**zero(1), "wandb": {"enabled": True, "project": "x"}}, axis())
+
+
+@on_ranks(2)
+def test_steps_are_profiled_with_their_operations(folder: str) -> None:
+    section = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/profile.log"}
+    setup = zf.from_deepspeed(built(), {**zero(3), "flops_profiler": section}, axis())
+    before = values(setup.model)
+    assert printed(setup, 3) == ""
+    assert furthest(values(setup.model), before) > 0
+    dist.barrier()
+    assert "FLOP" in Path(section["output_file"]).read_text()  # type: ignore[arg-type]
+    assert os.listdir(folder) == ["profile.log"]
+
+
+@on_ranks(2)
+def test_a_run_that_goes_on_counts_on(folder: str) -> None:
+    config = {**zero(2), "steps_per_print": 3}
+    setup = zf.from_deepspeed(built(), config, axis())
+    printed(setup, 2)
+    zf.save(f"{folder}/step-2", setup.model, setup.optimizer, extra={"setup": setup})
+    again = zf.from_deepspeed(built(), config, axis())
+    zf.load(folder, again.model, again.optimizer, extra={"setup": again})
+    assert printed(again, 1).startswith("step 3: ") or dist.get_rank()
