@@ -8,7 +8,7 @@ loss_scale   the section fp16
 settings     a whole config as one value
 cutting      ... and cut over other axes
 autocast     ... and run under torch.autocast
-watch        what it prints and logs
+reporter     what it prints and logs
 setup        `from_deepspeed`: the settings, applied to a model
 manners      what the engine does in a loop, as functions
 """

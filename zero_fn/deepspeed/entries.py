@@ -224,7 +224,7 @@ class Entries:
                 self._take(key, known, entry, value)
             elif is_name and name.startswith("_"):
                 self.outcomes.append(TakenEntry(entry, shown(value), "a comment"))
-            elif is_name and (home := _home_of(name, path)) is not None and not isinstance(value, Mapping):
+            elif is_name and known not in _SECTIONS and (home := _home_of(name, path)) is not None:
                 self._misplaced.append((known, home, value))
             elif not is_name or known not in _SECTIONS:
                 self.refused(known, "the name of an entry", _meant(str(name), section, path))
@@ -235,17 +235,19 @@ class Entries:
                 self.refused(known, "an object", f'"{name}": {{...}}')
 
     def _take_misplaced(self, found: str, path: str, value: object) -> None:
-        """An entry in the wrong section, which DeepSpeed refuses or drops. One that says what holds anyway is taken."""
-        section, _, name = path.rpartition(".")
-        key = KEYS.get(path)
-        taken = None if key is None else key.kind.taken(value)
-        if taken is not None and path not in self._refused and taken == self[path]:
-            words = f"belongs in {section}, where it would change nothing"
-            self.outcomes.append(TakenEntry(self._found[found][0], shown(value), words))
+        """An entry or a section in the wrong place, which DeepSpeed refuses or drops. It is taken if it changes nothing."""
+        home = f"in {path.rpartition('.')[0]}" if "." in path else "at the top level"
+        leaves = leaves_of(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
+        if all(self._changes_nothing(*leaf) for leaf in leaves):
+            entry = self._found[found][0]
+            self.outcomes.append(TakenEntry(entry, shown(value), f"belongs {home}, where it would change nothing"))
         else:
-            self.refused(
-                found, f"its place, which is {section}", f'"{section}": {{"{name}": {shown(value)}}}; or remove it'
-            )
+            self.refused(found, f"its place, {home}", f"write it {home}, or remove it")
+
+    def _changes_nothing(self, path: str, value: object) -> bool:
+        key = KEYS.get(path)
+        taken = None if key is None or path in self._refused else key.kind.taken(value)
+        return key is not None and taken is not None and (key.role == "hint" or taken == self[path])
 
     def _take(self, key: Key, path: str, entry: str, value: object) -> None:
         words, taken = key.became, None if value in (None, "auto") else key.kind.taken(value)
@@ -282,19 +284,15 @@ def shown(value: object) -> str:
 
 
 def _home_of(name: str, path: str) -> str | None:
-    """The path where an entry that is unknown here belongs, if one section alone has it."""
-    homes = [known for known in KEYS if known.rpartition(".")[2] == name and not known.startswith(path or ".")]
-    if not homes and path in ("optimizer.", "scheduler."):
+    """The path where an entry or a section that is unknown here belongs, if there is one such place."""
+    if path in ("optimizer.", "scheduler."):
         return f"{path}params.{name}"
-    own = [home for home in homes if path and home.startswith(path)]
-    return (own or homes)[0] if len(own or homes) == 1 and "." in (own or homes)[0] else None
+    homes = [known for known in (*KEYS, *_SECTIONS) if known.rpartition(".")[2] == name]
+    return homes[0] if len(homes) == 1 else None
 
 
 def _meant(name: str, section: Mapping[str, object], path: str) -> str:
-    """The fix for an unknown entry: the section that has it, the known one with the most similar name, or to remove it."""
-    homes = {known.rpartition(".")[0] for known in (*KEYS, *_SECTIONS) if known.rpartition(".")[2] == name}
-    if len(homes) == 1:
-        return f"move it to {json.dumps(*homes) if any(homes) else 'the top level'}, or remove it"
+    """The fix for an unknown entry: the known one with the most similar name, or to remove it."""
     known = {other.removeprefix(path).partition(".")[0] for other in KEYS if other.startswith(path)}
     near = difflib.get_close_matches(name, sorted(known - set(section)), n=1, cutoff=0.75)
     return f"{near[0]}, or remove it" if near else "remove it"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -18,13 +17,16 @@ from zero_fn.deepspeed.keys import KEYS
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
 from zero_fn.deepspeed.optimizers import Stock, stock_of
 from zero_fn.deepspeed.rates import Rates, rates_of
-from zero_fn.deepspeed.watch import Watched, watched_of
+from zero_fn.deepspeed.reporter import Reporting, reporting_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 from zero_fn.values.wire import Wire, int4, int8
 
-__all__ = ["Cuts", "Settings", "Sharding", "settings_of"]
+__all__ = ["Computing", "Cuts", "Settings", "Sharding", "settings_of"]
 
-_ZERO, _BLOCKS = "zero_optimization", "activation_checkpointing"
+_ZERO, _CLIPPING = "zero_optimization", "gradient_clipping"
+_NARROW = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+_PARKS = "activation_checkpointing.cpu_checkpointing"
+_RECOMPUTES = ("activation_checkpointing.partition_activations", "pipeline.activation_checkpoint_interval")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXPERTS = {
     "moe_expert_parallel_size": None,
@@ -59,32 +61,39 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What a config asks for."""
+class Computing:
+    """How a model computes."""
 
-    micro_batch_size: int  # samples, on each rank
-    accumulation_steps: int  # microbatches of a step
     compute: torch.dtype | None  # of gathered parameters; None: the dtype at rest
     reduce: torch.dtype  # of gradient sums
     grads: torch.dtype | None  # of gradients at rest; None: that of their parameters
-    rest: torch.dtype | None  # of trained parameters at rest; None: that of the model
+    rest: torch.dtype | None  # of trained parameters at rest; None: float32, and that of the model for frozen ones
+    saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
     buffers: torch.dtype | None  # of floating point buffers; None: as they are
     keeps_wide: tuple[str, ...] | None  # words in names of buffers that stay as they are; None: those of the model
     autocast: torch.dtype | None  # of torch.autocast around forwards
     recomputes: bool  # whether blocks are computed again in backward
     parks: bool  # whether what they keep is on the host
     compiles: Mapping[str, Any] | None  # options with which units are compiled
-    sums: bool  # whether gradients are summed over ranks, and not averaged
-    cuts: Cuts
-    watched: Watched | None  # what is printed and logged
-    in_background: bool  # whether checkpoints are written in the background
-    saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
-    scaler: Callable[[str], Scaler] | None  # made for a type of device; None unless `compute` is float16
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a config asks for."""
+
+    micro_batch_size: int  # samples, on each rank
+    accumulation_steps: int  # microbatches of a step
+    computing: Computing
+    scaler: Callable[[str], Scaler] | None  # made for a type of device; None unless float16 is computed
     skips_overflow: bool  # whether a step is skipped if its gradients are not finite
     max_norm: float  # to which gradients are clipped; 0: not clipped
+    sums: bool  # whether gradients are summed over ranks, and not averaged
     sharding: Sharding
+    cuts: Cuts
     stock: Stock | None  # makes the optimizer from a model; None, as for the scheduler: the config has none
     scheduler: Callable[[Optimizer], Rates] | None
+    reporting: Reporting | None  # what is printed and logged
+    in_background: bool  # whether checkpoints are written in the background
     outcomes: tuple[TakenEntry, ...]  # of each entry, in the order of the config
 
     def loss_factor(self, mesh: DeviceMesh) -> int:
@@ -113,56 +122,34 @@ def settings_of(
     entries = Entries(filled(config, auto or {}))
     parts: dict[str, Callable[[Entries], Any]] = {
         "cuts": partial(_cuts, ranks=ranks, others=others),
-        "compute": _compute,
-        "reduce": _reduce,
-        "grads": _grads,
+        "batch_sizes": partial(_batch_sizes, ranks=ranks, others=others or {}),
+        "computing": _computing,
         "scaler": scaler_of,
+        "skips_overflow": lambda entries: entries["fp16.enabled"] or _checks_bf16(entries),
+        "max_norm": lambda entries: entries[_CLIPPING],
+        "sums": lambda entries: entries["gradient_allreduce_op"] == "sum",
         "sharding": _sharding,
-        "rest": _rest,
-        "autocast": _autocast,
-        "keeps_wide": _keeps_wide,
         "stock": stock_of if makes else lambda _: None,
         "scheduler": rates_of,
-        "watched": watched_of,
+        "reporting": reporting_of,
+        "in_background": lambda entries: entries["checkpoint.writer.decoupled"],
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
         with suppress(RefusedEntry):  # `close` raises all errors at once
             found[name] = part(entries)
-    with suppress(RefusedEntry):
-        cuts = found.get("cuts", Cuts())
-        shares = [
-            size for name, size in (("tensor", cuts.tensor), ("sequence", cuts.sequence)) if name not in (others or {})
-        ]
-        found["batch_sizes"] = _batch_sizes(entries, ranks // prod(shares))
     entries.close()
+    default = TakenEntry(_CLIPPING, "not given", f"{entries[_CLIPPING]:g}, DeepSpeed's default, in setup.step()")
+    found["outcomes"] = (*entries.outcomes, *([] if entries.is_given(_CLIPPING) else [default]))
     micro_batch_size, accumulation_steps = found.pop("batch_sizes")
-    clipping = "gradient_clipping"
-    default = TakenEntry(clipping, "not given", f"{entries[clipping]:g}, DeepSpeed's default, in setup.step()")
-    is_narrow = any(entries[f"{_ZERO}.stage3_gather_{name}_weights_on_model_save"] for name in ("16bit", "fp16"))
-    parks = entries[f"{_BLOCKS}.cpu_checkpointing"]
-    checked = {torch.float16: True, torch.bfloat16: entries["bf16.check_grad_overflow"]}
-    return Settings(
-        micro_batch_size,
-        accumulation_steps,
-        **found,
-        buffers=_DTYPES.get(entries["data_types.buffer_dtype"]),
-        recomputes=any(
-            (entries[f"{_BLOCKS}.partition_activations"], parks, entries["pipeline.activation_checkpoint_interval"])
-        ),
-        parks=parks,
-        compiles=_compiles(entries),
-        sums=entries["gradient_allreduce_op"] == "sum",
-        in_background=entries["checkpoint.writer.decoupled"],
-        saved=found["compute"] if is_narrow else None,
-        skips_overflow=checked.get(found["compute"], False),
-        max_norm=entries[clipping],
-        outcomes=(*entries.outcomes, *([] if entries.is_given(clipping) else [default])),
-    )
+    return Settings(micro_batch_size, accumulation_steps, **found)
 
 
-def _batch_sizes(entries: Entries, ranks: int) -> tuple[int, int]:
+def _batch_sizes(entries: Entries, ranks: int, others: Mapping[str, int]) -> tuple[int, int]:
     """Samples of a microbatch, and microbatches of a step. Of the three numbers in the config, two give the third."""
+    cuts = _cuts(entries, ranks, others)
+    for kind, size in (("tensor", cuts.tensor), ("sequence", cuts.sequence)):
+        ranks //= 1 if kind in others else size
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = given = tuple(entries[name] for name in names)
     left = [name for name in names[1:] if entries.is_auto(name)]
@@ -218,6 +205,32 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
     return found
 
 
+def _computing(entries: Entries) -> Computing:
+    """Dtypes, and what else says how the model computes."""
+    parts: dict[str, Callable[[Entries], Any]] = {
+        "compute": _compute,
+        "reduce": _reduce,
+        "grads": _grads,
+        "rest": _rest,
+        "saved": lambda entries: _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None,
+        "buffers": lambda entries: _DTYPES.get(entries["data_types.buffer_dtype"]),
+        "keeps_wide": _keeps_wide,
+        "autocast": _autocast,
+        "recomputes": lambda entries: any(entries[path] for path in (*_RECOMPUTES, _PARKS)) or False,
+        "parks": lambda entries: entries[_PARKS],
+        "compiles": _compiles,
+    }
+    found, wrong = {}, []
+    for name, part in parts.items():
+        try:
+            found[name] = part(entries)
+        except RefusedEntry as refused:
+            wrong.append(refused)
+    if wrong:
+        raise wrong[0]
+    return Computing(**found)
+
+
 def _compute(entries: Entries) -> torch.dtype | None:
     """The dtype in flight."""
     if entries["bf16.enabled"] and entries["fp16.enabled"]:
@@ -228,6 +241,10 @@ def _compute(entries: Entries) -> torch.dtype | None:
         wants, fix = f'"{own}", in which the model computes', f'"{asked}": {{"enabled": true}}; or remove it'
         raise entries.refused("data_types.param_dtype", wants, fix)
     return None if asked == "fp32" else _DTYPES[asked]
+
+
+def _checks_bf16(entries: Entries) -> bool:
+    return bool(entries["bf16.enabled"] and entries["bf16.check_grad_overflow"])
 
 
 def _rest(entries: Entries) -> torch.dtype | None:

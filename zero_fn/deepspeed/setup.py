@@ -23,8 +23,8 @@ from zero_fn.deepspeed.cutting import cut_by_its_plan, other_axes, require_exper
 from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.optimizers import finished
+from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
-from zero_fn.deepspeed.watch import Watch
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.looking.describe import home_of
 from zero_fn.looking.table import table
@@ -69,12 +69,12 @@ class DeepSpeedSetup(Generic[M]):
         optimizer: The optimizer of the model's parameters; a `Streamed` if states, gradients or parameters are offloaded.
         scheduler: The learning-rate scheduler; None if the config has none.
         scaler: The loss scaler of float16; None for other dtypes.
-        settings: What the config asks for: `micro_batch_size`, `accumulation_steps`, `max_norm`, `skips_overflow`, ...
+        settings: What the config asks for: `settings.max_norm`, `settings.skips_overflow`, ...
         mesh: The ranks that have batches of their own, for a sampler: `setup.mesh.size()`, `setup.mesh.get_local_rank()`.
             Other axes that the config has cut out of them are in its root.
         pipeline: The axis over which a pipeline was cut; its ranks agree on norms and on skipped steps.
         device: The device that computes, to which batches go.
-        watch: What prints and logs; None if the config asks for nothing of it.
+        reporter: What prints and logs; None if the config asks for nothing of it.
         steps: Calls of `step`, skipped ones too: `global_steps` of DeepSpeed.
         skipped_steps: Those of them that were skipped because gradients were not finite.
         micro_steps: Microbatches of `zero_fn.deepspeed.backward` so far.
@@ -90,7 +90,7 @@ class DeepSpeedSetup(Generic[M]):
     mesh: DeviceMesh
     pipeline: DeviceMesh | None
     device: torch.device
-    watch: Watch | None = None
+    reporter: Reporter | None = None
     steps: int = 0
     skipped_steps: int = 0
     micro_steps: int = 0
@@ -106,16 +106,6 @@ class DeepSpeedSetup(Generic[M]):
     def accumulation_steps(self) -> int:
         """Microbatches of one step."""
         return self.settings.accumulation_steps
-
-    @property
-    def max_norm(self) -> float:
-        """The norm to which `step` clips gradients; 0: gradients are not clipped."""
-        return self.settings.max_norm
-
-    @property
-    def skips_overflow(self) -> bool:
-        """Whether `step` skips a step whose gradients are not finite."""
-        return self.settings.skips_overflow
 
     @property
     def outcomes(self) -> tuple[TakenEntry, ...]:
@@ -142,8 +132,8 @@ class DeepSpeedSetup(Generic[M]):
     def resume(self, steps: int, skipped: int) -> None:
         """Goes on after so many steps."""
         self.steps, self.skipped_steps, self.micro_steps = steps, skipped, steps * self.accumulation_steps
-        if self.watch is not None:
-            self.watch.resume(steps)
+        if self.reporter is not None:
+            self.reporter.resume(steps)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -152,8 +142,8 @@ class DeepSpeedSetup(Generic[M]):
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call `backward()` on: divided by `accumulation_steps`, times the loss scale of float16."""
         part = loss / self.accumulation_steps
-        if self.watch is not None:
-            self.watch.note(part)
+        if self.reporter is not None:
+            self.reporter.note(part)
         part = part * self.settings.loss_factor(self.mesh)
         return part if self.scaler is None else self.scaler.scale(part)
 
@@ -173,10 +163,10 @@ class DeepSpeedSetup(Generic[M]):
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self.norm = None
-        if self.max_norm or self.skips_overflow:
-            own = clip_grad_norm(self.model.parameters(), None if self.pipeline else self.max_norm or None)
+        if self.settings.max_norm or self.settings.skips_overflow:
+            own = clip_grad_norm(self.model.parameters(), None if self.pipeline else self.settings.max_norm or None)
             self.norm = float(own) if self.pipeline is None else self._shared(own)
-        is_taken = not self.skips_overflow or (self.norm is not None and isfinite(self.norm))
+        is_taken = not self.settings.skips_overflow or (self.norm is not None and isfinite(self.norm))
         if self.scaler is not None:
             if not is_taken:
                 self.scaler.skip()
@@ -189,17 +179,17 @@ class DeepSpeedSetup(Generic[M]):
             self.scheduler.step()
         self.optimizer.zero_grad()
         self.steps, self.skipped_steps = self.steps + 1, self.skipped_steps + (not is_taken)
-        if self.watch is not None:
+        if self.reporter is not None:
             samples = self.micro_batch_size * self.accumulation_steps * self.mesh.size()
-            self.watch.step(samples=samples, norm=self.norm, scaler=self.scaler, skipped=self.skipped_steps)
+            self.reporter.step(samples=samples, norm=self.norm, scaler=self.scaler, skipped=self.skipped_steps)
         return self.norm
 
     def _shared(self, own: Tensor) -> float:
         """The norm of the gradients of all stages of a pipeline, to which those of this one are clipped."""
         assert self.pipeline is not None, "no pipeline"
         norm = sqrt(sum_along(self.pipeline, float(own) ** 2, "the norm of gradients"))
-        if self.max_norm:
-            nn.utils.clip_grads_with_norm_(list(self.model.parameters()), self.max_norm, own.new_tensor(norm))
+        if self.settings.max_norm:
+            nn.utils.clip_grads_with_norm_(list(self.model.parameters()), self.settings.max_norm, own.new_tensor(norm))
         return norm
 
     def __str__(self) -> str:
@@ -310,22 +300,22 @@ def from_deepspeed(
         mesh=own,
         pipeline=pipeline,
         device=torch.empty(0, device=mesh.device_type).device,  # with its index
-        watch=None if settings.watched is None else Watch(settings.watched, placed, stepped),
+        reporter=None if settings.reporting is None else Reporter(settings.reporting, placed, stepped),
     )
 
 
 def ready_to_run(settings: Settings, placed: M, tensor: DeviceMesh | None = None) -> M:
     """A placed model whose blocks are computed again in backward, whose units are compiled, which runs under autocast, as the
     settings say."""
-    if settings.recomputes:
-        placed = checkpoint_activations(placed, partition=tensor, offload=cpu() if settings.parks else None)
+    if settings.computing.recomputes:
+        placed = checkpoint_activations(placed, partition=tensor, offload=cpu() if settings.computing.parks else None)
     axes = next((axes for unit in units_of(placed) if (axes := run_of(unit).transport.axes)), ())
-    if settings.autocast is not None:
-        run_under_autocast(placed, axes[0].device_type if axes else "cpu", settings.autocast)
-    if settings.compiles is not None:
+    if settings.computing.autocast is not None:
+        run_under_autocast(placed, axes[0].device_type if axes else "cpu", settings.computing.autocast)
+    if settings.computing.compiles is not None:
         blocks = [anchor for unit in units_of(placed) if (anchor := unit.anchor()) is not None and anchor is not placed]
         for block in blocks or [placed]:
-            block.compile(**settings.compiles)
+            block.compile(**settings.computing.compiles)
     return placed
 
 
@@ -379,7 +369,7 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
 
     def is_widened(name: str, parameter: Tensor) -> bool:
         is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)
-        return is_narrow and (parameter.requires_grad or settings.compute is None)
+        return is_narrow and (parameter.requires_grad or settings.computing.compute is None)
 
     if mesh_of(model) is not None:
         mesh = require_placed(settings, mesh, model)
@@ -390,18 +380,18 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
         require_experts(model, mesh, settings.cuts.experts)
     units = units_around(model, sharding.leaves) if units is None else units
     placed, tiers = _sharded(model, settings, mesh, units, donate=donate), sharding.tiers
-    in_flight = partial(precision, compute=settings.compute or torch.float32, donate=True)
-    if settings.compute is not None or sharding.gather is not None or sharding.scatter is not None:
-        reduce = sharding.scatter or settings.reduce
-        placed = in_flight(placed, reduce=reduce, gather=sharding.gather, grads=settings.grads)
+    in_flight = partial(precision, compute=settings.computing.compute or torch.float32, donate=True)
+    if settings.computing.compute is not None or sharding.gather is not None or sharding.scatter is not None:
+        reduce = sharding.scatter or settings.computing.reduce
+        placed = in_flight(placed, reduce=reduce, gather=sharding.gather, grads=settings.computing.grads)
     if sharding.gather_frozen is not None and not all(parameter.requires_grad for parameter in placed.parameters()):
-        placed = in_flight(placed, gather=sharding.gather_frozen, reduce=settings.reduce, where=_is_frozen)
-    if settings.rest is not None:
-        placed = in_flight(placed, reduce=settings.reduce, rest=settings.rest)
+        placed = in_flight(placed, gather=sharding.gather_frozen, reduce=settings.computing.reduce, where=_is_frozen)
+    if settings.computing.rest is not None:
+        placed = in_flight(placed, reduce=settings.computing.reduce, rest=settings.computing.rest)
     elif any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
-        placed = in_flight(placed, reduce=settings.reduce, rest=torch.float32, where=is_widened)
-    if settings.buffers is not None:
-        _cast_buffers(placed, settings.buffers, settings.keeps_wide)
+        placed = in_flight(placed, reduce=settings.computing.reduce, rest=torch.float32, where=is_widened)
+    if settings.computing.buffers is not None:
+        _cast_buffers(placed, settings.computing.buffers, settings.computing.keeps_wide)
     if tiers == IN_MEMORY:
         return placed
     return offload(

@@ -268,7 +268,7 @@ class ZeroAccelerator(Accelerator):
         if not zf.is_transformed(model):
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
             return plain
-        saved = None if self.config is None or self.config.settings is None else self.config.settings.saved
+        saved = None if self.config is None or self.config.settings is None else self.config.settings.computing.saved
         return whole_state(self.unwrap_model(model, keep_torch_compile=False), keep=self.is_main_process, dtype=saved)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:

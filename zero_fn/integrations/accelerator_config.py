@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 import zero_fn as zf
 from zero_fn.deepspeed.entries import leaves_of, left_to
 from zero_fn.deepspeed.optimizers import finished
+from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import agreed_settings, made_by, mesh_of, require_placed
-from zero_fn.deepspeed.watch import Watch
 from zero_fn.integrations.placing import all_ranks
 from zero_fn.values.tiers import IN_MEMORY
 
@@ -79,7 +79,7 @@ class AcceleratorConfig:
         self.is_clipped = False  # whether the gradients of this step were
         self._config, self._mesh, self._precision = config, mesh, precision  # precision: accelerate's `mixed_precision`
         self._own: list[LRScheduler] = []
-        self._watch: Watch | None = None  # from the first step on
+        self._reporter: Reporter | None = None  # from the first step on
         self._skipped = 0
 
     def follow(self, accelerator: Any, objects: Sequence[Any]) -> None:
@@ -173,13 +173,13 @@ class AcceleratorConfig:
         type(optimizer).step(optimizer, closure)
         if accelerator.scaler is not None:
             optimizer._is_overflow = accelerator.optimizer_step_was_skipped  # accelerate does not see what is fused
-        if accelerator.sync_gradients and settings is not None and settings.watched is not None:
+        if accelerator.sync_gradients and settings is not None and settings.reporting is not None:
             self._skipped += bool(optimizer.step_was_skipped)
-            if self._watch is None:
+            if self._reporter is None:
                 model = next(model for model in accelerator._models if zf.is_transformed(model))
-                self._watch = Watch(settings.watched, model, optimizer.optimizer)
+                self._reporter = Reporter(settings.reporting, model, optimizer.optimizer)
             samples = settings.micro_batch_size * settings.accumulation_steps * accelerator.num_processes
-            self._watch.step(samples=samples, norm=None, scaler=accelerator.scaler, skipped=self._skipped)
+            self._reporter.step(samples=samples, norm=None, scaler=accelerator.scaler, skipped=self._skipped)
 
 
 def _auto_of(

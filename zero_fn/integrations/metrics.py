@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 import zero_fn as zf
+from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings
-from zero_fn.deepspeed.watch import Watch
 from zero_fn.integrations.accelerate import bare
 from zero_fn.monitor.sink import flat
 
-__all__ = ["LogsMetrics", "WatchCallback"]
+__all__ = ["LogsMetrics", "ReportsCallback"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _AnyTrainer
@@ -64,26 +64,26 @@ class _MetricsCallback(TrainerCallback):
             self._metrics = None
 
 
-class WatchCallback(TrainerCallback):
+class ReportsCallback(TrainerCallback):
     """Prints and logs what a DeepSpeed config asks for."""
 
     def __init__(self, trainer: Any, settings: Settings) -> None:
         self._trainer, self._settings = trainer, settings
-        self._watch: Watch | None = None
+        self._reporter: Reporter | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert self._settings.watched is not None, "nothing to watch"
+        assert self._settings.reporting is not None, "nothing to report"
         self.on_train_end(args, state, control)  # a training before it may have raised
         optimizer = bare(self._trainer.optimizer)
-        self._watch = Watch(self._settings.watched, self._trainer.model, optimizer, state.global_step)
+        self._reporter = Reporter(self._settings.reporting, self._trainer.model, optimizer, state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert self._watch is not None, "not begun"
+        assert self._reporter is not None, "not begun"
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         scaler, skipped = self._trainer.accelerator.scaler, self._trainer.skipped_steps
-        self._watch.step(samples=samples, norm=None, scaler=scaler, skipped=skipped)
+        self._reporter.step(samples=samples, norm=None, scaler=scaler, skipped=skipped)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None

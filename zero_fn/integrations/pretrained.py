@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 import zero_fn as zf
 from zero_fn.deepspeed.entries import Config
-from zero_fn.deepspeed.setup import agreed_settings, placed_by
+from zero_fn.deepspeed.setup import agreed_settings, made_by
 from zero_fn.integrations.placing import Place, all_ranks, place_module
 from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.resting import alone, on_spec
@@ -121,7 +121,7 @@ def _configured(
         settings = settings_for(config, args, mesh, max(0, args.max_steps))
     else:
         settings = agreed_settings(config, lambda _: auto, mesh, is_placing=True)
-    return lambda model: placed_by(settings, mesh, model.requires_grad_(False) if frozen else model)
+    return lambda model: made_by(settings, mesh, model.requires_grad_(False) if frozen else model)
 
 
 def _trim() -> None:

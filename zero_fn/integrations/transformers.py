@@ -37,7 +37,7 @@ from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import made_by, mesh_of, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.accelerator_config import follow_settings
-from zero_fn.integrations.metrics import LogsMetrics, WatchCallback
+from zero_fn.integrations.metrics import LogsMetrics, ReportsCallback
 from zero_fn.integrations.placing import (
     Place,
     all_ranks,
@@ -146,10 +146,10 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         if own is not None:
             require_placed(settings, mesh, self.model)
         if self.args.gradient_checkpointing:  # of the model's own, inside which ours would compute once more
-            settings = replace(settings, recomputes=False)
+            settings = replace(settings, computing=replace(settings.computing, recomputes=False))
         self.settings, self._place = settings, partial(made_by, settings, mesh)
-        if settings.watched is not None:
-            self.add_callback(WatchCallback(self, settings))
+        if settings.reporting is not None:
+            self.add_callback(ReportsCallback(self, settings))
         self._finish = partial(finished, tiers=settings.sharding.tiers)
         follow_settings(self.accelerator, settings, mesh)
 
@@ -245,7 +245,7 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         `stage3_gather_16bit_weights_on_model_save`.
         """
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
-        dtype = None if self.settings is None else self.settings.saved
+        dtype = None if self.settings is None else self.settings.computing.saved
         if isinstance(self.model, PreTrainedModel) and not self.args.save_on_each_node and _is_streamable(self.model):
             export(self.model, output_dir, dtype=dtype, convert=partial(_in_files, self.model), replaces=True)
             with patch.object(self.model, "save_pretrained", lambda *_, **__: None):  # `export` has written the weights

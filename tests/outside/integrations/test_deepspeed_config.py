@@ -174,15 +174,15 @@ def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
 def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(folder: str) -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     for options, wanted in (({"bf16": True}, torch.bfloat16), ({"bf16_full_eval": True}, None), ({}, None)):
-        assert configured(folder, config, **options).settings.compute == wanted
+        assert configured(folder, config, **options).settings.computing.compute == wanted
     with pytest.raises(zf.ConfigError, match=r"fp16\.enabled = true, and fp16 is false"):
         configured(folder, {**config, "fp16": {"enabled": True}}, bf16=True)
     for said in (True, "auto"):  # under the other name that DeepSpeed has for it
         named = {**config, "bfloat16": {"enabled": said}}
-        assert configured(folder, named, bf16=True).settings.compute == torch.bfloat16
+        assert configured(folder, named, bf16=True).settings.computing.compute == torch.bfloat16
     with patch.dict(os.environ, ACCELERATE_MIXED_PRECISION="bf16"):  # as `accelerate launch` sets it
         for each in (config, {**config, "bf16": {"enabled": "auto"}}):
-            assert configured(folder, each).settings.compute == torch.bfloat16
+            assert configured(folder, each).settings.computing.compute == torch.bfloat16
 
 
 @on_two_ranks

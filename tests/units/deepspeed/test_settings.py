@@ -42,7 +42,7 @@ def refusal(config: Json, ranks: int = 1) -> str:
 def test_stage_3_with_offload_is_read_as_it_says() -> None:
     settings = settings_of(STAGE_3, 2)
     assert (settings.micro_batch_size, settings.accumulation_steps) == (4, 4)
-    assert (settings.compute, settings.reduce) == (torch.bfloat16, torch.float32)
+    assert (settings.computing.compute, settings.computing.reduce) == (torch.bfloat16, torch.float32)
     assert settings.skips_overflow
     assert settings.scaler is None
     assert settings.max_norm == 1.0
@@ -65,7 +65,7 @@ def test_stage_3_with_offload_is_read_as_it_says() -> None:
 def test_stage_2_in_float16_is_read_as_it_says() -> None:
     settings = settings_of(STAGE_2, 2)
     assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
-    assert settings.compute is torch.float16
+    assert settings.computing.compute is torch.float16
     assert isinstance(settings.scaler, partial)
     assert settings.scaler.keywords == {
         "first": 128.0, "window": None, "hysteresis": 2, "is_refilled": False, "least": 1.0
@@ -223,16 +223,14 @@ def test_a_misspelt_entry_is_named_with_what_was_meant() -> None:
 
 def test_an_entry_in_another_place_is_told_where_it_belongs() -> None:
     for config, entry, fix in (
-        ({"zero_optimization": {"aio": {"block_size": 1}}}, "zero_optimization.aio", "the top level"),
-        ({"offload_param": {"device": "cpu"}}, "offload_param", '"zero_optimization"'),
+        ({"zero_optimization": {"aio": {"use_gds": True}}}, "zero_optimization.aio", "at the top level"),
+        ({"offload_param": {"device": "cpu"}}, "offload_param", "in zero_optimization"),
+        ({"bf16": {"enabled": True, "initial_scale_power": 8}}, "bf16.initial_scale_power", "in fp16"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0.1}, "eps": 1e-6}}, "optimizer.eps", "in optimizer.params"),
     ):
         found = refusal({**SMALL, **config})
         assert re.search(rf"entry +: {entry}\n", found)
-        assert f"move it to {fix}" in found
-    found = refusal({**SMALL, "bf16": {"enabled": True, "initial_scale_power": 8}})
-    assert re.search(r"entry +: bf16.initial_scale_power\n(.|\n)*\"fp16\": {\"initial_scale_power\": 8}", found)
-    found = refusal({**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1}, "eps": 1e-6}})
-    assert re.search(r"entry +: optimizer.eps\n(.|\n)*optimizer.params", found)
+        assert f"write it {fix}, or remove it" in found
 
 
 def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_place() -> None:
@@ -243,6 +241,8 @@ def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_pl
     words = became({**SMALL, "optimizer": {**ADAM, "adam_w_mode": True}, "_comment": "of mine"})
     assert words["optimizer.adam_w_mode"] == "belongs in optimizer.params, where it would change nothing"
     assert words["_comment"] == "a comment"
+    words = became({**SMALL, "zero_optimization": {"aio": {"block_size": 2**20, "queue_depth": 32}}})
+    assert words["zero_optimization.aio"] == "belongs at the top level, where it would change nothing"
 
 
 @pytest.mark.parametrize(
@@ -334,16 +334,16 @@ def test_tiers_are_those_that_the_sections_of_offload_say(section: Json, tiers: 
 
 def test_gradients_rest_in_the_dtype_that_a_config_says() -> None:
     narrow = changed(STAGE_3, ("data_types",), {"grad_accum_dtype": "bf16"})
-    assert (settings_of(STAGE_3, 2).grads, settings_of(narrow, 2).grads) == (None, torch.bfloat16)
+    assert (settings_of(STAGE_3, 2).computing.grads, settings_of(narrow, 2).computing.grads) == (None, torch.bfloat16)
     found = refusal({**SMALL, "data_types": {"grad_accum_dtype": "bf16"}})
     assert "only bf16 computes gradients that may rest in 16 bits" in found
 
 
 def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it() -> None:
     assert "sent in the dtype of the computation" in refusal({**SMALL, "communication_data_type": "bf16"})
-    assert settings_of({**SMALL, "communication_data_type": "fp32"}, 1).reduce is torch.float32
+    assert settings_of({**SMALL, "communication_data_type": "fp32"}, 1).computing.reduce is torch.float32
     both = {**SMALL, "communication_data_type": "bf16", "bf16": {"enabled": True}}
-    assert settings_of(both, 1).reduce is torch.bfloat16
+    assert settings_of(both, 1).computing.reduce is torch.bfloat16
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def test_autos_are_filled_in_by_their_paths() -> None:
     settings = settings_of(AUTO, 2, FILLED)
     assert json.dumps(AUTO) == before
     assert (settings.micro_batch_size, settings.accumulation_steps, settings.max_norm) == (4, 2, 0.5)
-    assert settings.compute is torch.bfloat16
+    assert settings.computing.compute is torch.bfloat16
     assert settings.stock is not None
     assert (settings.stock.options["lr"], settings.stock.options["weight_decay"]) == (1e-4, 0.1)
     words = {outcome.entry: outcome.became for outcome in settings.outcomes}
@@ -498,7 +498,7 @@ def test_what_is_filled_in_is_not_said_otherwise_and_is_read(path: str, value: o
 def test_what_is_not_there_is_filled_in() -> None:
     config = {"optimizer": ADAM, "zero_optimization": {"stage": 3}}
     settings = settings_of(config, 2, {"train_micro_batch_size_per_gpu": 4, "bf16.enabled": True})
-    assert (settings.micro_batch_size, settings.compute) == (4, torch.bfloat16)
+    assert (settings.micro_batch_size, settings.computing.compute) == (4, torch.bfloat16)
     assert config == {"optimizer": ADAM, "zero_optimization": {"stage": 3}}
     assert settings_of(config, 2, {"train_batch_size": 8, "zero_optimization.stage": 3}).micro_batch_size == 4
 
@@ -554,6 +554,6 @@ def test_each_row_of_the_table_does_what_it_says() -> None:
 
 
 def test_bfloat16_is_in_a_config_by_two_names_at_most_once() -> None:
-    assert settings_of({**SMALL, "bfloat16": {"enabled": True}}, 1).compute is torch.bfloat16
+    assert settings_of({**SMALL, "bfloat16": {"enabled": True}}, 1).computing.compute is torch.bfloat16
     found = refusal({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"check_grad_overflow": False}})
     assert "one of bf16 and bfloat16" in found

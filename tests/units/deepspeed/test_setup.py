@@ -342,7 +342,7 @@ def test_autos_are_filled_in_before_anything_is_read() -> None:
     with alone() as mesh:
         auto = {"train_micro_batch_size_per_gpu": 5, "gradient_clipping": 0.5}
         setup = zf.from_deepspeed(built(), config, mesh["dp"], auto=auto)
-        assert (setup.micro_batch_size, setup.max_norm) == (5, 0.5)
+        assert (setup.micro_batch_size, setup.settings.max_norm) == (5, 0.5)
         assert ["gradient_clipping", "0.5"] in [line.split()[:2] for line in str(setup).splitlines()]
         with pytest.raises(zf.ConfigError, match="gradient_clipping, train_micro_batch_size_per_gpu"):
             zf.from_deepspeed(built(), config, mesh["dp"])

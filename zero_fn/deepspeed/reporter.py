@@ -26,13 +26,13 @@ from zero_fn.runtime.door import runs_of
 from zero_fn.transport.agree import done_over
 from zero_fn.transport.traffic import Sent, traffic
 
-__all__ = ["Watch", "Watched", "watched_of"]
+__all__ = ["Reporter", "Reporting", "reporting_of"]
 
 _PHASES = ("forward", "backward", "optimizer_step")
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class Reporting:
     """What a config asks to be told."""
 
     every: int  # steps between lines; 0: none
@@ -44,30 +44,30 @@ class Watched:
     sinks: tuple[tuple[Callable[[], Outlet], int], ...]  # each with the samples between its reports
 
 
-class Watch:
+class Reporter:
     """Tells of steps what a config asks for. On rank 0 it prints and logs; `sent` counts bytes on each rank."""
 
-    def __init__(self, watched: Watched, model: nn.Module, optimizer: Optimizer, steps: int = 0) -> None:
+    def __init__(self, asked: Reporting, model: nn.Module, optimizer: Optimizer, steps: int = 0) -> None:
         self.sent: Sent | None = None
-        self._watched, self._model, self._optimizer, self._steps = watched, model, optimizer, steps
+        self._asked, self._model, self._optimizer, self._steps = asked, model, optimizer, steps
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._open = ExitStack()
         self._profile: Profile | None = None
         self._said = time.perf_counter(), 0  # when a line was printed, and the samples since
         self._loss: Tensor | None = None
-        if watched.counts:
+        if asked.counts:
             self.sent = self._open.enter_context(traffic())
         axes = runs_of(model, verb="from_deepspeed")[0].transport.axes
         self._sinks = done_over(axes, self._opened, "Opening the monitors of a DeepSpeed config", ConfigError)
         self._metrics = None
-        if watched.sinks or ((watched.seconds or watched.memory) and watched.every):
-            every = 1 if watched.sinks else watched.every
+        if asked.sinks or ((asked.seconds or asked.memory) and asked.every):
+            every = 1 if asked.sinks else asked.every
             self._metrics = self._open.enter_context(metrics(model, optimizer, every=every, norm=False, step=steps))
         self._profile_next()
 
     def _opened(self) -> list[list[Any]]:
         """The sinks of rank 0, each with the samples between its reports, and those since its last."""
-        sinks = self._watched.sinks if self._is_first else ()
+        sinks = self._asked.sinks if self._is_first else ()
         found: list[list[Any]] = [[make(), samples, 0] for make, samples in sinks]
         for sink, *_ in found:
             self._open.callback(sink.close)
@@ -91,7 +91,7 @@ class Watch:
         if self._metrics is not None:
             loss, self._loss = self._loss, None
             numbers = self._metrics.step(loss, grad_norm=norm, scaler=scaler)
-        if self._profile is not None and self._steps > 1 + (self._watched.profiled or 0):
+        if self._profile is not None and self._steps > 1 + (self._asked.profiled or 0):
             ended, self._profile = self._profile, None
             ended.__exit__(None, None, None)
             self._show(str(ended))
@@ -103,7 +103,7 @@ class Watch:
             if row[2] >= row[1]:
                 row[2] = 0
                 row[0].log(self._steps, numbers)
-        if self._watched.every and self._steps % self._watched.every == 0:
+        if self._asked.every and self._steps % self._asked.every == 0:
             rate = self._said[1] / max(1e-9, time.perf_counter() - began)
             self._said = time.perf_counter(), 0
             if self._is_first:
@@ -120,31 +120,31 @@ class Watch:
         parts += [] if norm is None else [f"gradient norm {norm:.6g}"]
         parts += [] if scaler is None else [f"loss scale {scaler.get_scale():g}"]
         parts.append(f"{rate:.1f} samples/s")
-        if self._watched.seconds:
+        if self._asked.seconds:
             means = {name: numbers.get(f"zero_fn/{name}_seconds/mean") for name in _PHASES}
             parts += [
                 f"{name.replace('_', ' ')} {1e3 * mean:.2f} ms" for name, mean in means.items() if mean is not None
             ]
-        if self._watched.memory:
+        if self._asked.memory:
             parts += [
                 f"{name.removeprefix('zero_fn/')} {int(numbers[name])}" for name in numbers if "memory_bytes" in name
             ]
         return ", ".join([*parts, *([repr(self.sent)] if self.sent is not None else [])])
 
     def _profile_next(self) -> None:
-        if self._steps == self._watched.profiled:
+        if self._steps == self._asked.profiled:
             self._profile = profile(self._model, self._optimizer, flops=True).__enter__()
 
     def _show(self, text: str) -> None:
         if not self._is_first:
             return
-        if self._watched.profile_file is None:
+        if self._asked.profile_file is None:
             print(text, flush=True)
         else:
-            Path(self._watched.profile_file).write_text(f"{text}\n", encoding="utf-8")
+            Path(self._asked.profile_file).write_text(f"{text}\n", encoding="utf-8")
 
 
-def watched_of(entries: Entries) -> Watched | None:
+def reporting_of(entries: Entries) -> Reporting | None:
     """Reads the entries; None if the config asks for nothing of it."""
     sinks: list[tuple[Callable[[], Outlet], int]] = []
     if entries["tensorboard.enabled"]:
@@ -162,7 +162,7 @@ def watched_of(entries: Entries) -> Watched | None:
         sinks.append((lambda: Comet(entries["comet.project"], **given), entries["comet.samples_log_interval"]))
     seconds, memory = entries["wall_clock_breakdown"], entries["memory_breakdown"]
     every = int(entries["steps_per_print"] or 0) or int(seconds or memory)
-    found = Watched(
+    found = Reporting(
         every,
         seconds,
         memory,

@@ -18,7 +18,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.units.deepspeed.configs import Json
 from tests.units.deepspeed.test_setup import MICRO, MICROBATCHES, built, furthest, step_of, trained, values, zero
-from zero_fn.deepspeed import watch
+from zero_fn.deepspeed import reporter
 from zero_fn.monitor.csv import Csv
 
 
@@ -56,14 +56,14 @@ def test_breakdowns_are_in_the_lines() -> None:
     }
     setup = zf.from_deepspeed(built(), {**zero(3), **more}, axis())
     text = printed(setup)
-    assert setup.watch is not None and setup.watch.sent is not None
-    assert setup.watch.sent.nbytes > 0
+    assert setup.reporter is not None and setup.reporter.sent is not None
+    assert setup.reporter.sent.nbytes > 0
     if not dist.get_rank():
         assert text.count("\n") == 1
         assert re.search(r"loss [\d.]+, .*forward [\d.]+ ms, backward [\d.]+ ms, optimizer step [\d.]+ ms", text), text
         assert re.search(r"memory_bytes/\w+ \d{3,}", text)
         assert "all-gather" in text
-    setup.watch.close()
+    setup.reporter.close()
 
 
 @on_ranks(2)
@@ -72,8 +72,8 @@ def test_monitors_have_the_numbers_of_each_step(folder: str) -> None:
     more: Json = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/a", "job_name": "job"}}
     setup = zf.from_deepspeed(built(), {**zero(1), **more}, axis())
     assert furthest(trained(setup), trained(zf.from_deepspeed(built(), zero(1), axis()))) == 0
-    assert setup.watch is not None
-    setup.watch.close()
+    assert setup.reporter is not None
+    setup.reporter.close()
     if not dist.get_rank():
         rows = rows_of(Path(folder, "a", "job.csv"))
         assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
@@ -92,7 +92,7 @@ def test_a_monitor_that_counts_samples_has_reports_after_so_many(folder: str) ->
     batch = MICRO * MICROBATCHES * 2
     section = {"enabled": True, "project": "p", "workspace": "w", "online": False, "samples_log_interval": 2 * batch}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "Comet", comet)
+        patch.setattr(reporter, "Comet", comet)
         setup = zf.from_deepspeed(built(), {**zero(1), "comet": section}, axis())
     printed(setup)
     if not dist.get_rank():
@@ -106,7 +106,7 @@ def test_a_monitor_that_cannot_be_opened_is_told_on_every_rank() -> None:
         raise zf.ConfigError("This sink needs wandb.", fix="pip install wandb")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "WandB", fails)
+        patch.setattr(reporter, "WandB", fails)
         with pytest.raises(zf.ZeroError, match=r"This sink needs wandb|Opening the monitors(.|\n)*failed on rank 0"):
             zf.from_deepspeed(built(), {**zero(1), "wandb": {"enabled": True, "project": "x"}}, axis())
 
