@@ -14,6 +14,10 @@ COMMANDS = {
     "env": ("zero_fn.looking.environment", "what is installed, what zero_fn will use, and what is missing"),
     "launch": ("zero_fn.deepspeed.launch_command", "start a program as the deepspeed launcher does, by torchrun"),
     "plan": ("zero_fn.looking.plan_command", "what a model needs, which configurations fit, and how long a step takes"),
+    "deepspeed": (
+        "zero_fn.deepspeed.check_command",
+        "check a DeepSpeed config: what becomes of it, what a model needs by it",
+    ),
     "links": ("zero_fn.looking.measured", "measure memory, disks, and what lies between ranks of this machine"),
 }
 """By its name, the module of a command and what it does."""

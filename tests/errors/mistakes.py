@@ -53,13 +53,16 @@ from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.checkpoint.others.find import opened
 from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting
+from zero_fn.deepspeed import save_checkpoint
+from zero_fn.deepspeed import step as step_as_engine
+from zero_fn.deepspeed.cutting import cut_by_its_plan, other_axes, split
 from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.launch_command import options_of, this_host, torchrun_lines
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.more_optimizers import groups_of_muon
 from zero_fn.deepspeed.optimizers import finished
-from zero_fn.deepspeed.settings import settings_of
-from zero_fn.deepspeed.setup import _sharded, require_placed
+from zero_fn.deepspeed.settings import Cuts, settings_of
+from zero_fn.deepspeed.setup import placed_by, require_placed
 from zero_fn.errors import StateError, StorageError
 from zero_fn.local.shared_folder import SharedFolder, host_name
 from zero_fn.looking import configurations, plan_command
@@ -824,6 +827,15 @@ def _from_config(*, auto: dict[str, Any] | None = None, **entries: object) -> No
         zf.from_deepspeed(nn.Linear(2, 2), {"train_batch_size": 2, **entries}, mesh["dp"], auto=auto)
 
 
+def _cut(mesh: DeviceMesh, **entries: object) -> None:
+    """A config over a mesh of which no rank says anything."""
+    others = {kind: axis.size() for kind, axis in other_axes(mesh, None).items()}
+    settings = settings_of({"train_micro_batch_size_per_gpu": 1, **entries}, mesh.size(), others=others)
+    whole, _, tensor = split(mesh, settings.cuts, other_axes(mesh, None))
+    model = nn.Linear(2, 2)
+    placed_by(settings, whole, model if tensor is None else cut_by_its_plan(model, tensor))
+
+
 def _from_file(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("ds_config.json").write_text(text)
@@ -848,8 +860,37 @@ def config_beside_an_optimizer_of_before(one: DeviceMesh) -> None:
 
 
 def config_of_second_shards_on_one_axis(four: DeviceMesh) -> None:
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    _sharded(nn.Linear(2, 2), settings_of(config, 1).sharding, four, None, donate=False)
+    _cut(four, zero_optimization={"stage": 3, "zero_hpz_partition_size": 3})
+
+
+def config_cuts_a_model_without_a_plan(grid: DeviceMesh) -> None:
+    _cut(grid["dp"], tensor_parallel={"autotp_size": 2})
+
+
+def config_cuts_one_parameter_in_two_ways(grid: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    model.tp_plan = {"0": "colwise", "1": "rowwise"}  # type: ignore[assignment]
+    cut_by_its_plan(model, grid["tp"])
+
+
+def config_divides_two_axes(grid: DeviceMesh) -> None:
+    split(grid, Cuts(sequence=2), {})
+
+
+def config_of_experts_that_are_not_placed(grid: DeviceMesh) -> None:
+    _cut(grid, moe_expert_parallel_size=2)
+
+
+def config_of_wholes_that_are_not_there(one: DeviceMesh) -> None:
+    _cut(one["dp"], zero_optimization={"stage": 3, "leaf_module": {"classes": ["MixtralSparseMoeBlock"]}})
+
+
+def config_saves_in_the_middle_of_a_step(one: DeviceMesh) -> None:
+    config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "SGD"}}
+    setup = zf.from_deepspeed(nn.Linear(2, 2), config, one["dp"])
+    step_as_engine(setup)
+    save_checkpoint(setup, "nowhere")
 
 
 def scale_of_the_loss_is_at_its_least() -> None:
@@ -1530,16 +1571,15 @@ ROWS: dict[str, Callable[..., object]] = {
     "config_wants_errors_of_codes_sent_later": lambda: _from_config(
         zero_optimization={"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
     ),
-    "config_wants_a_log": lambda: _from_config(tensorboard={"enabled": True}),
+    "config_tunes_itself": lambda: _from_config(autotuning={"enabled": True}),
+    "config_has_an_entry_in_another_place": lambda: _from_config(offload_optimizer={"device": "cpu"}),
+    "config_asks_for_stages_without_their_axis": lambda: _from_config(pipeline_parallel={"pp_size": 2}),
     "config_of_contradicting_batches": lambda: _from_config(
         train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2
     ),
     "config_of_two_dtypes": lambda: _from_config(bf16={"enabled": True}, fp16={"enabled": True}),
     "config_offloads_replicas": lambda: _from_config(
         zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}}
-    ),
-    "config_offloads_parameters_at_stage_2": lambda: _from_config(
-        zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}}
     ),
     "config_of_a_negative_rate": lambda: _from_config(optimizer={"type": "AdamW", "params": {"lr": -0.1}}),
     "config_without_an_optimizer": lambda: _from_config(),

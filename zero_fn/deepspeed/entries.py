@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,20 @@ from typing import Any, NamedTuple
 
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.errors import ConfigError
+from zero_fn.looking.table import table
 
-__all__ = ["Config", "Entries", "RefusedEntry", "TakenEntry", "config_of", "filled", "leaves_of", "left_to", "shown"]
+__all__ = [
+    "Config",
+    "Entries",
+    "RefusedEntry",
+    "TakenEntry",
+    "config_of",
+    "filled",
+    "leaves_of",
+    "left_to",
+    "outcomes_text",
+    "shown",
+]
 
 Config = str | os.PathLike[str] | Mapping[str, object]
 _SECTIONS = {path[:at] for path in KEYS for at, letter in enumerate(path) if letter == "."}
@@ -128,6 +140,12 @@ class TakenEntry:
     entry: str  # its path in the JSON, `zero_optimization.stage`
     value: str  # as JSON
     became: str  # what it became here, in a few words
+
+
+def outcomes_text(outcomes: Iterable[TakenEntry]) -> str:
+    """A table of outcomes, as a setup prints it."""
+    rows = [(outcome.entry, outcome.value, outcome.became) for outcome in outcomes]
+    return "\n".join(table([("entry", "value", "here"), *rows], right=()))
 
 
 class RefusedEntry(Exception):

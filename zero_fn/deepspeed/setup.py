@@ -20,14 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_fn.checkpoint.huggingface.read import load_pretrained
 from zero_fn.deepspeed.autocast import run_under_autocast
 from zero_fn.deepspeed.cutting import cut_by_its_plan, other_axes, require_experts, split, units_around
-from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of
+from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of, outcomes_text
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.looking.describe import home_of
-from zero_fn.looking.table import table
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.run import run_of
@@ -193,8 +192,7 @@ class DeepSpeedSetup(Generic[M]):
         return norm
 
     def __str__(self) -> str:
-        rows = [(outcome.entry, outcome.value, outcome.became) for outcome in self.outcomes]
-        return "\n".join(table([("entry", "value", "here"), *rows], right=()))
+        return outcomes_text(self.outcomes)
 
 
 def from_deepspeed(
@@ -480,8 +478,8 @@ def _sharded(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, do
             "zero_hpz_partition_size needs a number of ranks that it divides, or a mesh of two axes.",
             mesh=axes_text(mesh),
             zero_hpz_partition_size=sharding.secondary,
-            fix=f"mesh = init_device_mesh({mesh.device_type!r}, ({mesh.size() // sharding.secondary}, {sharding.secondary}), "
-            'mesh_dim_names=("outer", "inner")); zf.from_deepspeed(model, config, mesh)',
+            fix=f"a divisor of {mesh.size()}; or init_device_mesh({mesh.device_type!r}, (n, {sharding.secondary}), "
+            'mesh_dim_names=("outer", "inner")), and both axes: zf.from_deepspeed(model, config, mesh)',
         )
     return shard_grads(cut(model, mesh[names[1]]), mesh[names[0]], where=where, donate=True)
 

@@ -1,0 +1,104 @@
+"""`python -m zero_fn deepspeed check`: what becomes of a DeepSpeed config, what is refused, and what a model needs by it.
+
+    python -m zero_fn deepspeed check ds_config.json --ranks 8
+    python -m zero_fn deepspeed check ds_config.json --model config.json --ranks 8 --auto optimizer.params.lr=1e-5
+
+No process group is needed, and no accelerator: the model is on `meta`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from zero_fn.deepspeed.cutting import cut_by_its_plan, split
+from zero_fn.deepspeed.entries import config_of, leaves_of, outcomes_text
+from zero_fn.deepspeed.settings import Settings, settings_of
+from zero_fn.deepspeed.setup import made_by
+from zero_fn.errors import ZeroError
+from zero_fn.looking.configurations import pretended
+from zero_fn.looking.models import model_of
+from zero_fn.looking.predict import Plan, plan
+from zero_fn.transforms.offload import offloaded
+from zero_fn.values.home import Home
+from zero_fn.values.tiers import IN_MEMORY
+
+__all__ = ["main"]
+
+_TRAINER = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16.enabled": True,
+    "bfloat16.enabled": True,
+    "fp16.enabled": False,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 0,
+    "scheduler.params.total_num_steps": 1000,
+}
+"""What stands for `"auto"`: the defaults of TrainingArguments, in bfloat16, for 1000 steps."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table of a config, and the plan of a model. Returns 0; 1 with the error if the config would be refused."""
+    parser = argparse.ArgumentParser(prog="python -m zero_fn deepspeed", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("verb", choices=["check"])
+    parser.add_argument("config", help="a DeepSpeed config: the path of a JSON file, or JSON")
+    parser.add_argument("--ranks", type=int, default=8, help="processes in all (default: %(default)s)")
+    parser.add_argument(
+        "--model", help="config.json of Hugging Face, or its folder; module:function; or a size, as of plan"
+    )
+    parser.add_argument(
+        "--auto",
+        nargs="*",
+        default=[],
+        metavar="ENTRY=VALUE",
+        help='values for "auto" and what is missing; default: those of TrainingArguments',
+    )
+    options = parser.parse_args(arguments)
+    try:
+        config, auto = config_of(options.config), {}
+        for each in options.auto:
+            path, _, text = each.partition("=")
+            auto[path] = text
+            with suppress(ValueError):
+                auto[path] = json.loads(text)
+        said = dict(leaves_of(config))
+        filled = {path: value for path, value in _TRAINER.items() if said.get(path) == "auto" and path not in auto}
+        settings = settings_of(config, options.ranks, {**filled, **auto}, others={})
+        print(outcomes_text(settings.outcomes))
+        for path, value in filled.items():
+            print(f"taken for auto: {path} = {value}")
+        if options.model:
+            print(f"\n{_plan_of(settings, options.model, options.ranks)}")
+    except ZeroError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _plan_of(settings: Settings, model: str, ranks: int) -> Plan:
+    """What a rank holds and sends. The fused kernel of an optimizer knows no `meta`; it has the states of the other."""
+    module: Any = model_of(model, sequence=8, microbatch=1).module
+    tiers = settings.sharding.tiers
+    with pretended(ranks):
+        mesh, _, tensor = split(init_device_mesh("cuda", (ranks,), mesh_dim_names=("dp",)), settings.cuts, {})
+        module = module if tensor is None else cut_by_its_plan(module, tensor)
+        in_memory = replace(settings, sharding=replace(settings.sharding, tiers=IN_MEMORY))
+        placed = offloaded(made_by(in_memory, mesh, module), Home(tiers=tiers), reserves=False)
+        if settings.stock is None:
+            return plan(placed, backwards=settings.accumulation_steps)
+        options = {name: value for name, value in settings.stock.options.items() if name != "fused"}
+        return plan(placed, replace(settings.stock, options=options)(placed), backwards=settings.accumulation_steps)
