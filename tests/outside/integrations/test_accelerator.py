@@ -3,9 +3,10 @@ one reduction, states that come back."""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -359,6 +360,20 @@ def _by_hand(said: Json, model: nn.Module, dtype: str = "bf16") -> tuple[list[fl
                 losses.append(loss.item())
         norms.append(setup.step())
     return losses, [norm for norm in norms if norm is not None]
+
+
+@on_two_ranks
+def test_what_a_config_asks_for_is_reported_and_gradients_are_summed_as_it_says(folder: str) -> None:
+    written(folder)
+    reports = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    said = _said(2) | reports | {"gradient_allreduce_op": "sum"}
+    with redirect_stdout(io.StringIO()) as out:
+        losses = _train(_configured(said, read(folder)))
+    assert losses == _by_hand(said, read(folder))[0]
+    dist.barrier()
+    if not dist.get_rank():
+        assert [line.partition(":")[0] for line in out.getvalue().splitlines()] == ["step 2", "step 4"]
+        assert len(Path(folder, "job.csv").read_text().splitlines()) >= 1 + 2 * 4
 
 
 @on_two_ranks

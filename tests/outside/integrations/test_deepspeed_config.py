@@ -6,10 +6,15 @@ Then a model that is read straight into shards: the numbers of a plain one, and 
 from __future__ import annotations
 
 import gc
+import io
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +49,7 @@ from tests.outside.integrations.worlds import (
 )
 from tests.support.ranks import axis
 from tests.support.resident import give_memory_back, in_new_process
+from tests.units.deepspeed import test_keys as made
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import placed_by
 
@@ -107,6 +113,29 @@ def test_a_config_brings_its_optimizer_rates_and_masters(folder: str) -> None:
         )
         again = configured(folder, config, llama().bfloat16(), **options)
         assert numbers(again, resume_from_checkpoint=f"{folder}/checkpoint-2") == wanted
+
+
+@on_two_ranks
+def test_a_trainer_reports_what_a_config_asks_for_and_computes_as_it_says(folder: str) -> None:
+    """Lines and files beside the Trainer's own logs; autocast and recomputation change what they change elsewhere."""
+    options = {"max_steps": 4}
+    reports = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    again = {"activation_checkpointing": {"cpu_checkpointing": True}, "wall_clock_breakdown": True}
+    wanted = numbers(configured(folder, zero(2), **options))
+    with redirect_stdout(io.StringIO()) as out:
+        assert numbers(configured(folder, zero(2) | reports | again, **options)) == wanted
+    dist.barrier()
+    if not dist.get_rank():
+        lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+        assert [line.partition(":")[0] for line in lines] == ["step 2", "step 4"]
+        assert "backward" in lines[0]
+        assert len(Path(folder, "job.csv").read_text().splitlines()) >= 1 + 4
+    mixed = numbers(configured(folder, zero(2) | {"torch_autocast": {"enabled": True}}, **options))
+    require_close(mixed, wanted, 1e-1)
+    assert mixed != wanted
+    summed = numbers(configured(folder, zero(2) | {"gradient_allreduce_op": "sum"}, **options))
+    norms, doubled = ([value for name, value in each if name == "grad_norm"] for each in (wanted, summed))
+    assert doubled[0] == pytest.approx(2 * norms[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -446,3 +475,15 @@ def test_no_rank_holds_more_than_its_shards_and_a_buffer(tmp_path: Path) -> None
     for found in zf.launch(_peaks, 2, str(tmp_path)):
         assert found.pop("plain") > 35 * MB, "a whole copy has to be seen"
         assert all(own < 16 * MB for own in found.values()), found
+
+
+def test_the_entries_of_an_installed_deepspeed_are_those_that_were_written_down() -> None:
+    """`.ci/test --all` puts it where only this test finds it: transformers would behave otherwise beside it."""
+    where = Path(sys.prefix, "deepspeed")
+    if not where.is_dir():
+        pytest.skip("deepspeed is not in .venv/deepspeed: .ci/test --all puts it there")
+    program = Path(made.__file__).with_name("keys_of_deepspeed.py")
+    environment = os.environ | {"PYTHONPATH": str(where), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout[done.stdout.index("{\n") :]) == made.GOLDEN
