@@ -5,10 +5,10 @@
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/benchmarks/same_config.py ds_config.json configs/*.json
 
 Prints a row for each config: the last loss of both, the largest difference of losses in any step, that of learning rates, and
-the time of a step here in parts of DeepSpeed's, medians of steps that alternate. Without files, configs of each stage, offload,
-scheduler, optimizer and precision that DeepSpeed runs on CPUs. Of files, batch sizes are replaced, "auto" is filled in, and what
-DeepSpeed itself refuses is named. In float32 losses differ by roundings; in bfloat16 by more, because gradients are summed in
-float32 here.
+the time of a step here in parts of DeepSpeed's, the median of steps that alternate. Without files, configs of each stage,
+offload, scheduler, optimizer and precision that DeepSpeed runs on CPUs. Of files, batch sizes are replaced, "auto" is filled
+in, and what DeepSpeed itself refuses is named. In float32 losses differ by roundings; in bfloat16 by more, because gradients
+are summed in float32 here.
 """
 
 from __future__ import annotations
