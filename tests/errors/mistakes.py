@@ -61,8 +61,8 @@ from zero_fn.deepspeed.launch_command import options_of, this_host, torchrun_lin
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.more_optimizers import groups_of_muon
 from zero_fn.deepspeed.optimizers import finished
+from zero_fn.deepspeed.placement import placed_by, require_placed
 from zero_fn.deepspeed.settings import Cuts, settings_of
-from zero_fn.deepspeed.setup import placed_by, require_placed
 from zero_fn.errors import StateError, StorageError
 from zero_fn.local.shared_folder import SharedFolder, host_name
 from zero_fn.looking import configurations, plan_command
@@ -829,9 +829,10 @@ def _from_config(*, auto: dict[str, Any] | None = None, **entries: object) -> No
 
 def _cut(mesh: DeviceMesh, **entries: object) -> None:
     """A config over a mesh of which no rank says anything."""
-    others = {kind: axis.size() for kind, axis in other_axes(mesh, None).items()}
+    axes = other_axes(mesh, None, nn.Linear(2, 2))
+    others = {kind: axis.size() for kind, axis in axes.items()}
     settings = settings_of({"train_micro_batch_size_per_gpu": 1, **entries}, mesh.size(), others=others)
-    whole, _, tensor = split(mesh, settings.cuts, other_axes(mesh, None))
+    whole, _, tensor = split(mesh, settings.cuts, axes)
     model = nn.Linear(2, 2)
     placed_by(settings, whole, model if tensor is None else cut_by_its_plan(model, tensor))
 

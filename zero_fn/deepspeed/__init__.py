@@ -6,6 +6,8 @@ optimizers   the section optimizer
 rates        the section scheduler
 loss_scale   the section fp16
 settings     a whole config as one value
+computing    how it computes
+placement    ... the model placed by them
 cutting      ... and cut over other axes
 autocast     ... and run under torch.autocast
 reporter     what it prints and logs

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zero_fn.deepspeed.cutting import cut_by_its_plan, split
 from zero_fn.deepspeed.entries import config_of, leaves_of, outcomes_text
+from zero_fn.deepspeed.placement import made_by
 from zero_fn.deepspeed.settings import Settings, settings_of
-from zero_fn.deepspeed.setup import made_by
 from zero_fn.errors import ZeroError
 from zero_fn.looking.configurations import pretended
 from zero_fn.looking.models import model_of

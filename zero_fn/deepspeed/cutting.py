@@ -21,7 +21,7 @@ __all__ = ["cut_by_its_plan", "other_axes", "require_experts", "split", "units_a
 
 M = TypeVar("M", bound=nn.Module)
 
-_AXES = {"tp": "tensor", "tensor": "tensor", "sp": "sequence", "sequence": "sequence", "cp": "sequence"}
+_TENSOR, _SEQUENCE = ("tp", "tensor", "mp", "model"), ("sp", "sequence", "cp", "context")
 
 
 def _styles() -> dict[str, ParallelStyle]:
@@ -35,12 +35,25 @@ def _styles() -> dict[str, ParallelStyle]:
     }
 
 
-def other_axes(mesh: DeviceMesh, pipeline: DeviceMesh | None) -> dict[str, DeviceMesh]:
-    """The axes of tensor and sequence parallelism beside an axis of data, by kind; and that of a pipeline."""
+def other_axes(mesh: DeviceMesh, pipeline: DeviceMesh | None, model: nn.Module) -> dict[str, DeviceMesh]:
+    """The axes of tensor and sequence parallelism beside an axis of data, by kind; and that of a pipeline.
+
+    They are known by their names, that of tensor parallelism also because parameters are cut over it.
+    """
     root, own = root_of(mesh), set(mesh.mesh_dim_names or ())
-    names = [name for name in root.mesh_dim_names or () if name not in own and name in _AXES]
-    found = {_AXES[name]: root[name] for name in names}
-    return found if pipeline is None else {**found, "stages": pipeline}
+    cut = {
+        name
+        for each in model.parameters()
+        if isinstance(each, DTensor)
+        for name in each.device_mesh.mesh_dim_names or ()
+    }
+    found = {} if pipeline is None else {"stages": pipeline}
+    for name in root.mesh_dim_names or ():
+        if name not in own and (name in cut or name in _TENSOR):
+            found["tensor"] = root[name]
+        elif name not in own and name in _SEQUENCE:
+            found["sequence"] = root[name]
+    return found
 
 
 def split(
@@ -51,7 +64,7 @@ def split(
     Over parts of sequences ZeRO shards, too. What has no axis beside `mesh` is cut out of its ranks, neighbours together.
     """
     tensor = others.get("tensor")
-    divided = (cuts.tensor if tensor is None else 1) * (1 if "sequence" in others else cuts.sequence)
+    divided = (cuts.tensor if tensor is None else 1) * cuts.sequence
     if mesh.ndim > 1 and divided > 1:
         raise MeshError(
             "A DeepSpeed config divides the ranks of a mesh that has two axes already.",
@@ -62,7 +75,7 @@ def split(
         grid = unflattened(mesh, (mesh.size() // cuts.tensor, cuts.tensor), ("dp", "tp"))
         mesh, tensor = grid["dp"], grid["tp"]
     own = mesh
-    if cuts.sequence > 1 and "sequence" not in others:
+    if cuts.sequence > 1:
         own = unflattened(mesh, (mesh.size() // cuts.sequence, cuts.sequence), ("data", "sp"))["data"]
     return mesh, own, tensor if cuts.tensor > 1 else None
 

@@ -196,6 +196,17 @@ class Entries:
         start = f"{section}."
         return {path.removeprefix(start): value for path, value in self._taken.items() if path.startswith(start)}
 
+    def words(self, path: str) -> tuple[str, ...]:
+        """The value of an entry that is a list of text.
+
+        Raises:
+            RefusedEntry: It is none.
+        """
+        found = self[path] or []
+        if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+            raise self.refused(path, "a list of text", f'"{path.rpartition(".")[2]}": ["..."]')
+        return tuple(found)
+
     def refused(self, path: str, wants: str, fix: str) -> RefusedEntry:
         """Refuses an entry. `close` raises the error; the result is for a caller that cannot go on without the entry."""
         self._refused.add(path)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zero_fn.deepspeed.computing import Computing, computing_of
 from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry, filled
 from zero_fn.deepspeed.keys import KEYS
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
@@ -21,13 +21,9 @@ from zero_fn.deepspeed.reporter import Reporting, reporting_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 from zero_fn.values.wire import Wire, int4, int8
 
-__all__ = ["Computing", "Cuts", "Settings", "Sharding", "settings_of"]
+__all__ = ["Cuts", "Settings", "Sharding", "settings_of"]
 
 _ZERO, _CLIPPING = "zero_optimization", "gradient_clipping"
-_NARROW = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-_PARKS = "activation_checkpointing.cpu_checkpointing"
-_RECOMPUTES = ("activation_checkpointing.partition_activations", "pipeline.activation_checkpoint_interval")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXPERTS = {
     "moe_expert_parallel_size": None,
     "moe.ep_size": "moe.enabled",
@@ -58,23 +54,6 @@ class Sharding:
     gather: Wire | None = None  # the format in which all parameters travel; or frozen ones alone; and gradients
     gather_frozen: Wire | None = None
     scatter: Wire | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Computing:
-    """How a model computes."""
-
-    compute: torch.dtype | None  # of gathered parameters; None: the dtype at rest
-    reduce: torch.dtype  # of gradient sums
-    grads: torch.dtype | None  # of gradients at rest; None: that of their parameters
-    rest: torch.dtype | None  # of trained parameters at rest; None: float32, and that of the model for frozen ones
-    saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
-    buffers: torch.dtype | None  # of floating point buffers; None: as they are
-    keeps_wide: tuple[str, ...] | None  # words in names of buffers that stay as they are; None: those of the model
-    autocast: torch.dtype | None  # of torch.autocast around forwards
-    recomputes: bool  # whether blocks are computed again in backward
-    parks: bool  # whether what they keep is on the host
-    compiles: Mapping[str, Any] | None  # options with which units are compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +102,9 @@ def settings_of(
     parts: dict[str, Callable[[Entries], Any]] = {
         "cuts": partial(_cuts, ranks=ranks, others=others),
         "batch_sizes": partial(_batch_sizes, ranks=ranks, others=others or {}),
-        "computing": _computing,
+        "computing": computing_of,
         "scaler": scaler_of,
-        "skips_overflow": lambda entries: entries["fp16.enabled"] or _checks_bf16(entries),
+        "skips_overflow": _skips_overflow,
         "max_norm": lambda entries: entries[_CLIPPING],
         "sums": lambda entries: entries["gradient_allreduce_op"] == "sum",
         "sharding": _sharding,
@@ -148,8 +127,7 @@ def settings_of(
 def _batch_sizes(entries: Entries, ranks: int, others: Mapping[str, int]) -> tuple[int, int]:
     """Samples of a microbatch, and microbatches of a step. Of the three numbers in the config, two give the third."""
     cuts = _cuts(entries, ranks, others)
-    for kind, size in (("tensor", cuts.tensor), ("sequence", cuts.sequence)):
-        ranks //= 1 if kind in others else size
+    ranks //= cuts.sequence * (1 if "tensor" in others else cuts.tensor)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = given = tuple(entries[name] for name in names)
     left = [name for name in names[1:] if entries.is_auto(name)]
@@ -169,6 +147,10 @@ def _batch_sizes(entries: Entries, ranks: int, others: Mapping[str, int]) -> tup
     return micro, steps
 
 
+def _skips_overflow(entries: Entries) -> bool:
+    return bool(entries["fp16.enabled"] or (entries["bf16.enabled"] and entries["bf16.check_grad_overflow"]))
+
+
 def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cuts:
     """The sizes of other kinds of parallelism, against the axes that there are."""
     sizes = {
@@ -185,6 +167,9 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
         if others is None:
             fix = "zf.from_deepspeed(model, config, mesh) and a loop of your own; or remove it"
             wrong.append(entries.refused(path, "1: here each rank has batches of its own", fix))
+        elif kind == "sequence" and kind in others:
+            wants, fix = "one axis of all ranks that hold parameters together", 'mesh["dp", "sp"]._flatten()'
+            wrong.append(entries.refused(path, wants, fix))
         elif kind in others and size != others[kind]:
             wrong.append(entries.refused(path, f"{others[kind]}, the ranks of that axis", f'"{path}": {others[kind]}'))
         elif kind == "stages" and kind not in others:
@@ -203,107 +188,6 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
     if wrong:
         raise wrong[0]
     return found
-
-
-def _computing(entries: Entries) -> Computing:
-    """Dtypes, and what else says how the model computes."""
-    parts: dict[str, Callable[[Entries], Any]] = {
-        "compute": _compute,
-        "reduce": _reduce,
-        "grads": _grads,
-        "rest": _rest,
-        "saved": lambda entries: _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None,
-        "buffers": lambda entries: _DTYPES.get(entries["data_types.buffer_dtype"]),
-        "keeps_wide": _keeps_wide,
-        "autocast": _autocast,
-        "recomputes": lambda entries: any(entries[path] for path in (*_RECOMPUTES, _PARKS)) or False,
-        "parks": lambda entries: entries[_PARKS],
-        "compiles": _compiles,
-    }
-    found, wrong = {}, []
-    for name, part in parts.items():
-        try:
-            found[name] = part(entries)
-        except RefusedEntry as refused:
-            wrong.append(refused)
-    if wrong:
-        raise wrong[0]
-    return Computing(**found)
-
-
-def _compute(entries: Entries) -> torch.dtype | None:
-    """The dtype in flight."""
-    if entries["bf16.enabled"] and entries["fp16.enabled"]:
-        raise entries.refused("fp16.enabled", "one dtype, and bf16.enabled is true", '"fp16": {"enabled": false}')
-    own = "bf16" if entries["bf16.enabled"] else "fp16" if entries["fp16.enabled"] else "fp32"
-    asked = entries["data_types.param_dtype"] or own
-    if asked != own and (own, asked) != ("fp32", "bf16"):
-        wants, fix = f'"{own}", in which the model computes', f'"{asked}": {{"enabled": true}}; or remove it'
-        raise entries.refused("data_types.param_dtype", wants, fix)
-    return None if asked == "fp32" else _DTYPES[asked]
-
-
-def _checks_bf16(entries: Entries) -> bool:
-    return bool(entries["bf16.enabled"] and entries["bf16.check_grad_overflow"])
-
-
-def _rest(entries: Entries) -> torch.dtype | None:
-    """The dtype of trained parameters at rest: float32, unless both they and their states are to be narrow."""
-    masters, states = entries["bf16.bf16_master_weights_and_grads"], entries["bf16.bf16_optimizer_states"]
-    if masters != states:
-        said = str(masters).lower()
-        fix = f'"bf16_optimizer_states": {said}'
-        raise entries.refused("bf16.bf16_optimizer_states", f"{said}: states have the dtype of their masters", fix)
-    return torch.bfloat16 if masters and entries["bf16.enabled"] else None
-
-
-def _autocast(entries: Entries) -> torch.dtype | None:
-    if not entries["torch_autocast.enabled"]:
-        return None
-    if entries["torch_autocast.dtype"].endswith("16") and "b" not in entries["torch_autocast.dtype"]:
-        fix = '"torch.bfloat16"; or "fp16": {"enabled": true}'
-        raise entries.refused("torch_autocast.dtype", "bfloat16: float16 needs a loss scale", fix)
-    return torch.bfloat16
-
-
-def _keeps_wide(entries: Entries) -> tuple[str, ...] | None:
-    path = "data_types.keep_in_fp32_modules"
-    return None if entries[path] == "auto" else _words(entries, path)
-
-
-def _words(entries: Entries, path: str) -> tuple[str, ...]:
-    found = entries[path] or []
-    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
-        raise entries.refused(path, "a list of text", f'"{path.rpartition(".")[2]}": ["..."]')
-    return tuple(found)
-
-
-def _compiles(entries: Entries) -> Mapping[str, Any] | None:
-    is_asked = entries["compile.deepcompile"] or entries["compile.enabled"] or entries["compile.disable"] is False
-    return {"backend": entries["compile.backend"], **(entries["compile.kwargs"] or {})} if is_asked else None
-
-
-def _reduce(entries: Entries) -> torch.dtype:
-    """The dtype of gradient sums."""
-    name = entries["communication_data_type"] or "fp32"
-    if name != "fp32" and not (entries["bf16.enabled"] or entries["fp16.enabled"]):
-        wants = "fp32: gradients are sent in the dtype of the computation"
-        raise entries.refused("communication_data_type", wants, '"bf16": {"enabled": true}; or remove it')
-    if name != "fp32" and entries[f"{_ZERO}.zero_quantized_gradients"]:
-        wants = "fp32: what travels in 4 bits is summed in float32"
-        raise entries.refused("communication_data_type", wants, '"communication_data_type": "fp32"')
-    return _DTYPES[name]
-
-
-def _grads(entries: Entries) -> torch.dtype | None:
-    """The dtype of gradients at rest."""
-    path = "data_types.grad_accum_dtype"
-    if entries[path] == "fp32":
-        return None
-    if not entries["bf16.enabled"]:
-        wants = '"fp32": only bf16 computes gradients that may rest in 16 bits'
-        raise entries.refused(path, wants, '"bf16": {"enabled": true}; or remove it')
-    return torch.bfloat16
 
 
 def _sharding(entries: Entries) -> Sharding:
@@ -342,7 +226,7 @@ def _sharding(entries: Entries) -> Sharding:
 
 def _leaves(entries: Entries, kind: str) -> Iterator[str]:
     """Modules that are wholes, as `units=` names them: a class by its last name, an end of a name by a pattern."""
-    for word in _words(entries, f"{_ZERO}.leaf_module.{kind}"):
+    for word in entries.words(f"{_ZERO}.leaf_module.{kind}"):
         yield {"classes": f"class {word.rpartition('.')[2]}", "names": word, "name_suffixes": f"*{word}"}[kind]
 
 

@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader
 import zero_fn as zf
 from zero_fn.deepspeed.entries import leaves_of, left_to
 from zero_fn.deepspeed.optimizers import finished
+from zero_fn.deepspeed.placement import made_by, mesh_of, require_placed
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings
-from zero_fn.deepspeed.setup import agreed_settings, made_by, mesh_of, require_placed
+from zero_fn.deepspeed.setup import agreed_settings
 from zero_fn.integrations.placing import all_ranks
 from zero_fn.values.tiers import IN_MEMORY
 

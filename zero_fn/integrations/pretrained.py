@@ -23,7 +23,8 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 import zero_fn as zf
 from zero_fn.deepspeed.entries import Config
-from zero_fn.deepspeed.setup import agreed_settings, made_by
+from zero_fn.deepspeed.placement import made_by
+from zero_fn.deepspeed.setup import agreed_settings
 from zero_fn.integrations.placing import Place, all_ranks, place_module
 from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.resting import alone, on_spec

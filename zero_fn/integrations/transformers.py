@@ -33,8 +33,8 @@ from transformers.core_model_loading import revert_weight_conversion
 import zero_fn as zf
 from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.deepspeed.optimizers import finished, whole_where_needed
+from zero_fn.deepspeed.placement import made_by, mesh_of, require_placed
 from zero_fn.deepspeed.settings import Settings
-from zero_fn.deepspeed.setup import made_by, mesh_of, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.accelerator_config import follow_settings
 from zero_fn.integrations.metrics import LogsMetrics, ReportsCallback

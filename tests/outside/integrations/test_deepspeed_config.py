@@ -50,8 +50,8 @@ from tests.outside.integrations.worlds import (
 from tests.support.ranks import axis
 from tests.support.resident import give_memory_back, in_new_process
 from tests.units.deepspeed import test_keys as made
+from zero_fn.deepspeed.placement import placed_by
 from zero_fn.deepspeed.settings import settings_of
-from zero_fn.deepspeed.setup import placed_by
 
 
 @on_two_ranks

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
@@ -108,7 +109,8 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken() -> None:
     setup = zf.from_deepspeed(Planned(), {**config, "zero_optimization": {"stage": 2}}, grid["dp"])
     assert setup.mesh == grid["dp"]
     whole = zf.from_deepspeed(Planned(), {**BASE, "zero_optimization": {"stage": 2}}, grid["dp"])
-    agree(trained(setup, grid["dp"].get_local_rank()), trained(whole, grid["dp"].get_local_rank()))
+    wanted = trained(whole, grid["dp"].get_local_rank())
+    agree(trained(setup, grid["dp"].get_local_rank()), wanted)
     with pytest.raises(zf.ConfigError, match="2, the ranks of that axis"):
         zf.from_deepspeed(Planned(), {**BASE, "tensor_parallel": {"autotp_size": 4}}, grid["dp"])
     with pytest.raises(zf.ConfigError, match=r"no tp_plan(.|\n)*parallelize_module"):
@@ -117,6 +119,15 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken() -> None:
         zf.from_deepspeed(Planned(head="packed_colwise"), config, grid["dp"])
     with pytest.raises(zf.ConfigError, match="one parameter in two ways"):
         zf.from_deepspeed(Planned(head="rowwise"), config, grid["dp"])
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "rows"))
+    model = parallelize_module(
+        Planned(), named["rows"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    )
+    setup = zf.from_deepspeed(model, {**config, "zero_optimization": {"stage": 2}}, named["dp"])
+    agree(trained(setup, named["dp"].get_local_rank()), wanted)
+    parts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    with pytest.raises(zf.ConfigError, match="_flatten"):
+        zf.from_deepspeed(Planned(), {**BASE, "sequence_parallel_size": 2}, parts["dp"])
     with pytest.raises(zf.MeshError, match="has two axes already"):
         zf.from_deepspeed(Planned(), {**BASE, "sequence_parallel_size": 2}, grid)
 

@@ -1,0 +1,126 @@
+"""How a model computes: `bf16`, `fp16`, `data_types`, `torch_autocast`, `activation_checkpointing`, `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_fn.deepspeed.entries import Entries, RefusedEntry
+
+__all__ = ["Computing", "computing_of"]
+
+_ZERO = "zero_optimization"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NARROW = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+_PARKS = "activation_checkpointing.cpu_checkpointing"
+_RECOMPUTES = ("activation_checkpointing.partition_activations", "pipeline.activation_checkpoint_interval")
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How a model computes."""
+
+    compute: torch.dtype | None  # of gathered parameters; None: the dtype at rest
+    reduce: torch.dtype  # of gradient sums
+    grads: torch.dtype | None  # of gradients at rest; None: that of their parameters
+    rest: torch.dtype | None  # of trained parameters at rest; None: float32, and that of the model for frozen ones
+    saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
+    buffers: torch.dtype | None  # of floating point buffers; None: as they are
+    keeps_wide: tuple[str, ...] | None  # words in names of buffers that stay as they are; None: those of the model
+    autocast: torch.dtype | None  # of torch.autocast around forwards
+    recomputes: bool  # whether blocks are computed again in backward
+    parks: bool  # whether what they keep is on the host
+    compiles: Mapping[str, Any] | None  # options with which units are compiled
+
+
+def computing_of(entries: Entries) -> Computing:
+    """Dtypes, and what else says how the model computes."""
+    parts: dict[str, Callable[[Entries], Any]] = {
+        "compute": _compute,
+        "reduce": _reduce,
+        "grads": _grads,
+        "rest": _rest,
+        "saved": lambda entries: _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None,
+        "buffers": lambda entries: _DTYPES.get(entries["data_types.buffer_dtype"]),
+        "keeps_wide": _keeps_wide,
+        "autocast": _autocast,
+        "recomputes": lambda entries: any(entries[path] for path in (*_RECOMPUTES, _PARKS)) or False,
+        "parks": lambda entries: entries[_PARKS],
+        "compiles": _compiles,
+    }
+    found, wrong = {}, []
+    for name, part in parts.items():
+        try:
+            found[name] = part(entries)
+        except RefusedEntry as refused:
+            wrong.append(refused)
+    if wrong:
+        raise wrong[0]
+    return Computing(**found)
+
+
+def _compute(entries: Entries) -> torch.dtype | None:
+    """The dtype in flight."""
+    if entries["bf16.enabled"] and entries["fp16.enabled"]:
+        raise entries.refused("fp16.enabled", "one dtype, and bf16.enabled is true", '"fp16": {"enabled": false}')
+    own = "bf16" if entries["bf16.enabled"] else "fp16" if entries["fp16.enabled"] else "fp32"
+    asked = entries["data_types.param_dtype"] or own
+    if asked != own and (own, asked) != ("fp32", "bf16"):
+        wants, fix = f'"{own}", in which the model computes', f'"{asked}": {{"enabled": true}}; or remove it'
+        raise entries.refused("data_types.param_dtype", wants, fix)
+    return None if asked == "fp32" else _DTYPES[asked]
+
+
+def _rest(entries: Entries) -> torch.dtype | None:
+    """The dtype of trained parameters at rest: float32, unless both they and their states are to be narrow."""
+    masters, states = entries["bf16.bf16_master_weights_and_grads"], entries["bf16.bf16_optimizer_states"]
+    if masters != states:
+        said = str(masters).lower()
+        fix = f'"bf16_optimizer_states": {said}'
+        raise entries.refused("bf16.bf16_optimizer_states", f"{said}: states have the dtype of their masters", fix)
+    return torch.bfloat16 if masters and entries["bf16.enabled"] else None
+
+
+def _autocast(entries: Entries) -> torch.dtype | None:
+    if not entries["torch_autocast.enabled"]:
+        return None
+    if entries["torch_autocast.dtype"].endswith("16") and "b" not in entries["torch_autocast.dtype"]:
+        fix = '"torch.bfloat16"; or "fp16": {"enabled": true}'
+        raise entries.refused("torch_autocast.dtype", "bfloat16: float16 needs a loss scale", fix)
+    return torch.bfloat16
+
+
+def _keeps_wide(entries: Entries) -> tuple[str, ...] | None:
+    path = "data_types.keep_in_fp32_modules"
+    return None if entries[path] == "auto" else entries.words(path)
+
+
+def _compiles(entries: Entries) -> Mapping[str, Any] | None:
+    is_asked = entries["compile.deepcompile"] or entries["compile.enabled"] or entries["compile.disable"] is False
+    return {"backend": entries["compile.backend"], **(entries["compile.kwargs"] or {})} if is_asked else None
+
+
+def _reduce(entries: Entries) -> torch.dtype:
+    """The dtype of gradient sums."""
+    name = entries["communication_data_type"] or "fp32"
+    if name != "fp32" and not (entries["bf16.enabled"] or entries["fp16.enabled"]):
+        wants = "fp32: gradients are sent in the dtype of the computation"
+        raise entries.refused("communication_data_type", wants, '"bf16": {"enabled": true}; or remove it')
+    if name != "fp32" and entries[f"{_ZERO}.zero_quantized_gradients"]:
+        wants = "fp32: what travels in 4 bits is summed in float32"
+        raise entries.refused("communication_data_type", wants, '"communication_data_type": "fp32"')
+    return _DTYPES[name]
+
+
+def _grads(entries: Entries) -> torch.dtype | None:
+    """The dtype of gradients at rest."""
+    path = "data_types.grad_accum_dtype"
+    if entries[path] == "fp32":
+        return None
+    if not entries["bf16.enabled"]:
+        wants = '"fp32": only bf16 computes gradients that may rest in 16 bits'
+        raise entries.refused(path, wants, '"bf16": {"enabled": true}; or remove it')
+    return torch.bfloat16
