@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from zero_fn.deepspeed.entries import Entries, RefusedEntry
+from zero_fn.deepspeed.entries import Entries
 
-__all__ = ["Computing", "computing_of"]
+__all__ = ["COMPUTING", "Computing"]
 
 _ZERO = "zero_optimization"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,32 +34,6 @@ class Computing:
     recomputes: bool  # whether blocks are computed again in backward
     parks: bool  # whether what they keep is on the host
     compiles: Mapping[str, Any] | None  # options with which units are compiled
-
-
-def computing_of(entries: Entries) -> Computing:
-    """Dtypes, and what else says how the model computes."""
-    parts: dict[str, Callable[[Entries], Any]] = {
-        "compute": _compute,
-        "reduce": _reduce,
-        "grads": _grads,
-        "rest": _rest,
-        "saved": lambda entries: _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None,
-        "buffers": lambda entries: _DTYPES.get(entries["data_types.buffer_dtype"]),
-        "keeps_wide": _keeps_wide,
-        "autocast": _autocast,
-        "recomputes": lambda entries: any(entries[path] for path in (*_RECOMPUTES, _PARKS)) or False,
-        "parks": lambda entries: entries[_PARKS],
-        "compiles": _compiles,
-    }
-    found, wrong = {}, []
-    for name, part in parts.items():
-        try:
-            found[name] = part(entries)
-        except RefusedEntry as refused:
-            wrong.append(refused)
-    if wrong:
-        raise wrong[0]
-    return Computing(**found)
 
 
 def _compute(entries: Entries) -> torch.dtype | None:
@@ -124,3 +98,19 @@ def _grads(entries: Entries) -> torch.dtype | None:
         wants = '"fp32": only bf16 computes gradients that may rest in 16 bits'
         raise entries.refused(path, wants, '"bf16": {"enabled": true}; or remove it')
     return torch.bfloat16
+
+
+COMPUTING: Mapping[str, Callable[[Entries], Any]] = {
+    "compute": _compute,
+    "reduce": _reduce,
+    "grads": _grads,
+    "rest": _rest,
+    "saved": lambda entries: _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None,
+    "buffers": lambda entries: _DTYPES.get(entries["data_types.buffer_dtype"]),
+    "keeps_wide": _keeps_wide,
+    "autocast": _autocast,
+    "recomputes": lambda entries: any(entries[path] for path in (*_RECOMPUTES, _PARKS)),
+    "parks": lambda entries: entries[_PARKS],
+    "compiles": _compiles,
+}
+"""What reads each field of `Computing`."""

@@ -1,13 +1,10 @@
 """What DeepSpeed's engine does in a loop that cannot be rewritten yet, as functions of a setup.
 
-engine.backward(loss)                 backward(setup, loss)
-engine.step()                         step(setup), after each microbatch: a step is made after the last of them
-engine.is_gradient_accumulation_boundary()   is_boundary(setup)
-engine.save_checkpoint(folder, tag, client_state)   save_checkpoint(setup, folder, tag, client_state)
-engine.load_checkpoint(folder, tag)   load_checkpoint(setup, folder, tag), which reads DeepSpeed's folders, too
-engine.global_steps, .skipped_steps   setup.steps, setup.skipped_steps
-engine.get_global_grad_norm()         setup.norm
-engine.get_lr()                       setup.rates
+backward(setup, loss)    engine.backward(loss)
+step(setup)              engine.step(), after each microbatch: a step is made after the last of them
+is_boundary(setup)       engine.is_gradient_accumulation_boundary()
+save_checkpoint(...)     engine.save_checkpoint(...)
+load_checkpoint(...)     engine.load_checkpoint(...), which reads DeepSpeed's folders, too
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ class Reporter:
         if asked.sinks or ((asked.seconds or asked.memory) and asked.every):
             every = 1 if asked.sinks else asked.every
             self._metrics = self._open.enter_context(metrics(model, optimizer, every=every, norm=False, step=steps))
-        self._profile_next()
 
     def _opened(self) -> list[list[Any]]:
         """The sinks of rank 0, each with the samples between its reports, and those since its last."""
@@ -91,11 +90,12 @@ class Reporter:
         if self._metrics is not None:
             loss, self._loss = self._loss, None
             numbers = self._metrics.step(loss, grad_norm=norm, scaler=scaler)
-        if self._profile is not None and self._steps > 1 + (self._asked.profiled or 0):
+        if self._steps == self._asked.profiled:
+            self._profile = profile(self._model, self._optimizer, flops=True).__enter__()
+        elif self._profile is not None and self._steps == 2 + (self._asked.profiled or 0):
             ended, self._profile = self._profile, None
             ended.__exit__(None, None, None)
             self._show(str(ended))
-        self._profile_next()
         began, seen = self._said
         self._said = began, seen + samples
         for row in self._sinks:
@@ -131,10 +131,6 @@ class Reporter:
             ]
         return ", ".join([*parts, *([repr(self.sent)] if self.sent is not None else [])])
 
-    def _profile_next(self) -> None:
-        if self._steps == self._asked.profiled:
-            self._profile = profile(self._model, self._optimizer, flops=True).__enter__()
-
     def _show(self, text: str) -> None:
         if not self._is_first:
             return
@@ -167,7 +163,7 @@ def reporting_of(entries: Entries) -> Reporting | None:
         seconds,
         memory,
         counts=entries["comms_logger.enabled"],
-        profiled=entries["flops_profiler.profile_step"] if entries["flops_profiler.enabled"] else None,
+        profiled=max(1, entries["flops_profiler.profile_step"]) if entries["flops_profiler.enabled"] else None,
         profile_file=entries["flops_profiler.output_file"],
         sinks=tuple(sinks),
     )

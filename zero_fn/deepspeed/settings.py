@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zero_fn.deepspeed.computing import Computing, computing_of
+from zero_fn.deepspeed.computing import COMPUTING, Computing
 from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry, filled
 from zero_fn.deepspeed.keys import KEYS
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
@@ -102,7 +102,7 @@ def settings_of(
     parts: dict[str, Callable[[Entries], Any]] = {
         "cuts": partial(_cuts, ranks=ranks, others=others),
         "batch_sizes": partial(_batch_sizes, ranks=ranks, others=others or {}),
-        "computing": computing_of,
+        **COMPUTING,
         "scaler": scaler_of,
         "skips_overflow": _skips_overflow,
         "max_norm": lambda entries: entries[_CLIPPING],
@@ -120,6 +120,7 @@ def settings_of(
     entries.close()
     default = TakenEntry(_CLIPPING, "not given", f"{entries[_CLIPPING]:g}, DeepSpeed's default, in setup.step()")
     found["outcomes"] = (*entries.outcomes, *([] if entries.is_given(_CLIPPING) else [default]))
+    found["computing"] = Computing(**{name: found.pop(name) for name in COMPUTING})
     micro_batch_size, accumulation_steps = found.pop("batch_sizes")
     return Settings(micro_batch_size, accumulation_steps, **found)
 
