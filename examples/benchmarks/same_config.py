@@ -87,6 +87,8 @@ def own_configs(disk: str) -> dict[str, Json]:
         allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         whole = {"gradient_clipping": 0.0} if kind == "Muon" else {}  # DeepSpeed clips what Muon makes of gradients
         found[f"stage 2, {kind}"] = {"optimizer": optimizer, "zero_optimization": {"stage": 2}, **allowed, **whole}
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    found |= {f"stage {stage}, fp16": adam(zero_optimization={"stage": stage}, **fp16) for stage in (1, 2, 3)}
     found["stage 2, clipped at 0.1"] = adam(zero_optimization={"stage": 2}, gradient_clipping=0.1)
     found["stage 1, not clipped"] = adam(zero_optimization={"stage": 1}, gradient_clipping=0.0)
     found["stage 1, gradients added up"] = adam(zero_optimization={"stage": 1}, gradient_allreduce_op="sum")
@@ -170,9 +172,8 @@ def by_zero_fn(config: Json, dtype: torch.dtype) -> Step:
 
 def compared(config: Json) -> str:
     """Both, step by step in turn."""
-    dtype = (
-        torch.bfloat16 if any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16")) else torch.float32
-    )
+    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    dtype = next((each for name, each in dtypes.items() if config.get(name, {}).get("enabled")), torch.float32)
     theirs, ours = by_deepspeed(config, dtype), by_zero_fn(config, dtype)
     of_losses, of_rates, ratios, last = 0.0, 0.0, [], (0.0, 0.0)
     for at in range(STEPS):
