@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from zero_fn.deepspeed.settings import Cuts
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.transforms.substitute import copied
-from zero_fn.values.mesh import axes_text, root_of, unflattened
+from zero_fn.values.mesh import axes_text, mesh_axis, root_of, unflattened
 from zero_fn.values.units import anchors_of, distinct_parameters
 
 __all__ = ["cut_by_its_plan", "other_axes", "require_experts", "split", "units_around"]
@@ -47,7 +47,7 @@ def other_axes(mesh: DeviceMesh, pipeline: DeviceMesh | None, model: nn.Module) 
         if isinstance(each, DTensor)
         for name in each.device_mesh.mesh_dim_names or ()
     }
-    found = {} if pipeline is None else {"stages": pipeline}
+    found = {} if pipeline is None else {"stages": mesh_axis(pipeline, verb="from_deepspeed").mesh}
     for name in root.mesh_dim_names or ():
         if name not in own and (name in cut or name in _TENSOR):
             found["tensor"] = root[name]
