@@ -131,7 +131,9 @@ def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> De
     for number, slot in enumerate(slots):
         shape = torch.empty(slot.path.shape, dtype=slot.dtype, device="meta")
         twin.register_parameter(str(number), nn.Parameter(shape, slot.parameter.requires_grad))
-    twin = placed_by(replace(settings, sharding=replace(sharding, tiers=IN_MEMORY)), own, twin)
+    if settings.cuts.experts > 1:
+        return own  # on a twin they would not be placed
+    twin = placed_by(replace(settings, sharding=replace(sharding, tiers=IN_MEMORY, leaves=())), own, twin)
     for parameter, slot in zip(twin.parameters(), slots, strict=True):
         wanted = slot_of(parameter)
         assert wanted is not None, "placed_by has left out a parameter"

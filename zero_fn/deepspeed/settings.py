@@ -182,6 +182,8 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
     for path, switch in _EXPERTS.items():
         if entries[path] > 1 and (switch is None or entries[switch]):
             found = replace(found, experts=entries[path])
+            if entries[f"{_ZERO}.zero_hpz_partition_size"] > 1:
+                wrong.append(entries.refused(path, "no second partition beside it", '"zero_hpz_partition_size": 1'))
     routes = [path for path in entries.given_under("expert_parallel") if f"expert_parallel.{path}" not in KEYS]
     if routes and entries["expert_parallel.enabled"]:
         fix = "remove it: the layer of the model routes (docs/guides/experts.md)"

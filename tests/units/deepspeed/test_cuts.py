@@ -191,6 +191,7 @@ def test_experts_are_left_on_their_axis_over_which_all_else_is_sharded(stage: in
         assert str(zf.describe(setup.model)) == str(zf.describe(by_hand))
         setup.scaled(loss_of(setup.model, 0, dist.get_rank())).backward()
         assert setup.step() is not None
+        assert zf.from_deepspeed(setup.model, {**zero, **key}, grid).model is setup.model
     with pytest.raises(zf.MeshError, match="experts placed over the second"):
         zf.from_deepspeed(Planned(), {**zero, "moe_expert_parallel_size": 2}, grid)
     with pytest.raises(zf.MeshError, match="mesh of two axes"):

@@ -121,6 +121,8 @@ def test_leaf_modules_are_gathered_as_wholes(said: Json | None) -> None:
         names = {unit.name for unit in units_of(zf.from_deepspeed(Leafy(), config, mesh["dp"]).model) if unit.slots}
         blocks = {"blocks.0", "blocks.1"}
         assert names == blocks | ({"mixture"} if said else {f"mixture.experts.{n}" for n in range(3)})
+        placed = zf.from_deepspeed(Leafy(), config, mesh["dp"]).model
+        assert zf.from_deepspeed(placed, config, mesh["dp"]).model is placed
         zero["leaf_module"] = {"classes": ["Missing"]}
         with pytest.raises(zf.ConfigError, match="modules that the model does not have"):
             zf.from_deepspeed(Leafy(), config, mesh["dp"])

@@ -315,6 +315,8 @@ def test_sections_that_contradict_the_stage_are_refused() -> None:
         ({"stage": 0, "zero_hpz_partition_size": 2}, "zero_optimization.zero_hpz_partition_size"),
     ):
         assert words in refusal({**SMALL, "zero_optimization": zero})
+    experts = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "moe_expert_parallel_size": 2}
+    assert "no second partition beside it" in refusal({**SMALL, **experts})
 
 
 @pytest.mark.parametrize(
