@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Computing:
     rest: torch.dtype | None  # of trained parameters at rest; None: float32, and that of the model for frozen ones
     saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
     buffers: torch.dtype | None  # of floating point buffers; None: as they are
-    keeps_wide: tuple[str, ...] | None  # words in names of buffers that stay as they are; None: those of the model
+    keeps_wide: tuple[str, ...] | None  # patterns in names of buffers in float32; None: those of the model
     autocast: torch.dtype | None  # of torch.autocast around forwards
     recomputes: bool  # whether blocks are computed again in backward
     parks: bool  # whether what they keep is on the host
@@ -43,7 +44,7 @@ def _compute(entries: Entries) -> torch.dtype | None:
     own = "bf16" if entries["bf16.enabled"] else "fp16" if entries["fp16.enabled"] else "fp32"
     asked = entries["data_types.param_dtype"] or own
     if asked != own and (own, asked) != ("fp32", "bf16"):
-        wants, fix = f'"{own}", in which the model computes', f'"{asked}": {{"enabled": true}}; or remove it'
+        wants, fix = f'"{own}", in which the model computes', f'"param_dtype": "{own}"; or remove it'
         raise entries.refused("data_types.param_dtype", wants, fix)
     return None if asked == "fp32" else _DTYPES[asked]
 
@@ -69,12 +70,20 @@ def _autocast(entries: Entries) -> torch.dtype | None:
 
 def _keeps_wide(entries: Entries) -> tuple[str, ...] | None:
     path = "data_types.keep_in_fp32_modules"
-    return None if entries[path] == "auto" else entries.words(path)
+    words = None if entries[path] == "auto" else tuple(word.replace("*", ".*") for word in entries.words(path))
+    try:
+        re.compile("|".join(words or ()))
+    except re.error as error:
+        raise entries.refused(path, f"patterns of names: {error}", '"keep_in_fp32_modules": "auto"') from error
+    return words
 
 
 def _compiles(entries: Entries) -> Mapping[str, Any] | None:
     is_asked = entries["compile.deepcompile"] or entries["compile.enabled"] or entries["compile.disable"] is False
-    return {"backend": entries["compile.backend"], **(entries["compile.kwargs"] or {})} if is_asked else None
+    options = entries["compile.kwargs"] or {}
+    if not isinstance(options, Mapping):
+        raise entries.refused("compile.kwargs", "an object", '"kwargs": {"dynamic": true}')
+    return {"backend": entries["compile.backend"], **options} if is_asked else None
 
 
 def _reduce(entries: Entries) -> torch.dtype:

@@ -335,7 +335,8 @@ def _corrected(key: Key, entry: str, value: object) -> str:
     if isinstance(value, str):
         with suppress(ValueError):
             meant = json.loads(value.lower())
-        meant = (*difflib.get_close_matches(value, key.kind.choices, n=1), meant)[0]
+        near = difflib.get_close_matches(value, key.kind.choices, n=2)
+        meant = near[0] if len(near) == 1 else meant
     elif isinstance(value, int) and key.kind.name == "flag" and value in (0, 1):
         meant = bool(value)
     name = entry.rpartition(".")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zero_fn.deepspeed.autocast import run_under_autocast
+from zero_fn.deepspeed.computing import Computing
 from zero_fn.deepspeed.cutting import require_experts, units_around
 from zero_fn.deepspeed.settings import Settings, Sharding
 from zero_fn.errors import ConfigError, MeshError
@@ -84,8 +86,7 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
         placed = in_flight(placed, reduce=settings.computing.reduce, rest=settings.computing.rest)
     elif any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
         placed = in_flight(placed, reduce=settings.computing.reduce, rest=torch.float32, where=is_widened)
-    if settings.computing.buffers is not None:
-        _cast_buffers(placed, settings.computing.buffers, settings.computing.keeps_wide)
+    _cast_buffers(placed, settings.computing)
     if tiers == IN_MEMORY:
         return placed
     return offload(
@@ -93,12 +94,19 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
     )
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype, kept: tuple[str, ...] | None) -> None:
-    """Casts floating point buffers of a model of our own, but for those that the config, or the model, keeps."""
-    words = kept if kept is not None else tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+def _cast_buffers(model: nn.Module, computing: Computing) -> None:
+    """Casts buffers of a model of our own as the config says; to float32 those that it, or the model, keeps so."""
+    lists = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: 1 + (computing.compute is torch.float16)]
+    patterns = computing.keeps_wide
+    if patterns is None:
+        modules = [(f"^{re.escape(name)}\\..*" if name else "", module) for name, module in model.named_modules()]
+        found = ((start, word) for start, each in modules for own in lists for word in getattr(each, own, None) or ())
+        patterns = tuple(start + word.replace("*", ".*") for start, word in found)
+    kept = re.compile("|".join(patterns) if patterns and computing.compute is not None else "(?!)")  # else no name
     for name, module in model.named_modules():
         for own, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and not any(word in f"{name}.{own}" for word in words):
+            dtype = torch.float32 if kept.search(f"{name}.{own}".lstrip(".")) else computing.buffers
+            if dtype is not None and buffer.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 setattr(module, own, buffer.to(dtype))
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.deepspeed.entries import Entries
-from zero_fn.errors import ConfigError
 from zero_fn.monitor.comet import Comet
 from zero_fn.monitor.csv import Csv
 from zero_fn.monitor.metrics import metrics
@@ -58,14 +57,17 @@ class Reporter:
         if asked.counts:
             self.sent = self._open.enter_context(traffic())
         axes = runs_of(model, verb="from_deepspeed")[0].transport.axes
-        self._sinks = done_over(axes, self._opened, "Opening the monitors of a DeepSpeed config", ConfigError)
+        self._sinks = done_over(axes, self._opened, "Opening the monitors of a DeepSpeed config", Exception)
         self._metrics = None
         if asked.sinks or ((asked.seconds or asked.memory) and asked.every):
             every = 1 if asked.sinks else asked.every
             self._metrics = self._open.enter_context(metrics(model, optimizer, every=every, norm=False, step=steps))
 
     def _opened(self) -> list[list[Any]]:
-        """The sinks of rank 0, each with the samples between its reports, and those since its last."""
+        """The sinks of rank 0, each with the samples between its reports, and those since its last; and its other file."""
+        if self._is_first and self._asked.profile_file is not None:
+            Path(self._asked.profile_file).parent.mkdir(parents=True, exist_ok=True)
+            Path(self._asked.profile_file).touch()
         sinks = self._asked.sinks if self._is_first else ()
         found: list[list[Any]] = [[make(), samples, 0] for make, samples in sinks]
         for sink, *_ in found:

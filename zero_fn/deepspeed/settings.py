@@ -129,6 +129,9 @@ def _batch_sizes(entries: Entries, ranks: int, others: Mapping[str, int]) -> tup
     """Samples of a microbatch, and microbatches of a step. Of the three numbers in the config, two give the third."""
     cuts = _cuts(entries, ranks, others)
     ranks //= cuts.sequence * (1 if "tensor" in others else cuts.tensor)
+    if entries["data_parallel_size"] not in (None, ranks):
+        wants = f"{ranks}, the ranks with batches of their own"
+        raise entries.refused("data_parallel_size", wants, f'"data_parallel_size": {ranks}; or remove it')
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = given = tuple(entries[name] for name in names)
     left = [name for name in names[1:] if entries.is_auto(name)]
@@ -172,15 +175,20 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
             wants, fix = "one axis of all ranks that hold parameters together", 'mesh["dp", "sp"]._flatten()'
             wrong.append(entries.refused(path, wants, fix))
         elif kind in others and size != others[kind]:
-            wrong.append(entries.refused(path, f"{others[kind]}, the ranks of that axis", f'"{path}": {others[kind]}'))
+            fix = f'"{path.rpartition(".")[2]}": {others[kind]}'
+            wrong.append(entries.refused(path, f"{others[kind]}, the ranks of that axis", fix))
         elif kind == "stages" and kind not in others:
             fix = 'zf.from_deepspeed(part, config, mesh["dp"], pipeline=mesh["pp"]) (docs/guides/pipelines.md)'
             wrong.append(entries.refused(path, "a part of the model, and the axis of the parts", fix))
         elif kind not in others and ranks % size:
-            wrong.append(entries.refused(path, f"a divisor of {ranks} ranks", f'"{path}": {ranks}'))
+            wrong.append(entries.refused(path, f"a divisor of {ranks} ranks", "such a divisor, or other ranks"))
+        elif (said := getattr(found, kind)) not in (1, size):
+            wrong.append(entries.refused(path, f"{said}, as another entry of it", "remove one of the two"))
         found = replace(found, **{kind: size})
     for path, switch in _EXPERTS.items():
         if entries[path] > 1 and (switch is None or entries[switch]):
+            if found.experts not in (1, entries[path]):
+                wrong.append(entries.refused(path, f"{found.experts}, as another entry of it", "remove one of the two"))
             found = replace(found, experts=entries[path])
             if entries[f"{_ZERO}.zero_hpz_partition_size"] > 1:
                 wrong.append(entries.refused(path, "no second partition beside it", '"zero_hpz_partition_size": 1'))

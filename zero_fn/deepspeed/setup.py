@@ -23,9 +23,9 @@ from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.placement import placed_by, ready_to_run
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings, settings_of
-from zero_fn.errors import ConfigError
+from zero_fn.errors import ConfigError, DisagreementError, ZeroError
 from zero_fn.runtime.norms import clip_grad_norm
-from zero_fn.transport.agree import same_along, sum_along
+from zero_fn.transport.agree import axes_of, done_over, same_along, sum_along
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.units import Units
 
@@ -247,8 +247,7 @@ def from_deepspeed(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         mesh_axis(mesh, verb="from_deepspeed")
     others = other_axes(mesh, pipeline, model)
-    sizes = {kind: axis.size() for kind, axis in others.items()}
-    settings = agreed_settings(config, lambda _: auto or {}, mesh, others=sizes, makes=optimizer is None)
+    settings = agreed_settings(config, lambda _: auto or {}, mesh, others=others, makes=optimizer is None)
     make = settings.stock if optimizer is None else optimizer
     if make is None:
         raise ConfigError(
@@ -265,12 +264,21 @@ def from_deepspeed(
             fix="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     whole, own, tensor = split(mesh, settings.cuts, others)
-    placed = model if tensor is None else cut_by_its_plan(model, tensor)
-    placed = placed_by(settings, whole, placed, units, donate=donate)
-    if weights is not None:
-        load_pretrained(placed, weights)
-    placed = ready_to_run(settings, placed, tensor)
-    stepped = finished(make(placed), settings.sharding.tiers)
+    axes = [*others.values(), *([] if tensor is None or "tensor" in others else [tensor])]
+
+    def made() -> tuple[M, Optimizer, Reporter | None]:
+        placed = model if tensor is None else cut_by_its_plan(model, tensor)
+        placed = placed_by(settings, whole, placed, units, donate=donate)
+        if weights is not None:
+            load_pretrained(placed, weights)
+        placed = ready_to_run(settings, placed, tensor)
+        stepped = finished(make(placed), settings.sharding.tiers)
+        asked = settings.reporting
+        return placed, stepped, None if asked is None else Reporter(asked, placed, stepped)
+
+    # An error of one stage of a pipeline, or of the ranks that log, is told to those that share no axis of data with it.
+    lines = [line for axis in axes for line in axes_of(axis, range(axis.ndim), "from_deepspeed")]
+    placed, stepped, reporter = done_over(lines, made, "Applying a DeepSpeed config", Exception)
     if optimizer is not None:
         outcomes = (
             replace(each, became="not used: optimizer= was given") if each.entry.startswith("optimizer.") else each
@@ -286,7 +294,7 @@ def from_deepspeed(
         mesh=own,
         pipeline=pipeline,
         device=torch.empty(0, device=mesh.device_type).device,  # with its index
-        reporter=None if settings.reporting is None else Reporter(settings.reporting, placed, stepped),
+        reporter=reporter,
     )
 
 
@@ -296,16 +304,17 @@ def agreed_settings(
     mesh: DeviceMesh,
     *,
     is_placing: bool = False,
-    others: Mapping[str, int] | None = None,
+    others: Mapping[str, DeviceMesh] | None = None,
     makes: bool = True,
 ) -> Settings:
-    """The settings of a config, once all ranks over which `mesh` shares a batch have the same one; an error comes on all.
+    """The settings of a config, once all ranks of `mesh` and of `others` have the same one; an error comes on all.
 
     `auto`, given the config, has values for its `"auto"`, by their paths. With `is_placing` only what says where a model
-    rests is looked at. Without `others`, the sizes of other axes, a config may not divide the ranks. Communicates 16 bytes
-    per rank.
+    rests is looked at. Without `others`, the other axes, a config may not divide the ranks. Communicates 16 bytes per rank
+    and axis.
     """
-    failure: ConfigError | None = None
+    failure: ZeroError | None = None
+    sizes = None if others is None else {kind: axis.size() for kind, axis in others.items()}
     try:
         found = dict(config_of(config))
         if "bfloat16" in found and "bf16" not in found:  # another name, which no argument of a Trainer has
@@ -314,13 +323,17 @@ def agreed_settings(
         if is_placing:
             found = {name: value for name, value in filled(found, values).items() if name not in _NOT_PLACING}
             values = {"train_micro_batch_size_per_gpu": 1}
-        settings = settings_of(found, mesh.size(), values, others=others, makes=makes)
+        settings = settings_of(found, mesh.size(), values, others=sizes, makes=makes)
         # Ranks need not agree on folders of disks.
         said = (*leaves_of(found), *leaves_of(values))
         rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
     except ConfigError as error:
         failure, rows = error, str(error).splitlines()
-    same_along(mesh, rows, "DeepSpeed configs", fix="the same file, or the same dict, on every rank")
+    for axis in (mesh, *(others or {}).values()):
+        try:
+            same_along(axis, rows, "DeepSpeed configs", fix="the same file, or the same dict, on every rank")
+        except DisagreementError as error:  # which ranks along the other axes learn from what this one says there
+            failure, rows = error, str(error).splitlines()
     if failure is not None:
         raise failure
     return settings

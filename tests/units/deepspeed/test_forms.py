@@ -53,7 +53,8 @@ def test_masters_and_states_rest_in_bfloat16_where_the_config_says_both() -> Non
 
 
 class Buffered(nn.Module):
-    _keep_in_fp32_modules_strict = {"rotary"}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = {"ro*y"}  # noqa: RUF012
+    _keep_in_fp32_modules = ["mask"]  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,10 +70,12 @@ class Buffered(nn.Module):
         return self.layer(x)
 
 
-def _dtypes(**data_types: Any) -> list[torch.dtype]:
+def _dtypes(compute: str = "bf16", **data_types: Any) -> list[torch.dtype]:
     config: Json = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "data_types": data_types}
+    config |= {compute: {"enabled": True}} if compute else {}
     with alone() as mesh:
         model = Buffered()
+        model.rotary = model.rotary.bfloat16()  # as some load it
         made = zf.from_deepspeed(model, config, mesh["dp"]).model
         assert model.mask.dtype == torch.float32  # that of the caller
         return [buffer.dtype for _, buffer in made.named_buffers()]
@@ -83,7 +86,9 @@ def test_buffers_are_cast_but_for_those_that_are_kept() -> None:
     assert _dtypes(param_dtype="bf16") == [wide, wide, whole]
     assert _dtypes(buffer_dtype="bf16") == [wide, narrow, whole]
     assert _dtypes(buffer_dtype="bf16", keep_in_fp32_modules=[]) == [narrow, narrow, whole]
-    assert _dtypes(buffer_dtype="bf16", keep_in_fp32_modules=["mask"]) == [narrow, wide, whole]
+    assert _dtypes(buffer_dtype="bf16", keep_in_fp32_modules=["m*k"]) == [narrow, wide, whole]
+    assert _dtypes("fp16", buffer_dtype="bf16") == [wide, wide, whole], "fp16 has a list of its own"
+    assert _dtypes("", buffer_dtype="bf16") == [narrow, narrow, whole], "in float32 nothing has to be kept"
 
 
 @on_ranks(2)

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.units.deepspeed.configs import Json
+from tests.units.deepspeed.test_cuts import Planned
 from tests.units.deepspeed.test_setup import MICRO, MICROBATCHES, built, furthest, step_of, trained, values, zero
 from zero_fn.deepspeed import reporter
 from zero_fn.monitor.csv import Csv
@@ -111,16 +113,36 @@ def test_a_monitor_that_cannot_be_opened_is_told_on_every_rank() -> None:
             zf.from_deepspeed(built(), {**zero(1), "wandb": {"enabled": True, "project": "x"}}, axis())
 
 
+def _unopened(*_: Any, **__: Any) -> Any:
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("name", ["tp", "pp"])
+@on_ranks(4)
+def test_so_it_is_on_ranks_that_share_no_axis_of_data_with_the_first(name: str) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", name))
+    sizes = {"tensor_parallel": {"autotp_size": 2}} if name == "tp" else {"pipeline_parallel": {"pp_size": 2}}
+    pipeline = grid["pp"] if name == "pp" else None
+    config = {**zero(1), **sizes, "wandb": {"enabled": True, "project": "x"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reporter, "WandB", _unopened)
+        with pytest.raises((OSError, zf.ZeroError), match=r"No space left|failed on rank"):
+            zf.from_deepspeed(Planned(), config, grid["dp"], pipeline=pipeline)
+    mine = {**zero(1), **sizes, "gradient_clipping": 1.0 + (dist.get_rank() == 3)}
+    with pytest.raises(zf.DisagreementError, match="DeepSpeed configs"):
+        zf.from_deepspeed(Planned(), mine, grid["dp"], pipeline=pipeline)
+
+
 @on_ranks(2)
 def test_steps_are_profiled_with_their_operations(folder: str) -> None:
-    section = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/profile.log"}
+    section = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/new/profile.log"}
     setup = zf.from_deepspeed(built(), {**zero(3), "flops_profiler": section}, axis())
     before = values(setup.model)
     assert printed(setup, 3) == ""
     assert furthest(values(setup.model), before) > 0
     dist.barrier()
     assert "FLOP" in Path(section["output_file"]).read_text()  # type: ignore[arg-type]
-    assert os.listdir(folder) == ["profile.log"]
+    assert os.listdir(f"{folder}/new") == ["profile.log"]
 
 
 @on_ranks(2)

@@ -199,7 +199,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel": ({"pp_size": 2},),
     "torch_autocast": ({"enabled": True, "dtype": "fp16"},),
     "bf16.bf16_optimizer_states": (True,),
-    "data_types": ({"grad_accum_dtype": "fp16"}, {"param_dtype": "fp16"}, {"keep_in_fp32_modules": [1]}),
+    "data_types": ({"grad_accum_dtype": "fp16"}, {"param_dtype": "fp16"}, {"keep_in_fp32_modules": ["("]}),
+    "compile": ({"enabled": True, "kwargs": ["dynamic"]},),
+    "data_parallel_size": (1, 4),
     "compression_training": ({"weight_quantization": {}},),
 }
 """Of sections, and of entries that are checked against others. Values beyond the bounds of an entry: see the last tests."""
@@ -251,7 +253,9 @@ def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_pl
         ("gradient_clipping", "1.0", '"gradient_clipping": 1.0'),
         ("bf16.enabled", "True", '"enabled": true'),
         ("bf16.enabled", 1, '"enabled": true'),
-        ("communication_data_type", "bfp16", '"communication_data_type": "fp16"'),
+        ("communication_data_type", "fp61", '"communication_data_type": "fp16"'),
+        ("communication_data_type", "bfp16", '"fp32" or "bf16" or "fp16", or remove it'),
+        ("steps_per_print", 0.5, "a whole number from 0, or remove it"),
         ("zero_optimization.stage", 4, "a whole number from 0 to 3, or remove it"),
         ("fp16.min_loss_scale", -1, "a number from 0, or remove it"),
     ],
@@ -299,6 +303,20 @@ def test_of_a_scheduler_only_what_is_not_there_is_refused(kind: str, params: Jso
         _scheduler(kind, **params)
     assert caught.value.facts["entry"] == f"scheduler.{entry}"
     assert re.search(fix, str(caught.value.fix))
+
+
+@pytest.mark.parametrize(
+    ("more", "entry"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2, "tp_size": 4}}, "tensor_parallel.tp_size"),
+        ({"tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
+        ({"moe": {"enabled": True, "ep_size": 4}, "moe_expert_parallel_size": 2}, "moe.ep_size"),
+    ],
+)
+def test_of_two_names_of_one_size_none_is_dropped(more: Json, entry: str) -> None:
+    with pytest.raises(ConfigError, match="remove one of the two") as caught:
+        settings_of({**SMALL, **more}, 4, others={})
+    assert caught.value.facts["entry"] == entry
 
 
 def test_offload_without_a_place_is_refused() -> None:
