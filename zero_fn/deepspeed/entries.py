@@ -30,6 +30,7 @@ __all__ = [
     "filled",
     "leaves_of",
     "left_to",
+    "numbers_in",
     "outcomes_text",
     "shown",
 ]
@@ -299,7 +300,8 @@ class Entries:
             return
         if taken is not None:
             self._taken[path] = taken
-        by_value = words if isinstance(words, str) else words.get(str(self[path]), words.get("else", ""))
+        said = shown(self[path]).strip('"')  # true, and not True
+        by_value = words if isinstance(words, str) else words.get(said, words.get("else", ""))
         self.outcomes.append(TakenEntry(entry, shown(value), by_value))
 
 
@@ -327,14 +329,21 @@ def _meant(name: str, section: Mapping[str, object], path: str) -> str:
     return f"{near[0]}, or remove it" if near else "remove it"
 
 
+def numbers_in(value: object) -> Any:
+    """A value whose texts, or those in a list, are what they say in JSON: `"0.1"` is 0.1, `"True"` is true."""
+    if isinstance(value, list):
+        return [numbers_in(each) for each in value]
+    with suppress(ValueError, RecursionError):
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    return value
+
+
 def _corrected(key: Key, entry: str, value: object) -> str:
     """A fix that says what a wrong value was meant to say, if that can be seen: it never means something else."""
     if key.role == "hint":
         return f"remove {entry}: it changes nothing here"
-    meant: object = value
+    meant = numbers_in(value)
     if isinstance(value, str):
-        with suppress(ValueError):
-            meant = json.loads(value.lower())
         near = difflib.get_close_matches(value, key.kind.choices, n=2)
         meant = near[0] if len(near) == 1 else meant
     elif isinstance(value, int) and key.kind.name == "flag" and value in (0, 1):

@@ -214,6 +214,9 @@ def _sharding(entries: Entries) -> Sharding:
     if states is not None and stage == 0:
         wants = "none: at stage 0 these are states of replicas"
         wrong.append(entries.refused(f"{_ZERO}.offload_optimizer.device", wants, '"stage": 2'))
+    if stage == 0 and entries[f"{_ZERO}.zero_quantized_weights"]:
+        wants = "false: at stage 0 replicas send no weights"
+        wrong.append(entries.refused(f"{_ZERO}.zero_quantized_weights", wants, '"stage": 3'))
     if wrong:
         raise wrong[0]
     if states is None or fraction == 0:

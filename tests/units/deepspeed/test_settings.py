@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.units.deepspeed.configs import ADAM, CONFIGS, INFINITY, STAGE_2, STAGE_3, Json, changed, leaves
-from zero_fn.deepspeed.entries import config_of
+from zero_fn.deepspeed.entries import Entries, config_of
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.deepspeed.more_optimizers import Lamb, Lion
 from zero_fn.deepspeed.settings import Sharding, settings_of
@@ -255,6 +255,9 @@ def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_pl
         ("bf16.enabled", 1, '"enabled": true'),
         ("communication_data_type", "fp61", '"communication_data_type": "fp16"'),
         ("communication_data_type", "bfp16", '"fp32" or "bf16" or "fp16", or remove it'),
+        ("optimizer.params.weight_decay", "0.2", '"weight_decay": 0.2'),
+        ("optimizer.params.weight_decay", "high", "a number, or remove it"),
+        ("optimizer.params.betas", [0.9, "0.95"], '"betas": [0.9, 0.95]'),
         ("steps_per_print", 0.5, "a whole number from 0, or remove it"),
         ("zero_optimization.stage", 4, "a whole number from 0 to 3, or remove it"),
         ("fp16.min_loss_scale", -1, "a number from 0, or remove it"),
@@ -331,6 +334,7 @@ def test_sections_that_contradict_the_stage_are_refused() -> None:
         ({"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "zero_optimization.cpu_offload"),
         ({"offload_optimizer": {"device": "cpu"}}, "states of replicas"),
         ({"stage": 0, "zero_hpz_partition_size": 2}, "zero_optimization.zero_hpz_partition_size"),
+        ({"zero_quantized_weights": True}, "replicas send no weights"),
     ):
         assert words in refusal({**SMALL, "zero_optimization": zero})
     experts = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "moe_expert_parallel_size": 2}
@@ -557,6 +561,11 @@ def test_each_row_of_the_table_does_what_it_says() -> None:
             assert key.default == "" or key.kind.taken(key.default) == key.default, key
         if isinstance(key.became, dict):
             assert set(key.became) >= set(key.kind.choices), key
+        if key.kind.name == "flag" and isinstance(key.became, dict):
+            for value in (True, False):
+                said = key.became.get(str(value).lower(), key.became.get("else"))
+                outcomes = Entries(_with(key.path, value)).outcomes
+                assert said and {each.became for each in outcomes if each.entry == key.path} == {said}, key
         if key.role == "hint":
             for value in (_other(key), "auto"):
                 assert became(_with(key.path, value))[key.path] == key.became
