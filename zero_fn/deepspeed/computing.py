@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,12 +69,7 @@ def _autocast(entries: Entries) -> torch.dtype | None:
 
 def _keeps_wide(entries: Entries) -> tuple[str, ...] | None:
     path = "data_types.keep_in_fp32_modules"
-    words = None if entries[path] == "auto" else tuple(word.replace("*", ".*") for word in entries.words(path))
-    try:
-        re.compile("|".join(words or ()))
-    except re.error as error:
-        raise entries.refused(path, f"patterns of names: {error}", '"keep_in_fp32_modules": "auto"') from error
-    return words
+    return None if entries[path] == "auto" else entries.words(path)
 
 
 def _compiles(entries: Entries) -> Mapping[str, Any] | None:

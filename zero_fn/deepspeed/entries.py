@@ -30,8 +30,8 @@ __all__ = [
     "filled",
     "leaves_of",
     "left_to",
-    "numbers_in",
     "outcomes_text",
+    "said_by",
     "shown",
 ]
 
@@ -329,10 +329,8 @@ def _meant(name: str, section: Mapping[str, object], path: str) -> str:
     return f"{near[0]}, or remove it" if near else "remove it"
 
 
-def numbers_in(value: object) -> Any:
-    """A value whose texts, or those in a list, are what they say in JSON: `"0.1"` is 0.1, `"True"` is true."""
-    if isinstance(value, list):
-        return [numbers_in(each) for each in value]
+def said_by(value: object) -> Any:
+    """What a text says in JSON, `"0.1"` is 0.1 and `"True"` true; any other value as it is."""
     with suppress(ValueError, RecursionError):
         return json.loads(value.lower()) if isinstance(value, str) else value
     return value
@@ -342,7 +340,7 @@ def _corrected(key: Key, entry: str, value: object) -> str:
     """A fix that says what a wrong value was meant to say, if that can be seen: it never means something else."""
     if key.role == "hint":
         return f"remove {entry}: it changes nothing here"
-    meant = numbers_in(value)
+    meant = said_by(value)
     if isinstance(value, str):
         near = difflib.get_close_matches(value, key.kind.choices, n=2)
         meant = near[0] if len(near) == 1 else meant

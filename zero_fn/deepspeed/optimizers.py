@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_fn.deepspeed.entries import Entries, numbers_in, shown
+from zero_fn.deepspeed.entries import Entries, said_by, shown
 from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, costs_of, groups_of_muon
 from zero_fn.errors import ConfigError
 from zero_fn.owners import ByOwner, by_owner
@@ -152,11 +152,9 @@ def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
         elif not _is_like(value, default := taken[name].default):
             wants = f"{len(default)} numbers" if isinstance(default, tuple) else "a number"
             wants = "true or false" if isinstance(default, bool) else wants
-            meant = numbers_in(value)
-            is_seen = meant != value and _is_like(meant, default)
-            wrong.append(
-                entries.refused(path, wants, f'"{name}": {shown(meant)}' if is_seen else f"{wants}, or remove it")
-            )
+            meant = said_by(value)
+            fix = f'"{name}": {shown(meant)}' if _is_like(meant, default) else f"{wants}, or remove it"
+            wrong.append(entries.refused(path, wants, fix))
         options[name] = tuple(value) if isinstance(value, list) else value
     if wrong:
         raise wrong[0]

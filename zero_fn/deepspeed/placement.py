@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TypeVar
 
@@ -97,15 +97,14 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
 def _cast_buffers(model: nn.Module, computing: Computing) -> None:
     """Casts buffers of a model of our own as the config says; to float32 those that it, or the model, keeps so."""
     lists = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: 1 + (computing.compute is torch.float16)]
-    patterns = computing.keeps_wide
-    if patterns is None:
-        modules = [(f"^{re.escape(name)}\\..*" if name else "", module) for name, module in model.named_modules()]
-        found = ((start, word) for start, each in modules for own in lists for word in getattr(each, own, None) or ())
-        patterns = tuple(start + word.replace("*", ".*") for start, word in found)
-    kept = re.compile("|".join(patterns) if patterns and computing.compute is not None else "(?!)")  # else no name
-    for name, module in model.named_modules():
+    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    kept = [f"*{word}*" for word in computing.keeps_wide or ()]
+    if computing.keeps_wide is None:
+        kept = [f"{at}*{word}*" for at, each in modules for own in lists for word in getattr(each, own, None) or ()]
+    for at, module in modules:
         for own, buffer in module.named_buffers(recurse=False):
-            dtype = torch.float32 if kept.search(f"{name}.{own}".lstrip(".")) else computing.buffers
+            is_kept = computing.compute is not None and any(fnmatchcase(at + own, word) for word in kept)
+            dtype = torch.float32 if is_kept else computing.buffers
             if dtype is not None and buffer.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 setattr(module, own, buffer.to(dtype))
 

@@ -130,8 +130,7 @@ def _batch_sizes(entries: Entries, ranks: int, others: Mapping[str, int]) -> tup
     cuts = _cuts(entries, ranks, others)
     ranks //= cuts.sequence * (1 if "tensor" in others else cuts.tensor)
     if entries["data_parallel_size"] not in (None, ranks):
-        wants = f"{ranks}, the ranks with batches of their own"
-        raise entries.refused("data_parallel_size", wants, f'"data_parallel_size": {ranks}; or remove it')
+        raise entries.refused("data_parallel_size", f"{ranks}, the ranks with batches of their own", "remove it")
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = given = tuple(entries[name] for name in names)
     left = [name for name in names[1:] if entries.is_auto(name)]
@@ -175,8 +174,7 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
             wants, fix = "one axis of all ranks that hold parameters together", 'mesh["dp", "sp"]._flatten()'
             wrong.append(entries.refused(path, wants, fix))
         elif kind in others and size != others[kind]:
-            fix = f'"{path.rpartition(".")[2]}": {others[kind]}'
-            wrong.append(entries.refused(path, f"{others[kind]}, the ranks of that axis", fix))
+            wrong.append(entries.refused(path, f"{others[kind]}, the ranks of that axis", "that number, or remove it"))
         elif kind == "stages" and kind not in others:
             fix = 'zf.from_deepspeed(part, config, mesh["dp"], pipeline=mesh["pp"]) (docs/guides/pipelines.md)'
             wrong.append(entries.refused(path, "a part of the model, and the axis of the parts", fix))
@@ -215,8 +213,7 @@ def _sharding(entries: Entries) -> Sharding:
         wants = "none: at stage 0 these are states of replicas"
         wrong.append(entries.refused(f"{_ZERO}.offload_optimizer.device", wants, '"stage": 2'))
     if stage == 0 and entries[f"{_ZERO}.zero_quantized_weights"]:
-        wants = "false: at stage 0 replicas send no weights"
-        wrong.append(entries.refused(f"{_ZERO}.zero_quantized_weights", wants, '"stage": 3'))
+        wrong.append(entries.refused(f"{_ZERO}.zero_quantized_weights", "false: no weights are sent", '"stage": 3'))
     if wrong:
         raise wrong[0]
     if states is None or fraction == 0:

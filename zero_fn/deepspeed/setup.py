@@ -23,7 +23,7 @@ from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.placement import placed_by, ready_to_run
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings, settings_of
-from zero_fn.errors import ConfigError, DisagreementError, ZeroError
+from zero_fn.errors import ConfigError
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.transport.agree import axes_of, done_over, same_along, sum_along
 from zero_fn.values.mesh import mesh_axis
@@ -273,8 +273,8 @@ def from_deepspeed(
             load_pretrained(placed, weights)
         placed = ready_to_run(settings, placed, tensor)
         stepped = finished(make(placed), settings.sharding.tiers)
-        asked = settings.reporting
-        return placed, stepped, None if asked is None else Reporter(asked, placed, stepped)
+        reporter = None if settings.reporting is None else Reporter(settings.reporting, placed, stepped)
+        return placed, stepped, reporter
 
     # An error of one stage of a pipeline, or of the ranks that log, is told to those that share no axis of data with it.
     lines = [line for axis in axes for line in axes_of(axis, range(axis.ndim), "from_deepspeed")]
@@ -310,10 +310,9 @@ def agreed_settings(
     """The settings of a config, once all ranks of `mesh` and of `others` have the same one; an error comes on all.
 
     `auto`, given the config, has values for its `"auto"`, by their paths. With `is_placing` only what says where a model
-    rests is looked at. Without `others`, the other axes, a config may not divide the ranks. Communicates 16 bytes per rank
-    and axis.
+    rests is looked at. Without `others`, the other axes, a config may not divide the ranks. Communicates 16 bytes per rank.
     """
-    failure: ZeroError | None = None
+    failure: ConfigError | None = None
     sizes = None if others is None else {kind: axis.size() for kind, axis in others.items()}
     try:
         found = dict(config_of(config))
@@ -329,11 +328,8 @@ def agreed_settings(
         rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
     except ConfigError as error:
         failure, rows = error, str(error).splitlines()
-    for axis in (mesh, *(others or {}).values()):
-        try:
-            same_along(axis, rows, "DeepSpeed configs", fix="the same file, or the same dict, on every rank")
-        except DisagreementError as error:  # which ranks along the other axes learn from what this one says there
-            failure, rows = error, str(error).splitlines()
+    meshes = (mesh, *(others or {}).values())
+    same_along(meshes, rows, "DeepSpeed configs", fix="the same file, or the same dict, on every rank")
     if failure is not None:
         raise failure
     return settings

@@ -127,9 +127,10 @@ def done_over(axes: Iterable[Axis], act: Callable[[], R], what: str, expected: t
     return done[0]
 
 
-def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
-    """`agree` over all ranks of a mesh, those of the last axis together."""
-    line = line_over(axes_of(mesh, reversed(range(mesh.ndim)), what))
+def same_along(meshes: Iterable[DeviceMesh], rows: Sequence[str], what: str, *, fix: str) -> None:
+    """`agree` over all ranks of meshes that cross, those of the innermost axis together."""
+    axes = [axis for mesh in meshes for axis in axes_of(mesh, range(mesh.ndim), what)]
+    line = line_over(sorted(axes, key=lambda axis: int(axis.mesh.mesh.flatten().diff()[0])))
     agree(line.exchange, what, rows, why="each would train in another way", fix=fix)
 
 

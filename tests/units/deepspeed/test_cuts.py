@@ -135,14 +135,16 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken() -> None:
 @on_ranks(4)
 def test_gradients_are_summed_over_parts_of_sequences_and_averaged_over_batches() -> None:
     config = {**BASE, "train_batch_size": 2 * ROWS, "sequence_parallel_size": 2, "gradient_clipping": 0}
-    setup = zf.from_deepspeed(Planned(), {**config, "zero_optimization": {"stage": 3}}, axis())
-    assert (setup.mesh.size(), setup.mesh.get_local_rank()) == (2, dist.get_rank() // 2)
-    setup.scaled(loss_of(setup.model, 0, dist.get_rank())).backward()
     plain = Planned()
     sum(loss_of(plain, 0, rank) for rank in range(4)).backward()  # type: ignore[union-attr]
-    for own, other in zip(setup.model.parameters(), plain.parameters(), strict=True):
-        assert own.grad is not None and other.grad is not None
-        agree(full(own.grad), other.grad / 2)
+    for op, batches in (("mean", 2), ("sum", 1)):
+        more = {"gradient_allreduce_op": op, "data_parallel_size": 2, "zero_optimization": {"stage": 3}}
+        setup = zf.from_deepspeed(Planned(), {**config, **more}, axis())
+        assert (setup.mesh.size(), setup.mesh.get_local_rank()) == (2, dist.get_rank() // 2)
+        setup.scaled(loss_of(setup.model, 0, dist.get_rank())).backward()
+        for own, other in zip(setup.model.parameters(), plain.parameters(), strict=True):
+            assert own.grad is not None and other.grad is not None
+            agree(full(own.grad), other.grad / batches)
 
 
 @on_ranks(2)

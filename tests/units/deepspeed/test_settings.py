@@ -199,7 +199,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel": ({"pp_size": 2},),
     "torch_autocast": ({"enabled": True, "dtype": "fp16"},),
     "bf16.bf16_optimizer_states": (True,),
-    "data_types": ({"grad_accum_dtype": "fp16"}, {"param_dtype": "fp16"}, {"keep_in_fp32_modules": ["("]}),
+    "data_types": ({"grad_accum_dtype": "fp16"}, {"param_dtype": "fp16"}, {"keep_in_fp32_modules": [1]}),
     "compile": ({"enabled": True, "kwargs": ["dynamic"]},),
     "data_parallel_size": (1, 4),
     "compression_training": ({"weight_quantization": {}},),
@@ -257,7 +257,7 @@ def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_pl
         ("communication_data_type", "bfp16", '"fp32" or "bf16" or "fp16", or remove it'),
         ("optimizer.params.weight_decay", "0.2", '"weight_decay": 0.2'),
         ("optimizer.params.weight_decay", "high", "a number, or remove it"),
-        ("optimizer.params.betas", [0.9, "0.95"], '"betas": [0.9, 0.95]'),
+        ("optimizer.params.betas", [0.9, "0.95"], "2 numbers, or remove it"),
         ("steps_per_print", 0.5, "a whole number from 0, or remove it"),
         ("zero_optimization.stage", 4, "a whole number from 0 to 3, or remove it"),
         ("fp16.min_loss_scale", -1, "a number from 0, or remove it"),
@@ -334,7 +334,7 @@ def test_sections_that_contradict_the_stage_are_refused() -> None:
         ({"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "zero_optimization.cpu_offload"),
         ({"offload_optimizer": {"device": "cpu"}}, "states of replicas"),
         ({"stage": 0, "zero_hpz_partition_size": 2}, "zero_optimization.zero_hpz_partition_size"),
-        ({"zero_quantized_weights": True}, "replicas send no weights"),
+        ({"zero_quantized_weights": True}, "no weights are sent"),
     ):
         assert words in refusal({**SMALL, "zero_optimization": zero})
     experts = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "moe_expert_parallel_size": 2}
