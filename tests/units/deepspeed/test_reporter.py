@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,7 +20,17 @@ from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.units.deepspeed.configs import Json
 from tests.units.deepspeed.test_cuts import Planned
-from tests.units.deepspeed.test_setup import MICRO, MICROBATCHES, built, furthest, step_of, trained, values, zero
+from tests.units.deepspeed.test_setup import (
+    MICRO,
+    MICROBATCHES,
+    built,
+    furthest,
+    loss_of,
+    step_of,
+    trained,
+    values,
+    zero,
+)
 from zero_fn.deepspeed import reporter
 from zero_fn.monitor.csv import Csv
 
@@ -76,10 +87,12 @@ def test_monitors_have_the_numbers_of_each_step(folder: str) -> None:
     assert furthest(trained(setup), trained(zf.from_deepspeed(built(), zero(1), axis()))) == 0
     assert setup.reporter is not None
     setup.reporter.close()
+    losses = torch.stack([loss_of(built(), 0, number) for number in range(MICROBATCHES)]).mean().detach()
+    dist.all_reduce(losses)
     if not dist.get_rank():
         rows = rows_of(Path(folder, "a", "job.csv"))
         assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
-        assert all(float(row["zero_fn/loss"]) > 0 for row in rows)
+        assert float(rows[0]["zero_fn/loss"]) == pytest.approx(float(losses) / 2, rel=1e-5)
         assert float(rows[3]["zero_fn/learning_rate/0"]) == pytest.approx(0.02)
 
 
@@ -135,7 +148,7 @@ def test_so_it_is_on_ranks_that_share_no_axis_of_data_with_the_first(name: str) 
 
 @on_ranks(2)
 def test_steps_are_profiled_with_their_operations(folder: str) -> None:
-    section = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/new/profile.log"}
+    section = {"enabled": True, "profile_step": 0, "output_file": f"{folder}/new/profile.log"}
     setup = zf.from_deepspeed(built(), {**zero(3), "flops_profiler": section}, axis())
     before = values(setup.model)
     assert printed(setup, 3) == ""
