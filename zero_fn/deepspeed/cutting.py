@@ -9,7 +9,13 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from zero_fn.deepspeed.settings import Cuts
 from zero_fn.errors import ConfigError, MeshError
@@ -21,6 +27,7 @@ __all__ = ["cut_by_its_plan", "other_axes", "require_experts", "split", "units_a
 
 M = TypeVar("M", bound=nn.Module)
 
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")  # between ranks, by plans with "colwise"
 _TENSOR, _SEQUENCE = ("tp", "tensor", "mp", "model"), ("sp", "sequence", "cp", "context")
 
 
@@ -32,6 +39,9 @@ def _styles() -> dict[str, ParallelStyle]:
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
         "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+        # A norm of each head: its weight is whole, and its gradient the sum of those of each rank's heads.
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=1, use_local_output=True),
     }
 
 
@@ -84,13 +94,18 @@ def cut_by_its_plan(model: M, axis: DeviceMesh) -> M:
     """The model with its linear layers cut over an axis, as `model.tp_plan` says. One that is cut over it already stays.
 
     Raises:
-        ConfigError: It has no plan, or one with other words than these.
+        ConfigError: It has no plan, or one with other words than these, or its heads are not to be divided so.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return model
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     styles = _styles()
-    unknown = sorted(set(plan.values()) - styles.keys())
+    sizes = {name: getattr(getattr(model, "config", None), name, None) for name in _DIVIDED}
+    unknown = sorted(set(plan.values()) - styles.keys()) or [
+        f"{name} {size} over {axis.size()} ranks"
+        for name, size in sizes.items()
+        if "colwise" in plan.values() and isinstance(size, int) and size % axis.size()
+    ]
     if not plan or unknown:
         raise ConfigError(
             "A DeepSpeed config cuts a model by its own plan of tensor parallelism, and there is none that can be followed.",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import StateError, warn_once
 
@@ -36,8 +37,14 @@ def is_filled(tensor: Tensor) -> bool:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of the storage of a tensor, which the tensor fills; its dims may lie in any order."""
-    memory = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    own = _own(tensor).detach()
+    memory = own.as_strided((own.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
     return memory.view(torch.uint8)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: parallelize_module makes DTensors of the buffers of the modules that it cuts."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def note_meta_buffers(root: nn.Module) -> None:
@@ -54,7 +61,8 @@ def warn_of_unwritten_buffers(root: nn.Module) -> None:
         f"{name}.{attribute}".lstrip(".")
         for name, module in root.named_modules()
         for attribute in module.__dict__.pop(_ON_META, ())
-        if (buffer := module._buffers.get(attribute)) is not None and not buffer.is_inference() and not buffer._version
+        if (buffer := module._buffers.get(attribute)) is not None
+        and not (buffer.is_inference() or _own(buffer)._version)
     ]
     if missed:
         warn_once(

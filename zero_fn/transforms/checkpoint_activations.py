@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from inspect import signature
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,5 +76,15 @@ def checkpoint_activations(
             own = modules[name].__dict__.get("forward")
             if not isinstance(own, Recomputed):
                 modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links, parking)
+        for each in modules.values():
+            if "use_cache" in signature(type(each).forward).parameters:
+                each.register_forward_pre_hook(_keep_no_keys, with_kwargs=True)
 
     return substitute(module, Assignment(), verb="checkpoint_activations", prepare=prepare)
+
+
+def _keep_no_keys(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Models of transformers fill a cache of keys unless told not to: a forward that runs again would add them twice."""
+    if torch.is_grad_enabled() and kwargs.get("use_cache") is None:
+        kwargs = {**kwargs, "use_cache": False}
+    return args, kwargs
