@@ -169,3 +169,34 @@ def test_sequences_cut_over_ranks_train_as_in_one_process(
 ) -> None:
     """In float64, where orders of summation differ far below the bound; over two axes and over one that was flattened."""
     assert ranks(4).run(_together, stage, is_flat, is_ring) == [pytest.approx(_alone(), rel=0, abs=1e-12)] * 4
+
+
+def _by_a_config(stage: int) -> list[float]:
+    """`sequence_parallel_size` over four ranks: the loss of a part is its share of that of the whole."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "sequence_parallel_size": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage},
+    }
+    setup = zf.from_deepspeed(_decoder().float(), config, grid("dp", "cp")["dp", "cp"]._flatten("both"))
+    parts = setup.mesh._get_root_mesh()["sp"]
+    for layer in setup.model.blocks:
+        layer.mesh = parts
+    seen: list[float] = []
+    for step in range(STEPS):
+        batch = _batch(step, setup.mesh.get_local_rank())
+        tokens, targets = (each.chunk(2, dim=1)[parts.get_local_rank()] for each in batch)
+        loss = F.cross_entropy(setup.model(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / batch[1].numel()
+        setup.scaled(loss).backward()
+        norm = setup.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        seen += [total.item() / 2, norm or 0.0]
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sequences_that_a_config_cuts_train_as_in_one_process(ranks: Ranks, stage: int) -> None:
+    assert ranks(4).run(_by_a_config, stage) == [pytest.approx(_alone(), rel=0, abs=1e-5)] * 4

@@ -18,6 +18,8 @@ _NARROW = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weig
 _PARKS = "activation_checkpointing.cpu_checkpointing"
 _RECOMPUTES = ("activation_checkpointing.partition_activations", "pipeline.activation_checkpoint_interval")
 
+_TENSOR = ("tensor_parallel.autotp_size", "tensor_parallel.tp_size", "tensor_parallel.tp.tp_size")
+
 
 @dataclass(frozen=True, slots=True)
 class Computing:
@@ -77,6 +79,10 @@ def _compiles(entries: Entries) -> Mapping[str, Any] | None:
     options = entries["compile.kwargs"] or {}
     if not isinstance(options, Mapping):
         raise entries.refused("compile.kwargs", "an object", '"kwargs": {"dynamic": true}')
+    others = [path for path in (*_RECOMPUTES, _PARKS) if entries[path]]
+    others += [path for path in _TENSOR if entries[path] > 1]
+    if is_asked and others:
+        raise entries.refused(others[0], "none beside compile: torch compiles no such blocks", "remove it, or compile")
     return {"backend": entries["compile.backend"], **options} if is_asked else None
 
 

@@ -8,14 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, parallel
 
 from zero_fn.deepspeed.settings import Cuts
 from zero_fn.errors import ConfigError, MeshError
@@ -31,17 +24,17 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")  
 _TENSOR, _SEQUENCE = ("tp", "tensor", "mp", "model"), ("sp", "sequence", "cp", "context")
 
 
-def _styles() -> dict[str, ParallelStyle]:
+def _styles() -> dict[str, parallel.ParallelStyle]:
     """The words of plans of dense models of transformers, as styles of torch."""
     return {
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
-        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
-        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+        "colwise": parallel.ColwiseParallel(),
+        "rowwise": parallel.RowwiseParallel(),
+        "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": parallel.ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": parallel.RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_split_input": parallel.RowwiseParallel(input_layouts=Replicate()),
         # A norm of each head: its weight is whole, and its gradient the sum of those of each rank's heads.
-        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=1, use_local_output=True),
+        "replicated_with_grad_allreduce": parallel.SequenceParallel(sequence_dim=1, use_local_output=True),
     }
 
 
@@ -58,10 +51,11 @@ def other_axes(mesh: DeviceMesh, pipeline: DeviceMesh | None, model: nn.Module) 
         for name in each.device_mesh.mesh_dim_names or ()
     }
     found = {} if pipeline is None else {"stages": mesh_axis(pipeline, verb="from_deepspeed").mesh}
+    inside = set(mesh.mesh.flatten().tolist())  # also of a flattened axis
     for name in root.mesh_dim_names or ():
         if name not in own and (name in cut or name in _TENSOR):
             found["tensor"] = root[name]
-        elif name not in own and name in _SEQUENCE:
+        elif name not in own and name in _SEQUENCE and not inside.issuperset(root[name].mesh.tolist()):
             found["sequence"] = root[name]
     return found
 
@@ -118,7 +112,7 @@ def cut_by_its_plan(model: M, axis: DeviceMesh) -> M:
 
     named = distinct_parameters(model)
     twin, _ = copied(model, named)
-    parallelize_module(twin, axis, {name: styles[word] for name, word in plan.items()})
+    parallel.parallelize_module(twin, axis, {name: styles[word] for name, word in plan.items()})
     for first, *others in (each.places for each in named):  # a plan cuts each place of a tied parameter by itself
         kept = twin.get_submodule(first[0])._parameters[first[1]]
         for module, attribute in others:

@@ -136,6 +136,8 @@ def unflattened(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) ->
     """
     root, own = root_of(mesh), (mesh.mesh_dim_names or ("",))[0]
     known = root.mesh_dim_names or ("",)
+    if own not in known and mesh.size() == root.size():  # flattened, of all ranks
+        root, known = mesh, (own,)
     dim = known.index(own)
     shape = (*root.shape[:dim], *sizes, *root.shape[dim + 1 :])
     named = (*known[:dim], *names, *known[dim + 1 :])

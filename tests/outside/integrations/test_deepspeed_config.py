@@ -244,6 +244,53 @@ def _trainer(folder: str, config: Json, model: nn.Module, *, bf16: bool, **given
     return configured(folder, config, model, given, bf16=bf16, max_steps=3)
 
 
+def _planned(name: str, **options: Any) -> Callable[[], nn.Module]:
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    sizes = {"vocab_size": 64, "num_key_value_heads": 2, "pad_token_id": 0, "attn_implementation": "eager", **sizes}
+    own = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(own(**{**sizes, **options}))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma", "Gemma3", "Phi3", "Olmo2"])
+@on_two_ranks
+def test_models_are_cut_by_their_own_plans(folder: str, name: str) -> None:
+    """In memory, and read into shards of a model on meta; with blocks that run again, and rows of unequal length."""
+    start()
+    build = _planned(name)
+    tokens = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    given["attention_mask"][0, 5:] = 0
+    plain: Any = build()
+    plain(**given).loss.backward()
+    wanted = {name: each.grad for name, each in plain.named_parameters()}
+    zf.save_pretrained(zf.zero3(build(), axis()), folder)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+    config |= {"tensor_parallel": {"autotp_size": 2}, "activation_checkpointing": {"partition_activations": True}}
+    for model, weights in ((build(), None), (on_meta(folder), folder)):
+        setup = zf.from_deepspeed(model, config, axis(), weights=weights)
+        setup.scaled(setup.model(**given).loss).backward()
+        for own, each in setup.model.named_parameters():
+            assert isinstance(each.grad, DTensor)
+            torch.testing.assert_close(each.grad.full_tensor(), wanted[own], rtol=1e-4, atol=1e-6)
+    if name == "Llama":
+        with pytest.raises(zf.ConfigError, match="num_key_value_heads 1 over 2 ranks"):
+            zf.from_deepspeed(_planned(name, num_key_value_heads=1)(), config, axis())
+
+
 def _losses(setup: zf.DeepSpeedSetup[Any]) -> list[float]:
     """Three steps of a loop of one's own."""
     found = []

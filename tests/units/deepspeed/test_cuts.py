@@ -117,6 +117,9 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken() -> None:
         zf.from_deepspeed(Block(), config, grid["dp"])
     with pytest.raises(zf.ConfigError, match="packed_colwise"):
         zf.from_deepspeed(Planned(head="packed_colwise"), config, grid["dp"])
+    with pytest.raises(zf.ConfigError, match=r"autotp_size(.|\n)*torch compiles no such blocks"):
+        cut = {**BASE, "tensor_parallel": {"autotp_size": 2}}
+        zf.from_deepspeed(Planned(), {**cut, "compile": {"deepcompile": True}}, grid["dp"])
     with pytest.raises(zf.ConfigError, match="one parameter in two ways"):
         zf.from_deepspeed(Planned(head="rowwise"), config, grid["dp"])
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "rows"))

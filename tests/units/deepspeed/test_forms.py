@@ -160,6 +160,10 @@ def test_each_block_is_compiled_by_itself(section: Json, options: Json | None) -
         calls = [(call.args[0], call.kwargs) for call in compiled.call_args_list]
         blocks = [*model.mixture.experts, *model.blocks] if options else []
         assert calls == [(block, options) for block in blocks]
+        if options:
+            computed_twice = {"activation_checkpointing": {"cpu_checkpointing": True}}
+            with pytest.raises(zf.ConfigError, match=r"cpu_checkpointing(.|\n)*torch compiles no such blocks"):
+                zf.from_deepspeed(Leafy(), {**config, **computed_twice}, mesh["dp"])
 
 
 def test_rates_are_scaled_by_the_package_mup(monkeypatch: pytest.MonkeyPatch) -> None:
