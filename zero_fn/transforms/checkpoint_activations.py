@@ -77,7 +77,7 @@ def checkpoint_activations(
             if not isinstance(own, Recomputed):
                 modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links, parking)
         for each in modules.values():
-            if "use_cache" in signature(type(each).forward).parameters:
+            if hasattr(each, "config") and "use_cache" in signature(type(each).forward).parameters:
                 each.register_forward_pre_hook(_keep_no_keys, with_kwargs=True)
 
     return substitute(module, Assignment(), verb="checkpoint_activations", prepare=prepare)
