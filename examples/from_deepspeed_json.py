@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 from_deepspeed_json.py                         with the config below
     torchrun --nproc-per-node 2 from_deepspeed_json.py --config ds_config.json --save runs/a
+    python -m zero_fn launch --no_local_rank --num_gpus 2 from_deepspeed_json.py    as by the launcher deepspeed
 
 The config becomes transforms and stock objects of torch, and a report says what became of each entry. Entries that are
 unknown, or ask for what is not done here, are refused, all at once. For models of Hugging Face: finetune_hf.py.
