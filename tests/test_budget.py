@@ -76,7 +76,10 @@ FEATURES: dict[str, dict[str, int]] = {
         "": 415, "checkpoint": 140, "looking": 21, "runtime": 205, "storage": 170, "streamed": 1, "transforms": 122,
         "values": 38,
     },
-    "deepspeed door": {"": 5, "checkpoint": 130, "deepspeed": 1183, "integrations": 43, "transport": 9, "values": 15},
+    "deepspeed door": {
+        "": 5, "checkpoint": 130, "deepspeed": 1241, "integrations": 43, "runtime": 8, "transforms": 12, "transport": 10,
+        "values": 17,
+    },
 }  # fmt: skip
 """Lines that later features may have in folders that were there before them."""
 
@@ -95,7 +98,7 @@ TESTS_OF_FEATURES = {
     "see": 2_200,
     "run": 3_027,
     "weights": 1_087,
-    "deepspeed door": 1_611,
+    "deepspeed door": 1_778,
 }
 """Lines of tests of later features."""
 
