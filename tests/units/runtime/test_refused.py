@@ -18,12 +18,14 @@ from torch.torch_version import TorchVersion
 
 import zero_fn as zf
 from tests.axes.grids import composed
-from tests.support.groups import alone
+from tests.support.groups import alone, pretended
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
+from tests.support.resident import in_new_process
 from tests.support.versions import IS_2_11
 from tests.support.wholes import full
 from zero_fn.dtensor.refused import ROWS
+from zero_fn.runtime.edits import watch_edits
 
 aten = torch.ops.aten
 
@@ -531,3 +533,24 @@ def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path: Path) -> No
     for view in (torch.conj, torch.adjoint):
         with pytest.raises(zf.StateError, match="viewed as another dtype"):
             view(weight)
+
+
+def _seen_after_a_forward_without_a_mesh() -> list[str]:
+    """Whether a write is refused while a forward is open, and after it."""
+    zf.checkpoint_activations(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))(torch.ones(1, 4))
+    found: list[str] = []
+    with pretended(2) as mesh:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        for is_open in (True, False):
+            watch_edits(model, is_open=is_open)
+            try:
+                model.weight.detach()[1:3].zero_()
+                found.append("went")
+            except zf.ShardedAccessError:
+                found.append("refused")
+    return found
+
+
+def test_a_forward_before_the_first_mesh_takes_no_refusal_away() -> None:
+    """The table of handlers of an open forward was made then, and lacked those that came with the mesh."""
+    assert in_new_process(_seen_after_a_forward_without_a_mesh) == ["refused", "refused"]
