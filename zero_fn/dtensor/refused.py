@@ -57,7 +57,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import PlacementError, ShardedAccessError
 from zero_fn.resting import cut_alike, detached, local_of, on_spec
-from zero_fn.runtime.edits import note_edited
+from zero_fn.runtime.edits import copy_handlers, note_edited
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
@@ -590,6 +590,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
     """Applies the rows to tensors on this mesh from now on. The first call installs them."""
     if not _meshes:
         _install()
+        copy_handlers()
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
         DTensor.storage = _no_storage  # type: ignore[method-assign, assignment]
         DTensor.share_memory_ = _share_nothing  # type: ignore[method-assign, assignment]

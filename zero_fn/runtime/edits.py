@@ -23,12 +23,11 @@ from zero_fn.runtime.slot import Slot, slot_on
 from zero_fn.runtime.tier_tensor import written_by
 from zero_fn.runtime.unit import Unit, unit_of
 
-__all__ = ["note_edited", "watch_edits"]
+__all__ = ["copy_handlers", "note_edited", "watch_edits"]
 
 _dispatcher: Any = DTensor._op_dispatcher
 _stock: dict[Any, Callable[..., object]] = _dispatcher._custom_op_handlers
 _watching: dict[Any, Callable[..., object]] = {}  # the same, with ours for operations that write. [Note: who writes]
-_taken = 0  # handlers of DTensor's own table that are in it
 _open: dict[object, None] = {}  # the forwards that are open
 
 
@@ -36,11 +35,16 @@ def watch_edits(forwards: object, *, is_open: bool) -> None:
     """To be called when a forward has begun, and when it has ended."""
     if is_open:
         _open[forwards] = None
-        is_whole = len(_stock) == _taken  # else handlers came since: those of the first mesh, or of another library
-        _dispatcher._custom_op_handlers = _watching if is_whole else _made()
+        _dispatcher._custom_op_handlers = _watching or _made()
     elif forwards in _open:
         del _open[forwards]
         _dispatcher._custom_op_handlers = _watching if _open else _stock
+
+
+def copy_handlers() -> None:
+    """To be called when DTensor has got handlers, which open forwards are to have as well."""
+    if _watching:
+        _made()
 
 
 def note_edited(slots: Iterable[Slot]) -> None:
@@ -67,8 +71,6 @@ def _show_again(unit: Unit, changed: Sequence[Slot]) -> None:
 
 
 def _made() -> dict[Any, Callable[..., object]]:
-    global _taken
-    _taken = len(_stock)
     _watching.update(_stock)
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
