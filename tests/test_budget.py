@@ -77,7 +77,7 @@ FEATURES: dict[str, dict[str, int]] = {
         "values": 38,
     },
     "deepspeed door": {
-        "": 5, "checkpoint": 130, "deepspeed": 1241, "dtensor": 1, "integrations": 43, "runtime": 14, "transforms": 12,
+        "": 5, "checkpoint": 130, "deepspeed": 1237, "dtensor": 1, "integrations": 43, "runtime": 14, "transforms": 12,
         "transport": 10, "values": 17,
     },
 }  # fmt: skip

@@ -10,15 +10,15 @@ import torch
 
 from zero_fn.deepspeed.entries import Entries
 
-__all__ = ["COMPUTING", "Computing"]
+__all__ = ["COMPUTING", "TENSOR", "Computing"]
 
 _ZERO = "zero_optimization"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
 _PARKS = "activation_checkpointing.cpu_checkpointing"
 _RECOMPUTES = ("activation_checkpointing.partition_activations", "pipeline.activation_checkpoint_interval")
-
-_TENSOR = ("tensor_parallel.autotp_size", "tensor_parallel.tp_size", "tensor_parallel.tp.tp_size")
+TENSOR = ("tensor_parallel.autotp_size", "tensor_parallel.tp_size", "tensor_parallel.tp.tp_size")
+"""Entries that say over how many ranks a model is cut by its own plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _compiles(entries: Entries) -> Mapping[str, Any] | None:
     if not isinstance(options, Mapping):
         raise entries.refused("compile.kwargs", "an object", '"kwargs": {"dynamic": true}')
     others = [path for path in (*_RECOMPUTES, _PARKS) if entries[path]]
-    others += [path for path in _TENSOR if entries[path] > 1]
+    others += [path for path in TENSOR if entries[path] > 1]
     if is_asked and others:
         raise entries.refused(others[0], "none beside compile: torch compiles no such blocks", "remove it, or compile")
     return {"backend": entries["compile.backend"], **options} if is_asked else None

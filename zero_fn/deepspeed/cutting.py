@@ -43,13 +43,7 @@ def other_axes(mesh: DeviceMesh, pipeline: DeviceMesh | None, model: nn.Module) 
 
     They are known by their names, that of tensor parallelism also because parameters are cut over it.
     """
-    root, own = root_of(mesh), set(mesh.mesh_dim_names or ())
-    cut = {
-        name
-        for each in model.parameters()
-        if isinstance(each, DTensor)
-        for name in each.device_mesh.mesh_dim_names or ()
-    }
+    root, own, cut = root_of(mesh), set(mesh.mesh_dim_names or ()), _axes_cut(model)
     found = {} if pipeline is None else {"stages": mesh_axis(pipeline, verb="from_deepspeed").mesh}
     inside = set(mesh.mesh.flatten().tolist())  # also of a flattened axis
     for name in root.mesh_dim_names or ():
@@ -58,6 +52,12 @@ def other_axes(mesh: DeviceMesh, pipeline: DeviceMesh | None, model: nn.Module) 
         elif name not in own and name in _SEQUENCE and not inside.issuperset(root[name].mesh.tolist()):
             found["sequence"] = root[name]
     return found
+
+
+def _axes_cut(model: nn.Module) -> set[str]:
+    """The names of the axes over which parameters are DTensors."""
+    meshes = [each.device_mesh for each in model.parameters() if isinstance(each, DTensor)]
+    return {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
 
 def split(
@@ -161,11 +161,8 @@ def require_experts(model: nn.Module, mesh: DeviceMesh, experts: int) -> None:
     Raises:
         MeshError: The mesh has no such axis, or no parameter is cut over it.
     """
-    names = mesh.mesh_dim_names or ()
-    inside = (
-        parameter.device_mesh.mesh_dim_names or () for parameter in model.parameters() if isinstance(parameter, DTensor)
-    )
-    if mesh.ndim != 2 or mesh.size(1) != experts or not any(names[1] in each for each in inside):
+    names = mesh.mesh_dim_names or ("", "")
+    if mesh.ndim != 2 or mesh.size(1) != experts or names[1] not in _axes_cut(model):
         raise MeshError(
             f"{experts} ranks with experts of their own need a mesh of two axes, and experts placed over the second.",
             mesh=axes_text(mesh),

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zero_fn.deepspeed.computing import COMPUTING, Computing
+from zero_fn.deepspeed.computing import COMPUTING, TENSOR, Computing
 from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry, filled
 from zero_fn.deepspeed.keys import KEYS
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
@@ -157,9 +157,7 @@ def _skips_overflow(entries: Entries) -> bool:
 def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cuts:
     """The sizes of other kinds of parallelism, against the axes that there are."""
     sizes = {
-        "tensor_parallel.autotp_size": "tensor",
-        "tensor_parallel.tp_size": "tensor",
-        "tensor_parallel.tp.tp_size": "tensor",
+        **dict.fromkeys(TENSOR, "tensor"),
         "sequence_parallel_size": "sequence",
         "pipeline_parallel.pp_size": "stages",
     }

@@ -131,7 +131,8 @@ class DeepSpeedSetup(Generic[M]):
         part = loss / self.accumulation_steps
         if self.reporter is not None:
             self.reporter.note(part)
-        part = part * self.settings.loss_factor(self.mesh)
+        factor = self.settings.loss_factor(self.mesh)
+        part = part if factor == 1 else part * factor
         return part if self.scaler is None else self.scaler.scale(part)
 
     def step(self) -> float | None:

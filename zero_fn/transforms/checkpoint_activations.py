@@ -77,7 +77,8 @@ def checkpoint_activations(
             if not isinstance(own, Recomputed):
                 modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links, parking)
         for each in modules.values():
-            if hasattr(each, "config") and "use_cache" in signature(type(each).forward).parameters:
+            takes_cache = hasattr(each, "config") and "use_cache" in signature(type(each).forward).parameters
+            if takes_cache and _keep_no_keys not in each._forward_pre_hooks.values():  # also where it is called again
                 each.register_forward_pre_hook(_keep_no_keys, with_kwargs=True)
 
     return substitute(module, Assignment(), verb="checkpoint_activations", prepare=prepare)
@@ -85,6 +86,5 @@ def checkpoint_activations(
 
 def _keep_no_keys(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Models of transformers fill a cache of keys unless told not to: a forward that runs again would add them twice."""
-    if torch.is_grad_enabled() and kwargs.get("use_cache") is None:
-        kwargs = {**kwargs, "use_cache": False}
-    return args, kwargs
+    is_told = kwargs.get("use_cache") is not None or not torch.is_grad_enabled()
+    return args, kwargs if is_told else {**kwargs, "use_cache": False}
