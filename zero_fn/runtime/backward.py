@@ -40,7 +40,7 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
 from zero_fn.values.assignment import Assignment
-from zero_fn.values.schedule import Reduce, Settle
+from zero_fn.values.schedule import Reduce, Settle, Use
 from zero_fn.values.watching import Moment
 
 __all__ = ["Backward"]
@@ -189,8 +189,12 @@ class Backward(Forward):
         )
         if self._script is None or not self._script.serves(trace, reduced):
             self._script = Script(trace, reduced, ahead=self.ahead)
-        awaited, passed_only = set(), set()
+        awaited: set[Use] = set()
+        passed_only: set[Use] = set()
+        entered: set[Use] = set()
         for key, use, runs in zip(uses, alive, local, strict=True):
+            if use is not None and use.is_read:
+                entered.add(key)  # where it was read says nothing of where its values are used
             if use is not None and use.is_passed_only:
                 passed_only.add(key)
             elif runs:
@@ -200,6 +204,7 @@ class Backward(Forward):
             Ending(self, self.caller, Backward.finish, Backward.give_up, Backward.show_resting),
             awaited=awaited,
             passed_only=passed_only,
+            entered=entered,
             waiting=waiting,
             keeps_graph=_keeps_graph(),
         )

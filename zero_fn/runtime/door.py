@@ -35,6 +35,7 @@ from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_hooks
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.weight_reads import Parameters, end_reads, finish_reads, leave_read
 from zero_fn.runtime.whole_step import see_leaves, show_in_backward
 from zero_fn.values import watching
 from zero_fn.values.watching import Moment
@@ -111,6 +112,8 @@ class Door:
                 raise _went_on(unit)
             begun.depth += 1
             return False
+        if unit.read is not None and not in_backward:
+            leave_read(unit.read, failed=False)
         if unit.running or (unit.shown.leaves is None and is_swapped(unit.slots, unit.name)):
             return False
         is_outermost = run.call is None and not in_backward
@@ -177,6 +180,8 @@ class Door:
                 output = self._finished(begun, output)
             is_done = not failed
         finally:
+            if run.reads:
+                end_reads(run, self, failed=not is_done)
             self.unit.shown.hide()
             if begun.use is None:
                 self.unit.running -= 1
@@ -206,6 +211,7 @@ class Door:
             use.has_graph = True
         if not begun.is_transforming:
             unit.shown.require_unchanged(unit.name, begun.tensors)
+        finish_reads(self.run, self)
         return output
 
     def _begin_with_leaves(self, begun: _Begun) -> None:
@@ -297,6 +303,8 @@ def attach(door: Door) -> None:
     module.__dict__[DOORS] = (door, *earlier)
     if not earlier:
         put_hooks(module)
+        if module._parameters:
+            module.__dict__["_parameters"] = Parameters(module._parameters, module)
     for other in earlier:  # at this module two units are entered: its hooks stay
         other.unit.inner = [reference for reference in other.unit.inner if reference is not other._module]
     if not door.is_anchor and not earlier:
@@ -307,6 +315,7 @@ def detach(module: nn.Module) -> None:
     """Lets calls of a module enter no unit any more."""
     if module.__dict__.pop(DOORS, None) is not None:
         drop_hooks(module)
+        module.__dict__["_parameters"] = dict(module._parameters)
 
 
 # -- what a model has ----------------------------------------------------------------------------------------------

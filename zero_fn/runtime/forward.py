@@ -25,7 +25,7 @@ from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.members import is_as_before, note_members
-from zero_fn.runtime.passes import ForwardPass, Graphs, UnitUse
+from zero_fn.runtime.passes import ForwardPass, Graphs, ReadUse, UnitUse
 from zero_fn.runtime.saved import drop_packing
 from zero_fn.runtime.statistics import Statistics
 from zero_fn.runtime.unit import Unit
@@ -75,6 +75,7 @@ class Forward:
         self.forward: ForwardPass | None = None  # the one that is open
         self.call: FrameType | None = None  # where it was called; None if all is at rest. [Note: interrupted passes]
         self.era = 0  # how often interrupted calls were left
+        self.reads: list[ReadUse] = []  # weights that running forwards have read of other units, oldest first
         self.packed = 0  # how many `begin_packing` wait for their end
         self.has_agreed = False  # on layouts and values, since the transform, or since values were loaded
         self.is_fresh = True  # nothing was gathered yet in this `accumulate` block
@@ -134,10 +135,12 @@ class Forward:
 
     # -- units ------------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, door: object, method: str) -> UnitUse:
-        """The forward of a unit begins at a method of `door`: on return its gathered parameters may be read."""
+    def enter(self, unit: Unit, door: object, method: str, reader: UnitUse | None = None) -> UnitUse:
+        """The forward of a unit begins at a method of `door`, or that of `reader` reads its weights: on return its gathered
+        parameters may be read."""
         forward = self.forward or self.begin(unit, method)
-        use = UnitUse(unit, forward.next_number(unit.index), door)
+        number = forward.next_number(unit.index)
+        use = UnitUse(unit, number, door) if reader is None else ReadUse(unit, number, reader)
         if forward.grad:
             unit.shown.last_door = weakref.ref(door)
         leg = forward.note(Enter, use)
@@ -329,6 +332,7 @@ class Forward:
         self.era += 1
         drop_packing(self.packed)
         self.packed = 0
+        self.reads = []
         for unit in self.live_units():
             unit.start_over()
         self.finish_unread()

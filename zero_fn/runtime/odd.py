@@ -97,9 +97,9 @@ def is_swapped(slots: Sequence[Slot], unit: str) -> bool:
     for slot in slots:
         for place in slot.places:
             module = place._module()
-            if module is None or place.attribute not in module._parameters:
+            if module is None:
                 continue
-            if (value := module._parameters[place.attribute]) is slot.parameter:
+            if (value := module._parameters.get(place.attribute)) is slot.parameter:
                 are_at_rest = True
             elif value is not None and not isinstance(value, nn.Parameter):
                 are_swapped, are_at_rest = True, are_at_rest or _is_resting(value, slot)

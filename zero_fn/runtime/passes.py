@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from zero_fn.runtime.ending import Ending
 from zero_fn.runtime.gradients import Reduction
@@ -43,7 +44,8 @@ will_execute = torch._C._will_engine_execute_node
 class UnitUse:
     """One forward of a unit."""
 
-    __slots__ = ("__weakref__", "door", "generation", "has_arrived", "has_graph", "key", "node", "unit")
+    __slots__ = ("__weakref__", "door", "generation", "has_arrived", "has_graph", "key", "node", "reads", "unit")
+    is_read = False
 
     def __init__(self, unit: Unit, number: int, door: object = None) -> None:
         self.unit, self.generation = unit, unit.generation  # that of the parameters which were read
@@ -85,6 +87,19 @@ class UnitUse:
     def is_awaited(self) -> bool:
         """Whether its graph is alive and its gradients have not arrived."""
         return not self.has_arrived and self.node is not None and self.node() is not None
+
+
+class ReadUse(UnitUse):
+    """A use of a unit by another: the forward of `reader` reads its weights by name. (weight_reads.py)"""
+
+    __slots__ = ("reader", "tensors")
+    is_read = True
+
+    def __init__(self, unit: Unit, number: int, reader: UnitUse) -> None:
+        super().__init__(unit, number, reader.door)
+        self.reader = weakref.proxy(reader)
+        self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
+        reader.reads = (*getattr(reader, "reads", ()), self)  # its graph holds this, which may have no node
 
 
 class ForwardPass:
@@ -129,6 +144,16 @@ class ForwardPass:
             return None
         self._at = at + 1
         return self._legs[at]
+
+    def innermost(self) -> UnitUse:
+        """The call that runs, and no other in it."""
+        ended: set[Use] = set()
+        for bracket in reversed(self.trace):
+            if isinstance(bracket, Exit):
+                ended.add(bracket.use)
+            elif bracket.use not in ended and not self.uses[bracket.use].is_read:
+                return self.uses[bracket.use]
+        raise AssertionError("no call runs in an open forward")
 
     def go_on(self) -> None:
         """After a backward inside it: another one may pass through what has arrived."""
@@ -219,6 +244,7 @@ class BackwardPass:
         *,
         awaited: set[Use],
         passed_only: set[Use],
+        entered: set[Use],
         waiting: set[Use],
         keeps_graph: bool,
     ) -> None:
@@ -233,7 +259,7 @@ class BackwardPass:
         self._left = deque(script.legs)
         # The uses whose gradients arrive on this rank, and those that are passed without gradients of their own.
         self._awaited, self._passed_only = awaited, passed_only
-        self._entered: set[Use] = set()
+        self._entered = entered
         self._arrived: set[Use] = set()
         self._entered_to = -1  # the last event of the schedule that enters a use which was reached
         self._reached_to = -1  # the same, of uses that backward itself has reached, not only a recomputation
