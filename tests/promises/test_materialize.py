@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from typing import Any
 
@@ -153,7 +154,12 @@ def test_what_to_empty_left_without_values_is_refused_or_warned_of(stage: str, t
         model[1].reset_parameters()
     model.load_state_dict(values)
     errors._said.clear()
-    with pytest.warns(UserWarning, match=r"may hold garbage[\s\S]*0\.inv_freq"):
+    written, twin_of = copy.deepcopy(model), nn.Sequential(Rotary())
+    written[0].inv_freq.copy_(twin_of[0].inv_freq)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was written, and then moved to memory that nobody wrote in place
+        written.to(torch.float64)(torch.ones(2, 6, dtype=torch.float64))
+    with pytest.warns(UserWarning, match=r"hold garbage[\s\S]*0\.inv_freq"):
         model(torch.ones(2, 6))
     model[0].inv_freq = model[0].frequencies()
     model(torch.ones(2, 6)).sum().backward()

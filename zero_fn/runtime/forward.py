@@ -252,10 +252,10 @@ class Forward:
             unit.groups.is_held = False
         if self.assignment.axis is not None and self.transport.size > 1:
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
-        self.has_agreed = True
         if self.assignment.axis is not None:
             agree_on_units(self.transport, units)
             self.statistics.begin()
+        self.has_agreed = True  # not before: a caller may catch the error, and call again
 
     def _broadcast_statistics(self) -> None:
         """[Note: when buffers are broadcast]"""

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize, prune
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import unit_of
+from zero_fn.runtime.unwritten import mark_emptied_buffers, meta_buffers_of
 
 __all__ = ["watch_modules"]
 
@@ -46,8 +47,11 @@ def _apply_to_seen(self: nn.Module, function: Callable[[Tensor], Tensor], recurs
     """Stands in for `Module._apply`, which `to`, `float`, `half`, `cuda` and others call."""
     parameters, seen = self._parameters, self.__dict__
     hidden = [name for name in parameters if name in seen]
+    emptied = meta_buffers_of(self)
     if not hidden:
-        return _apply(self, function, recurse)
+        _apply(self, function, recurse)
+        mark_emptied_buffers(self, emptied)
+        return self
     resting = dict(parameters)
     for name in hidden:
         del parameters[name]

@@ -1,7 +1,7 @@
 """Memory that nobody has written: a pattern marks it in `materialize`, and the first forward warns of buffers.
 
 [Note: emptied buffers] `to_empty()` gives memory to buffers, too. Those that no state_dict holds, such as the frequencies of
-rotary embeddings, are easily forgotten.
+rotary embeddings, are easily forgotten. So they get the pattern. Whoever replaces, writes or moves one leaves no pattern there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import StateError, warn_once
 
-__all__ = ["SHOWN", "filled", "is_filled", "note_meta_buffers", "require_memory", "warn_of_unwritten_buffers"]
+__all__ = [
+    "SHOWN",
+    "filled",
+    "is_filled",
+    "mark_emptied_buffers",
+    "meta_buffers_of",
+    "note_meta_buffers",
+    "require_memory",
+    "warn_of_unwritten_buffers",
+]
 
 SHOWN = 8
 """The most names that an error lists."""
@@ -54,19 +63,31 @@ def note_meta_buffers(root: nn.Module) -> None:
             module.__dict__[_ON_META] = names
 
 
+def meta_buffers_of(module: nn.Module) -> list[str]:
+    """The noted buffers of a module that are still on `meta`."""
+    names = module.__dict__.get(_ON_META, ())
+    return [name for name in names if (buffer := module._buffers.get(name)) is not None and buffer.is_meta]
+
+
+def mark_emptied_buffers(module: nn.Module, names: Sequence[str]) -> None:
+    """Fills buffers that `to_empty()` took from `meta` with the pattern."""
+    for name in names:
+        buffer = module._buffers[name]
+        if buffer is not None and not buffer.is_meta:
+            filled(buffer)
+
+
 def warn_of_unwritten_buffers(root: nn.Module) -> None:
-    """At the first forward, warns of buffers that were on `meta` and were never written in place: `to_empty()` leaves in
-    them what the memory held before."""
+    """At the first forward, warns of buffers that have the pattern: `to_empty()` gave them memory, and nobody values."""
     missed = [
         f"{name}.{attribute}".lstrip(".")
         for name, module in root.named_modules()
         for attribute in module.__dict__.pop(_ON_META, ())
-        if (buffer := module._buffers.get(attribute)) is not None
-        and not (buffer.is_inference() or _own(buffer)._version)
+        if (buffer := module._buffers.get(attribute)) is not None and (buffer.is_meta or is_filled(buffer))
     ]
     if missed:
         warn_once(
-            "Buffers that were on meta may hold garbage: nobody wrote into them.",
+            "Buffers that were on meta hold garbage: nobody wrote into them.",
             first=", ".join(missed[:SHOWN]),
             why="to_empty() gives memory without values, and a state_dict lacks buffers that are not persistent",
             fix="write them, as the module computes them; or model = zf.materialize(model, device), which calls "

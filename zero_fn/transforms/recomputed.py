@@ -120,7 +120,6 @@ class Recomputed:
     def _require_equal(self, leaves: list[Any]) -> None:
         """Refuses inputs that differ between ranks: they would be gathered from parts of different tensors."""
         assert self._transport is not None
-        self._has_agreed = True
         cut = [leaf for leaf in leaves if _may_be_cut(leaf)]
         agree(
             self._transport.exchange,
@@ -132,6 +131,7 @@ class Recomputed:
             why="each rank would keep a part of another tensor",
             fix='partition= takes an axis along which activations are equal: mesh["tp"], not the data axis',
         )
+        self._has_agreed = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
         module = copy.deepcopy(self._module(), memo)
