@@ -595,8 +595,8 @@ def test_a_process_that_comes_while_it_is_removed_keeps_what_it_makes(is_keeper:
     word, came, real = OWN + "b6", list[SharedFolder](), shutil.rmtree
 
     def removed(*args: Any, **options: Any) -> None:
-        if not came:
-            came.append(SharedFolder(word))
+        with mock.patch("shutil.rmtree", real):  # the one that comes removes folders, too
+            came.extend([SharedFolder(word)] if not came else [])
         real(*args, **options)
 
     with mock.patch.object(shared_folder, "_start_keeper"):
