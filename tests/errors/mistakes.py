@@ -1183,6 +1183,14 @@ def _mirror_that_is_closed(folder: Path) -> None:
     mirror.update()
 
 
+def _mirror_of_two_models(folder: Path) -> None:
+    mirror = zf.mirror(folder, nn.Linear(2, 2))
+    try:
+        zf.mirror(folder, nn.Linear(2, 2))
+    finally:
+        mirror.close()
+
+
 def _mirror_without_shared_memory() -> None:
     with mock.patch("zero_fn.local.shared_folder.ROOT", Path("/missing")):
         host_name()
@@ -1462,6 +1470,7 @@ ROWS: dict[str, Callable[..., object]] = {
     "mirror_every_no_step": lambda: zf.mirror("runs", nn.Linear(2, 2), every=0),
     "mirror_of_another_user": _mirror_of_another,
     "mirror_named_wrongly": _mirror_named_wrongly,
+    "mirror_of_two_models": _mirror_of_two_models,
     "mirror_without_room": _mirror_without_room,
     "mirror_without_shared_memory": _mirror_without_shared_memory,
     "preemption_in_a_thread": lambda: _in_a_thread(zf.preemption),

@@ -34,6 +34,8 @@ from zero_fn.checkpoint.mirror import _Pace
 from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.checkpoint.saving import wait_for_saving
+from zero_fn.checkpoint.writing import Writing
+from zero_fn.integrations.states import save_states
 from zero_fn.local import keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
 
@@ -377,6 +379,89 @@ def test_the_plan_says_its_bytes(ranks: Ranks, tmp_path: Path) -> None:
         assert planned == pytest.approx(copied, rel=0.01), name
 
 
+# -- one mirror of a folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_second_mirror_of_a_folder_is_refused_on_every_rank_until_the_first_is_gone(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The copies of two models would be taken for copies of one."""
+
+    def run(folder: str) -> list[str]:
+        found = []
+
+        def tried(model: nn.Module) -> zf.Mirror | None:
+            try:
+                mirror = zf.mirror(folder, model, every=1)
+            except zf.StateError as error:
+                found.append(error.summary.partition(": ")[2] or error.summary)
+                return None
+            found.append("")
+            return mirror
+
+        model, other = made(0)[0], made(1)[0]
+        first = [tried(model)]
+        tried(other)
+        if dist.get_rank() == 1:
+            first.clear()  # gone on one rank only: it hears that it is there on another
+        tried(other)
+        dist.barrier()
+        first.clear()
+        second = tried(other)
+        assert second is not None
+        second.update(extra={"step": 1})
+        second.close()
+        third = tried(model)
+        assert third is not None
+        third.close()
+        return found
+
+    said = ranks(2).run(run, str(tmp_path))
+    refused = "Another mirror makes copies of a run in this folder."
+    assert said == [["", refused, refused, "", ""]] * 2
+
+
+def test_a_run_beside_it_in_the_same_folder_is_refused_and_one_after_it_is_not(tmp_path: Path) -> None:
+    code = f"import zero_fn as zf; from torch import nn; m = zf.mirror({str(tmp_path)!r}, nn.Linear(2, 2)); "
+    other = started(code + "import os; os.fork() or os.setsid(); print(1, flush=True); import time; time.sleep(60)")
+    assert other.stdout is not None
+    other.stdout.readline()
+    with pytest.raises(zf.StateError, match="Another mirror"):
+        zf.mirror(tmp_path, nn.Linear(2, 2))
+    other.kill()  # the child that it has forked goes on
+    other.wait()
+    zf.mirror(tmp_path, nn.Linear(2, 2)).close()
+
+
+@pytest.mark.parametrize("then", ["mirror", "save_states", "profile"])
+def test_whatever_ranks_do_beside_a_save_in_the_background_it_is_complete(
+    ranks: Ranks, tmp_path: Path, then: str
+) -> None:
+    """Both send messages that differ in their order only."""
+
+    def run(folder: str) -> list[str]:
+        model, optimizer = made(0)
+        real = Writing.write_rest
+
+        def late(writing: Writing) -> None:
+            time.sleep(0.5 * dist.get_rank())
+            real(writing)
+
+        profile = zf.profile(model, optimizer) if then == "profile" else contextlib.nullcontext()
+        with mock.patch.object(Writing, "write_rest", late):
+            with profile:
+                trained(model, optimizer, 1)
+                zf.save(f"{folder}/step-1", model, optimizer, background=True)
+            if then == "mirror":
+                zf.mirror(folder, model, optimizer).close()
+            elif then == "save_states":
+                save_states(Path(folder) / "states", [model], [])
+            wait_for_saving()
+        return sorted(each.path.name for each in zf.checkpoints(folder))
+
+    assert ranks(2).run(run, str(tmp_path)) == [["step-1"]] * 2
+
+
 # -- whose it is -------------------------------------------------------------------------------------------------------
 
 
@@ -502,6 +587,26 @@ def test_the_next_start_removes_what_a_killed_keeper_has_left() -> None:
     assert SharedFolder.path_of(OWN + "b3").exists(), "nobody has come yet"
     SharedFolder(OWN + "b4").close()
     assert not SharedFolder.path_of(OWN + "b3").exists()
+
+
+@pytest.mark.parametrize("is_keeper", [True, False])
+def test_a_process_that_comes_while_it_is_removed_keeps_what_it_makes(is_keeper: bool) -> None:
+    """Each start removes what others have left: ranks that start together would remove one another's."""
+    word, came, real = OWN + "b6", list[SharedFolder](), shutil.rmtree
+
+    def removed(*args: Any, **options: Any) -> None:
+        with mock.patch("shutil.rmtree", real):  # the one that comes removes folders, too
+            came.extend([SharedFolder(word)] if not came else [])
+        real(*args, **options)
+
+    with mock.patch.object(shared_folder, "_start_keeper"):
+        SharedFolder(word).leave()
+        with mock.patch("shutil.rmtree", removed):
+            assert keeper.remove(str(SharedFolder.path_of(word)), is_keeper=is_keeper)
+        assert (came[0].path / "users").exists()
+        came[0].close()
+        assert keeper.remove(str(came[0].path), is_keeper=is_keeper)
+    assert not [*shared_folder.ROOT.glob(f"*{word}*")]
 
 
 def test_processes_that_come_while_it_is_removed_get_a_whole_one() -> None:

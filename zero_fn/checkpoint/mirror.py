@@ -64,7 +64,8 @@ def mirror(
 
     Raises:
         LayoutError: `every` or `share` is out of its range.
-        StateError: This system has no shared memory, or another user has made the folder.
+        StateError: This system has no shared memory, or another user has made the folder; or another mirror of it is open,
+            in this process or in another on one of the hosts. Raised on every rank.
         StorageError: The folder cannot be made.
         LostRankError: A rank has ended, or did not call `mirror`.
     """
@@ -93,12 +94,30 @@ class Mirror:
         self._model, self._optimizer, self._asked, self._share = model, optimizer, every, share
         self.every, self.nbytes, self._steps, self._pace = 1, 0, 0, _Pace()
         self._room: list[Slab] = []
-        meeting, folders = RankMeeting(), list[SharedFolder]()
-        word = meeting.agree(MIRRORING, None, lambda: drawn_word(folder), same=(str(folder), every, share)).text
-        meeting.agree(MIRRORING, failure_of(lambda: folders.append(SharedFolder(word))))
+        meeting, host = RankMeeting(), list[str]()
+        failure, same = failure_of(lambda: host.append(host_name())), (str(folder), every, share)
+        word = meeting.agree(MIRRORING, failure, lambda: drawn_word(folder), same=same).text
+        self._hosts = Hosts(meeting.all_of(host[0]))
+        folders: list[SharedFolder] = []
+
+        def claim() -> None:
+            folders.append(SharedFolder(word))
+            if not folders[0].claim(locks=self._hosts.is_first(meeting.rank)):
+                raise StateError(
+                    "Another mirror makes copies of a run in this folder.",
+                    folder=folder,
+                    why="it is open, here or in another process: `resume` would load the newest copy, whose ever it is",
+                    fix='close() it first; for another model another folder: zf.mirror("runs/a/critic", critic)',
+                )
+
+        try:
+            meeting.agree(MIRRORING, failure_of(claim))
+        except BaseException:
+            for each in folders:  # it would be in use while somebody keeps the error
+                each.leave()
+            raise
         self._folder: SharedFolder | None = folders[0]
         self.path: Path = folders[0].path
-        self._hosts = Hosts(meeting.all_of(host_name()))
 
     def update(self, *, extra: Mapping[str, Any] | None = None) -> bool:
         """Makes a copy if it is time for one; returns whether it did, the same on every rank. All ranks call it once a step.

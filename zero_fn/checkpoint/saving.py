@@ -25,6 +25,7 @@ from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.checkpoint.writing import Inventory, Writing, shared_out
 from zero_fn.errors import CheckpointError
 from zero_fn.transforms.selection import Where
+from zero_fn.transport.meeting import meeting_threads
 from zero_fn.values import watching
 
 __all__ = ["Saving", "save", "wait_for_saving"]
@@ -119,6 +120,7 @@ class Saving:
             self._thread = threading.Thread(target=self._run, args=[finish], name="zero_fn.save")
             self._thread.start()
             _under_way.append(self)
+            meeting_threads[:] = [self._thread]
 
     def _run(self, finish: Callable[[], None]) -> None:
         try:

@@ -41,19 +41,27 @@ def lives(folder: str) -> bool:
 def remove(folder: str, *, is_keeper: bool) -> bool:
     """Removes the folder unless a process uses it, or another keeper keeps it. Returns whether it is gone."""
     held: list[int] = []
+    gone = f"{folder}.{os.urandom(4).hex()}.gone"
     try:
+        if folder.endswith(".gone"):  # and whoever removed it was killed
+            gone = folder
+            return True
+        # Whoever makes the folder may be about to make these: they are made here, so that there is one to lock.
         for name in ("users",) if is_keeper else ("users", "keeper"):
-            held.append(os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC))
+            held.append(os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(f"{folder}/users")  # a process that waits for its lock sees that it has come too late
-    except FileNotFoundError:  # somebody was killed who made it, or removed it
-        pass
+        if not os.path.samestat(os.fstat(held[0]), os.stat(f"{folder}/users")):
+            return False  # it was removed meanwhile, and is another one's
+        # All at once: a process that waits for the lock sees that it has come too late, and one that comes finds nothing.
+        os.rename(folder, gone)
+    except FileNotFoundError:
+        return True
     except OSError:
         return False
     finally:
         for file in held:
             os.close(file)
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(gone, ignore_errors=True)
     return True
 
 

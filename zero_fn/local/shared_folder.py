@@ -3,6 +3,7 @@
 /dev/shm/zero_fn-0123456789abcdef/   of one user: mode 0700
     users       each process that uses the folder has a shared lock on it, which ends with the process
     launcher    the parent of the process that came last, and when it was started
+    writer      locked by the process that makes the copies of a run (`claim`)
     keeper      locked by a small process (`keeper.py`): it removes the folder once no process uses it and the launcher has
                 ended, or ten minutes have passed
 """
@@ -16,7 +17,8 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from zero_fn.errors import StateError
 from zero_fn.local import keeper
@@ -43,7 +45,8 @@ def host_name() -> str:
 class SharedFolder:
     """A folder that is used by this process until `close`, or its end."""
 
-    _users = -1
+    _users = _writer = -1
+    _writers: ClassVar[WeakValueDictionary[Path, SharedFolder]] = WeakValueDictionary()  # in this process
 
     def __init__(self, word: str) -> None:
         """Makes the folder, unless there is one. Folders that others have left without a keeper are removed."""
@@ -79,11 +82,29 @@ class SharedFolder:
         """Where the folder of a word is, or would be."""
         return ROOT / f"{_PREFIX}{word}"
 
+    def claim(self, *, locks: bool) -> bool:
+        """Becomes its writer until `leave`; False if there is one, in this process or, with `locks`, in another."""
+        if self.path in self._writers:
+            return False
+        if locks:
+            writer = os.open(self.path / "writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.lockf(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children that outlive this process do not hold it
+            except OSError:
+                os.close(writer)
+                return False
+            self._writer = writer
+        self._writers[self.path] = self
+        return True
+
     def leave(self) -> None:
         """Uses it no longer, and leaves it to processes that come later."""
-        if self._users >= 0:
-            os.close(self._users)
-            self._users = -1
+        if self._writers.get(self.path) is self:
+            del self._writers[self.path]
+        for file in (self._writer, self._users):
+            if file >= 0:
+                os.close(file)
+        self._users = self._writer = -1
 
     __del__ = leave
 
@@ -125,5 +146,6 @@ def _sweep() -> None:
     """Removes folders of this user that neither a process uses nor a keeper keeps: it was killed, too."""
     for path in ROOT.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if path.lstat().st_uid == os.geteuid():
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
                 keeper.remove(str(path), is_keeper=False)

@@ -30,10 +30,14 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._group: ProcessGroup | None = meeting_group()
-        self.rank, self.size = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+        group = self._group
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.offsets = self._offsets()
         """On rank 0: how far the clock of each rank is ahead of that of rank 0, in nanoseconds."""
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        return meeting_group()  # asked for each time: a save in the background may have begun
 
     def collect(self, found: Any) -> list[Any]:
         """On rank 0 what each rank has found; on the others nothing. Pickled, as by torch's collectives of objects."""

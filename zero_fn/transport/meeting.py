@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,7 +18,17 @@ from zero_fn.errors import LostRankError
 from zero_fn.transport.agreement import exchange_bytes
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["LONGEST_S", "all_of", "broadcast", "gather", "lost_ranks", "meeting_group", "scatter", "set_timeout"]
+__all__ = [
+    "LONGEST_S",
+    "all_of",
+    "broadcast",
+    "gather",
+    "lost_ranks",
+    "meeting_group",
+    "meeting_threads",
+    "scatter",
+    "set_timeout",
+]
 
 LONGEST_S = 3600.0
 """Most seconds that ranks wait for a rank with a slower disk."""
@@ -27,9 +38,13 @@ set_timeout: Callable[..., None] = getattr(c10d, "set_timeout", None) or c10d._s
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
+meeting_threads: list[threading.Thread] = []
+"""The last one that saves in the background, and meets other ranks when it has written."""
+
 
 def meeting_group() -> dist.ProcessGroup | None:
-    """A process group of all ranks that nothing else uses, so that a thread may wait in it; None for one rank alone.
+    """A process group of all ranks for whoever meets next; None for one rank alone. Messages in it have no names, so this
+    waits for a thread that saves in the background: it would take the messages of the others for its own.
 
     The first call makes the group: a collective, before which each rank sends rank 0 a byte, and gets one back.
 
@@ -39,6 +54,8 @@ def meeting_group() -> dist.ProcessGroup | None:
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None
+    for thread in meeting_threads:
+        thread.join()
     if world not in _groups:
         backend = str(dist.get_backend(world))
         if "gloo" in backend:
