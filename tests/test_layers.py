@@ -127,7 +127,9 @@ def test_transport_is_the_only_package_that_calls_collectives() -> None:
 
 def test_nothing_seeds_a_generator_of_the_user_or_draws_from_it() -> None:
     """But a rank, which is forked, of numpy, and what gives recorded states back."""
-    sources = {module: source for module, source in package_sources().items() if module not in ("local.ranks", "recorded")}
+    sources = {
+        module: source for module, source in package_sources().items() if module not in ("local.ranks", "recorded")
+    }
     assert {module: calls for module, source in sources.items() if (calls := draws_of_the_user(source))} == {}
 
 

@@ -52,14 +52,15 @@ def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
     shared = [
         (slot, alike) for _, slot in slots if (alike := [hop.axis for hop in slot.path.hops if hop.layout is None])
     ]
-    digests, failure = [0] * len(shared), None
+    digests: list[int] = []
+    failure: StorageError | None = None
     try:
         digests = content_digests(in_memory(slot.flat) for slot, _ in shared)
     except StorageError as error:
         failure = error
-    if any(isinstance(slot.flat, TierTensor) and slot.flat.record.shelf.may_fail for slot, _ in shared):
-        if (failed := Outcome(transport, failure, "Reading parameters").failed_on_any_rank()) is not None:
-            raise failed
+    may_fail = any(isinstance(slot.flat, TierTensor) and slot.flat.record.shelf.may_fail for slot, _ in shared)
+    if may_fail and (failed := Outcome(transport, failure, "Reading parameters").failed_on_any_rank()) is not None:
+        raise failed
     agree_along(
         transport.exchange,
         transport.axes,
