@@ -1,5 +1,5 @@
 """Law: what travels in fewer bits is the same at every stage and mixture of stages, and what is gathered does not depend on
-how many ranks there are.
+how many ranks there are, nor on where it rests, nor on reads of a disk that failed before.
 
 The oracle is the same format over replicas, or nearly so, which keep whole parameters. Rows are around a block: ranks have
 some of them, or none; some dims lie in another order.
@@ -7,8 +7,14 @@ some of them, or none; some dims lie in another order.
 
 from __future__ import annotations
 
+import errno
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -20,7 +26,10 @@ from property_tests.programs import Leaf, Node, Tree, batch, build
 from property_tests.strategies import memory_orders, schedules
 from tests.simulation import Simulated, axis
 from tests.support.profiles import examples
+from zero_fn.storage import Transfer
+from zero_fn.storage.tier_storage import DiskStorage
 from zero_fn.values.mesh import root_of
+from zero_fn.values.tiers import Tier
 from zero_fn.values.wire import Wire
 
 VERBS = ("replicate", "shard_optimizer", "shard_grads", "shard_params")
@@ -136,3 +145,158 @@ def test_what_is_gathered_does_not_depend_on_the_number_of_ranks(
     (wanted,) = simulated(1).run(_first_seen, case, World(1, (("replicate", "dp"),), asks_first=False))
     for found in simulated(world.ranks).run(_first_seen, case, world):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+# -- on a disk ---------------------------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """A forward, and a backward unless parameters are changed in the forward."""
+
+    order: tuple[int, ...]  # of blocks, by number
+    edited: int  # the block whose parameters are changed
+    edits_at: int  # before so many blocks have run; -1: nothing is changed
+    failing: tuple[int, frozenset[int]]  # a rank, and which of its reads fail, by number
+
+
+class Offloaded(NamedTuple):
+    tree: Tree
+    verb: str
+    persist_below: int
+    compute: torch.dtype
+    gather: Wire
+    ranks: int
+    passes: list[Pass]
+
+
+class Walk(nn.Module):
+    """Calls its blocks in the order that it is told."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(build(Tree(node), seed) for seed, node in enumerate(tree.root.children))
+
+    def forward(self, x: Tensor, one: Pass) -> Tensor:
+        for at, number in enumerate(one.order):
+            if at == one.edits_at:
+                edit(self.blocks[one.edited])
+            x = self.blocks[number](x)
+        return x
+
+
+_turn = threading.local()
+"""Of a rank: how many reads it has begun in this pass, and which of them fail."""
+
+
+def edit(module: nn.Module) -> None:
+    """Changes all parameters, by reads that do not fail: such an error would be of one rank alone."""
+    failing, _turn.failing = getattr(_turn, "failing", ()), ()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(-0.75)
+    _turn.failing = failing
+
+
+_LARGE = (1100, 1024)  # its codes are read to where they are decoded
+_MATRICES = st.sampled_from([(1, 32), (4, 64), (9, 40), (33, 100), (64, 64), (130, 96), (300, 256)])
+
+
+@st.composite
+def _offloaded(draw: st.DrawFn, *, fails: bool) -> Offloaded:
+    nodes = []
+    for _ in range(draw(st.integers(1, 4))):
+        shapes = draw(st.lists(_MATRICES, min_size=1, max_size=3)) + [_LARGE] * (draw(st.integers(0, 9)) == 9)
+        trains = draw(st.integers(0, 3)) == 3
+        nodes.append(Node(tuple(Leaf(each, (0, 1), trained=trains and draw(st.booleans())) for each in shapes)))
+    ranks, blocks, usual = draw(st.integers(1, 3)), st.integers(0, len(nodes) - 1), tuple(range(len(nodes)))
+    reads = st.frozensets(st.integers(0, 11), max_size=2) | st.just(frozenset(range(100)))
+    passes = []
+    for _ in range(draw(st.integers(2, 5))):
+        order = draw(st.just(usual) | st.lists(blocks, min_size=1, max_size=6).map(tuple))
+        edits_at = draw(st.just(-1) | st.integers(0, len(order) - 1))
+        failing = draw(st.integers(0, ranks - 1)), draw(reads) if fails else frozenset[int]()
+        passes.append(Pass(order, draw(blocks), edits_at, failing))
+    return Offloaded(
+        Tree(Node((), tuple(nodes))),
+        draw(st.sampled_from(VERBS)),
+        draw(st.sampled_from([0, 1000, 10_000])),
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        draw(st.sampled_from([Wire("int8"), Wire("int4", 32), Wire("float8_e4m3fn")])),
+        ranks,
+        passes,
+    )
+
+
+def _passed(case: Offloaded, tier: Tier) -> list[Tensor | None]:
+    """What each pass gave: its output and the gradient of its input, or None if a disk has failed."""
+    options = {} if case.verb == "replicate" else {"persist_below": case.persist_below}
+    model = getattr(zf, case.verb)(Walk(case.tree), axis(), units="blocks.*", **options)
+    model = zf.offload(zf.precision(model, compute=case.compute, gather=case.gather), params=tier)
+    seen: list[Tensor | None] = []
+    for number, one in enumerate(case.passes):
+        rank, failing = one.failing
+        _turn.begun, _turn.failing = 0, failing if rank == dist.get_rank() else ()
+        try:
+            x = batch(number, dist.get_rank())
+            output = model(x, one)
+            if one.edits_at < 0:
+                output.float().sum().backward()
+            seen.append(torch.cat([output.detach().float(), x.grad if x.grad is not None else torch.empty(0)]))
+        except zf.StorageError:
+            seen.append(None)
+            if one.edits_at < 0:
+                continue
+            _turn.failing = ()
+            return seen  # each rank, or none, has changed its parameters
+    edit(model)  # so that no memory which the next world takes over is right by chance
+    _turn.failing = ()
+    seen.append(model(batch(0), Pass(tuple(range(len(model.blocks))), 0, -1, (0, frozenset()))).detach())
+    return seen
+
+
+@contextmanager
+def _reads_that_fail() -> Iterator[None]:
+    """Inside, reads of disks fail as ranks say in `_turn`, and leave noise."""
+    stock = DiskStorage.read
+
+    def read(self: DiskStorage, place: int, memory: Tensor) -> Transfer:
+        transfer = stock(self, place, memory)
+        if getattr(_turn, "failing", ()):
+            if _turn.begun in _turn.failing:
+                transfer._backend.wait(transfer._requests)
+                memory.fill_(77)
+                transfer._requests[0].failure = transfer._requests[0]._failed(errno.EIO)
+            _turn.begun += 1
+        return transfer
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DiskStorage, "read", read)
+        yield
+
+
+@examples(dev=30, ci=1_000, deep=30_000)
+@given(case=_offloaded(fails=False), schedule=schedules)
+def test_codes_on_a_disk_are_those_of_host_memory(
+    simulated: Simulated, case: Offloaded, schedule: tuple[int, ...]
+) -> None:
+    """In any order of units, which were fetched ahead in another one, and after edits that outdate what was fetched."""
+    wanted = simulated(case.ranks).run(_passed, case, zf.cpu())
+    with tempfile.TemporaryDirectory() as folder:
+        found = simulated(case.ranks, schedule=schedule).run(_passed, case, zf.nvme(folder))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@examples(dev=40, ci=2_000, deep=60_000)
+@given(case=_offloaded(fails=True), schedule=schedules)
+def test_a_read_that_fails_is_told_on_all_ranks_and_spoils_nothing(
+    simulated: Simulated, case: Offloaded, schedule: tuple[int, ...]
+) -> None:
+    """A pass raises on every rank, or is right on every rank; and so is each pass after it."""
+    wanted = simulated(case.ranks).run(_passed, case, zf.cpu())
+    with tempfile.TemporaryDirectory() as folder, _reads_that_fail():
+        found = simulated(case.ranks, schedule=schedule).run(_passed, case, zf.nvme(folder))
+    for passes in zip(*found, strict=True):
+        assert len({one is None for one in passes}) == 1, "some ranks were told"
+    for ours, theirs in zip(found, wanted, strict=True):
+        for one, other in zip(ours, theirs, strict=False):
+            assert one is None or torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Imports point down the layers, and one package alone moves bytes between ranks.
+"""Imports point down the layers, one package alone moves bytes between ranks, and none draws from generators of the user.
 
     6 others        integrations
     5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover, recorded,
@@ -53,6 +53,12 @@ COLLECTIVES = {
     "scatter", "send",
 }  # fmt: skip
 
+SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "set_state"}
+DRAWS = {
+    "bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "rand", "rand_like", "randint",
+    "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
+}  # fmt: skip
+
 
 def package_sources() -> dict[str, str]:
     """The text of every module but `zero_fn/__init__.py`, which may import all of them."""
@@ -98,6 +104,18 @@ def collective_calls(source: str) -> list[str]:
     return [call for node in ast.walk(tree) if isinstance(node, ast.Call) and (call := ast.unparse(node.func)) in named]
 
 
+def draws_of_the_user(source: str) -> list[str]:
+    """Calls that seed a generator of the process, or draw from it: without a `generator` of their own."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner, name = ast.unparse(node.func.value), node.func.attr
+            seeds = name in SEEDS and not owner.startswith("torch.Generator(")
+            draws = name in DRAWS and not any(keyword.arg == "generator" for keyword in node.keywords)
+            found += [f"{owner}.{name}"] * (seeds or draws)
+    return found
+
+
 def test_imports_point_down_and_no_file_is_in_a_circle() -> None:
     assert wrong_imports(package_sources()) == []
 
@@ -105,6 +123,14 @@ def test_imports_point_down_and_no_file_is_in_a_circle() -> None:
 def test_transport_is_the_only_package_that_calls_collectives() -> None:
     sources = {module: source for module, source in package_sources().items() if not module.startswith("transport")}
     assert {module: calls for module, source in sources.items() if (calls := collective_calls(source))} == {}
+
+
+def test_nothing_seeds_a_generator_of_the_user_or_draws_from_it() -> None:
+    """But a rank, which is forked, of numpy, and what gives recorded states back."""
+    sources = {
+        module: source for module, source in package_sources().items() if module not in ("local.ranks", "recorded")
+    }
+    assert {module: calls for module, source in sources.items() if (calls := draws_of_the_user(source))} == {}
 
 
 UP = "if TYPE_CHECKING:\n    from zero_fn.values.top import Top"
@@ -130,3 +156,8 @@ def test_collectives_are_seen_by_any_name() -> None:
     assert collective_calls("import torch.distributed as d\nd.all_reduce(x)") == ["d.all_reduce"]
     assert collective_calls("from torch.distributed import broadcast as b\nb(x, 0)") == ["b"]
     assert collective_calls("x.scatter(0, i)") == []
+
+
+def test_draws_of_the_user_are_seen() -> None:
+    assert draws_of_the_user("torch.manual_seed(0)\nx.normal_()") == ["torch.manual_seed", "x.normal_"]
+    assert draws_of_the_user("x.normal_(generator=torch.Generator().manual_seed(0))") == []

@@ -71,6 +71,16 @@ def _with_auxiliary(parameters: Sequence[nn.Parameter]) -> Optimizer:
     return pytorch_optimizer.Muon(groups, weight_decay=0.1, adamw_lr=1e-2)
 
 
+class Slowing(torch.optim.SGD):
+    """Its rate falls with a count of steps, a tensor in its group that it adds to in place."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"].add_(1)
+            group["lr"] = 0.1 / float(group["count"])
+        super().step()
+
+
 OPTIMIZERS: dict[str, Make] = {
     "Adadelta": lambda ps: torch.optim.Adadelta(ps),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
@@ -92,6 +102,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Lamb": lambda ps: pytorch_optimizer.Lamb(ps, lr=1e-2, max_grad_norm=0.0, weight_decay=0.1),
     "Lion": lambda ps: pytorch_optimizer.Lion(ps, lr=1e-2, weight_decay=0.1),
     "Muon with AdamW": _with_auxiliary,
+    "SGD that slows": lambda ps: Slowing([{"params": [*ps], "count": torch.zeros(())}], lr=0.1),
     "SOAP": lambda ps: pytorch_optimizer.SOAP(ps, lr=1e-2, precondition_frequency=2),
 }
 """All of torch that step one parameter alone, and those of others that look at whole tensors."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 import zero_fn as zf
 from tests.support.models import Layer
@@ -298,6 +299,57 @@ def test_an_optimizer_over_whole_tensors_is_exact_over_those_that_are_replicated
         for optimizer in (whole, adam):
             optimizer.step()
             optimizer.zero_grad()
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _as_owner(optimizer: Any, odd: Tensor) -> Any:
+    """`by_owner` refuses a sum that is still to be taken."""
+    optimizer.param_groups[0]["params"].append(odd)
+    try:
+        return zf.by_owner(optimizer)
+    finally:
+        optimizer.param_groups[0]["params"].pop()
+
+
+def _with_a_group(optimizer: Any, odd: Tensor) -> Any:
+    optimizer.add_param_group({"params": [odd], "lr": 1.0})
+
+
+SMALL = zf.cpu(limit="4KiB")
+REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any], type[zf.ZeroError]]] = {
+    "by_owner": (lambda own: own, _as_owner, zf.PlacementError),
+    "a group": (zf.by_owner, _with_a_group, zf.PlacementError),
+    "a tier for states at owners": (zf.by_owner, lambda own, _: zf.streamed(own, SMALL), zf.TierError),
+    "a tier for states in 8 bits": (zf.states8bit, lambda own, _: zf.streamed(own, SMALL), zf.TierError),
+    "a tier": (lambda own: own, lambda own, _: zf.streamed(own, SMALL), zf.TierError),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+@on_ranks(2)
+def test_an_optimizer_that_is_refused_stays_as_it_was(row: str) -> None:
+    """It says the same of itself, has the same groups and states, and steps as one that was never taken over."""
+    make, take, error = REFUSED[row]
+    odd = nn.Parameter(DTensor.from_local(torch.ones(3), axis(), [Partial()], run_check=False))
+    seen: list[list[Tensor]] = []
+    for is_refused in (False, True):
+        torch.manual_seed(0)
+        model = zf.zero3(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 40)), axis())
+        optimizer = make(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(3):
+            if is_refused and step == 1:
+                before = str(optimizer)
+                with pytest.raises(error):
+                    take(optimizer, odd)
+                assert str(optimizer) == before
+            model(noise(4, 64, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()["state"]
+        seen.append([*fulls(model.parameters()), *(full(own["exp_avg"]) for own in state.values())])
+    assert all(map(torch.equal, *seen))
 
 
 # -- gradients that users assign --------------------------------------------------------------------------------------

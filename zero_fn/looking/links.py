@@ -169,7 +169,7 @@ def _memory_speed(device: torch.device | None, size: int, rounds: int) -> float:
 
 def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
     slab = Slab(size, cpu(), "measure_links", forked=False)
-    slab.memory.random_(0, 256)
+    slab.memory.random_(0, 256, generator=torch.Generator())
     disk = DiskStorage(nvme(*((path,) if isinstance(path, str) else path)), "measure_links")
     (place,) = disk.reserve([slab.nbytes])
     written_s = _median_s(lambda: disk.write(place, slab.memory).wait(), rounds)

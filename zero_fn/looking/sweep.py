@@ -100,7 +100,7 @@ class _DiskProbe:
             raise too_small(f"Measurements in {path}", needed, free, "a tenth of the free room is used", of="disk")
         self.file.reserve(min(_FILE_NBYTES, free // _PART // BLOCK_NBYTES * BLOCK_NBYTES))
         self.memory = Slab(max(_DEPTHS) * BLOCK_NBYTES, cpu(pinned=False), "buffers of links", forked=False).memory
-        self.memory.view(torch.int64).random_()  # some disks compress
+        self.memory.view(torch.int64).random_(generator=torch.Generator())  # some disks compress
         # What was only reserved is read as zeros, without the disk: the file ends with the last block that was written.
         blocks, self.pace = self.moved(_ours(), seconds, is_write=True, most=self.file.nbytes // BLOCK_NBYTES)
         self.file.shrink(blocks * BLOCK_NBYTES)

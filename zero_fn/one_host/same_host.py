@@ -68,11 +68,13 @@ class SameHost(Exchange):
         return Work(finish=self._fill, kept=(message, places), nbytes=message.nbytes)
 
     def _fill(self, message: _Message, places: ByRank) -> None:
-        for _, source in self._peers:
-            into = [place.detach() for place in places[source]]
-            arrived = message.read(source, [(place.dtype, place.numel()) for place in into])
-            copy(into, [piece.view(place.shape) for piece, place in zip(arrived, into, strict=True)])
-        message.close()
+        try:
+            for _, source in self._peers:
+                into = [place.detach() for place in places[source]]
+                arrived = message.read(source, [(place.dtype, place.numel()) for place in into])
+                copy(into, [piece.view(place.shape) for piece, place in zip(arrived, into, strict=True)])
+        finally:
+            message.close()
 
     def give_up(self, failure: Failure | None = None) -> None:
         shared: Shared | None = self.__dict__.get("_shared")  # the failure may be one of joining

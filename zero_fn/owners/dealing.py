@@ -69,15 +69,14 @@ class Dealing:
         """Gives each tensor an owner; those that rest on no mesh are left out."""
         dealt: list[Dealt] = []
         resting = [
-            (self._cost(each) if each.requires_grad else 0.0, each, mesh)
+            (self._cost(each) if each.requires_grad else 0.0, each, mesh, route_of(each))  # which may refuse it
             for each in parameters
             if (mesh := mesh_of(each)) is not None
         ]
-        for cost, parameter, mesh in sorted(resting, key=lambda row: -row[0]):
+        for cost, parameter, mesh, route in sorted(resting, key=lambda row: -row[0]):
             load = self.load.setdefault(mesh, [0.0] * mesh.size())
             number = load.index(min(load))
             load[number] += cost
-            route = route_of(parameter)
             dealt.append(Dealt(parameter, route, number, _ranks_of(mesh, number, route)))
         return dealt
 

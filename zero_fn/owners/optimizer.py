@@ -114,10 +114,9 @@ class ByOwner(Optimizer):
         self.failed: str | None = None
         self._tier: Tier | None = None
         self._shelves: dict[Tier, Shelf] = {}
-        states = inner.state
-        hand_over(inner, "by_owner")
         self._deal()
-        self._take(states)
+        self._take(inner.state)
+        hand_over(inner, "by_owner")  # last: one that is refused stays as it was
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
 
@@ -176,15 +175,24 @@ class ByOwner(Optimizer):
                 why="each tensor is stepped whole, and in the step; its states pass through a buffer of their size",
                 fix="zf.streamed(zf.by_owner(optimizer), tier)",
             )
+        before = self._tier, self.takes_from_tiers, {**self._shelves}
         self._tier, self.takes_from_tiers = tier, True
-        self._rest()
+        try:
+            self.state = self._rested(self.state)
+        except BaseException:
+            self._tier, self.takes_from_tiers, self._shelves = before
+            raise
         return self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, which get owners. All ranks call it."""
         self.inner.add_param_group(param_group)
-        require_independent(self.inner, self.param_groups[-1:])
-        self._deal()
+        try:
+            require_independent(self.inner, self.param_groups[-1:])
+            self._deal()
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """All states and groups in the format of `inner`, on every rank: states of the shape of a sharded parameter are
@@ -205,9 +213,9 @@ class ByOwner(Optimizer):
         Raises:
             CheckpointError: A state is the shard of another rank.
         """
-        self.inner.param_groups, states = loaded(self.inner, state_dict, on_host=False)
+        groups, states = loaded(self.inner, state_dict, on_host=False)
         self._take(states)
-        self.failed = None
+        self.inner.param_groups, self.failed = groups, None
 
     @torch.no_grad()
     @uncompiled
@@ -297,24 +305,23 @@ class ByOwner(Optimizer):
         if states:
             everywhere(self._parameters(), require_own, "Loading the states of an optimizer")
         moved = on_owners([*self._dealt.values()], states, self._lines, self._nbytes)
-        self.state = defaultdict(
-            dict, {parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()}
-        )
-        self._rest()
+        self.state = self._rested({parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()})
 
-    def _rest(self) -> None:
-        """Puts states that are in memory where they rest. All ranks call it; an error on one comes on all."""
+    def _rested(self, states: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
+        """States where they are to rest; the ones that are given stay. All ranks call it; an error on one comes on all."""
+        found = defaultdict[Tensor, dict[str, Any]](dict, states)
 
         def put() -> None:
-            for parameter, own in self.state.items():
+            for parameter, own in states.items():
                 shelf = self._shelf_of(parameter)
                 if shelf is not None and own:
-                    self.state[parameter] = shelf.keep({}, tree_map(in_memory, own))
+                    found[parameter] = shelf.keep({}, tree_map(in_memory, own))
             for shelf in self._shelves.values():
                 shelf.finish()
 
         if self.takes_from_tiers:
             everywhere(self._parameters(), put, "Moving the states of an optimizer")
+        return found
 
     def _shelf_of(self, parameter: Tensor) -> Shelf | None:
         """Where the states of a parameter rest, if they are to be in another tier."""

@@ -86,6 +86,8 @@ class Arithmetic:
         options = [dict(group) for group in groups]
         stepping = stand_in(inner, groups, state)
         attributes = dict(vars(stepping))
+        for own in (vars(stepping), *groups):  # what a step changes in place is a copy
+            own.update({name: value.clone() for name, value in own.items() if isinstance(value, Tensor)})
         raw_step(stepping)
         for (parameter, value, _), (piece, widened) in zip(owned, pieces, strict=True):
             self._states[parameter] = state.get(piece, {})
@@ -104,7 +106,12 @@ class Arithmetic:
         if not self._is_begun:
             self.step(())
         for target, changes in zip([vars(self._inner), *self._inner.param_groups], self._changed, strict=True):
-            target.update(changes)
+            for name, value in changes.items():
+                own = target.get(name)
+                if isinstance(value, Tensor) and isinstance(own, Tensor) and own.shape == value.shape:
+                    own.copy_(value)
+                else:
+                    target[name] = value
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

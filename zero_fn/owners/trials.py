@@ -58,19 +58,21 @@ def _trial(
     optimizer: Optimizer, group: Mapping[str, Any], like: Sequence[Tensor], numbers: Sequence[int]
 ) -> list[Tensor]:
     """Some of two small parameters after a few steps."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        drawn = [torch.randn(2, *(min(size, _MOST) for size in each.shape)).to(each.dtype) for each in like]
-        probes = {number: nn.Parameter(drawn[number][0].clone()) for number in numbers}
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        torch.randn(2, *(min(size, _MOST) for size in each.shape), generator=generator, device="cpu").to(each.dtype)
+        for each in like
+    ]
+    probes = {number: nn.Parameter(drawn[number][0].clone()) for number in numbers}
+    for number, probe in probes.items():
+        vars(probe).update(attributes_of(like[number]))
+    states: Mapping[Any, Any] = {}
+    if isinstance(optimizer, torch.optim.Adagrad):  # it makes its states when it is made
+        states = type(optimizer)([*probes.values()], **optimizer.defaults).state
+    for step in range(_STEPS):
         for number, probe in probes.items():
-            vars(probe).update(attributes_of(like[number]))
-        states: Mapping[Any, Any] = {}
-        if isinstance(optimizer, torch.optim.Adagrad):  # it makes its states when it is made
-            states = type(optimizer)([*probes.values()], **optimizer.defaults).state
-        for step in range(_STEPS):
-            for number, probe in probes.items():
-                probe.grad = drawn[number][1] * 10 ** (2 - step)  # far from what a clipping inside it lets pass
-            states = stepped(optimizer, group, {probe: states.get(probe, {}) for probe in probes.values()})
+            probe.grad = drawn[number][1] * 10 ** (2 - step)  # far from what a clipping inside it lets pass
+        states = stepped(optimizer, group, {probe: states.get(probe, {}) for probe in probes.values()})
     return [probe.detach() for probe in probes.values()]
 
 

@@ -118,7 +118,8 @@ class CodedParameters:
             self._take(record.codes)
         else:
             self._allocate()
-            self._encode()
+            if record is None or record.read.fetched is not None:  # else a disk has failed, and all ranks are told
+                self._encode()
 
     def _encode(self) -> None:
         record = self._group.record
@@ -134,10 +135,10 @@ class CodedParameters:
             )
 
     def _take(self, codes: Record) -> None:
-        """Takes what this rank sends from where it was read to; a copy, unless it is all that there is. [Note: codes at rest]
+        """Takes what this rank sends from where it was read to; a copy, unless that memory is its own. [Note: codes at rest]
         (compute_copies.py)"""
         values = [codes.values(number) for number in self._numbers]
-        if self._group.kind.lands:
+        if codes.landing is not None:  # else it lies in a staging buffer, which the next fetch takes
             self._landed = [each.view(coded.shape) for each, (_, _, coded, _) in zip(values, self._sent, strict=True)]
             return
         self._allocate()

@@ -67,6 +67,9 @@ class ParameterRecord(Record):
     def arrive_for_gather(self) -> None:
         """Waits until the record that a gather reads is in memory, and renews copies that are out of date."""
         source, copies = self.source, self.copies
+        for record in (self.codes, copies):
+            if record is not None and record is not source:
+                record.drop()  # it was fetched before the originals were written
         source.arrive()
         if copies is None or source is not self:
             return

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero_fn.errors import StorageError
 from zero_fn.runtime.kind import dtypes_text
-from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.runtime.unit import Unit
+from zero_fn.transport.agree import Outcome
 from zero_fn.transport.agreement import agree, agree_along, content_digests
 from zero_fn.transport.line import Line
 
@@ -25,6 +27,7 @@ def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
 
     Raises:
         DisagreementError: Ranks differ. Raised on every rank.
+        StorageError: A disk failed on this rank or another. Raised on every rank.
     """
     slots = [(unit, slot) for unit in units for slot in unit.slots]
     agree(
@@ -49,7 +52,15 @@ def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
     shared = [
         (slot, alike) for _, slot in slots if (alike := [hop.axis for hop in slot.path.hops if hop.layout is None])
     ]
-    digests = content_digests(in_memory(slot.flat) for slot, _ in shared)
+    digests: list[int] = []
+    failure: StorageError | None = None
+    try:
+        digests = content_digests(in_memory(slot.flat) for slot, _ in shared)
+    except StorageError as error:
+        failure = error
+    may_fail = any(isinstance(slot.flat, TierTensor) and slot.flat.record.shelf.may_fail for slot, _ in shared)
+    if may_fail and (failed := Outcome(transport, failure, "Reading parameters").failed_on_any_rank()) is not None:
+        raise failed
     agree_along(
         transport.exchange,
         transport.axes,

@@ -170,17 +170,13 @@ class Gathered:
             self._copied[0].append(buffer.as_strided((path.local_numel,), (1,), start + path.start))
             self._copied[1].append(slot.flat)
 
-    def fill_own(self, *, has_failed: bool = False) -> None:
-        """Copies this rank's own parts into the buffers. `has_failed`: those in another tier could not be read."""
+    def fill_own(self) -> None:
+        """Copies this rank's own parts into the buffers, but those in another tier that could not be read."""
         if self._copied[0]:
             torch._foreach_copy_(*self._copied)
-        if self._away and not has_failed:
-            self._fill_away()
-
-    def _fill_away(self) -> None:
         for record, runs in self._away:
             read = record.read
-            if read is record.codes:  # `coded_parameters.py` takes them
+            if read is record.codes or read.fetched is None:  # `coded_parameters.py` takes codes
                 continue
             places = [place for place, _, _ in runs[read]]
             values = [read.values(first, last) for _, first, last in runs[read]]

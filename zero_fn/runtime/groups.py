@@ -229,7 +229,7 @@ class Groups:
             self.is_inner_current = True
         if self.is_away and any(group.may_fail for group in self.members):
             self._told = Outcome(self.line, self.failure, f"Fetching {self._unit}")
-        gathered.fill_own(has_failed=self.failure is not None)
+        gathered.fill_own()
         if gathered.coded:
             with gathered.beside or nullcontext():
                 for coded in gathered.coded:

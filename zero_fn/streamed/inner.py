@@ -135,14 +135,15 @@ def _is_moment(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]
 
 
 def stepped(optimizer: Optimizer, group: Mapping[str, Any], states: Mapping[nn.Parameter, Any]) -> Mapping[Any, Any]:
-    """All states after a step of some parameters with these states. Nothing else of the optimizer changes."""
+    """All states after a step of some parameters with these states. Nothing else of the optimizer changes, nor the numbers
+    that the host draws next."""
     state: defaultdict[Any, Any] = defaultdict(dict, {probe: own for probe, own in states.items() if own})
     trial = {**group, "params": [*states]}
     optimizer = stand_in(optimizer, [trial], state)
     for own in (vars(optimizer), trial):  # what a step changes in place is a copy
         lists = {n: copy.copy(v) for n, v in own.items() if isinstance(v, list | dict | set) and v is not state}
         own |= lists | {name: value.detach().clone() for name, value in own.items() if isinstance(value, Tensor)}
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         raw_step(optimizer)
     return state
 

@@ -316,7 +316,7 @@ class Streamed(Optimizer):
         self._steps.everywhere(self._parameters(), lambda: self._steps.take(self.states))
         return loss
 
-    def _begin(self, states: Mapping[Tensor, dict[str, Any]], doing: str) -> None:
+    def _begin(self, states: Mapping[Tensor, dict[str, Any]], doing: str, planner: Planner | None = None) -> None:
         """Makes room for all parameters, and copies these states there: they stay until all ranks have theirs."""
         parameters = self._parameters()
         divided = divided_among(parameters) if self._planner.codes else {}
@@ -331,7 +331,7 @@ class Streamed(Optimizer):
             agree_on_largest({each: blocks.largest_of(each, kept.get(each, {})) for each, blocks in divided.items()})
 
         def make() -> States:
-            return States(self._planner, parameters, taken(), divided)
+            return States(planner or self._planner, parameters, taken(), divided)
 
         self.states = everywhere(parameters, make, doing)
         self._steps.failed = None

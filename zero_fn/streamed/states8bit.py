@@ -85,6 +85,6 @@ class States8bit(Streamed):
         """Moves the states to another tier. `zf.streamed(optimizer, tier, ...)` calls it."""
         planner = planned(self.inner, tier, fraction, buffer, finish, codes=True)
         states = self._whole("zf.streamed")
+        self._begin(states, "Moving the states of an optimizer", planner)
         self._planner, self.tier, self._steps = planner, tier, Steps(self.inner, waits=finish == "forward")
-        self._begin(states, "Moving the states of an optimizer")
         return self
