@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -123,6 +124,29 @@ def test_schedules_train_as_with_plain_stages(schedule: str, stage: str) -> None
             optimizer.step()
             optimizer.zero_grad()
         assert differing(*({name: p.detach() for name, p in named.items()} for named in (expected, found))) == []
+
+
+@on_ranks(4)
+def test_the_norm_is_that_of_one_process_whatever_the_number_of_microbatches() -> None:
+    mesh, generator = grid("pp", "dp"), torch.Generator().manual_seed(1)
+    place = mesh["pp"].get_local_rank()
+    x, y = torch.randn(2, 16, WIDTH, generator=generator)
+    for stage, number in [(stage, number) for stage in ("zero1", "zero2", "zero3") for number in (1, 2, 8)]:
+        seed_generator(0)
+        parts: list[nn.Module] = [nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2)]
+        whole = nn.Sequential(*parts)
+        F.mse_loss(whole(x), y).backward()
+        wanted = nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
+        whole.zero_grad()
+        part = STAGES[stage](parts[place], mesh["dp"])
+        own = PipelineStage(part, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = (ScheduleGPipe if number == 1 else Schedule1F1B)(own, number, loss_fn=F.mse_loss)
+        given, target = (each.chunk(2)[mesh["dp"].get_local_rank()] for each in (x, y))
+        with zf.accumulate(part, unshard=True):
+            schedule.step(*(() if place else (given,)), **({"target": target} if place else {}))
+        square = full(nn.utils.get_total_norm([p.grad for p in part.parameters() if p.grad is not None])) ** 2
+        dist.all_reduce(square, group=mesh.get_group("pp"))
+        torch.testing.assert_close(square.sqrt(), wanted)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=IN_V_SHAPE)])

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -272,3 +273,28 @@ def test_nothing_grows(ranks: Ranks, stage: str, over: str) -> None:
     for before, after in ranks(2, deadline_s=1000).run(_footprints, stage, over):
         grown = {name: value - before[name] for name, value in after.items()}
         assert not {name: by for name, by in grown.items() if by > TOLERATED[name]}, (before, after)
+
+
+def _footprints_of_saves(folder: str) -> list[dict[str, int]]:
+    torch.manual_seed(0)
+    disk = zf.nvme(folder)
+    model = zf.zero3(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), axis())
+    model = zf.offload(model, params=disk, grads=disk, optim=disk)
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    found = []
+    for number in range(15):
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zf.save(f"{folder}/runs/step-{number}", model, optimizer, keep=2)
+        if number in (4, 14):
+            gc.collect()
+            found.append(_footprint())
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_nothing_grows_with_the_number_of_saves(ranks: Ranks, tmp_path: Path) -> None:
+    for before, after in ranks(2).run(_footprints_of_saves, str(tmp_path)):
+        grown = {name: value - before[name] for name, value in after.items() if name not in ("objects", "tensors")}
+        assert not {name: by for name, by in grown.items() if by > (2**21 if "nbytes" in name else 0)}, (before, after)

@@ -129,6 +129,42 @@ def _other_numbers_of_batches(model: Any, run: Run, number: int) -> None:
             one_backward(model, run, 10 * number + microbatch)
 
 
+class Sighted(Stack):
+    """A frozen tower in front, which ranks call as often as they have images: a unit of its own was refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(Layer() for _ in range(2)).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + 2 * axis().get_local_rank()):
+            y = x
+            for layer in self.tower:
+                y = layer(y)
+            x = x + y
+        return super().forward(x)
+
+
+class Heads(Stack):
+    """Each rank has data for another head, and runs no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.heads[axis().get_local_rank()](super().forward(x))
+        return output
+
+
+def _in_one_block(model: Any, run: Run, number: int) -> None:
+    with run.accumulate(unshard=True):
+        one_backward(model, run, number)
+
+
+_BLOCKS = {"options": {"units": "layers.?"}}  # what ranks run unlike one another belongs to the unit of the root
+
+
 def _one_of_two_losses(model: Any, run: Run, number: int) -> None:
     """Each rank picks one of two losses, or backs through a head that others leave out.
 
@@ -205,6 +241,10 @@ PROGRAMS: dict[str, tuple[int, Callable[[], nn.Module], Program, dict[str, Any]]
     "other numbers of batches": (2, Stack, _other_numbers_of_batches, {}),
     "one of two losses": (2, Stack, _one_of_two_losses, {}),
     "branches, one by one": (2, Branches, _one_by_one, {}),
+    "a tower of other numbers of calls, of the root": (2, Sighted, one_backward, _BLOCKS),
+    "a tower of other numbers of calls, unsharded": (2, Sighted, _in_one_block, {}),
+    "a head for each rank, of the root": (3, Heads, one_backward, {"optimizer": "adamw"} | _BLOCKS),
+    "a head for each rank, unsharded": (3, Heads, _in_one_block, {"optimizer": "adamw"}),
     "shared": (2, partial(Shared, 6), _wide_backward, {"optimizer": "adamw"}),
     "shared, uneven rows": (3, partial(Shared, 17), _wide_backward, {"options": {"units": "*.first"}}),
 }
@@ -214,6 +254,12 @@ PROGRAMS: dict[str, tuple[int, Callable[[], nn.Module], Program, dict[str, Any]]
 def test_what_takes_part_and_what_does_not_is_as_in_replicas(ranks: Ranks, name: str) -> None:
     n, build, program, how = PROGRAMS[name]
     assert ranks(n).run(differences, trained(build, program, **how)) == [[]] * n
+
+
+@pytest.mark.parametrize("build", [Sighted, Heads])
+def test_units_that_ranks_run_unlike_one_another_are_refused(ranks: Ranks, build: Callable[[], nn.Module]) -> None:
+    with pytest.raises(zf.DisagreementError, match=r"unit (tower|heads|layers)\.\d"):
+        ranks(2).run(differences, trained(build, one_backward), stages=["zero3"])
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -45,9 +45,10 @@ def with_adapter(kind: str) -> nn.Module:
         "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
         "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "lora on int8 and nf4": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
+        "tables": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
         "head beside": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, modules_to_save=["lm_head"]),
     }
-    model: nn.Module = llama()
+    model: nn.Module = llama(vocab_size=67, tie_word_embeddings=True) if kind == "tables" else llama()
     torch.manual_seed(3)
     model = peft.get_peft_model(model, configs[kind]())
     with torch.no_grad():
@@ -87,7 +88,7 @@ def _steps(model: nn.Module, optimizer: Any, *, averaged: bool) -> list[float]:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("lora", "dora", "parameters", "ia3", "prompts", "head beside"),
+        *("lora", "dora", "parameters", "ia3", "prompts", "tables", "head beside"),
         pytest.param("lora on int8 and nf4", marks=needs("torchao")),
     ],
 )
