@@ -57,7 +57,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens "row time" to logits of the next one, "row time vocab"."""
 
-    def __init__(self, vocab: int, layers: int, dim: int, heads: int, seq: int) -> None:
+    def __init__(self, layers: int, dim: int, heads: int, seq: int, vocab: int = 256) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
         self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
@@ -76,7 +76,7 @@ def main() -> None:
     here = zf.from_environment().start()  # under torchrun, Slurm, mpirun, Ray, Kubernetes, or alone
     mesh = dist.init_device_mesh(here.device.type, (here.ranks,), mesh_dim_names=("dp",))
     torch.manual_seed(0)  # every rank builds the same model
-    model: nn.Module = GPT(options.vocab, options.layers, options.dim, options.heads, options.seq)
+    model: nn.Module = GPT(options.layers, options.dim, options.heads, options.seq, options.vocab)
     model = zf.precision(model) if options.precision == "bf16" else model
     model = zf.checkpoint_activations(model, units=Block) if options.recompute else model
     stage = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params][options.stage]
