@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 
@@ -23,14 +22,16 @@ import zero_fn as zf
 class Options:
     stage: int = 3  # of ZeRO: what is sharded, from nothing (0) to everything (3)
     precision: str = "fp32"  # or bf16: compute in bfloat16, parameters at rest in float32
+    recompute: int = 0  # 1: of a block its input is kept alone; its forward runs again
     layers: int = 4
     dim: int = 128
     heads: int = 4
-    seq: int = 128  # bytes of a sequence
+    seq: int = 128  # tokens of a sequence
     batch: int = 16  # sequences of a step, over all ranks
     steps: int = 200
     lr: float = 3e-3
-    text: str = argparse.__file__  # a file to learn
+    text: str = argparse.__file__  # a file to learn, which is mapped into memory
+    vocab: int = 256  # above 256 the file has two bytes for each token, as numpy's uint16
     save: str = ""  # a folder for checkpoints, from which a run also goes on
     save_every: int = 50
     elastic: int = 0  # 1: copies in memory, too, as often as costs 2 % of the time
@@ -54,13 +55,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes "row time" to logits of the next byte, "row time 256"."""
+    """Tokens "row time" to logits of the next one, "row time vocab"."""
 
-    def __init__(self, layers: int, dim: int, heads: int, seq: int) -> None:
+    def __init__(self, layers: int, dim: int, heads: int, seq: int, vocab: int = 256) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(256, dim), nn.Embedding(seq, dim)
+        self.embed, self.place = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
         self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
@@ -73,15 +74,18 @@ def main() -> None:
         parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
     options = Options(**vars(parser.parse_args()))
     here = zf.from_environment().start()  # under torchrun, Slurm, mpirun, Ray, Kubernetes, or alone
-    mesh = init_device_mesh(here.device.type, (here.ranks,), mesh_dim_names=("dp",))
+    mesh = dist.init_device_mesh(here.device.type, (here.ranks,), mesh_dim_names=("dp",))
     torch.manual_seed(0)  # every rank builds the same model
-    model: nn.Module = GPT(options.layers, options.dim, options.heads, options.seq)
+    model: nn.Module = GPT(options.layers, options.dim, options.heads, options.seq, options.vocab)
     model = zf.precision(model) if options.precision == "bf16" else model
-    stages = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params]
-    model = stages[options.stage](model, mesh["dp"])  # the lesson
+    model = zf.checkpoint_activations(model, units=Block) if options.recompute else model
+    stage = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params][options.stage]
+    model = stage(model, mesh["dp"])  # the lesson
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
-    text = torch.from_file(options.text, size=os.path.getsize(options.text), dtype=torch.uint8)
+    kind = torch.uint8 if options.vocab <= 256 else torch.uint16
+    size = os.path.getsize(options.text) // kind.itemsize
+    text = torch.from_file(options.text, size=size, dtype=kind)
     said = zf.resume(options.save, model, optimizer, extra={"warmup": warmup}) if options.save else None
     losses: list[float] = said["losses"] if said else []  # of the newest state: in memory or on the disk
     extra = {"warmup": warmup, "losses": losses}

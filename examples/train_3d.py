@@ -1,6 +1,7 @@
 """Pipeline x data x tensor parallelism on one mesh, with ZeRO along the data axis.
 
     torchrun --nproc-per-node 8 train_3d.py --pp 2 --tp 2 --schedule Interleaved1F1B
+    torchrun --nproc-per-node 8 train_3d.py --precision bf16 --recompute 1 --save runs/a
 
 Each is a function of the module and one axis of the mesh, and none knows of the others:
 
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -35,9 +35,7 @@ PLAN |= {name: RowwiseParallel() for name in ("out", "down")}
 @dataclass
 class Options:
     stage: int = 3  # of ZeRO
-    schedule: str = (
-        "1F1B"  # or GPipe; Interleaved1F1B, LoopedBFS and ZBVZeroBubble have two parts of the model on a rank
-    )
+    schedule: str = "1F1B"  # or GPipe; two parts a rank: Interleaved1F1B, LoopedBFS, ZBVZeroBubble
     pp: int = 2  # ranks of the pipeline
     tp: int = 2  # ranks that share each matrix; the data axis has the rest
     layers: int = 4
@@ -46,6 +44,10 @@ class Options:
     rows: int = 8  # sequences of 16 tokens, of each data-parallel rank
     microbatches: int = 4
     steps: int = 10
+    precision: str = "fp32"  # or bf16: compute in bfloat16, parameters at rest in float32
+    recompute: int = 0  # 1: of a layer its input is kept alone; its forward runs again
+    save: str = ""  # a folder for checkpoints; a run goes on from there, at any pp, dp, tp, stage
+    save_every: int = 5
 
 
 class Layer(nn.Module):
@@ -65,7 +67,7 @@ class Layer(nn.Module):
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def main() -> None:
@@ -76,7 +78,7 @@ def main() -> None:
     zf.give_groups_one_thread()  # before there is a process group: works around a fault of torch in gloo
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (options.pp, int(os.environ["WORLD_SIZE"]) // (options.pp * options.tp), options.tp)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))  # starts the process group, too
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))  # starts the process group, too
     pipe, rank = mesh.get_group("pp"), mesh["pp"].get_local_rank()
     torch.manual_seed(0)  # every rank draws the whole model, and keeps its parts
     model: list[nn.Module] = [Layer(options.dim, options.heads) for _ in range(options.layers)]
@@ -92,13 +94,19 @@ def main() -> None:
         for layer in part.modules():
             if isinstance(layer, Layer):
                 parallelize_module(layer, mesh["tp"], PLAN)
+        part = zf.precision(part) if options.precision == "bf16" else part
+        part = zf.checkpoint_activations(part, units=Layer) if options.recompute else part
         parts[number] = STAGES[options.stage](part, mesh["dp"], units=Layer)
     stages = [PipelineStage(part, number, last + 1, device, group=pipe) for number, part in parts.items()]
     schedule = kind(stages if several else stages[0], options.microbatches, loss_fn=loss_of)
     parameters = [parameter for part in parts.values() for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-    draws = torch.Generator().manual_seed(mesh["dp"].get_local_rank())  # ranks of pp and tp see the same batch
-    for step in range(options.steps):
+    layers = [(each * n + i, layer) for n in parts for i, layer in enumerate(parts[n].children())]
+    saved = nn.ModuleDict({str(number): layer for number, layer in layers})  # as in the whole model
+    said = zf.resume(options.save, saved, optimizer) if options.save else None
+    for step in range(said["step"] if said else 0, options.steps):
+        # ranks of pp and tp see the same batch
+        draws = torch.Generator().manual_seed(1000 * step + mesh["dp"].get_local_rank())
         text = (torch.randint(64, (options.rows, 1), generator=draws) + 3 * torch.arange(17)).to(device) % 64
         losses: list[Tensor] = []
         given = [text[:, :-1].contiguous()] if 0 in parts else []
@@ -113,6 +121,8 @@ def main() -> None:
         optimizer.zero_grad()
         if losses and mesh["dp"].get_local_rank() == mesh["tp"].get_local_rank() == 0:
             print(f"step {step}: loss {torch.stack(losses).mean().item():.5f}", flush=True)
+        if options.save and (step + 1) % options.save_every == 0:
+            zf.save(f"{options.save}/step-{step + 1}", saved, optimizer, extra={"step": step + 1})
     dist.destroy_process_group()
 
 

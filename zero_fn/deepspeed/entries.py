@@ -272,7 +272,7 @@ class Entries:
             entry = self._found[found][0]
             self.outcomes.append(TakenEntry(entry, shown(value), f"belongs {home}, where it would change nothing"))
         else:
-            self.refused(found, f"its place, {home}", f"write it {home}, or remove it")
+            self.refused(found, f"its place, {home}", f"write it {home}")
 
     def _changes_nothing(self, path: str, value: object) -> bool:
         key = KEYS.get(path)

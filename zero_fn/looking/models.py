@@ -96,7 +96,7 @@ def _of_config(config: Mapping[str, Any], sequence: int, microbatch: int, source
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "A config of Hugging Face needs transformers.",
+            "A size such as 7B, and a config of Hugging Face, are made by transformers.",
             why=str(error),
             fix="pip install transformers; or give module:function, which makes the model",
         ) from error

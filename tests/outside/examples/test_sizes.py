@@ -7,8 +7,14 @@ import runpy
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import zero_fn as zf
 from tests.outside.examples.programs import ROOT
+from zero_fn.looking.configurations import pretended
+from zero_fn.looking.models import model_of
 
 PAGE = (ROOT / "docs" / "guides" / "sizes.md").read_text(encoding="utf-8")
 
@@ -61,3 +67,22 @@ def test_bytes_at_rest_and_bytes_that_are_sent(program: dict[str, Any], model: s
 def test_the_largest_model(program: dict[str, Any]) -> None:
     table = _table("devices | DDP")
     assert program["largest"](8, ["DDP", "ZeRO-1"]) == table["8",][:3]
+
+
+@pytest.mark.parametrize("stage", [zf.shard_grads, zf.shard_params])
+def test_experts_on_an_axis_of_their_own(stage: Any) -> None:
+    """The rows of docs/guides/experts.md, placed as examples/mixtral_experts.py does."""
+    model: Any = model_of("8x22B", sequence=8, microbatch=1).module
+    stacked = [name for name, _ in model.named_parameters() if ".experts." in name]
+    with pretended(32):
+        mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp", "ep"))
+        for name in stacked:
+            module, _, own = name.rpartition(".")
+            cut = distribute_tensor(model.get_parameter(name).detach(), mesh["ep"], [Shard(0)])
+            setattr(model.get_submodule(module), own, torch.nn.Parameter(cut))
+        model = stage(zf.precision(model), mesh["dp"], units=type(model.model.layers[0]))
+        model = stage(model, mesh["ep"], where=lambda name, _: name not in stacked)
+        plan = zf.plan(model, torch.optim.AdamW(model.parameters()))
+    held, sent = plan.held.total / 1e9, plan.sent_nbytes / 1e9
+    row = f"| 8x22B, `zf.{stage.__name__}` | {held:.1f} | {plan.in_flight_nbytes / 1e9:.1f} | {sent:.1f} |"
+    assert row in (ROOT / "docs" / "guides" / "experts.md").read_text(encoding="utf-8")
