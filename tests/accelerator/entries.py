@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, all_away, batches, net, require_same, trained, values
+from tests.support.models import Stack
 from zero_fn.runtime.door import runs_of
 from zero_fn.transport.agree import Bits
 from zero_fn.values.tiers import Tier
@@ -97,6 +98,35 @@ def from_deepspeed(mesh: DeviceMesh, folder: Path) -> None:
             found += [loss.item(), norm]
         assert device.same(found, expected), (found, expected)
         assert device.same(values(setup.model), values(plain))
+
+
+def checkpoints_on_the_host(mesh: DeviceMesh, folder: Path) -> None:
+    """What recomputed blocks keep leaves the device, and comes back block by block, however far the host is ahead: it kept
+    the inputs of all blocks until the device had computed them."""
+    config = {
+        "train_micro_batch_size_per_gpu": 64,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    }
+    x = torch.ones(1024, 32).to(device.NAME)
+
+    def kept(layers: int) -> tuple[int, int]:
+        """Bytes after the forward, and at most until the end of the backward."""
+        model = Stack(32, 64, layers).to(device.NAME)
+        model.layers.requires_grad_(False)  # gradients would grow with their number
+        setup = zf.from_deepspeed(model, config, mesh)
+        for _ in range(2):
+            before = device.used()[0]
+            loss = setup.model(x).square().mean()
+            after = device.used()[0]
+            setup.scaled(loss).backward()
+            most = device.used()[1]
+            setup.step()
+        return after - before, most - before
+
+    few, many = kept(4), kept(12)
+    assert all(abs(one - other) <= device.SLACK_NBYTES for one, other in zip(few, many, strict=True)), (few, many)
 
 
 def trainer(mesh: DeviceMesh, folder: Path) -> None:
@@ -372,6 +402,7 @@ PROGRAMS: tuple[Program, ...] = (
     default_device,
     memory_runs_out,
     from_deepspeed,
+    checkpoints_on_the_host,
     save_and_load,
     accelerator,
     trainer,

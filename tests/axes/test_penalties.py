@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 import zero_fn as zf
 from tests.axes.grids import composed, loss_of
@@ -18,7 +18,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.profiles import SIZES
 from tests.support.ranks import axis
 from tests.support.wholes import full
-from tests.support.worlds import Run, as_replicas, noise
+from tests.support.worlds import ALL, Run, as_replicas, noise
 
 PENALTIES: dict[str, Callable[[Any], Tensor]] = {
     "squares": lambda model: 0.01 * sum(p.square().sum() for p in model.parameters()),
@@ -67,6 +67,17 @@ def test_a_penalty_in_a_block_of_accumulate_is_added(model: Any, run: Run, numbe
             penalty.backward()
     if not isinstance(penalty, DTensor):
         penalty.backward()
+
+
+@as_replicas(Stack, stages=ALL)
+def test_a_loss_that_reads_a_weight_beside_the_model_is_refused_or_averaged(model: Any, run: Run, number: int) -> None:
+    """As fused losses over an unwrapped model do; where the weight is made whole, the loss says that gradients differ."""
+    hidden, weight = model.layers[0](noise(4, 6, seed=number)), model.leave.weight
+    if isinstance(weight, DTensor):
+        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+            F.linear(hidden, weight)
+        weight = weight.full_tensor(grad_placements=[Partial("avg")])
+    run.backward(F.linear(hidden, weight).square().mean())
 
 
 ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -69,6 +69,27 @@ class OneOverAll(Stack):
         return self.leave(x)
 
 
+class AdaptedLayer(Layer):
+    """A frozen norm and base, and a trained linear beside them, inside a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.trained = nn.LayerNorm(6), nn.Linear(6, 6)
+        self.requires_grad_(False).trained.requires_grad_(True)
+
+    def adapted(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x)) + self.trained(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.adapted, x, use_reentrant=False)
+
+
+class Adapted(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AdaptedLayer() for _ in range(3))
+
+
 def _save_products(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
@@ -103,6 +124,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "inside": (Inside, True),
     "inside, reentrant": (lambda: Inside(reentrant=True), True),
     "inside and around": (lambda: Inside(around=True), True),
+    "inside and around, frozen beside adapters": (Adapted, True),
     "over all": (OneOverAll, True),
     "over all, to the end": (OneOverAll, False),
     "selective, inside": (SelectiveInside, True),

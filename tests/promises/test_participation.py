@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.support.models import Language, Layer, Stack
+from tests.support.models import Language, Layer, Stack, batch
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
@@ -227,6 +227,11 @@ class Shared(Stack):
         return self.leave(x)
 
 
+def _tokens_backward(model: Any, run: Run, number: int) -> None:
+    tokens, targets = batch(number, axis().get_local_rank())
+    run.backward(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+
+
 def _wide_backward(model: Any, run: Run, number: int) -> None:
     run.backward(model(noise(3, len(model.scale), seed=number)).square().mean())
 
@@ -246,6 +251,7 @@ PROGRAMS: dict[str, tuple[int, Callable[[], nn.Module], Program, dict[str, Any]]
     "a head for each rank, of the root": (3, Heads, one_backward, {"optimizer": "adamw"} | _BLOCKS),
     "a head for each rank, unsharded": (3, Heads, _in_one_block, {"optimizer": "adamw"}),
     "shared": (2, partial(Shared, 6), _wide_backward, {"optimizer": "adamw"}),
+    "a head tied to an embedding of uneven rows": (4, partial(Language, 39), _tokens_backward, {"steps": 3}),
     "shared, uneven rows": (3, partial(Shared, 17), _wide_backward, {"options": {"units": "*.first"}}),
 }
 

@@ -25,6 +25,17 @@ def _differing(runs: list[dict[str, Tensor]]) -> list[list[str]]:
     return [[name for name in first if not torch.equal(first[name], other[name])] for other in others]
 
 
+class Again(Language):
+    """Each block runs three times in a forward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, *self.blocks, *self.blocks):
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
 CASES: dict[str, tuple[int, type[Language], dict[str, Any]]] = {
     "four ranks": (4, Odd, {"optimizer": "adamw_foreach"}),
     "microbatches": (3, Odd, {"optimizer": "adamw_foreach", "microbatches": 3}),
@@ -33,6 +44,7 @@ CASES: dict[str, tuple[int, type[Language], dict[str, Any]]] = {
     "fused": (3, Language, {"optimizer": "adamw_fused"}),
     "bfloat16": (3, Language, {"transform": zf.precision}),
     "bfloat16, microbatches": (2, Language, {"transform": zf.precision, "microbatches": 2}),
+    "bfloat16, microbatches, blocks used again": (2, Again, {"transform": zf.precision, "microbatches": 2}),
 }
 
 

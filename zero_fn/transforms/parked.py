@@ -4,12 +4,16 @@ A tensor leaves when its forward has run and comes back when it is computed agai
 taking one begins to fetch the one parked before it. On an accelerator, copies run on a stream of their own
 (`side_stream.py`).
 
+[Note: two copies] A tensor on the device is kept until its copy is done. The host issues all layers before a busy device has
+computed the first of them, so the device would keep the inputs of all. So the host waits until at most two copies are left.
+
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a+cpu).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -68,11 +72,20 @@ class _Activations(Store):
 
     def __init__(self, tier: Tier, what: str) -> None:
         super().__init__(tier, what)
-        # The last copy into host memory and the last one from it, after which that memory may go.
-        self.ends: dict[str, torch.Event] = {}
+        # Of the last copies into host memory, and of those from it, after which that memory may go.
+        self._ends: tuple[deque[torch.Event], deque[torch.Event]] = deque(), deque()
+
+    def copy(self, to: Tensor, source: Tensor, *, after: torch.Event | None = None) -> torch.Event:
+        """Begins a copy into host memory, or from it, when one at most is under way. [Note: two copies]"""
+        is_there = source.device.type == "cpu"
+        ends = self._ends[is_there]
+        if len(ends) == 2:
+            ends.popleft().synchronize()
+        ends.append(side_stream((to if is_there else source).device).copy(to, source, after=after))
+        return ends[-1]
 
     def __del__(self) -> None:
-        for end in self.ends.values():
+        for end in (*self._ends[0], *self._ends[1]):
             end.synchronize()
 
 
@@ -123,12 +136,11 @@ class _OnHost(_ParkedAway):
     def fetch(self) -> None:
         if self._arriving is None:
             tensor = self._empty()
-            arrived = side_stream(self._device).copy(bytes_of(tensor), self._memory, after=self._there)
-            self._arriving, self._store.ends["from"] = (tensor, arrived), arrived
+            self._arriving = tensor, self._store.copy(bytes_of(tensor), self._memory, after=self._there)
 
     def _put(self, content: Tensor, memory: Tensor) -> None:
         self._memory = memory
-        self._there = self._store.ends["into"] = side_stream(self._device).copy(memory, content)
+        self._there = self._store.copy(memory, content)
 
     def _brought(self) -> Tensor:
         self.fetch()

@@ -24,10 +24,13 @@ from tests.outside.integrations.worlds import (
     on_a_disk,
     on_two_ranks,
     place,
+    read,
     start,
+    written,
     zero_trainer,
 )
 from tests.support.ranks import axis
+from tests.support.wholes import full
 
 _TARGETS = ["q_proj", "v_proj", "up_proj"]
 
@@ -108,6 +111,29 @@ def test_an_adapter_is_trained_as_by_replicas(folder: str, kind: str) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
 
 
+@on_two_ranks
+def test_every_element_of_an_adapter_over_a_base_that_was_read_into_shards_is_trained(folder: str) -> None:
+    from zero_fn.integrations.transformers import placed
+
+    written(folder)
+    plain, values = adapted(read(folder), *_TARGETS), []
+    for stage in (None, "zero1", "zero3"):
+        if stage is None:
+            model = plain
+        else:
+            with placed(place(stage)):
+                base = read(folder)
+            model = place(stage)(adapted(base, *_TARGETS))
+        before = [full(p).clone() for p in model.parameters()]
+        _steps(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), averaged=stage is None)
+        values.append([full(p) for p in model.parameters()])
+        for (name, parameter), old, new, wanted in zip(
+            model.named_parameters(), before, values[-1], values[0], strict=True
+        ):
+            torch.testing.assert_close(new, wanted, atol=1e-5, rtol=1e-5, msg=name)
+            assert bool((new != old).all()) == parameter.requires_grad, name
+
+
 def _logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(input_ids=Counting(4).tokens[:2]).logits
@@ -164,6 +190,10 @@ def test_an_adapter_is_saved_alone_and_loaded(folder: str, kind: str) -> None:
     wanted = _logits(ours.model.eval())
     plain = peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()
     assert torch.equal(_logits(plain), wanted)
+    values = dict(plain.named_parameters())
+    assert all(
+        torch.equal(p.full_tensor(), values[name]) for name, p in ours.model.named_parameters() if p.requires_grad
+    )
     again = place()(peft.PeftModel.from_pretrained(llama(), f"{folder}/out", is_trainable=kind != "prompts")).eval()
     assert torch.equal(_logits(again), wanted)
 
