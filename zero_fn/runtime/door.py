@@ -113,6 +113,7 @@ class Door:
             begun.depth += 1
             return False
         if unit.read is not None and not in_backward:
+            unit.shown.require_unchanged(unit.name, unit.read.tensors)
             leave_read(unit.read, failed=False)
         if unit.running or (unit.shown.leaves is None and is_swapped(unit.slots, unit.name)):
             return False
