@@ -53,7 +53,9 @@ class Profile(Findings):
             longest first, which is `slowest`.
         overlap: For each rank the part of its communication that runs beside computation; None without communication.
         memory: Bytes by phase ("at rest", "forward", "backward", "optimizer") and by what: "process" (resident memory of the
-            host, the largest of all ranks), "device" (the peak of its allocator). `planned` beside them is of training state.
+            host, the largest of all ranks), "device" (what its allocator has in use at the end of the phase). Of a device
+            there is also "peak": that of its allocator since the process began or the program reset it, which is never
+            reset here. `planned` beside them is of training state.
         numbers: What is one number: see `docs/guides/profile.md`.
     """
 
