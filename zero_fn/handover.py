@@ -229,7 +229,9 @@ class _HandOver:
             line = run_of(owner).transport if owner is not None else None
             tiles.setdefault(held.name, []).append(_Handed(held, by_id[key], dtype or held.dtype, slot, line))
         self.entries = {renamed(name): parts for name, parts in tiles.items()}
-        if len(self.entries) < len(tiles) or (isinstance(names, str) and names != "hf"):
+        if isinstance(names, str) and names != "hf":
+            raise LayoutError("names= is a word that is not known.", got=repr(names), fix='names="hf"')
+        if len(self.entries) < len(tiles):
             raise LayoutError(
                 "names= does not give each tensor a name of its own.",
                 fix='names="hf", or regular expressions and their replacements, or a function of the name',

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -188,16 +189,40 @@ def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
 
 
 def profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
-    """The parts of a step by the events of the device, without a wait of the host for it in between."""
+    """The parts of a step by the events of the device, without a wait of the host for it in between; and its memory, of which
+    peaks are the program's. The allocator that pretends has no numbers, so they are given here."""
+    if device.NAME == "pretend":
+        with (
+            patch("torch.accelerator.memory_stats", lambda: {f"allocated_bytes.all.{n}": v for n, v in USED.items()}),
+            patch("torch.accelerator.memory_allocated", lambda: USED["current"]),
+            patch("torch.accelerator.get_memory_info", lambda: (2, 7)),
+            patch("torch.accelerator.reset_peak_memory_stats", side_effect=AssertionError("the peak is the program's")),
+            patch("torch.cuda.reset_peak_memory_stats", side_effect=AssertionError("the peak is the program's")),
+        ):
+            return _profiled(mesh, tiers)
+    return _profiled(mesh, tiers)
+
+
+USED = {"current": 5, "peak": 9}
+
+
+def _profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     for name, tier in {"device": None, "host": tiers[0], "disk": tiers[1]}.items():
         model: Any = zf.zero3(net() if tier is None else all_away(net().cpu(), tier), mesh)
         optimizer: Any = adamw(model) if tier is None else zf.streamed(adamw(model))
         trained(model, optimizer, islice(share(mesh.get_local_rank()), 2))
-        with zf.profile(model, optimizer) as profile:
+        most = torch.accelerator.memory_stats().get("allocated_bytes.all.peak", 0)
+        metrics = zf.metrics(model, optimizer, every=1, norm=False)
+        with zf.profile(model, optimizer) as profile:  # beside a reader that began before, and ends before
             trained(model, optimizer, islice(share(mesh.get_local_rank()), 3))
+            metrics.step()
+            metrics.close()
         with zf.metrics(model, optimizer, every=1, norm=False) as metrics:
             trained(model, optimizer, islice(share(mesh.get_local_rank()), 1))
             found = metrics.step()
+        assert found['zero_fn_step_peak_memory_bytes{tier="device"}'] == profile.memory["peak"]["device"] >= most > 0
+        assert 0 < profile.memory["at rest"]["device"] < profile.memory["peak"]["device"]
+        assert found['zero_fn_memory_free_bytes{tier="device"}'] < found['zero_fn_memory_limit_bytes{tier="device"}']
         assert len(profile.steps) == 3 * mesh.size()
         assert all(abs(sum(each.parts.values()) - each.seconds) < 1e-6 for each in profile.steps), profile.steps
         if device.NAME == "pretend":  # it always keeps up with the host

@@ -23,6 +23,7 @@ from tests.support.ranks import axis
 from zero_fn.profiling import ranks as meeting
 from zero_fn.profiling.analysis import RankRecord, carried_of, wait_for_last
 from zero_fn.profiling.clock import Collective, Mark
+from zero_fn.profiling.operations import peak_of
 from zero_fn.profiling.profile import Profile
 from zero_fn.profiling.spans import Span, spans_of, steps_of
 from zero_fn.storage import Transfer
@@ -269,6 +270,53 @@ def test_a_profile_that_saw_no_step_raises_on_all_ranks() -> None:
             step(model, optimizer)
             profile.step()
     assert len(profile.steps) == 4
+
+
+@on_ranks(2)
+def test_two_that_look_on_have_their_own_steps_and_close_in_any_order() -> None:
+    """Clocks that were closed in the order of opening left the DataLoader patched, and marks were collected for ever."""
+    model, optimizer, _ = built()
+    loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8)
+    before = type(iter(loader)).__next__
+    wanted = profiled(model, optimizer, 2)
+    metrics = zf.metrics(model, optimizer, every=2)
+    profile = zf.profile(model, optimizer).__enter__()
+    found: Any = {}
+    for _, x in zip(range(2), loader, strict=False):
+        step(model, optimizer)
+        found = metrics.step()
+        assert x[0].shape == (8, 64)
+    metrics.close()
+    profile.__exit__(None)
+    metrics.close()  # may be called again
+    assert [len(each) for each in (found["zero_fn_step_seconds"], found["zero_fn_data_seconds"])] == [2, 2]
+    assert len(profile.steps) == len(wanted.steps) == 2 * dist.get_world_size()
+    assert profile.numbers["sent"] == wanted.numbers["sent"]
+    assert all(each.parts["data"] > 0 for each in profile.steps)
+    assert watching.watchers == () and type(iter(loader)).__next__ is before
+    seen = len(metrics._state.reader.marks)
+    for _ in loader:
+        pass
+    step(model, optimizer)
+    assert len(metrics._state.reader.marks) == seen, "a reader that is closed hears nothing"
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+    ],
+)
+def test_a_device_is_known_by_its_name(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The H100 of PCIe counted as that of SXM."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert peak_of("cuda", torch.bfloat16) == peak
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Reporter:
             numbers = self._metrics.step(loss, grad_norm=norm, scaler=scaler)
         if self._steps == self._asked.profiled:
             self._profile = profile(self._model, self._optimizer, flops=True).__enter__()
-        elif self._profile is not None and self._steps == 2 + (self._asked.profiled or 0):
+        elif self._profile is not None and self._steps >= 2 + (self._asked.profiled or 0):
             ended, self._profile = self._profile, None
             ended.__exit__(None, None, None)
             self._show(str(ended))
@@ -112,7 +113,16 @@ class Reporter:
                 print(self._line(flat(numbers), rate, norm, scaler, skipped), flush=True)
 
     def close(self) -> None:
-        """Closes what is open, with the files of monitors."""
+        """Closes what is open, with the files of monitors; may be called again. A profile whose steps have not all come
+        is given up, with a warning: ranks that end early would not meet."""
+        if self._profile is not None:
+            given_up, self._profile = self._profile, None
+            given_up.__exit__(InterruptedError)
+            warnings.warn(
+                f"flops_profiler has shown nothing: the run ended after step {self._steps}, and it looks at steps "
+                f"{self._asked.profiled} + 1 and + 2 (profile_step)",
+                stacklevel=2,
+            )
         self._open.close()
 
     def _line(self, numbers: Mapping[str, float], rate: float, norm: float | None, scaler: Any, skipped: int) -> str:

@@ -257,10 +257,18 @@ class ZeroAccelerator(Accelerator):
         return norm
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forgets models, optimizers, and gradients that were summed but not reduced yet."""
+        """Forgets models, optimizers, and gradients that were summed but not reduced yet. Reports of a config end."""
+        if self.config is not None:
+            self.config.resume()
         if self._window.modules:
             self._window.end(InterruptedError("the microbatches of this step were given up"))
         return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Ends trackers, and what a DeepSpeed config reports to."""
+        if self.config is not None:
+            self.config.resume(self.config.steps, self.config.skipped)
+        super().end_training()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of a model. Of a transformed one all ranks call it, and the main process alone gets whole values: in
@@ -286,7 +294,8 @@ class ZeroAccelerator(Accelerator):
         with self._without_transformed() as (models, optimizers), self.register_save_state_pre_hook(begin):
             folder = super().save_state(output_dir, safe_serialization, **options)
         if models:
-            save_states(Path(folder) / STATES, models, optimizers)
+            counts = None if self.config is None else {"steps": self.config.steps, "skipped": self.config.skipped}
+            save_states(Path(folder) / STATES, models, optimizers, counts)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
@@ -304,7 +313,9 @@ class ZeroAccelerator(Accelerator):
         with self._without_transformed() as (models, optimizers), self.register_load_state_pre_hook(begin):
             super().load_state(input_dir, load_kwargs, **options)
         if models:
-            load_states(folders[0], models, optimizers)
+            counts = load_states(folders[0], models, optimizers)
+            if self.config is not None:
+                self.config.resume(counts.get("steps", 0), counts.get("skipped", 0))
 
     @contextmanager
     def _without_transformed(self) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:

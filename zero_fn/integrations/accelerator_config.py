@@ -80,8 +80,8 @@ class AcceleratorConfig:
         self.is_clipped = False  # whether the gradients of this step were
         self._config, self._mesh, self._precision = config, mesh, precision  # precision: accelerate's `mixed_precision`
         self._own: list[LRScheduler] = []
+        self.steps = self.skipped = 0  # so far, of which skipped
         self._reporter: Reporter | None = None  # from the first step on
-        self._skipped = 0
 
     def follow(self, accelerator: Any, objects: Sequence[Any]) -> None:
         """Reads the config once there is a model to train; checks what is prepared with it.
@@ -163,6 +163,13 @@ class AcceleratorConfig:
         self.is_clipped = True
         return own
 
+    def resume(self, steps: int = 0, skipped: int = 0) -> None:
+        """Goes on after so many steps. What is open of reports is closed; the next step opens it anew."""
+        self.steps, self.skipped = steps, skipped
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
     def _step(self, accelerator: Any, optimizer: AcceleratedOptimizer, closure: Any = None) -> None:
         settings = self.settings
         if accelerator.sync_gradients and settings is not None:
@@ -171,16 +178,19 @@ class AcceleratorConfig:
                 parameters = [parameter for model in models for parameter in model.parameters()]
                 accelerator.clip_grad_norm_(parameters, settings.max_norm or math.inf)
             self.is_clipped = False
+            if settings.reporting is not None and self._reporter is None:  # before the step: it is counted, too
+                model = next(model for model in accelerator._models if zf.is_transformed(model))
+                self._reporter = Reporter(settings.reporting, model, optimizer.optimizer, self.steps)
         type(optimizer).step(optimizer, closure)
         if accelerator.scaler is not None:
             optimizer._is_overflow = accelerator.optimizer_step_was_skipped  # accelerate does not see what is fused
-        if accelerator.sync_gradients and settings is not None and settings.reporting is not None:
-            self._skipped += bool(optimizer.step_was_skipped)
+        if accelerator.sync_gradients and settings is not None:
+            self.steps += 1
+            self.skipped += bool(optimizer.step_was_skipped)
             if self._reporter is None:
-                model = next(model for model in accelerator._models if zf.is_transformed(model))
-                self._reporter = Reporter(settings.reporting, model, optimizer.optimizer)
+                return
             samples = settings.micro_batch_size * settings.accumulation_steps * accelerator.num_processes
-            self._reporter.step(samples=samples, norm=None, scaler=accelerator.scaler, skipped=self._skipped)
+            self._reporter.step(samples=samples, norm=None, scaler=accelerator.scaler, skipped=self.skipped)
 
 
 def _auto_of(

@@ -131,9 +131,10 @@ def load_states(
     models: Sequence[nn.Module],
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
     only: str | None = None,
-) -> None:
-    """Loads what `save_states` saved, on any number of ranks and at any stage. Every rank calls it. `only`: see `zf.load`."""
-    newest = _newest(folder)
+) -> dict[str, Any]:
+    """Loads what `save_states` saved, on any number of ranks and at any stage; returns its `extra`. Every rank calls it.
+    `only`: see `zf.load`."""
+    newest, extra = _newest(folder), dict[str, Any]()
     for name, model, optimizer, where in _entries(models, optimizers):
         if not (newest / name).is_dir():
             raise zf.CheckpointError(
@@ -142,7 +143,8 @@ def load_states(
                 why="it was saved without them (save_only_model=True), by replicas, or not to its end",
                 fix="begin another run from its weights: from_pretrained(checkpoint), and train() without resuming",
             )
-        zf.load(newest / name, model, optimizer, only=only, where=where)
+        extra |= zf.load(newest / name, model, optimizer, only=only, where=where)
+    return extra
 
 
 Chosen = Callable[[str, nn.Parameter], bool] | None

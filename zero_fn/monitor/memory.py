@@ -12,6 +12,7 @@ import torch
 from zero_fn.looking.held import Held
 from zero_fn.profiling.clock import resident_nbytes
 from zero_fn.storage.host_memory import available
+from zero_fn.values.tiers import is_accelerator
 
 __all__ = ["memory_numbers"]
 
@@ -19,7 +20,7 @@ _CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memo
 
 
 def memory_numbers(device_type: str, held: Held, paths: Iterable[str]) -> dict[str, float]:
-    """`memory_bytes`, `memory_limit_bytes` and `memory_free_bytes` of the host, of a CUDA device and of disks with these
+    """`memory_bytes`, `memory_limit_bytes` and `memory_free_bytes` of the host, of an accelerator and of disks with these
     `paths`. Free is what this process may still take."""
     found: dict[str, float] = {}
 
@@ -28,9 +29,10 @@ def memory_numbers(device_type: str, held: Held, paths: Iterable[str]) -> dict[s
             found[f'zero_fn_{name}_bytes{{tier="{tier}"}}'] = float(nbytes)
 
     note("host", resident_nbytes(), _limit_of_host(), available().nbytes)
-    if device_type == "cuda":
-        free, limit = torch.cuda.mem_get_info()
-        note("device", torch.cuda.memory_allocated(), limit, free)
+    if is_accelerator(device_type):
+        with suppress(RuntimeError):  # a device may not tell
+            free, limit = torch.accelerator.get_memory_info()
+            note("device", torch.accelerator.memory_allocated(), limit, free)
     disks = {os.stat(path).st_dev: os.statvfs(path) for path in paths}
     if disks:
         used = sum(nbytes for tier, nbytes in held.tiers.items() if tier.startswith("nvme("))

@@ -25,13 +25,13 @@ from zero_fn.monitor.sink import Numbers, Sink
 from zero_fn.monitor.sink_of import sink_of
 from zero_fn.monitor.spikes import Spike, Spikes
 from zero_fn.monitor.tally import Tally
-from zero_fn.profiling.clock import Clock, Taken
+from zero_fn.profiling.clock import Reader, Taken
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.transport.agree import Bits
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
-from zero_fn.values.tiers import Nvme, is_accelerator
+from zero_fn.values.tiers import Nvme
 from zero_fn.values.watching import Moment
 
 __all__ = ["Metrics", "metrics"]
@@ -129,7 +129,7 @@ class Metrics:
     def close(self) -> None:
         """Looks on no more, and closes the sinks that can be closed."""
         undo, self._undo = self._undo, []
-        for each in (*undo, self._state.clock.close):
+        for each in (*undo, self._state.reader.close):
             each()
         for sink in self._sinks:
             getattr(sink, "close", lambda: None)()
@@ -223,9 +223,7 @@ class _State:
         self.overflows: list[Tensor] = []  # of steps under a `GradScaler`
         self.seconds = 0.0  # of the last step whose times are known
         self.is_stepped = self.is_dropped = self.loads = False
-        self.clock = Clock(self.device_type, optimizer)
-        self.clock.open()
-        self.clock.note(Moment.STEPPED)
+        self.reader = Reader(self.device_type, optimizer)
 
     def parameters(self) -> list[Tensor]:
         """Those of the optimizer."""
@@ -233,13 +231,13 @@ class _State:
 
     def end_step(self) -> None:
         """Takes what was noted. Of a device that is behind, the steps that it has ended."""
-        self.clock.note(Moment.STEPPED)
-        self._taken.append(self.clock.take())
-        self.clock.note(Moment.STEPPED)
+        reader = self.reader
+        reader.note(Moment.STEPPED)
+        self._taken.append(reader.take())
         self.seconds = 0.0
-        while self._taken and (self._taken[0].is_done or len(self._taken) > _LATE):
-            taken = self.clock.resolve(self._taken.popleft())
-            self.seconds = self.tally.add(taken, on_device=is_accelerator(self.device_type))
+        while self._taken and (reader.is_done(self._taken[0]) or len(self._taken) > _LATE):
+            taken = reader.resolve(self._taken.popleft())
+            self.seconds = self.tally.add(taken, on_device=reader.on_device)
 
     def compared(self, line: Line, loss: float | None) -> dict[str, float]:
         """What ranks say together: the mean loss, rates, and the slowest. A collective."""
@@ -267,7 +265,7 @@ class _State:
 
     def report(self) -> dict[str, Any]:
         """Seconds and bytes since the last report."""
-        return self.tally.report() | {"checkpoint_age_seconds": monotonic() - self.clock.saved_at}
+        return self.tally.report() | {"checkpoint_age_seconds": monotonic() - self.reader.saved_at}
 
     def memory(self) -> dict[str, float]:
         """Bytes of memory by tier."""

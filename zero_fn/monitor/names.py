@@ -44,7 +44,8 @@ GAUGES = {
     "zero_fn_memory_bytes": "Bytes in use, by tier.",
     "zero_fn_memory_limit_bytes": "Bytes that there are, by tier.",
     "zero_fn_memory_free_bytes": "Bytes that are free, by tier.",
-    "zero_fn_step_peak_memory_bytes": "Most bytes in use in a step since the numbers were last logged, by tier.",
+    "zero_fn_step_peak_memory_bytes": "Most bytes in use in a step since the numbers were last logged, by tier; of a "
+    "device since the process began, or the program reset torch's peak.",
     "zero_fn_checkpoint_age_seconds": "Time since the last checkpoint was complete, or since the run began.",
     "zero_fn_ranks": "Ranks of the run.",
     "zero_fn_slowest_rank": "The rank that computed longest.",

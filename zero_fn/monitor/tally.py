@@ -47,9 +47,11 @@ class Tally:
         return length / 1e9
 
     def _add_bytes(self, taken: Taken) -> None:
-        peaks = {"host": max(taken.resident_nbytes), "device": max((each for _, each, _ in taken.allocated), default=0)}
-        self.peaks |= Counter(peaks)
         for mark in taken.marks:
+            if mark.resident_nbytes:
+                self.peaks["host"] = max(self.peaks["host"], mark.resident_nbytes)
+            if mark.allocated is not None:
+                self.peaks["device"] = max(self.peaks["device"], mark.allocated[1])
             each = mark.collective
             if each is not None and each.kind in PAYLOAD:
                 if mark.moment is Moment.ISSUED:

@@ -1,5 +1,8 @@
 """What one rank notes while it trains: moments with their times, collectives, bytes that tiers move.
 
+A process has one clock, however many look on: it runs while somebody reads it, and each reader (`zf.profile`, `zf.metrics`)
+has the marks since it began, and its own steps.
+
 On a CPU a moment has the time of the host, and the processor time that the process has used so far: where time passes and
 none is used, the process did not run. On an accelerator each moment is also an event on the stream that computes, whose time
 is read later. Nothing waits for the device while a step runs.
@@ -9,9 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 from time import monotonic, perf_counter_ns, process_time_ns
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +28,7 @@ from zero_fn.values import watching
 from zero_fn.values.tiers import is_accelerator
 from zero_fn.values.watching import WITHIN, Moment, Watch
 
-__all__ = ["Clock", "Collective", "Mark", "Taken", "resident_nbytes"]
+__all__ = ["Collective", "Mark", "Reader", "Taken", "resident_nbytes"]
 
 
 @dataclass(slots=True)
@@ -52,115 +56,158 @@ class Mark(NamedTuple):
     what: str
     collective: Collective | None
     device_ns: int
+    resident_nbytes: int = 0  # of the process; 0 where it was not asked
+    allocated: tuple[int, int] | None = None  # where a phase begins on an accelerator: bytes in use; the most so far
+    event: Any = None  # on an accelerator, until its time is known
 
 
-@dataclass(slots=True)
-class Taken:
-    """What was noted since the last time."""
+class Taken(NamedTuple):
+    """What a reader has seen since the last time."""
 
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[Mark]
     # Bytes that began to move: after how many marks, of which tier, how many, and whether they were read.
-    moved: list[tuple[int, str, int, bool]] = field(default_factory=list)
-    resident_nbytes: list[int] = field(default_factory=list)  # of the process, at each mark; 0 where it was not asked
-    # On CUDA, at the beginning of each phase: the moment, the peak since the one before, and bytes now.
-    allocated: list[tuple[Moment, int, int]] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)  # on an accelerator, one for each mark
+    moved: list[tuple[int, str, int, bool]]
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the device has come to the last mark."""
-        return not self.events or self.events[-1].query()
 
-    def resolve(self, before: tuple[Any, int]) -> tuple[Any, int]:
-        """Waits until the device has come to the last mark, and sets the times at which it came to each. `before`: an
-        event, and when it was; returns the last such."""
-        events, self.events = self.events, []
-        if events:
-            events[-1].synchronize()
-        event, at_ns = before
-        for number, after in enumerate(events):  # one after the other: torch gives milliseconds in single precision
-            at_ns += round(event.elapsed_time(after) * 1e6)
-            mark = self.marks[number] = self.marks[number]._replace(device_ns=at_ns)
-            if mark.collective is not None and mark.moment is Moment.ISSUED:
-                mark.collective.begin_ns = at_ns
-            elif mark.collective is not None and mark.moment is Moment.WAITED:
-                mark.collective.end_ns = at_ns
-            event = after
-        return event, at_ns
+class Reader:
+    """One who looks on, from its making to `close`. What it sees begins with a mark STEPPED."""
+
+    def __init__(self, device_type: str, optimizer: Optimizer | None) -> None:
+        self.on_device = is_accelerator(device_type)
+        self.thread = get_ident()
+        self.saved_at = monotonic()  # when a checkpoint was complete last, or when it began to look on
+        self.marks: list[Mark] = []  # since the last `take`
+        self.moved: list[tuple[int, str, int, bool]] = []
+        self._anchor: tuple[Any, int] = None, 0  # on an accelerator, an event whose time is known, and that time
+        if self.on_device:
+            stream = torch.accelerator.current_stream()
+            _event(stream).synchronize()  # the first one takes longer
+            before_ns = perf_counter_ns()  # as in `note`: what it takes to issue an event is in both
+            self._anchor = _event(stream), before_ns
+            self._anchor[0].synchronize()
+        _clock.tell((*_clock.readers, self))
+        self._hooks: list[Any] = []
+        if optimizer is not None:
+            before = optimizer.register_step_pre_hook(lambda *_: self.note(Moment.OPTIMIZER))
+            self._hooks = [before, optimizer.register_step_post_hook(lambda *_: self.note(Moment.STEPPED))]
+        self.note(Moment.STEPPED)
+
+    def note(self, moment: Moment) -> None:
+        """A moment of this reader alone, now: steps are those of its optimizer, or of its loop."""
+        _clock.note(moment, readers=(self,))
+
+    def take(self) -> Taken:
+        """What was seen since the last time; its last mark is the first of the next time. On an accelerator the times of the
+        device come with `resolve`."""
+        taken = Taken(self.marks, self.moved)
+        self.marks, self.moved = taken.marks[-1:], []
+        return taken
+
+    def is_done(self, taken: Taken) -> bool:
+        """Whether the device has come to the last of these marks."""
+        return not self.on_device or bool(taken.marks[-1].event.query())
+
+    def resolve(self, taken: Taken) -> Taken:
+        """Waits until the device has come to the last of these marks, and gives them its times. In the order of `take`."""
+        if self.on_device:
+            taken.marks[-1].event.synchronize()
+            event, at_ns = self._anchor
+            for number, mark in enumerate(taken.marks):
+                at_ns += round(event.elapsed_time(mark.event) * 1e6)  # from the last: milliseconds in single precision
+                event, collective = mark.event, mark.collective
+                taken.marks[number] = mark._replace(device_ns=at_ns, event=None)
+                if collective is not None and mark.moment is Moment.ISSUED:
+                    collective.begin_ns = at_ns
+                elif collective is not None and mark.moment is Moment.WAITED:
+                    collective.end_ns = at_ns
+            self._anchor = event, at_ns
+        return taken
+
+    def close(self) -> None:
+        """Looks on no more; may be called again."""
+        for hook in self._hooks:
+            hook.remove()
+        _clock.tell(tuple(each for each in _clock.readers if each is not self))
 
 
 _new = tuple.__new__  # half of what `Mark(...)` costs
 
 _PHASES = frozenset((Moment.BACKWARD, Moment.OPTIMIZER, Moment.STEPPED))
 _UNITS = frozenset((Moment.ENTER, Moment.LEAVE, Moment.NEED, Moment.ARRIVED))
-_RESIDENT = frozenset((Moment.BACKWARD, Moment.ARRIVED, Moment.OPTIMIZER, Moment.STEPPED))
+_RESIDENT = _PHASES | {Moment.ARRIVED}
 
 
-class Clock(Watch):
-    """Notes the moments of one rank, from `open` to `close`."""
+class _Clock(Watch):
+    """Makes the marks of this process, while it has readers."""
 
-    def __init__(self, device_type: str, optimizer: Optimizer | None) -> None:
-        self.device_type, self._optimizer = device_type, optimizer
-        self._taken = Taken()
+    def __init__(self) -> None:
+        self.readers: tuple[Reader, ...] = ()
+        self._thread = 0  # in which all readers began, if it is one
+        self._on_device = self._on_host = False  # whether a reader is there
         self._stream: Any = None  # of an accelerator: the one that computes
-        self.anchor: tuple[Any, int] = None, 0  # on an accelerator, an event whose time is known, and that time
-        self._thread = get_ident()
-        self._undo: list[Callable[[], object]] = []
-        self.saved_at = monotonic()  # when a checkpoint was complete last, or when it began to look on
+        self._undo: Callable[[], None] = lambda: None
         self._groups: dict[Any, str] = {}  # how collectives on a line are called
         self._working: list[tuple[Collective, list[Any]]] = []  # under way, with the works of the backend
 
-    def open(self) -> None:
-        """Looks on from now."""
-        self._thread = get_ident()
-        if is_accelerator(self.device_type):
-            self._stream = torch.accelerator.current_stream()
-            self._event().synchronize()  # the first one takes longer
-            before_ns = perf_counter_ns()  # as in `note`: what it takes to issue an event is in both
-            self.anchor = self._event(), before_ns
-            self.anchor[0].synchronize()
-        watching.look(self)
-        self._undo.append(lambda: watching.look_away(self))
-        self._undo.append(_on_batches(self))
-        if self._optimizer is not None:
-            before = self._optimizer.register_step_pre_hook(lambda *_: self.note(Moment.OPTIMIZER))
-            after = self._optimizer.register_step_post_hook(lambda *_: self.note(Moment.STEPPED))
-            self._undo += [before.remove, after.remove]
+    def tell(self, readers: tuple[Reader, ...]) -> None:
+        """Has these readers from now on: the first starts it, and the last one ends it."""
+        before, self.readers = self.readers, readers
+        threads = {each.thread for each in readers}
+        self._thread = threads.pop() if len(threads) == 1 else 0
+        self._on_device = any(each.on_device for each in readers)
+        self._on_host = not all(each.on_device for each in readers)
+        if readers and not before:
+            watching.look(self)
+            self._undo = _on_batches(self)
+        elif before and not readers:
+            watching.look_away(self)
+            self._undo()
+            self._groups.clear()
+            self._working.clear()
 
-    def close(self) -> None:
-        """Looks on no more."""
-        undo, self._undo = self._undo, []
-        for each in undo:
-            each()
+    def _hearing(self, readers: tuple[Reader, ...]) -> tuple[Reader, ...]:
+        """Those that hear this thread: in a backward all, else who began in it. Nobody hears saves in the background, say."""
+        if torch._C._current_graph_task_id() != -1:
+            return readers
+        return tuple(each for each in readers if each.thread == get_ident())
 
     # -- what the core tells ----------------------------------------------------------------------------------------
 
-    def note(self, moment: Moment, what: str = "", collective: Collective | None = None) -> None:
-        """A moment, now. Those of other threads are left out: of saves in the background, say."""
-        if get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
-            return
-        taken, now = self._taken, perf_counter_ns()
-        if self.anchor[0] is None:
+    def note(
+        self,
+        moment: Moment,
+        what: str = "",
+        collective: Collective | None = None,
+        readers: tuple[Reader, ...] | None = None,
+    ) -> None:
+        """A moment, now, for these readers, or all."""
+        if readers is None:
+            readers = self.readers
+        if get_ident() != self._thread:
+            readers = self._hearing(readers)
+            if not readers:
+                return
+        now, used, event, allocated = perf_counter_ns(), 0, None, None
+        if self._on_host:
             used = process_time_ns()
             if self._working and moment in _UNITS:
                 self._working = [each for each in self._working if not _has_ended(*each, now)]
-        else:
-            used = 0
+        if self._on_device:
             if moment not in WITHIN:  # collectives are issued on streams of their own
                 self._stream = torch.accelerator.current_stream()
-            taken.events.append(self._event())
-            if moment in _PHASES and self.device_type == "cuda":
-                taken.allocated.append((moment, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
-                torch.cuda.reset_peak_memory_stats()
-        taken.marks.append(_new(Mark, (now, used, moment, what, collective, now)))
-        taken.resident_nbytes.append(resident_nbytes() if moment in _RESIDENT else 0)
+            event = _event(self._stream)
+            if moment in _PHASES:  # peaks are never reset: they are the program's
+                found = torch.accelerator.memory_stats()
+                allocated = found.get("allocated_bytes.all.current", 0), found.get("allocated_bytes.all.peak", 0)
+        resident = resident_nbytes() if moment in _RESIDENT else 0
+        mark = _new(Mark, (now, used, moment, what, collective, now, resident, allocated, event))
+        for reader in readers:
+            reader.marks.append(mark)
 
     def issued(self, work: Any, kind: str) -> None:
-        """A collective has begun: `work` will note when it is waited for."""
-        if get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
-            return
-        taken, line = self._taken, work.line
-        if line.size == 1:
+        """A collective has begun. Its readers of now will hear when it is waited for."""
+        readers, line = self._hearing(self.readers), work.line
+        if line.size == 1 or not readers:
             self.note(Moment.ISSUED, kind)
             return
         count, text, *_ = work.name
@@ -168,26 +215,27 @@ class Clock(Watch):
         if line not in self._groups:
             first = min(dist.get_process_group_ranks(line.axes[0].group))
             self._groups[line] = f"{name} from rank {first} #"
-        begin_ns = taken.marks[-1].at_ns if taken.marks else perf_counter_ns()  # that of ISSUE
+        begin_ns = readers[0].marks[-1].at_ns  # that of ISSUE
         collective = Collective(text, kind, f"{self._groups[line]}{count}", name, line.size, work.nbytes, begin_ns)
-        self.note(Moment.ISSUED, kind, collective)
+        self.note(Moment.ISSUED, kind, collective, readers)
         finish = work.finish
-        if work.works and not work.on_stream:
-            works = [each for each, _ in work.works if not isinstance(each, _WaitNote)]  # of a clock beside this one
-            self._working.append((collective, works))
+        if self._on_host and work.works and not work.on_stream:
+            self._working.append((collective, [each for each, _ in work.works]))
 
         def finished(*kept: Any) -> None:
             if finish is not None:
                 finish(*kept)
             collective.end_ns = collective.end_ns or perf_counter_ns()
-            self.note(Moment.WAITED, kind, collective)
+            self.note(Moment.WAITED, kind, collective, readers)
 
         waits = [(each if peer is None else _TimedWork(each, peer, collective), peer) for each, peer in work.works]
-        work.works, work.finish = [(_WaitNote(self, kind, collective), None), *waits], finished
+        before = SimpleNamespace(wait=lambda *_: self.note(Moment.WAIT, kind, collective, readers))
+        work.works, work.finish = [(before, None), *waits], finished
 
     def moving(self, tier: str, nbytes: int, *, is_read: bool) -> None:
         """Bytes begin to move."""
-        self._taken.moved.append((len(self._taken.marks), tier, nbytes, is_read))
+        for reader in self.readers:
+            reader.moved.append((len(reader.marks), tier, nbytes, is_read))
 
     def arrived(self, unit: str, grads: Sequence[Tensor | None]) -> None:
         """The gradients of a unit are there."""
@@ -195,35 +243,17 @@ class Clock(Watch):
 
     def saved(self) -> None:
         """A checkpoint is complete."""
-        self.saved_at = monotonic()
-
-    # -- what it has noted ------------------------------------------------------------------------------------------
-
-    def take(self) -> Taken:
-        """What was noted since the last time. On an accelerator the times of the device come with `resolve`."""
-        taken, self._taken = self._taken, Taken()
-        return taken
-
-    def resolve(self, taken: Taken) -> Taken:
-        """Waits until the device has come to the last of these marks, and gives them its times. In the order of `take`."""
-        self.anchor = taken.resolve(self.anchor)
-        return taken
-
-    def _event(self) -> Any:
-        event = torch.Event(self.device_type, enable_timing=True)
-        event.record(self._stream)
-        return event
+        for reader in self.readers:
+            reader.saved_at = monotonic()
 
 
-class _WaitNote:
-    """Stands before the works of a collective, and notes when the host begins to wait for them."""
+_clock = _Clock()
 
-    def __init__(self, clock: Clock, kind: str, collective: Collective) -> None:
-        self._clock, self._kind, self._collective = clock, kind, collective
 
-    def wait(self, *_: object) -> None:
-        """Notes."""
-        self._clock.note(Moment.WAIT, self._kind, self._collective)
+def _event(stream: Any) -> Any:
+    event = torch.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 class _TimedWork:
@@ -231,10 +261,6 @@ class _TimedWork:
 
     def __init__(self, work: Any, peer: int, collective: Collective) -> None:
         self._work, self._peer, self._collective = work, peer, collective
-
-    def is_completed(self) -> bool:
-        """Whether the work is complete."""
-        return bool(self._work.is_completed())
 
     def wait(self, *timeout: Any) -> None:
         """Waits."""
@@ -271,7 +297,7 @@ def _statm() -> int:
     return _statm_of[1]
 
 
-def _on_batches(clock: Clock) -> Callable[[], None]:
+def _on_batches(clock: _Clock) -> Callable[[], None]:
     """Notes when loaders of torch are asked for a batch. Returns what undoes that."""
     iterator = dataloader._BaseDataLoaderIter
     before = iterator.__next__

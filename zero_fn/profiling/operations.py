@@ -13,8 +13,18 @@ from zero_fn.values.watching import Moment, Watch
 
 __all__ = ["Operations", "peak_of"]
 
-_PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Operations a second in bfloat16, dense, by what is in the name of a device (SXM; as its vendor says)."""
+_PEAKS = {
+    "MIG": 0.0,  # a part of a device: measured
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "GB200": 2500e12,
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+"""Operations a second in bfloat16, dense, by what is in the name of a device, as its vendor says. The first counts."""
 
 _MEASURED: dict[tuple[str, torch.dtype], float] = {}
 

@@ -1,7 +1,7 @@
 """`profile`: where the time, the bytes and the memory of some steps went, on each rank.
 
 Each rank notes what happens (`clock.py`), which gives spans (`spans.py`). At the end rank 0 hears from all (`ranks.py`),
-compares them (`analysis.py`), tells all ranks what it has found, and writes the files (`trace.py`, `page.py`).
+compares them (`analysis.py`), tells all ranks what it has found, and writes the files (`files.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_fn.profiling.analysis import (
     units_of_ranks,
     wait_for_last,
 )
-from zero_fn.profiling.clock import Clock, Taken
+from zero_fn.profiling.clock import Reader, Taken
 from zero_fn.profiling.files import write
 from zero_fn.profiling.operations import Operations, peak_of
 from zero_fn.profiling.ranks import Ranks
@@ -37,7 +37,6 @@ from zero_fn.profiling.record import RankRecord, record_of
 from zero_fn.profiling.text import text_of
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.transport.traffic import PAYLOAD
-from zero_fn.values.tiers import is_accelerator
 from zero_fn.values.watching import Moment
 
 __all__ = ["Profile", "profile"]
@@ -54,7 +53,9 @@ class Profile(Findings):
             longest first, which is `slowest`.
         overlap: For each rank the part of its communication that runs beside computation; None without communication.
         memory: Bytes by phase ("at rest", "forward", "backward", "optimizer") and by what: "process" (resident memory of the
-            host, the largest of all ranks), "device" (the peak of its allocator). `planned` beside them is of training state.
+            host, the largest of all ranks), "device" (what its allocator has in use at the end of the phase). Of a device
+            there is also "peak": that of its allocator since the process began or the program reset it, which is never
+            reset here. `planned` beside them is of training state.
         numbers: What is one number: see `docs/guides/profile.md`.
     """
 
@@ -76,7 +77,6 @@ class Profile(Findings):
             runs_of(model, verb="profile")  # raises
         self._device_type = next((g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu")
         self._dtype = max(groups, key=lambda g: sum(slot.path.numel for slot in g.slots)).kind.compute_dtype
-        self._clock = Clock(self._device_type, optimizer)
         self._operations = Operations() if flops else None
         self._held, self._measured = Held(0, 0, 0), 0
         self._hooks: list[RemovableHandle] = []
@@ -89,15 +89,14 @@ class Profile(Findings):
             before = self._optimizer.register_step_pre_hook(lambda *_: self._measure())
             after = self._optimizer.register_step_post_hook(lambda *_: self._end_count())
             self._hooks = [before, after]
-        self._clock.open()
-        self._clock.note(Moment.STEPPED)
+        self._reader = Reader(self._device_type, self._optimizer)
         return self
 
     def step(self) -> None:
         """Ends a step, in loops whose steps no optimizer ends that was given to `profile`."""
         self._measure()
         self._end_count()
-        self._clock.note(Moment.STEPPED)
+        self._reader.note(Moment.STEPPED)
 
     def _end_count(self) -> None:
         if self._operations is not None:
@@ -109,13 +108,13 @@ class Profile(Findings):
             self._measured, self._held = self._measured + 1, held(self._model, self._optimizer)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._clock.close()
+        self._reader.close()
         for hook in self._hooks:
             hook.remove()
         self._end_count()
         if kind is not None:
             return  # ranks that raise would not meet
-        mine = self._record(self._clock.resolve(self._clock.take()))
+        mine = self._record(self._reader.resolve(self._reader.take()))
         records: list[RankRecord] = self._ranks.collect(mine)
         for record, offset_ns in zip(records, self._ranks.offsets, strict=True):
             record.shift(offset_ns)
@@ -143,7 +142,7 @@ class Profile(Findings):
         record = record_of(
             self._ranks.rank,
             taken,
-            on_device=is_accelerator(self._device_type),
+            on_device=self._reader.on_device,
             first=1 if self._operations is not None else 0,
         )
         more, count = record.more, len(record.steps)

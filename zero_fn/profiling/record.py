@@ -68,16 +68,15 @@ def _phases(taken: Taken, spans: Sequence[Span]) -> dict[str, dict[str, int]]:
         row[what] = max(row.get(what, 0), nbytes)
 
     for number, span in enumerate(spans):
-        for nbytes in filter(None, taken.resident_nbytes[number : number + 2]):
-            if span.phase:
-                note(span.phase, "process", nbytes)
-    for mark, nbytes in zip(taken.marks, taken.resident_nbytes, strict=True):
-        if mark.moment in _PHASE_BEFORE:
-            note(_PHASE_BEFORE[mark.moment], "process", nbytes)
-        if mark.moment is Moment.STEPPED:
-            note("at rest", "process", nbytes)
-    for moment, peak, now in taken.allocated:
-        note(_PHASE_BEFORE[moment], "device", peak)
-        if moment is Moment.STEPPED:
-            note("at rest", "device", now)
+        for mark in taken.marks[number : number + 2]:
+            if span.phase and mark.resident_nbytes:
+                note(span.phase, "process", mark.resident_nbytes)
+    for mark in taken.marks:
+        ended = [_PHASE_BEFORE[mark.moment]] if mark.moment in _PHASE_BEFORE else []
+        for phase in [*ended, "at rest"] if mark.moment is Moment.STEPPED else ended:
+            note(phase, "process", mark.resident_nbytes)
+            if mark.allocated is not None:
+                note(phase, "device", mark.allocated[0])
+        if mark.allocated is not None:
+            note("peak", "device", mark.allocated[1])
     return found

@@ -136,9 +136,10 @@ def _memory(profile: Findings) -> Table | None:
         return None
     kinds = sorted({what for row in profile.memory.values() for what in row})
     rows: list[Sequence[str]] = [("memory", *kinds)]
-    for phase in ("at rest", "forward", "backward", "optimizer"):
-        if phase in profile.memory:
-            rows.append((phase, *(f"{profile.memory[phase].get(kind, 0) / 1e6:,.1f}" for kind in kinds)))
+    for phase in ("at rest", "forward", "backward", "optimizer", "peak"):
+        row = profile.memory.get(phase)
+        if row:
+            rows.append((phase, *(f"{row[kind] / 1e6:,.1f}" if kind in row else "" for kind in kinds)))
     planned = profile.numbers["planned"]
     beside = f"; training state takes at most {_mb(planned['peak'])} of it by plan" if planned else ""
     return f"MB of memory at most, of all ranks{beside}", rows

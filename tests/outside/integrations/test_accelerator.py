@@ -3,6 +3,7 @@ one reduction, states that come back."""
 
 from __future__ import annotations
 
+import csv
 import io
 import os
 import shutil
@@ -35,6 +36,7 @@ from tests.outside.integrations.worlds import (
 )
 from tests.support.ranks import Ranks, axis
 from tests.units.checkpoint.test_atomic import left_by_a_kill
+from zero_fn.values import watching
 
 Json = dict[str, Any]
 Parts = tuple[Any, nn.Module, Any, Any, Any]
@@ -368,12 +370,41 @@ def test_what_a_config_asks_for_is_reported_and_gradients_are_summed_as_it_says(
     reports = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
     said = _said(2) | reports | {"gradient_allreduce_op": "sum"}
     with redirect_stdout(io.StringIO()) as out:
-        losses = _train(_configured(said, read(folder)))
+        parts = _configured(said, read(folder))
+        losses = _train(parts)
+    parts[0].free_memory()
     assert losses == _by_hand(said, read(folder))[0]
     dist.barrier()
     if not dist.get_rank():
         assert [line.partition(":")[0] for line in out.getvalue().splitlines()] == ["step 2", "step 4"]
         assert len(Path(folder, "job.csv").read_text().splitlines()) >= 1 + 2 * 4
+
+
+@on_two_ranks
+def test_reports_end_with_the_training_and_count_on_after_a_load(folder: str) -> None:
+    """They were never closed, and began at step 1 again."""
+    written(folder)
+    reports = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    said = _said(2) | reports
+    with redirect_stdout(io.StringIO()) as out:
+        parts = _configured(said, read(folder))
+        _train(parts, 4)
+        parts[0].save_state(f"{folder}/state")
+        parts[0].free_memory()
+        assert watching.watchers == ()
+        parts = _configured(said, read(folder))
+        parts[0].load_state(f"{folder}/state")
+        _train(parts, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(parts[0].state), "destroy_process_group", lambda *_: None)  # the other tests need it
+        parts[0].end_training()
+    assert watching.watchers == ()
+    dist.barrier()
+    if not dist.get_rank():
+        assert [line.partition(":")[0] for line in out.getvalue().splitlines()] == ["step 2", "step 4"]
+        rows = list(csv.DictReader(Path(folder, "job.csv").read_text().splitlines()))
+        assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+        assert {row["zero_fn/skipped_steps_total"] for row in rows} == {"0.0"}, "the first step is seen, too"
 
 
 @on_two_ranks

@@ -33,6 +33,7 @@ from tests.units.deepspeed.test_setup import (
 )
 from zero_fn.deepspeed import reporter
 from zero_fn.monitor.csv import Csv
+from zero_fn.profiling.clock import _clock
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:
@@ -156,6 +157,18 @@ def test_steps_are_profiled_with_their_operations(folder: str) -> None:
     dist.barrier()
     assert "FLOP" in Path(section["output_file"]).read_text()  # type: ignore[arg-type]
     assert os.listdir(f"{folder}/new") == ["profile.log"]
+
+
+@on_ranks(2)
+def test_a_profile_that_has_not_ended_is_given_up_when_reports_are_closed() -> None:
+    section, before = {"enabled": True, "profile_step": 1}, _clock.readers
+    setup = zf.from_deepspeed(built(), {**zero(3), "flops_profiler": section}, axis())
+    assert setup.reporter is not None
+    printed(setup, 2)
+    with pytest.warns(UserWarning, match="flops_profiler has shown nothing: the run ended after step 2"):
+        setup.reporter.close()
+    assert _clock.readers == before
+    setup.reporter.close()
 
 
 @on_ranks(2)
