@@ -1,4 +1,4 @@
-"""A forward may read any weight of its model by name, as losses in chunks read the weight of a head that is a unit of its own.
+"""A forward may read any weight of its model by name, as losses in chunks read that of a head that is a unit.
 
 trl, Liger, Cut Cross Entropy and Unsloth do so. Every real vocabulary makes the head a unit.
 """

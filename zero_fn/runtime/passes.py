@@ -54,6 +54,7 @@ class UnitUse:
         # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         self.node: weakref.ref[Any] | None = None
         self.has_graph = False  # whether a backward may pass through it
+        self.reads: tuple[ReadUse, ...]  # of other units by its forward, if any; not set else
         # Whether the running backward has computed all its gradients, or has passed it if it has none to compute.
         self.has_arrived = False
 

@@ -41,7 +41,9 @@ class Unit:
         self.run = run  # the `Run` that holds it (run.py)
         self.generation = 0  # counts optimizer steps: a gradient computed with older parameters is refused
         self.running = 0  # how many of its forwards are running: more than one when a module calls itself
-        self.read: Any = None  # the `ReadUse` by which a forward of another unit reads its weights now (weight_reads.py)
+        self.read: Any = (
+            None  # the `ReadUse` by which a forward of another unit reads its weights now (weight_reads.py)
+        )
         self.anchor: Callable[[], nn.Module | None] = _no_anchor  # weakly
         # Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (call_hooks.py)
         self.inner: list[weakref.ref[nn.Module]] = []

@@ -1,7 +1,7 @@
 """Memory that nobody has written: a pattern marks it in `materialize`, and the first forward warns of buffers.
 
 [Note: emptied buffers] `to_empty()` gives memory to buffers, too. Those that no state_dict holds, such as the frequencies of
-rotary embeddings, are easily forgotten. So they get the pattern. Whoever replaces, writes or moves one leaves no pattern there.
+rotary embeddings, are easily forgotten. So they get the pattern. Whoever replaces or writes one leaves no pattern there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Weights of one unit that the forward of another reads under their names: `self.lm_head.weight`.
 
-A loss in chunks multiplies by the weight of a head that is a unit of its own; a decoder looks up the table of its encoder. Nobody
-calls the module that holds the weight, so no hook tells of it. But `module.weight` ends in `module._parameters["weight"]` unless
-a gathered tensor hides it. So `_parameters` of a transformed module is a `Parameters`, which enters the unit then.
+A loss in chunks multiplies by the weight of a head that is a unit of its own; a decoder looks up the
+table of its encoder. Nobody calls the module that holds the weight, so no hook tells of it. But
+`module.weight` ends in `module._parameters["weight"]`, unless a gathered tensor hides it. So
+`_parameters` of a transformed module is a `Parameters`, which enters the unit then.
 
-[Note: how long it stays whole] The unit is left when the call ends whose forward has read the weight, or when its own module is
-called. So a loss in any number of chunks gathers it once. Every rank reads it or none does, as every rank calls the same units.
-Backward gathers it where the schedule says, whether or not this rank has used it: one rank may have no chunk at all.
+[Note: how long it stays whole] The unit is left when the call ends whose forward has read the weight,
+or when its own module is called. So a loss in any number of chunks gathers it once. Every rank reads it
+or none does, as every rank calls the same units. Backward gathers it where the schedule says, whether or
+not this rank has used it: one rank may have no chunk at all.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_fn.runtime.call_hooks import DOORS
 from zero_fn.runtime.ending import current_graph_task
@@ -49,7 +51,8 @@ class Parameters(dict[str, nn.Parameter | None]):
         registered = self.get(name)
         if registered is None:
             return super().__getitem__(name)
-        return _as_read(self._module(), name, registered)
+        found: nn.Parameter = _as_read(self._module(), name, registered)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         twin = copy.deepcopy(dict(self), memo)
@@ -61,7 +64,7 @@ class Parameters(dict[str, nn.Parameter | None]):
 
 
 @uncompiled
-def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> nn.Parameter:
+def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> Any:
     """What `module.name` is: whole inside a forward that may read it, else the registered parameter.
 
     `functional_call` and others take what is registered out of `_parameters` and put it back: they get that.
@@ -81,6 +84,7 @@ def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> n
             run.need_in_backward(unit, recomputes=True)
     elif run.forward is not None and run.caller == get_ident() and not unit.running:
         _enter(unit, run)
+    assert module is not None, "a place was found"
     return module.__dict__.get(name, registered)
 
 
