@@ -361,6 +361,8 @@ def _by_hand(said: Json, model: nn.Module, dtype: str = "bf16") -> tuple[list[fl
                 setup.scaled(loss).backward()
                 losses.append(loss.item())
         norms.append(setup.step())
+    if setup.reporter is not None:
+        setup.reporter.close()
     return losses, [norm for norm in norms if norm is not None]
 
 
