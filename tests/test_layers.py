@@ -1,8 +1,7 @@
 """Imports point down the layers, one package alone moves bytes between ranks, and none draws from generators of the user.
 
     6 others        integrations
-    5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover, recorded,
-                    state_digests
+    5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover
     4 verbs         transforms, streamed, owners, extras
     3 execution     runtime, dtensor
     2 bytes         transport, one_host, storage, kernels, resting
@@ -39,8 +38,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "deepspeed",
         "checkpoint",
         "handover",
-        "recorded",
-        "state_digests",
     ),
     ("integrations", "__main__"),
 )
@@ -126,10 +123,8 @@ def test_transport_is_the_only_package_that_calls_collectives() -> None:
 
 
 def test_nothing_seeds_a_generator_of_the_user_or_draws_from_it() -> None:
-    """But a rank, which is forked, of numpy, and what gives recorded states back."""
-    sources = {
-        module: source for module, source in package_sources().items() if module not in ("local.ranks", "recorded")
-    }
+    """But a rank, which is forked, of numpy."""
+    sources = {module: source for module, source in package_sources().items() if module != "local.ranks"}
     assert {module: calls for module, source in sources.items() if (calls := draws_of_the_user(source))} == {}
 
 

@@ -48,7 +48,6 @@ from zero_fn.monitor.metrics import Metrics, metrics
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.profiling import Profile, profile
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
-from zero_fn.recorded import RecordedStep, StepRecorder, record_step, recorded_steps
 from zero_fn.streamed import States8bit, Streamed, states8bit, streamed
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
@@ -91,7 +90,6 @@ __all__ = [
     "Profile",
     "Proposal",
     "Proposals",
-    "RecordedStep",
     "Saving",
     "Sent",
     "ShardedAccessError",
@@ -99,7 +97,6 @@ __all__ = [
     "StartedRank",
     "StateError",
     "States8bit",
-    "StepRecorder",
     "StorageError",
     "Streamed",
     "TierError",
@@ -146,8 +143,6 @@ __all__ = [
     "precision",
     "preemption",
     "profile",
-    "record_step",
-    "recorded_steps",
     "refresh",
     "replicate",
     "resume",

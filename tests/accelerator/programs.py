@@ -599,31 +599,6 @@ def checkpoints(tier: Tier) -> None:
         require_same(model, optimizer, plain, plain_optimizer)
 
 
-@program
-def recorded_steps(tier: Tier) -> None:
-    """A step begins again on the device, with its batch and its draws; the digests are those of the host."""
-    for is_away in (False, True):
-        model, host = all_away(net(), tier) if is_away else net(), net().cpu()
-        optimizer = zf.streamed(adamw(model)) if is_away else adamw(model)
-        trained(model, optimizer, batches(1))
-        with tempfile.TemporaryDirectory() as folder:
-            zf.save(f"{folder}/step-1", model, optimizer)
-            record = zf.record_step(folder, model, optimizer)
-            record([next(batches())], step=1)
-            drawn = torch.rand(3, device=device.NAME).cpu()
-            first = trained(model, optimizer, batches(1))
-            record(None, step=2)
-            zf.load(f"{folder}/step-1", model, optimizer)
-            again = next(iter(zf.recorded_steps(folder, model, optimizer, first=1)))
-            assert torch.equal(torch.rand(3, device=device.NAME).cpu(), drawn)
-            assert trained(model, optimizer, iter([again.batch[0].to(device.NAME)])) == first
-            on_host = adamw(host)
-            zf.load(f"{folder}/step-1", host, on_host)
-            assert (
-                len(list(zf.recorded_steps(folder, host, on_host, first=1))) == 2
-            )  # what rounds otherwise is not compared
-
-
 def results(folder: str, chosen: Mapping[str, Program] = PROGRAMS) -> dict[str, str]:
     """What became of each program in each tier: "right", or a traceback."""
     found: dict[str, str] = {}

@@ -68,7 +68,6 @@ from zero_fn.local.shared_folder import SharedFolder, host_name
 from zero_fn.looking import configurations, plan_command
 from zero_fn.looking.models import model_of
 from zero_fn.monitor import Csv, Prometheus, sink_of
-from zero_fn.recorded import RecordedStep, _found
 from zero_fn.storage import DiskStorage, Slab
 from zero_fn.storage.io import Request, Threads
 from zero_fn.storage.stored_files import StoredFile
@@ -1211,29 +1210,6 @@ def _in_a_thread(act: Callable[[], object]) -> None:
     raise raised[0]
 
 
-def _run_again(
-    folder: Path, *, edit_before: int = 7, digests: int = 1, damage: bool = False, first: int = 0, **options: Any
-) -> None:
-    """Records two steps, and runs them again."""
-    model = nn.Linear(2, 2)
-    record = zf.record_step(folder, model, digests=digests)
-    for step in range(2):
-        record(torch.zeros(2), step=step)
-    for path in folder.glob("record-000001/extra/*") if damage else ():
-        path.write_bytes(b"")
-    with torch.no_grad():
-        model.weight += edit_before == 0
-        for recorded in zf.recorded_steps(folder, model, first=first, **options):
-            model.weight += edit_before == recorded.step + 1
-
-
-def _run_again_on_too_many(folder: Path) -> None:
-    zf.record_step(folder, nn.Linear(2, 2))(None, step=0)
-    found = [dataclasses.replace(each, ranks=6) for each in zf.checkpoints(folder)]
-    with mock.patch("zero_fn.recorded.checkpoints", return_value=found):
-        _found(folder, 0, 4)
-
-
 ROWS: dict[str, Callable[..., object]] = {
     # the mesh
     "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
@@ -1636,17 +1612,6 @@ ROWS: dict[str, Callable[..., object]] = {
     "average_of_no_decay": lambda: zf.ema(nn.Linear(2, 2), 1.5),
     "average_of_what_is_frozen": lambda: zf.ema(nn.Linear(2, 2).requires_grad_(False)),
     "average_of_meta": lambda: zf.ema(nn.Linear(2, 2, device="meta")),
-    # recorded steps
-    "record_keeps_none": lambda folder: zf.record_step(folder, nn.Linear(2, 2), keep=0),
-    "record_before_the_first_step": lambda folder: zf.record_step(folder, nn.Linear(2, 2))(None, step=-1),
-    "recorded_steps_are_compared_at_no_time": lambda folder: _run_again(folder, compare="last"),
-    "recorded_steps_of_other_numbers": lambda folder: _run_again(folder, first=2),
-    "recorded_steps_on_too_many_ranks": _run_again_on_too_many,
-    "recorded_batch_of_several_ranks": lambda: RecordedStep(0, range(2), [{}, {}], torch.device("cpu")).batch,
-    "recorded_step_without_digests": lambda folder: _run_again(folder, first=1, digests=2),
-    "recorded_step_of_other_values": lambda folder: _run_again(folder, edit_before=0),
-    "recorded_step_that_went_otherwise": lambda folder: _run_again(folder, edit_before=1),
-    "recorded_step_that_is_damaged": lambda folder: _run_again(folder, damage=True),
 }
 
 # The functions that make mistakes; helpers are private.
