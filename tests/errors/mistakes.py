@@ -410,7 +410,7 @@ class Peeking(Model):
         self.gathers = gathers
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.layers[0].weight
+        weight: Any = next(self.layers[0].parameters())
         return super().forward(x @ (weight.full_tensor() if self.gathers else weight).T)
 
 
