@@ -115,7 +115,7 @@ class Door:
         if unit.read is not None and not in_backward:
             unit.shown.require_unchanged(unit.name, unit.read.tensors)
             leave_read(unit.read, failed=False)
-        if unit.running or (unit.shown.leaves is None and is_swapped(unit.slots, unit.name)):
+        if unit.running or (unit.shown.leaves is None and is_swapped(unit.shown, unit.name)):
             return False
         is_outermost = run.call is None and not in_backward
         if is_outermost:
@@ -212,7 +212,8 @@ class Door:
             use.has_graph = True
         if not begun.is_transforming:
             unit.shown.require_unchanged(unit.name, begun.tensors)
-        finish_reads(self.run, self)
+        if self.run.reads:
+            finish_reads(self.run, self)
         return output
 
     def _begin_with_leaves(self, begun: _Begun) -> None:

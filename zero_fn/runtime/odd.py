@@ -7,7 +7,7 @@ unit in all of whose places `functional_call` has put whole tensors is left to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.ending import current_graph_task
+from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
 
 __all__ = [
@@ -87,19 +88,19 @@ def called_outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) 
         return function(*args, **kwargs)
 
 
-def is_swapped(slots: Sequence[Slot], unit: str) -> bool:
+def is_swapped(shown: Shown, unit: str) -> bool:
     """Whether whole tensors stand in for all parameters of a unit at rest.
 
     Raises:
         StateError: They stand in for some only, or one of them rests in parts on several ranks.
     """
     are_swapped = are_at_rest = False
-    for slot in slots:
-        for place in slot.places:
-            module = place._module()
-            if module is None:
-                continue
-            if (value := module._parameters.get(place.attribute)) is slot.parameter:
+    for reference, names, slots in shown.by_module:
+        module = reference()
+        if module is None:
+            continue
+        for value, slot in zip(map(module._parameters.get, names), slots, strict=True):
+            if value is slot.parameter:
                 are_at_rest = True
             elif value is not None and not isinstance(value, nn.Parameter):
                 are_swapped, are_at_rest = True, are_at_rest or _is_resting(value, slot)

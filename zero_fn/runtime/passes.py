@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -245,9 +245,9 @@ class BackwardPass:
         *,
         awaited: set[Use],
         passed_only: set[Use],
-        entered: set[Use],
         waiting: set[Use],
         keeps_graph: bool,
+        entered: Iterable[Use] = (),
     ) -> None:
         self.script, self.ending = script, ending
         self.reductions: list[tuple[Unit, Reduction]] = []  # under way, oldest first
@@ -260,7 +260,7 @@ class BackwardPass:
         self._left = deque(script.legs)
         # The uses whose gradients arrive on this rank, and those that are passed without gradients of their own.
         self._awaited, self._passed_only = awaited, passed_only
-        self._entered = entered
+        self._entered = set(entered)
         self._arrived: set[Use] = set()
         self._entered_to = -1  # the last event of the schedule that enters a use which was reached
         self._reached_to = -1  # the same, of uses that backward itself has reached, not only a recomputation

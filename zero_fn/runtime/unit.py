@@ -82,7 +82,7 @@ class Unit:
         if self.shown.leaves is not None or moved.is_current(self.groups):
             return
         moved.require_in_memory(self.groups, self.name)
-        if is_swapped(self.slots, self.name):
+        if is_swapped(self.shown, self.name):
             raise partly_swapped(self.name)
         self.reshard()
         moved.follow(self.groups)
