@@ -39,7 +39,8 @@ class Shown:
                 self._by_module[number][1].append((place.attribute, i))
         # Of each module the names of its parameters, and these.
         self.by_module = [
-            (reference, [name for name, _ in names], [slots[i] for _, i in names]) for reference, names in self._by_module
+            (reference, [name for name, _ in names], [slots[i] for _, i in names])
+            for reference, names in self._by_module
         ]
         self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
         # Whole parameters that are registered in place of the resting ones, in a block that gathers once.
