@@ -445,12 +445,20 @@ struct Collectives final : c10d::Backend {
 
 }  // namespace
 
-// Collectives of the device for a process group that has those of gloo.
+// In place of collectives on the host, which a process group over NCCL alone has not: each raises.
+struct None final : c10d::Backend {
+  using Backend::Backend;
+  const std::string getBackendName() const override { return "none"; }
+};
+
+// Collectives of the device for a process group that has those of gloo; the group has no others then.
 extern "C" void pretend_join(const char* group_name) {
   auto group = c10d::resolve_process_group(group_name);
   auto collectives = c10::make_intrusive<Collectives>(group->getBackend(kCPU));
   collectives->setGroupUid(group_name);
   group->setBackend(kPretend, c10d::ProcessGroup::BackendType::CUSTOM, c10::static_intrusive_pointer_cast<c10d::Backend>(collectives));
+  auto none = c10::make_intrusive<None>(collectives->getRank(), collectives->getSize());
+  group->setBackend(kCPU, c10d::ProcessGroup::BackendType::UNDEFINED, c10::static_intrusive_pointer_cast<c10d::Backend>(none));
 }
 
 extern "C" void pretend_begin() {

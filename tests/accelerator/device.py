@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from zero_fn.local.gloo import give_groups_one_thread
+from zero_fn.transport.meeting import meeting_group
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.tiers import Cpu
 
@@ -142,7 +143,8 @@ def choose(where: str) -> None:
 
 
 def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
-    """Begins a process group whose collectives the device has, and checks that its mesh has them.
+    """Begins a process group whose collectives the device has, and checks that its mesh has them. On "pretend" there are none
+    on the host, as over NCCL alone.
 
     On a real device: NCCL alone, gloo where ranks share it, or what `ZERO_FN_TEST_BACKEND` says. Two ranks on one device need
     NCCL 2.30, which may be loaded in place of torch's own by LD_PRELOAD.
@@ -166,6 +168,7 @@ def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
             _gather_tensors_one_by_one(NAME)
     dist.init_process_group(asked, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     if not _is_real():
+        meeting_group()  # over gloo, which it would make beside NCCL
         _loaded[0].pretend_join(dist.group.WORLD.group_name.encode())
     mesh = DeviceMesh.from_group(dist.group.WORLD, NAME, mesh_dim_names=("dp",))
     assert mesh_axis(mesh, verb="a test").backend == backend, "the mesh made a group of its own"

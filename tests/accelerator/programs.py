@@ -599,6 +599,31 @@ def checkpoints(tier: Tier) -> None:
         require_same(model, optimizer, plain, plain_optimizer)
 
 
+@program
+def counts_of_steps_stay_on_the_host(tier: Tier) -> None:
+    """A count on the device would be waited for once a parameter (prime-rl#3258)."""
+    model = net()
+    optimizer = adamw(model)
+    streamed_model = all_away(net(), tier)
+    streamed = zf.streamed(adamw(streamed_model))
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (each, of_each) in enumerate(((model, optimizer), (streamed_model, streamed))):
+            trained(each, of_each, batches(2))
+            zf.save(f"{folder}/{number}", each, of_each)
+            zf.load(f"{folder}/{number}", each, of_each)
+            trained(each, of_each, batches(1))
+    zf.evict(model, optimizer, to=device.host()).restore()
+    for of_each in (optimizer, streamed):
+        counts = [state["step"] for state in of_each.state.values()]
+        assert counts and {count.device.type for count in counts} == {"cpu"}
+        assert {count.item() for count in counts} == {3}
+    for batch in batches(1):
+        F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
+    device.waits()
+    optimizer.step()
+    assert device.waits() == 0
+
+
 def results(folder: str, chosen: Mapping[str, Program] = PROGRAMS) -> dict[str, str]:
     """What became of each program in each tier: "right", or a traceback."""
     found: dict[str, str] = {}
