@@ -259,7 +259,7 @@ def _explained(failure: Failure, collective: str, axis: Axis) -> ZeroError:
             why="the ranks did not run the same forwards and backwards, or one of them raised and went on, or left out "
             "optimizer.step()",
             fix="run the same program on every rank (config.layerdrop = 0.0, encoder_layerdrop, decoder_layerdrop: models of "
-            "transformers skip layers at random)",
+            "transformers skip layers at random); units= of a transform can join what only some ranks call to what all call",
         )
     if MISMATCH in str(failure):
         return DisagreementError(

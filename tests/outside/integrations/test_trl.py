@@ -106,7 +106,9 @@ def _trainer(
         return ours(model=model, place=place(stage), **arguments)
     if kind == "placed":
         return ours(model=model, place=place(), **arguments)
-    return ours(model=place()(model), **arguments)
+    # The head is a unit of its own, as that of a real vocabulary is: these trainers read its weight in a forward of the model.
+    units = None if trainer == "RewardTrainer" else ["model.layers.?", "lm_head"]
+    return ours(model=place(units=units)(model), **arguments)
 
 
 CASES: dict[str, dict[str, Any]] = {
