@@ -321,6 +321,23 @@ def test_everything_may_rest_in_a_tier(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(3).run(differences, partial(_away, str(tmp_path)), stages=["zero1", "zero3"]) == [[]] * 3
 
 
+@on_ranks(1)
+def test_states_that_are_loaded_or_moved_again_take_no_more_room(folder: str) -> None:
+    """Each load took as much again: the places of the states before were never given back."""
+    model = zf.zero3(Tower(), axis())
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    optimizer = zf.streamed(zf.by_owner(torch.optim.Muon(matrices)), zf.nvme(folder))
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    optimizer.step()
+    taken, states = optimizer.tier_nbytes(), copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        optimizer.load_state_dict(copy.deepcopy(states))
+        optimizer.step()
+        assert optimizer.tier_nbytes() == taken
+    zf.streamed(optimizer, zf.cpu())
+    assert [*optimizer.tier_nbytes()] == [zf.cpu()]
+
+
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,14 @@ def _map_all(rank: int, size: int, transport: Transport) -> Shared | None:
         arena = Arena(box_nbytes(size)) if are_mailboxes_available() else None
     except (AttributeError, OSError, ValueError, OverflowError):  # this system has no memfd, or no room
         arena = None
+    try:
+        return _mapped(arena, rank, size, transport)
+    finally:
+        if arena is not None:
+            arena.close_file()
+
+
+def _mapped(arena: Arena | None, rank: int, size: int, transport: Transport) -> Shared | None:
     card = [os.getpid(), arena.fd, *arena.token] if arena is not None else [0] * 18
     cards = torch.zeros(size, len(card), dtype=torch.int64)
     cards[rank] = torch.tensor(card)
@@ -110,8 +118,6 @@ def _map_all(rank: int, size: int, transport: Transport) -> Shared | None:
             peers[source] = peer
     cannot = torch.tensor([len(boxes) < size - 1], dtype=torch.uint8)
     transport.any(cannot).wait()
-    if arena is not None:
-        arena.close_file()
     return Shared(arena, peers, boxes) if arena is not None and not cannot.item() else None
 
 

@@ -175,12 +175,12 @@ class ByOwner(Optimizer):
                 why="each tensor is stepped whole, and in the step; its states pass through a buffer of their size",
                 fix="zf.streamed(zf.by_owner(optimizer), tier)",
             )
-        before = self._tier, self.takes_from_tiers, {**self._shelves}
+        before = self._tier, self.takes_from_tiers
         self._tier, self.takes_from_tiers = tier, True
         try:
             self.state = self._rested(self.state)
         except BaseException:
-            self._tier, self.takes_from_tiers, self._shelves = before
+            self._tier, self.takes_from_tiers = before
             raise
         return self
 
@@ -319,8 +319,14 @@ class ByOwner(Optimizer):
             for shelf in self._shelves.values():
                 shelf.finish()
 
-        if self.takes_from_tiers:
-            everywhere(self._parameters(), put, "Moving the states of an optimizer")
+        # On new shelves: the places of the states before would never be given back.
+        before, self._shelves = self._shelves, {}
+        try:
+            if self.takes_from_tiers:
+                everywhere(self._parameters(), put, "Moving the states of an optimizer")
+        except BaseException:
+            self._shelves = before
+            raise
         return found
 
     def _shelf_of(self, parameter: Tensor) -> Shelf | None:

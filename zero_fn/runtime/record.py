@@ -95,8 +95,13 @@ class Record:
         if self.fetched is None:
             self.finish_writing()
             memory = self.landing.take(self.nbytes) if self.landing is not None else None
-            self.fetched = Stretch(self, self.parcels, memory)
-            self.fetched.read(self, self.parcels)
+            stretch = Stretch(self, self.parcels, memory)
+            try:
+                stretch.read(self, self.parcels)
+            except BaseException:  # of what is fetched every parcel is there, or is on its way
+                stretch.close(self)
+                raise
+            self.fetched = stretch
 
     def arrive(self) -> Stretch:
         """Waits until all tensors are in host memory; fetches them if nobody has."""
@@ -104,7 +109,7 @@ class Record:
         assert self.fetched is not None
         try:
             self.fetched.wait()
-        except StorageError:
+        except BaseException:  # after an interrupt, too: a transfer says once that it has failed
             self.drop()
             raise
         return self.fetched

@@ -54,8 +54,10 @@ class SpillFile:
             return
         try:
             _allocate(self.fd, self.nbytes, nbytes)
-        except OSError as error:
+        except BaseException as error:  # an interrupt, too, leaves what was reserved until then
             os.ftruncate(self.fd, self.nbytes)
+            if not isinstance(error, OSError):
+                raise
             if error.errno not in FULL:
                 raise StorageError(
                     f"Room for {self.name} could not be reserved.",

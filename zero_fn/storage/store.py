@@ -77,13 +77,14 @@ class Store:
             places = [len(self._on_device) + number for number in range(len(new))]
             self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
         elif isinstance(self._storage, DiskStorage):
-            places = self._storage.reserve(sizes)
-            self._count += len(sizes)
-            self._largest_nbytes = max(self._largest_nbytes, *sizes)
-            count, size = staging_form(self._count, self._largest_nbytes)
+            # Noted last: one for which there is no room would count for all that come later.
+            counted, largest_nbytes = self._count + len(sizes), max(self._largest_nbytes, *sizes)
+            count, size = staging_form(counted, largest_nbytes)
             if count > self._storage.stagings.count or size > self._storage.stagings.size:
                 self.forget()  # frees the old buffers first
                 self._storage.stage(size, count)
+            places = self._storage.reserve(sizes)
+            self._count, self._largest_nbytes = counted, largest_nbytes
         else:
             (begin,) = self._storage.reserve([sum(sizes)])
             places = list(accumulate(sizes[:-1], initial=begin))
@@ -108,7 +109,12 @@ class Store:
             if len(self._held) == BUFFERS:
                 self._let_go(next(iter(self._held)))
             memory = self._storage.borrow(member.place, member.nbytes)
-            held = memory, [self._storage.read(member.place, memory)] if member.is_stored else ()
+            try:
+                begun = [self._storage.read(member.place, memory)] if member.is_stored else ()
+            except BaseException:  # nobody else knows of the memory yet
+                self._storage.give_back(memory)
+                raise
+            held = memory, begun
         self._held[member.place] = held
         return held
 

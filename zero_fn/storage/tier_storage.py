@@ -181,19 +181,31 @@ class DiskStorage(ProcessLocal):
         count, size = max(count, self.stagings.count), max(whole_pages(nbytes), self.stagings.size)
         if (count, size) != (self.stagings.count, self.stagings.size):
             self._await_left()
-            self._free, self._lent, self.stagings = [], {}, StagingBuffers()  # frees the old buffers first
-            self.stagings = StagingBuffers(count, size, f"buffers of {self._what}")
-            self._free = [(view, None) for view in self.stagings.views]
+            before = self.stagings.count, self.stagings.size
+            try:
+                self._take_buffers(count, size)
+            except BaseException:
+                self._take_buffers(*before)  # what fitted those still passes through them
+                raise
+
+    def _take_buffers(self, count: int, size: int) -> None:
+        self._free, self._lent, self.stagings = [], {}, StagingBuffers()  # frees the old buffers first
+        self.stagings = StagingBuffers(count, size, f"buffers of {self._what}")
+        self._free = [(view, None) for view in self.stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         self.require_own()
         if not self._free or nbytes > self.stagings.size:
             return Slab(nbytes, Cpu(False, None), f"a buffer of {self._what}", forked=False).memory
         memory, left = self._free.pop(0)  # the one that was given back longest ago
+        try:
+            if left is not None:
+                left.synchronize()
+            self._backend.settle(memory)
+        except BaseException:  # an interrupt: nobody was lent it
+            self._free.insert(0, (memory, left))
+            raise
         self._lent[memory.data_ptr()] = memory
-        if left is not None:
-            left.synchronize()
-        self._backend.settle(memory)
         return memory[: whole_pages(nbytes)]
 
     def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:

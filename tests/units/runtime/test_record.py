@@ -94,6 +94,44 @@ def test_a_parcel_that_is_being_written_is_read_once_it_is_there(tmp_path: Path)
     assert memory.view(torch.float32).eq(1).all()
 
 
+@pytest.mark.parametrize("moment", ["before the first", "between", "as the second is waited for"])
+def test_what_an_interrupt_has_left_unread_is_read_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It counted as fetched; and a first transfer that had failed told nobody any more."""
+    numel = PARCEL_NBYTES // 4
+    record, shelf = recorded(tmp_path, [Form(numel, torch.float32)] * 2)
+    record.write({n: torch.full((numel,), n + 1.0) for n in range(2)})
+    read, number = shelf.read, iter(range(2))
+
+    class Once:
+        """A transfer that says once what became of it."""
+
+        def __init__(self, error: BaseException) -> None:
+            self.errors = [error]
+
+        def wait(self) -> None:
+            if self.errors:
+                raise self.errors.pop()
+
+    def begun(place: int, memory: Tensor) -> Any:
+        is_first = not next(number)
+        if moment == "as the second is waited for":
+            failure = zf.StorageError("The disk failed.", fix="none")
+            return Once(failure if is_first else KeyboardInterrupt())
+        if is_first == (moment == "before the first"):
+            raise KeyboardInterrupt
+        return read(place, memory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shelf, "read", begun)
+        with pytest.raises(KeyboardInterrupt):
+            record.arrive()
+    assert len(shelf._free) == 1
+    record.arrive()
+    assert all(record.values(n).eq(n + 1).all() for n in range(2))
+
+
 def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path: Path) -> None:
     numel = PARCEL_NBYTES // 4
     record, _ = recorded(tmp_path, [Form(3, torch.float32), Form(2 * numel + 7, torch.float32), Form(5, torch.float64)])

@@ -107,6 +107,20 @@ def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_pat
         assert torch.equal(found.memory, torch.full_like(found.memory, value))
 
 
+def test_an_interrupt_before_a_staging_buffer_is_lent_keeps_none(disk: DiskStorage) -> None:
+    place = reserved(disk, PAGE_NBYTES)
+    disk.stage(PAGE_NBYTES, 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(disk._backend), "settle", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            disk.borrow(place, PAGE_NBYTES)
+    assert disk.borrow(place, PAGE_NBYTES).data_ptr() == disk.stagings.views[0].data_ptr()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @given(
     writes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=30),
     pages=st.lists(st.integers(1, 5), min_size=8, max_size=8),
@@ -291,6 +305,20 @@ def test_what_a_file_system_says_that_cannot_reserve(
     disk = DiskStorage(nvme(tmp_path), "states")
     assert [reserved(disk, 9 * MIB), reserved(disk, PAGE_NBYTES)] == [0, 9 * MIB]
     assert os.fstat(disk.files[0].fd).st_size == 9 * MIB + PAGE_NBYTES
+
+
+def test_room_is_given_back_when_an_interrupt_comes(disk: DiskStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = os.posix_fallocate
+
+    def interrupted(fd: int, begin: int, nbytes: int) -> None:
+        reserve(fd, begin, nbytes)
+        raise KeyboardInterrupt
+
+    reserved(disk, PAGE_NBYTES)
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reserved(disk, 9 * MIB)
+    assert os.fstat(disk.files[0].fd).st_size == disk.nbytes == PAGE_NBYTES
 
 
 @pytest.mark.parametrize("path", ["missing", "a_file", "/proc"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
-from zero_fn.storage import Store
+from zero_fn.errors import TierError
+from zero_fn.storage import DiskStorage, Store
+from zero_fn.storage.host_memory import Available
 from zero_fn.values.tiers import cpu, nvme
 
 
@@ -53,3 +56,39 @@ def test_a_place_on_the_host_is_given_to_as_many_bytes_only() -> None:
     store.free(first)
     _put(store, Filled(3, nbytes=150))
     assert torch.equal(store.get(second), torch.full((200,), 2, dtype=torch.uint8))
+
+
+def test_a_byte_string_without_room_is_counted_with_none_that_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was too large locked out all others, and took room of the disk at each try."""
+    little = Available(1 << 20, "cgroup /job")
+    monkeypatch.setattr("zero_fn.storage.host_memory.available", lambda: little)
+    store = Store(nvme(tmp_path), "activations")
+    _put(store, first := Filled(1))
+    taken = store.nbytes, store.buffers_nbytes
+    for _ in range(3):
+        with pytest.raises(TierError, match="buffers of activations need"):
+            _put(store, Filled(2, nbytes=1 << 20))
+    assert (store.nbytes, store.buffers_nbytes) == taken
+    _put(store, other := Filled(3, nbytes=9000))
+    for member in (first, other):
+        assert store.get(member).eq(member.value).all()
+
+
+def test_an_interrupt_before_a_read_has_begun_keeps_no_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All later byte strings passed through memory of their own, which is not pinned."""
+    store = Store(nvme(tmp_path), "activations")
+    _put(store, *(members := [Filled(number) for number in range(4)]))
+    store.forget()
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStorage, "read", _interrupt)
+        for member in members:
+            with pytest.raises(KeyboardInterrupt):
+                store.fetch(member)
+    assert isinstance(disk := store._storage, DiskStorage)
+    assert len(disk._free) == disk.stagings.count == 4
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

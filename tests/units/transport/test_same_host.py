@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import linecache
 import os
@@ -15,11 +16,11 @@ from tests.promises.test_interrupts import _ROOT, _moments, _Tracer
 from tests.support.ranks import Ranks, axis
 from zero_fn.one_host.mailbox import Mailbox
 from zero_fn.one_host.same_host import SameHost, _Message
-from zero_fn.one_host.shared import Shared, shared_by
+from zero_fn.one_host.shared import Shared, _map_all, shared_by
 from zero_fn.transport import links
 from zero_fn.transport.exchange import Exchange
 from zero_fn.transport.segment import Segment
-from zero_fn.transport.waiting import OutOfStep
+from zero_fn.transport.waiting import OutOfStep, PeerLost
 from zero_fn.values.mesh import mesh_axis
 
 
@@ -48,6 +49,14 @@ def live_blocks() -> int:
     shared = shared_now()
     shared._free_read()
     return sum(map(len, shared._blocks))
+
+
+def arenas_open() -> int:
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += "memfd:zero_fn" in os.readlink(f"/proc/self/fd/{fd}")
+    return count
 
 
 def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_used(ranks: Ranks) -> None:
@@ -94,10 +103,20 @@ def test_no_file_stays_open_but_those_of_mappings(ranks: Ranks) -> None:
 
     def open_files() -> int:
         exchanged(open_transport())
-        count = 0
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                count += "memfd:zero_fn" in os.readlink(f"/proc/self/fd/{fd}")
-        return count
+        return arenas_open()
 
     assert ranks(2).run(open_files) == [2, 2]
+
+
+def test_ranks_that_do_not_come_together_leave_no_file_open() -> None:
+    class Lost:
+        def exchange(self, rows: torch.Tensor) -> None:
+            raise PeerLost(1, is_late=True, text="a test")
+
+    gc.collect()
+    before = arenas_open()
+    for _ in range(3):
+        with pytest.raises(PeerLost):
+            _map_all(0, 2, Lost())  # type: ignore[arg-type]
+    gc.collect()
+    assert arenas_open() == before
