@@ -106,7 +106,7 @@ def _trainer(
         return ours(model=model, place=place(stage), **arguments)
     if kind == "placed":
         return ours(model=model, place=place(), **arguments)
-    # The head is a unit of its own, as that of a real vocabulary is: these trainers read its weight in a forward of the model.
+    # The head is a unit of its own, as that of a real vocabulary is: these trainers read its weight in the model's forward.
     units = None if trainer == "RewardTrainer" else ["model.layers.?", "lm_head"]
     return ours(model=place(units=units)(model), **arguments)
 
