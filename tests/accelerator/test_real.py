@@ -36,7 +36,7 @@ def test_every_part_names_a_program_that_is_there() -> None:
             assert (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1100)
 @pytest.mark.skipif(device.compiler() is None, reason="the device is compiled, and there is no compiler of C++")
 def test_all_parts_run_on_a_device_that_pretends(tmp_path: Path) -> None:

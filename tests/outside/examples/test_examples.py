@@ -251,6 +251,7 @@ def test_a_model_larger_than_memory_writes_text(tmp_path: Path) -> None:
         assert ("Once upon a time" in done.stdout) == begins
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly() -> None:
     """All ways reach the same loss; no rank of 64 or fewer has more than 1.1 of the mean work."""
     program = ROOT / "examples" / "benchmarks" / "owners.py"
@@ -265,6 +266,7 @@ def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly() -> None:
         assert max(map(float, rows[llama])) <= 1.1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["--here 2", "--gbit 1"])
 def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where: str) -> None:
     """Of two ranks on each of two hosts, one sends two of three pieces to the other host; on one host nothing is sent."""
@@ -285,6 +287,7 @@ def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where: str) -> No
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
 @pytest.mark.parametrize(("limit", "said"), [("300MiB", "the same"), ("8MiB", r"(killed|ended \(\d+\)), loading")])
 def test_the_benchmark_of_streamed_weights_compares_logits_and_shows_who_ran_out_of_memory(
@@ -305,6 +308,7 @@ def test_the_benchmark_of_streamed_weights_compares_logits_and_shows_who_ran_out
     assert limit == "8MiB" or all(" 28 " in row for row in rows), done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["forward backward", "none cores", "disk link", "cost"])
 def test_the_benchmark_of_profiles_makes_its_faults_and_asks_who_was_named(what: str) -> None:
     """A sleep of 20 ms is named whatever else the machine does. The rest is hardly felt by a model so small."""

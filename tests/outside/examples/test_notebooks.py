@@ -50,7 +50,13 @@ def client() -> Iterator[NotebookClient]:
     manager.cleanup_resources()
 
 
-@notebooks
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.nightly if number else ())
+        for number, path in enumerate(_NOTEBOOKS)
+    ],
+)
 def test_notebook_runs_without_errors(path: Path, client: NotebookClient) -> None:
     client.nb = nbformat.read(path, as_version=4)
     for many, few in _FEWER.get(path.stem, []) if PROFILE == "dev" else []:

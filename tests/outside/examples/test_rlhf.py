@@ -58,6 +58,7 @@ def folder(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.nightly
 def test_answers_are_learned_then_judged_then_made_better(ranks: Ranks, folder: Path) -> None:
     """By PPO for the rule and for the reward model, and by GRPO. In each phase of a step memory holds what it should."""
     judged = _said(ranks, folder, "reward")

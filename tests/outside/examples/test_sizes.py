@@ -33,6 +33,7 @@ def _table(header: str) -> dict[tuple[str, ...], list[str]]:
     return {key: row for row in cells for key in ((row[0],), (row[0], row[1]))}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["bf16", "bf16, states in 8 bits", "fp32"])
 def test_the_fastest_of_7b(program: dict[str, Any], kind: str) -> None:
     table = _table(f"{kind} | ")
@@ -41,6 +42,7 @@ def test_the_fastest_of_7b(program: dict[str, Any], kind: str) -> None:
         assert program["fastest"](kind, "7B", ranks) == table[f"7B, {ranks}",]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "model", "ranks", "device"),
     [
@@ -56,6 +58,7 @@ def test_the_fastest_of_a_larger_one(program: dict[str, Any], kind: str, model: 
     assert program["fastest"](kind, model, ranks, [device])[1] == row[column]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["7B", "70B"])
 def test_bytes_at_rest_and_bytes_that_are_sent(program: dict[str, Any], model: str) -> None:
     for stage in program["STAGES"]:
@@ -64,6 +67,7 @@ def test_bytes_at_rest_and_bytes_that_are_sent(program: dict[str, Any], model: s
         assert program["sent"](model, stage) == _table("64 ranks | ")[model, stage]
 
 
+@pytest.mark.nightly
 def test_the_largest_model(program: dict[str, Any]) -> None:
     table = _table("devices | DDP")
     assert program["largest"](8, ["DDP", "ZeRO-1"]) == table["8",][:3]

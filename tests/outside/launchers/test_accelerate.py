@@ -21,6 +21,7 @@ def test_losses_are_those_of_torchrun(tmp_path: Path, expected: list[float]) -> 
     assert losses(tmp_path / "runs") == expected[:20]
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_ends_the_run_which_says_so_and_goes_on(tmp_path: Path, expected: list[float]) -> None:
     marked, folder = Marked(tmp_path), tmp_path / "runs"
     running = marked.run([*LAUNCH, *pretrain(folder, 100_000)])

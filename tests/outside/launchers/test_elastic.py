@@ -34,7 +34,7 @@ def _host(marked: Marked, port: int, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
     marked, folder = Marked(tmp_path), tmp_path / "runs"
     with socket.socket() as free:

@@ -144,6 +144,7 @@ def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
     found.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pods", ["torchrun", "Kubeflow"], indirect=True)
 def test_a_killed_rank_ends_all_pods_and_new_ones_go_on(pods: Pods, expected: list[float], tmp_path: Path) -> None:
     pods.start()

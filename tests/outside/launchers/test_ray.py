@@ -70,6 +70,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(folder: Path,
     assert wait_for(lambda: not running_in(folder), 10), running_in(folder)
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_that_is_not_started_again_ends_the_program_and_is_named(folder: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     status, said = _run_and_kill_a_worker(folder, failures=0)

@@ -11,6 +11,7 @@ import pytest
 from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain, until
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("told", ["torchrun", "one rank"])
 def test_who_is_told_to_leave_saves_and_goes_on_where_it_was(told: str, tmp_path: Path, expected: list[float]) -> None:
     marked, folder = Marked(tmp_path), tmp_path / "runs"

@@ -375,6 +375,7 @@ def test_pretrain_under_torchrun_gives_the_losses_of_one_host(hosts: Hosts, rank
     print(f"torchrun on two hosts: {ran.seconds:.1f} s")
 
 
+@pytest.mark.nightly
 def test_both_agents_end_and_name_a_rank_that_was_killed_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
     ran = hosts.run(under_torchrun, str(tmp_path), 100_000, 30, 1, per_host=1)
     print(f"a rank killed under torchrun: {ran.seconds:.1f} s")
