@@ -443,13 +443,13 @@ struct Collectives final : c10d::Backend {
   Group inner_;
 };
 
-}  // namespace
-
 // In place of collectives on the host, which a process group over NCCL alone has not: each raises.
 struct None final : c10d::Backend {
   using Backend::Backend;
   const std::string getBackendName() const override { return "none"; }
 };
+
+}  // namespace
 
 // Collectives of the device for a process group that has those of gloo; the group has no others then.
 extern "C" void pretend_join(const char* group_name) {

@@ -319,14 +319,14 @@ class ByOwner(Optimizer):
             for shelf in self._shelves.values():
                 shelf.finish()
 
-        # On new shelves: the places of the states before would never be given back.
-        before, self._shelves = self._shelves, {}
-        try:
-            if self.takes_from_tiers:
+        if self.takes_from_tiers:
+            # On new shelves: the places of the states before would never be given back.
+            before, self._shelves = self._shelves, {}
+            try:
                 everywhere(self._parameters(), put, "Moving the states of an optimizer")
-        except BaseException:
-            self._shelves = before
-            raise
+            except BaseException:
+                self._shelves = before
+                raise
         return found
 
     def _shelf_of(self, parameter: Tensor) -> Shelf | None:

@@ -30,8 +30,6 @@ _FEWER = {
 _IMPORTED = "transformers.models.llama.modeling_llama", "peft", "torch.distributed.pipelining"
 """What ranks of lessons import. The fork server of the lessons' kernel imports it once; that of users does not."""
 
-notebooks = pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
-
 
 def test_there_are_notebooks() -> None:
     assert _NOTEBOOKS
@@ -67,7 +65,7 @@ def test_notebook_runs_without_errors(path: Path, client: NotebookClient) -> Non
     client.execute()
 
 
-@notebooks
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_committed_with_its_outputs(path: Path) -> None:
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "execute it top to bottom"

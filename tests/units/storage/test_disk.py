@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -111,14 +112,10 @@ def test_an_interrupt_before_a_staging_buffer_is_lent_keeps_none(disk: DiskStora
     place = reserved(disk, PAGE_NBYTES)
     disk.stage(PAGE_NBYTES, 1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(disk._backend), "settle", _interrupt)
+        patched.setattr(type(disk._backend), "settle", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             disk.borrow(place, PAGE_NBYTES)
     assert disk.borrow(place, PAGE_NBYTES).data_ptr() == disk.stagings.views[0].data_ptr()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,13 +83,9 @@ def test_an_interrupt_before_a_read_has_begun_keeps_no_buffer(tmp_path: Path, mo
     _put(store, *(members := [Filled(number) for number in range(4)]))
     store.forget()
     with monkeypatch.context() as patched:
-        patched.setattr(DiskStorage, "read", _interrupt)
+        patched.setattr(DiskStorage, "read", Mock(side_effect=KeyboardInterrupt))
         for member in members:
             with pytest.raises(KeyboardInterrupt):
                 store.fetch(member)
     assert isinstance(disk := store._storage, DiskStorage)
     assert len(disk._free) == disk.stagings.count == 4
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
