@@ -37,6 +37,7 @@ from zero_fn.checkpoint.format.folders import part_name, tensors_name, write_man
 from zero_fn.checkpoint.others.of_deepspeed import _cut_all, _cut_each
 from zero_fn.checkpoint.others.torch_files import TensorInFile, ZipRecord
 from zero_fn.runtime.box import Box, Holding, ranges, spans, whole_box
+from zero_fn.values.chained_optimizer import as_one
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -164,6 +165,7 @@ class World:
     chain: Chain
     params: str | None
     states: str | None
+    optimizers: int = 1  # among which parameters are dealt
 
 
 @st.composite
@@ -175,7 +177,7 @@ def worlds(draw: st.DrawFn) -> World:
     is_sharded = any(link.verb == "shard_params" for link in chain)
     params = draw(tiers) if is_sharded else None
     streamed = tiers if params is None else tiers.filter(bool)  # what is away is stepped by a streamed optimizer
-    return World(ranks, chain, params, draw(streamed) if chain else None)
+    return World(ranks, chain, params, draw(streamed) if chain else None, draw(st.integers(1, 3)))
 
 
 def tier(name: str, folder: str) -> Any:
@@ -189,8 +191,11 @@ def made(tree: Tree, world: World, mesh: DeviceMesh, folder: str, seed: int) -> 
     if world.params is not None:
         model = zf.offload(model, params=tier(world.params, folder))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: Any = torch.optim.AdamW(trained, lr=0.1 + seed, amsgrad=True)
-    return model, optimizer if world.states is None else zf.streamed(optimizer, tier(world.states, folder))
+    dealt = filter(None, (trained[at :: world.optimizers] for at in range(world.optimizers)))
+    found: list[Any] = [torch.optim.AdamW(part, lr=0.1 + seed, amsgrad=True) for part in dealt]
+    if world.states is not None:
+        found = [zf.streamed(optimizer, tier(world.states, folder)) for optimizer in found]
+    return model, as_one(found)
 
 
 def stepped(model: nn.Module, optimizer: Any) -> None:
@@ -240,6 +245,7 @@ PLAIN, ON_DISK = World(1, (), None, None), World(1, (ONE,), "nvme", "nvme")
 @examples(dev=15, ci=400, deep=20_000)
 @example(MIXED, PLAIN, ON_DISK, False)
 @example(MIXED, ON_DISK, ON_DISK, True)
+@example(MIXED, replace(ON_DISK, optimizers=2), replace(ON_DISK, ranks=2, optimizers=3), False)
 @given(MODELS, worlds(), worlds(), st.booleans())
 def test_what_was_saved_in_any_world_is_loaded_in_any_other(
     simulated: Simulated, tree: Tree, there: World, here: World, is_turned: bool

@@ -30,6 +30,7 @@ from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from tests.units.checkpoint.worlds import WORLDS, differing, everything, made, stepped
+from zero_fn.values.chained_optimizer import ChainedOptimizer
 
 STEPS = 3
 
@@ -52,10 +53,16 @@ class Run:
             model = STAGES[stage](model, axis())
         self.model, self.dtype, self.step = model, dtype, 0
         self.options = StateDictOptions(flatten_optimizer_state_dict="flat" in how)
-        self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2 and "two" in how]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2 or "two" not in how]
+        self.optimizer: Any = torch.optim.AdamW(others, lr=1e-2, amsgrad=True)
         self.schedule = lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
         if stage == "away":
             self.optimizer = zf.streamed(self.optimizer, zf.nvme(path), buffer="16MiB", finish="forward")
+        if "two" in how:
+            muon: Any = zf.by_owner(torch.optim.Muon(matrices, lr=0.02))
+            muon = zf.streamed(muon, zf.nvme(path)) if stage == "away" else muon
+            self.optimizer = ChainedOptimizer([muon, self.optimizer])
         torch.manual_seed(100 + dist.get_rank())
 
     def train(self, steps: int = STEPS) -> None:
@@ -75,11 +82,11 @@ class Run:
             wait = dcp.async_save(self._states(), checkpoint_id=folder, process_group=own_group).result  # type: ignore[union-attr]
         elif "dcp" in how:
             dcp.save(self._states(), checkpoint_id=folder)
-        elif how == "mirror":
+        elif "mirror" in how:
             zf.mirror(folder, self.model, self.optimizer, every=1).update(extra=own)
         else:
             step = f"{folder}/step-{self.step}"
-            wait = zf.save(step, self.model, self.optimizer, extra=own, background=how == "async").wait
+            wait = zf.save(step, self.model, self.optimizer, extra=own, background="async" in how).wait
         self.train()  # changes everything that is being saved
         wait()
 
@@ -93,7 +100,7 @@ class Run:
             found = states[f"rank {dist.get_rank()}"]
             self.schedule.load_state_dict(found["schedule"])
         else:
-            load: Callable[..., Any] = zf.resume if how == "mirror" else zf.load
+            load: Callable[..., Any] = zf.resume if "mirror" in how else zf.load
             found = load(folder, self.model, self.optimizer, extra={"schedule": self.schedule})
         torch.set_rng_state(found["random"])
         self.step = found["step"]
@@ -141,6 +148,12 @@ RUNS = [
     ("zero1", 2, torch.bfloat16, "mirror"),
     ("away", 2, torch.float32, "mirror"),
     ("local buffers", 2, torch.float32, "mirror"),
+    *(
+        (stage, n, torch.float32, "two, async")
+        for stage, n in (("replicate", 2), ("zero1", 2), ("zero2", 3), ("zero3", 2))
+    ),
+    ("away", 2, torch.float32, "two, sync"),
+    ("zero3", 3, torch.float32, "two, mirror"),
     *(pytest.param(stage, 2, torch.float32, "dcp", marks=pytest.mark.long) for stage in STAGES),
 ]
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.folders import KINDS
@@ -28,6 +27,7 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import CheckpointError, LayoutError
 from zero_fn.transforms.selection import Where
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 
 __all__ = ["Rename", "fill_on_all_ranks", "load", "renamed_by"]
 
@@ -39,7 +39,7 @@ LOADING = "Loading a checkpoint"
 def load(
     folder: str | os.PathLike[str],
     model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     only: str | Sequence[str] | None = None,
@@ -65,7 +65,8 @@ def load(
     Args:
         folder: A checkpoint, or a folder with checkpoints, of which the one that was committed last is meant.
         model: The module whose parameters and buffers are loaded.
-        optimizer: The optimizer of its parameters, whose states and options of groups are loaded.
+        optimizer: The optimizer of its parameters, whose states and options of groups are loaded; or a sequence of them. It
+            need not be the sequence that was saved: each parameter has its states under its name.
         extra: Objects with `load_state_dict`, by the names under which they were saved; they are loaded, too. So is
             an average of the model (`zf.ema`).
         only: What to load: "model", "optimizer" or "extra", or several of these. The rest is left as it is.
@@ -97,7 +98,13 @@ def load(
         )
     meeting = RankMeeting()
     path, named = Path(os.path.abspath(folder)), ModelTensors()
-    failure = None if model is None else failure_of(lambda: named.add(model, where))
+
+    def prepare() -> None:
+        members_of(optimizer)  # raises
+        if model is not None:
+            named.add(model, where)
+
+    failure = failure_of(prepare)
     names = [(held.name, held.place.shape) for held in named.held_tensors]
     same = (str(path), kinds, strict, verify)
 
@@ -107,7 +114,7 @@ def load(
 
     agreed = meeting.agree(LOADING, failure, choose, same=same, same_names=names)
     chosen, name = agreed.text.split("\n", 1)
-    plan = LoadPlan(named, model if "model" in kinds else None, optimizer if "optimizer" in kinds else None)
+    plan = LoadPlan(named, model if "model" in kinds else None, members_of(optimizer) if "optimizer" in kinds else ())
 
     def match() -> Contents:
         reader = (meeting.rank, meeting.size)
@@ -118,7 +125,7 @@ def load(
                 why="each host has a folder of its own at this path, with another checkpoint in it or none",
                 fix="load from a folder that all hosts share, or copy the whole checkpoint to each",
             )
-        source = opened(path / name, renamed_by(rename), has_states=plan.optimizer is not None, reader=reader)
+        source = opened(path / name, renamed_by(rename), has_states=bool(plan.optimizers), reader=reader)
         match_all(plan, source, meeting, (extra or {}) if "extra" in kinds else None, where, is_strict=strict)
         return source
 

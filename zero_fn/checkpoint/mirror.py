@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.files import disk
 from zero_fn.checkpoint.format.folders import KINDS, part_name, tensors_name
@@ -24,6 +23,7 @@ from zero_fn.checkpoint.writing import Inventory, Share, Writing, shared_out
 from zero_fn.errors import LayoutError, LostRankError, StateError
 from zero_fn.local.shared_folder import SharedFolder, host_name
 from zero_fn.storage.host_memory import Slab, available, too_small
+from zero_fn.values.chained_optimizer import Optimizers
 
 __all__ = ["Mirror", "mirror"]
 
@@ -35,7 +35,7 @@ _SMALL = 4096  # bytes
 def mirror(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     every: int | Literal["auto"] = "auto",
     share: float = 0.02,
@@ -57,7 +57,7 @@ def mirror(
     Args:
         folder: The folder of the checkpoints of this run. A file in it, `.mirror`, names the copies.
         model: A module, transformed or not.
-        optimizer: The optimizer of its parameters.
+        optimizer: The optimizer of its parameters, or a sequence of them.
         every: How many steps lie between two copies. "auto": as many as make copies take `share` of the time, as rank 0
             measures it.
         share: The part of the time that copies may take.
@@ -89,7 +89,7 @@ class Mirror:
     """
 
     def __init__(
-        self, folder: Path, model: nn.Module, optimizer: Optimizer | None, every: int | Literal["auto"], share: float
+        self, folder: Path, model: nn.Module, optimizer: Optimizers | None, every: int | Literal["auto"], share: float
     ) -> None:
         self._model, self._optimizer, self._asked, self._share = model, optimizer, every, share
         self.every, self.nbytes, self._steps, self._pace = 1, 0, 0, _Pace()
@@ -107,7 +107,8 @@ class Mirror:
                     "Another mirror makes copies of a run in this folder.",
                     folder=folder,
                     why="it is open, here or in another process: `resume` would load the newest copy, whose ever it is",
-                    fix='close() it first; for another model another folder: zf.mirror("runs/a/critic", critic)',
+                    fix="close() it first; of models that train together one mirror: zf.mirror(folder, "
+                    "nn.ModuleDict({'actor': actor, 'critic': critic}), (first, second))",
                 )
 
         try:

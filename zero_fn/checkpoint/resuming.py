@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, disk
@@ -26,6 +25,7 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import CheckpointError, StorageError
 from zero_fn.local.shared_folder import SharedFolder, host_name
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 
 __all__ = ["resume"]
 
@@ -35,7 +35,7 @@ RESUMING = "Resuming"
 def resume(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
@@ -52,7 +52,7 @@ def resume(
     Args:
         folder: The folder of the checkpoints of this run. It need not be there.
         model: The module whose parameters and buffers are loaded.
-        optimizer: The optimizer of its parameters.
+        optimizer: The optimizer of its parameters, or a sequence of them.
         extra: Objects with `load_state_dict`, by the names under which they were saved.
 
     Returns:
@@ -161,7 +161,7 @@ class _Copy:
         self._here = set(found.parts[found.hosts.names[meeting.rank]])  # the ranks whose parts are on this host
         self._is_first = found.hosts.is_first(meeting.rank)
 
-    def complete(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
+    def complete(self, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any]) -> None:
         """Makes it a checkpoint on this host, with all parts of the manifest, and the files that ranks of this host read."""
         if len(self._found.parts) == 1:  # this host has them all
             self._agree(self._write_manifest)
@@ -191,7 +191,7 @@ class _Copy:
         if self._is_first and not (self.path / MANIFEST).exists():
             write_manifest(self.path, self.path.name, ranks_of_copy(self.path.name))
 
-    def _files_to_read(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> set[str]:
+    def _files_to_read(self, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any]) -> set[str]:
         """The files that a load would read on this rank, and that are not on this host."""
         wanted: set[str] = set()
 
@@ -203,7 +203,7 @@ class _Copy:
 
         named = ModelTensors()
         named.add(model, None)
-        plan, source = LoadPlan(named, model, optimizer), Catalog(self.path, lambda name: name, open=opened)
+        plan, source = LoadPlan(named, model, members_of(optimizer)), Catalog(self.path, lambda name: name, open=opened)
         match_all(plan, source, self._meeting, extra, is_strict=False)
         twins = [(other, held) for _, other, held in plan.twins]
         for key, held in [*plan.todo, *twins]:

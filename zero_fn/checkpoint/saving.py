@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.folders import CUT, Draft, prune, write_manifest
@@ -27,6 +26,7 @@ from zero_fn.errors import CheckpointError
 from zero_fn.transforms.selection import Where
 from zero_fn.transport.meeting import meeting_threads
 from zero_fn.values import watching
+from zero_fn.values.chained_optimizer import Optimizers
 
 __all__ = ["Saving", "save", "wait_for_saving"]
 
@@ -36,7 +36,7 @@ SAVING = "Saving a checkpoint"
 def save(
     folder: str | os.PathLike[str],
     model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     where: Where = None,
@@ -58,7 +58,7 @@ def save(
     Args:
         folder: The folder to make, on a disk that all ranks share. A number at the end of its name is its step.
         model: A module, transformed or not.
-        optimizer: The optimizer of its parameters, any of torch or a streamed one.
+        optimizer: The optimizer of its parameters, any of torch or a streamed one; or a sequence of them: `(muon, adamw)`.
         extra: Values, or objects with a `state_dict()`, by name: made of numbers, strings, lists, dicts and plain tensors.
             Each rank saves its own. An average of the model (`zf.ema`) is saved as its shards.
         where: Which parameters and buffers: patterns of names, or a predicate of name and tensor; None: all.
@@ -184,11 +184,11 @@ class _Save:
 
     def _commit(self) -> str:
         """Commits on rank 0, once every rank has written."""
-        named = {kind: held for kind, held in self.writing.plan.held_tensors.items() if kind in CUT}
+        plan = self.writing.plan
+        named = {kind: held for kind, held in plan.held_tensors.items() if kind in CUT}
         names = {kind: len({each.name for each in held}) for kind, held in named.items()}
-        write_manifest(
-            self.draft.path, self.agreed.text, self.meeting.size, names if self.agreed.have_same_names else None
-        )
+        is_counted = self.agreed.have_same_names and not plan.has_owners
+        write_manifest(self.draft.path, self.agreed.text, self.meeting.size, names if is_counted else None)
         if not self.agreed.have_same_names:  # stages of a pipeline: no two may give one name to different tensors
             Catalog(self.draft.path, lambda name: name)
         return self.draft.commit()

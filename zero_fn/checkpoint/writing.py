@@ -29,6 +29,7 @@ from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
 from zero_fn.runtime.box import Box, Holding, ranges, whole_box
 from zero_fn.runtime.door import units_of
+from zero_fn.runtime.optimizers import say_if_left_out
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import Unit
@@ -36,6 +37,7 @@ from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.coded import CODES
 from zero_fn.transforms.selection import Where
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["Inventory", "Share", "Writing", "shared_out"]
@@ -47,10 +49,16 @@ class Inventory:
 
     held_tensors: dict[str, list[HeldTensor]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     says: dict[str, Any] = field(default_factory=dict)  # its part of the manifest, but for the tensors
-    streamed: Streamed | None = None
+    streamed: list[Streamed] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
+    owned: list[HeldTensor] = field(
+        default_factory=list
+    )  # states that this rank alone has: the last of its "optimizer"
+    has_owners: bool = False  # whether any rank has such
 
-    def add(self, model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where) -> None:
+    def add(
+        self, model: nn.Module | None, optimizer: Optimizers | None, extra: Mapping[str, Any], where: Where
+    ) -> None:
         """Adds everything that was given to `save`."""
         named, tensors = ModelTensors(), dict[str, Tensor]()
         if model is not None:
@@ -66,8 +74,13 @@ class Inventory:
                     if held.is_buffer and held.place.replica is None
                 }
                 self.says["buffers"] = encoded(own, "buffers", tensors)
-        if optimizer is not None:
-            self._add_optimizer(optimizer, named, tensors)
+        optimizers = members_of(optimizer)
+        if optimizers:
+            self.says["groups"], self.says["values"] = [], {}
+            say_if_left_out([*optimizers, *extra.values()], {key: own.name for key, own in named.parameters.items()})
+        for each in optimizers:
+            self._add_optimizer(each, named, tensors)
+        self.held_tensors["optimizer"] += self.owned  # last: ranks number what they share alike
         states = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in extra.items()}
         for name, value in extra.items():
             if isinstance(value, Average):
@@ -81,7 +94,8 @@ class Inventory:
 
     def cut_names(self) -> list[object]:
         """What is equal on ranks that are replicas: the tensors of which each writes a part."""
-        cut = [(kind, held) for kind in CUT for held in self.held_tensors.get(kind, ())]
+        owned = set(map(id, self.owned))
+        cut = [(kind, held) for kind in CUT for held in self.held_tensors.get(kind, ()) if id(held) not in owned]
         return [(kind, held.name, held.dtype, held.place.shape) for kind, held in cut]
 
     def end_differences(self) -> None:
@@ -90,29 +104,32 @@ class Inventory:
             unit.groups.is_held = False
 
     def _add_optimizer(self, optimizer: Optimizer, named: ModelTensors, tensors: dict[str, Tensor]) -> None:
-        self.streamed = optimizer if isinstance(optimizer, Streamed) else None
+        streamed = optimizer if isinstance(optimizer, Streamed) else None
+        self.streamed += [] if streamed is None else [streamed]
         if isinstance(optimizer, ByOwner):
             optimizer.require_whole("zf.save")
-        in_chunks = {} if self.streamed is None else states_in_chunks(self.streamed)
-        cuts = {} if self.streamed is None else cuts_of(self.streamed)
-        says, values = self.says, dict[str, dict[str, Any]]()
-        says["groups"], says["values"] = [], values
+        in_chunks = {} if streamed is None else states_in_chunks(streamed)
+        cuts = {} if streamed is None else cuts_of(streamed)
+        says, values = self.says, self.says["values"]
         groups = zip(optimizer.param_groups, tensors_of_groups(optimizer, named), strict=True)
-        for number, (group, held_tensors) in enumerate(groups):
+        for number, (group, held_tensors) in enumerate(groups, len(says["groups"])):
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             options = encoded(options, f"optimizer.param_groups[{number}]", tensors)
             says["groups"].append({"params": [held.name for held in held_tensors], "options": options})
             for parameter, own in zip(group["params"], held_tensors, strict=True):
-                states = {} if self.streamed is not None else optimizer.state.get(parameter, {})
+                is_owned = isinstance(optimizer, ByOwner) and optimizer.owner_of(parameter) is not None
+                self.has_owners |= is_owned
+                found = self.owned if is_owned else self.held_tensors["optimizer"]
+                states = {} if streamed is not None else optimizer.state.get(parameter, {})
                 dtypes, states = in_chunks.get(id(parameter), ({}, states))
                 codes = held_codes(own, cuts.get(id(parameter), ()))
                 as_codes = {held.in_chunks[1].removesuffix(CODES) for held in codes if held.in_chunks is not None}
                 in_floats = (each for each in dtypes.items() if each[0] not in as_codes)
-                self.held_tensors["optimizer"] += [*codes, *(held_in_chunks(own, parameter, *e) for e in in_floats)]
+                found += [*codes, *(held_in_chunks(own, parameter, *e) for e in in_floats)]
                 for name, value in states.items():
                     if isinstance(value, Tensor):
                         held = held_state(name, value, parameter, own)
-                        self.held_tensors["optimizer"] += [] if held is None else [held]
+                        found += [] if held is None else [held]
                     else:
                         path = f"optimizer.state[{own.name!r}][{name!r}]"
                         values.setdefault(own.name, {})[name] = encoded(value, path, tensors)
@@ -216,8 +233,8 @@ class Writing:
             for share in self.each():
                 if share.held.is_away:
                     share.write(window)
-        if self.plan.streamed is not None:
-            self._write_chunks(self.plan.streamed)
+        for optimizer in self.plan.streamed:
+            self._write_chunks(optimizer)
 
     def _write_chunks(self, optimizer: Streamed) -> None:
         in_chunks = {share.held.in_chunks: share for share in self.each() if share.held.in_chunks is not None}

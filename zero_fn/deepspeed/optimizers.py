@@ -27,7 +27,8 @@ from zero_fn.errors import ConfigError
 from zero_fn.owners import ByOwner, by_owner
 from zero_fn.runtime.elementwise import is_of_bitsandbytes, looks_at_whole_tensors
 from zero_fn.runtime.slot import slot_of
-from zero_fn.streamed import streamed
+from zero_fn.streamed import Streamed, streamed
+from zero_fn.values.chained_optimizer import ChainedOptimizer, Optimizers, as_one
 from zero_fn.values.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Stock", "finished", "stock_of", "whole_where_needed"]
@@ -65,6 +66,8 @@ class Stock:
 
 def whole_where_needed(optimizer: Optimizer) -> Optimizer:
     """`by_owner` of an optimizer that looks at whole tensors and has parameters in shards; any other as it is."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return optimizer.wrapped_by(whole_where_needed)
     if getattr(optimizer, "steps_wholes", False) or is_of_bitsandbytes(type(optimizer)):
         return optimizer
     slots = [slot_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -73,8 +76,13 @@ def whole_where_needed(optimizer: Optimizer) -> Optimizer:
     return by_owner(optimizer, cost=costs_of(optimizer))
 
 
-def finished(optimizer: Optimizer, tiers: Tiers) -> Optimizer:
+def finished(optimizer: Optimizers, tiers: Tiers) -> Optimizer:
     """An optimizer as a config has it stepped: by owners if it needs whole tensors, streamed if anything is offloaded."""
+    optimizer = as_one(optimizer)
+    if isinstance(optimizer, ChainedOptimizer):
+        return optimizer.wrapped_by(lambda member: finished(member, tiers))
+    if isinstance(optimizer, Streamed):
+        return optimizer
     owned = whole_where_needed(optimizer)
     if isinstance(owned, ByOwner) and tiers.fraction != 1:
         raise ConfigError(

@@ -26,6 +26,7 @@ from zero_fn.deepspeed.settings import Settings, settings_of
 from zero_fn.errors import ConfigError
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.transport.agree import axes_of, done_over, same_along, sum_along
+from zero_fn.values.chained_optimizer import Optimizers
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.units import Units
 
@@ -190,7 +191,7 @@ def from_deepspeed(
     mesh: DeviceMesh,
     *,
     auto: Mapping[str, object] | None = None,
-    optimizer: Callable[[M], Optimizer] | None = None,
+    optimizer: Callable[[M], Optimizers] | None = None,
     weights: str | os.PathLike[str] | None = None,
     units: Units = None,
     pipeline: DeviceMesh | None = None,
@@ -224,7 +225,8 @@ def from_deepspeed(
             neighbours together; an axis "tp" beside it, or over which parameters are cut, is taken for the first. Or two
             axes: the ranks of a secondary partition on the second, or those that have experts of their own.
         auto: Values for entries that are `"auto"` or missing, by their paths: `{"optimizer.params.lr": 3e-4}`.
-        optimizer: A function that makes the optimizer from the transformed model, in place of the config's.
+        optimizer: A function that makes the optimizer, or a sequence of them, from the transformed model, in place of the
+            config's.
         weights: A folder of safetensors, of which each rank reads its shards once the model is placed; see `load_pretrained`.
             None: values stay as they are, and of a model on `meta` you load them.
         units: What is gathered together; see `shard_params`.

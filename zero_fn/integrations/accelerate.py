@@ -46,6 +46,7 @@ from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.door import runs_of
 from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.runtime.slot import slot_of
+from zero_fn.values.chained_optimizer import as_one
 
 __all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
 
@@ -58,6 +59,10 @@ def bare(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _is_optimizers(item: Any) -> bool:
+    return isinstance(item, list | tuple) and bool(item) and all(isinstance(each, Optimizer) for each in item)
 
 
 def _whole_where_needed(item: Any) -> Any:
@@ -149,7 +154,8 @@ class ZeroAccelerator(Accelerator):
         self.place, self._window = place, AccumulationWindow()
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Prepares models, then optimizers, loaders and schedulers, in the order in which they were given.
+        """Prepares models, then optimizers, loaders and schedulers, in the order in which they were given. Of a sequence of
+        optimizers, `(muon, adamw)`, one comes back that steps them all.
 
         Raises:
             StateError: An optimizer took steps before its model was transformed.
@@ -158,6 +164,7 @@ class ZeroAccelerator(Accelerator):
             ConfigError: The DeepSpeed config cannot be followed; the model was placed in another way than it says; or the
                 config and the program have an optimizer or a scheduler each, or neither has.
         """
+        objects = tuple(as_one(item) if _is_optimizers(item) else item for item in objects)
         if self.config is not None:
             self.config.follow(self, objects)
             objects = self.config.with_optimizers(self, objects)

@@ -128,9 +128,17 @@ class AcceleratorConfig:
         optimizers, found = [each.optimizer for each in accelerator._optimizers], list(objects)
         for number, each in enumerate(found):
             if isinstance(each, Optimizer):
-                if not isinstance(each, zf.Streamed) and not _is_prepared(each):
+                if not _is_prepared(each):
                     found[number] = finished(each, tiers)
                 optimizers.append(found[number])
+        different = {id(own): own for own in (getattr(each, "optimizer", each) for each in optimizers)}
+        if len(different) > 1:
+            raise zf.ConfigError(
+                "A DeepSpeed config was given several optimizers, each with steps of its own.",
+                optimizers=", ".join(type(each).__name__ for each in different.values()),
+                why="it clips, skips overflows and counts in the step of one",
+                fix="accelerator.prepare(model, (muon, adamw), loader), which gives one that steps both",
+            )
         for number, each in enumerate(found):
             if isinstance(each, DummyScheduler):
                 make: Any = each.lr_scheduler_callable or (self.settings and self.settings.scheduler)

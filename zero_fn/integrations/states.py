@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.checkpoint.rank_meeting import RankMeeting
+from zero_fn.values.chained_optimizer import as_one
 
 __all__ = [
     "load_extra",
@@ -155,17 +156,19 @@ def _entries(
 ) -> Iterator[tuple[str, nn.Module, Optimizer | None, Chosen]]:
     """The entries of a checkpoint: name, model, optimizer, and which parameters are saved (None: all).
 
-    A model is saved with its first optimizer; a second optimizer saves only its own parameters. Of a model of PEFT only
-    trained parameters are saved: its frozen base can be read again from where it came.
+    A model is saved with all of its optimizers. Of a model of PEFT only trained parameters are saved: its frozen base can be
+    read again from where it came.
     """
-    saved: set[int] = set()
-    for number, (model, optimizer) in enumerate(optimizers):
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        is_part = id(model) in saved or hasattr(model, "peft_config")
-        yield f"optimizer-{number}", model, optimizer, partial(_is_held, held) if is_part else None
-        saved.add(id(model))
+    of_model: dict[int, list[Optimizer]] = {}
+    for model, optimizer in optimizers:
+        of_model.setdefault(id(model), []).append(optimizer)
+    trained = {id(model): model for model, _ in optimizers}
+    for number, (key, model) in enumerate(trained.items()):
+        own = as_one(of_model[key])
+        held = {id(parameter) for group in own.param_groups for parameter in group["params"]}
+        yield f"optimizer-{number}", model, own, partial(_is_held, held) if hasattr(model, "peft_config") else None
     for number, model in enumerate(models):
-        if id(model) not in saved:
+        if id(model) not in trained:
             yield f"model-{number}", model, None, None
 
 

@@ -50,6 +50,7 @@ from zero_fn.integrations.placing import (
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.trainer_config import settings_for
+from zero_fn.values.chained_optimizer import ChainedOptimizer, as_one
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "placed"]
 
@@ -71,7 +72,8 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
     `train(resume_from_checkpoint=True)` loads on any number of ranks and at any stage.
 
     Args:
-        *args: Those of the Trainer.
+        *args: Those of the Trainer. `optimizers=((muon, adamw), None)` are stepped one after the other, and scheduled
+            together.
         place: Any chain of transforms, applied to the model after the Trainer's `__init__`; None if `model` is transformed
             already. It is applied once more if a transformed model has adapters that were added since, and to the reference
             model of a trainer of trl with `sync_ref_model=True`.
@@ -108,6 +110,7 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
     _place: Place[nn.Module] | None = None
     _finish: Any = None
     _weights: str | os.PathLike[str] | None = None
+    _is_finished = False  # whether `finish` was applied
     _is_read = False  # whether the model has been placed once, with its weights
     _settings_at: Callable[[int], Settings]
 
@@ -126,6 +129,7 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         self._weights = weights
         super().__init__(*args, **options)
         _refuse_arguments(self.args)
+        self.optimizer = None if self.optimizer is None else as_one(self.optimizer)
         if deepspeed is not None:
             self._follow_config(deepspeed, mesh)
         self._place_model()
@@ -216,8 +220,10 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         if is_new and self.settings is not None and self.settings.stock is not None:
             self.optimizer = self.settings.stock(self.model)
         super().create_optimizer(*args, **options)
-        if is_new and self._finish is not None:
-            self.optimizer = self._finish(self.optimizer)
+        if self._finish is not None and (is_new or not self._is_finished):
+            self._is_finished = True
+            chained = isinstance(self.optimizer, ChainedOptimizer)
+            self.optimizer = self.optimizer.wrapped_by(self._finish) if chained else self._finish(self.optimizer)
         elif self._finish is None:
             self.optimizer = whole_where_needed(self.optimizer)
         zf.check(self.model, bare(self.optimizer))

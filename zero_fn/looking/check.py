@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.optim import Optimizer
 
 from zero_fn.errors import StaleError
 from zero_fn.runtime.door import runs_of, units_of
@@ -13,6 +12,7 @@ from zero_fn.runtime.optimizers import say_if_alone
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.streamed import Streamed
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 
 __all__ = ["check", "is_transformed"]
 
@@ -26,7 +26,7 @@ def is_transformed(module: nn.Module) -> bool:
     return bool(units_of(module))
 
 
-def check(module: nn.Module, optimizer: Optimizer) -> None:
+def check(module: nn.Module, optimizer: Optimizers) -> None:
     """Raises an error if the optimizer would not update all trained parameters of the module.
 
     Call it once after building the optimizer. It may hold parameters of other transformed modules; of plain ones on several
@@ -34,7 +34,7 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
 
     Args:
         module: A transformed module.
-        optimizer: Any torch optimizer, or an object with its `param_groups`.
+        optimizer: Any torch optimizer, an object with its `param_groups`, or a sequence of them.
 
     Raises:
         StateError: `module` was not transformed.
@@ -50,7 +50,8 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
         if (root := run.root()) is not None:
             refuse_late(root, run.live_units())
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    members = members_of(optimizer)
+    groups = [parameter for each in members for group in each.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in groups if id(parameter) not in names]
     is_beside = len(foreign) < len(groups)  # of other modules: transformed ones, and plain ones (`say_if_alone`)
     foreign = [p for p in foreign if replacement_of(p) is not None or not (is_beside or slot_of(p) is not None)]
@@ -64,7 +65,8 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
             why="a transform returns a new module; step() would update the old one and the loss would not move",
             fix="build the optimizer after the last transform: AdamW(model.parameters())",
         )
-    require_elementwise(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
+    for each in members:
+        require_elementwise(each.inner if isinstance(each, Streamed) else each)
     known = {id(parameter) for parameter in groups}
     missing = [
         name for name, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in known
@@ -76,4 +78,5 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
             why="they would get gradients and never move",
             fix="pass all model.parameters() to the optimizer, or freeze these: parameter.requires_grad_(False)",
         )
-    say_if_alone(optimizer)
+    for each in members:
+        say_if_alone(each)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.optim import Optimizer
 
 from zero_fn.looking.held import padding_nbytes
 from zero_fn.looking.table import table
@@ -15,6 +14,7 @@ from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.slot import Slot
 from zero_fn.streamed import Streamed
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.home import Stage
 from zero_fn.values.tiers import IN_MEMORY, Tiers
 
@@ -87,7 +87,7 @@ class Description:
         return "\n".join([f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else [])])
 
 
-def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Description:
+def describe(module: nn.Module, optimizer: Optimizers | None = None) -> Description:
     """Lists the units of a transformed module: elements, dtypes, and where parameters, gradients and optimizer states rest.
 
         print(zf.describe(model))
@@ -96,7 +96,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
 
     Args:
         module: A transformed module.
-        optimizer: Its optimizer. If that is streamed, a line below the table says where its states rest.
+        optimizer: Its optimizer, or a sequence of them. A line below the table says where states of streamed ones rest.
 
     Returns:
         A `Description` with one row for each unit and kind of parameter; printed, it is a table.
@@ -119,7 +119,8 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
             name = unit.name or "root"
             rows.append(UnitRow(name, len(slots), elements, here, padding, placement, tier, dtypes, frozen))
             padding = 0
-    states = repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed | ByOwner) else None
+    own = [each for each in members_of(optimizer) if isinstance(each, Streamed | ByOwner)]
+    states = "\n".join(repr(each).partition("\n")[0] for each in own) or None
     return Description(", ".join(map(str, axes)) or "none", tuple(rows), states)
 
 

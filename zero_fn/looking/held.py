@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import Streamed
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.tiers import is_accelerator, is_away
 
 __all__ = ["Held", "held", "padding_nbytes"]
@@ -62,14 +63,14 @@ class Held:
         return (self.on_device, self.on_host) if is_accelerator(device_type) else (self.total, 0)
 
 
-def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
+def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
     """Counts the bytes that parameters, gradients and optimizer states take on this rank now, each storage once.
 
     Buffers of the module and activations are not counted. Communicates nothing.
 
     Args:
         module: Any module, transformed or not.
-        optimizer: The optimizer over its parameters, if there is one yet.
+        optimizer: The optimizer over its parameters, if there is one yet, or a sequence of them.
 
     Returns:
         A `Held`: bytes by kind, and by tier for what was offloaded.
@@ -90,10 +91,13 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     for shelf in shelves:
         tiers[str(shelf if isinstance(shelf, StoredFiles) else shelf.tier)] += shelf.nbytes
     here = passing = 0
-    if isinstance(optimizer, Streamed | ByOwner):
-        passing = optimizer.buffers_nbytes
-        device_type = parameters[0].device.type if parameters else "cpu"
-        for tier, nbytes in optimizer.tier_nbytes().items():
+    optimizers = members_of(optimizer)
+    device_type = parameters[0].device.type if parameters else "cpu"
+    for each in optimizers:
+        if not isinstance(each, Streamed | ByOwner):
+            continue
+        passing += each.buffers_nbytes
+        for tier, nbytes in each.tier_nbytes().items():
             if is_away(tier, device_type):
                 tiers[str(tier)] += nbytes
             else:
@@ -101,14 +105,14 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     return Held(
         _nbytes(parameters),
         _nbytes(gradients, buffers),
-        _nbytes(_states(optimizer)) + here,
+        _nbytes(_states(optimizers)) + here,
         sum(shelf.buffers_nbytes for shelf in shelves) + passing,
         dict(+tiers),
     )
 
 
-def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    if optimizer is not None:
+def _states(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
         for state in optimizer.state.values():
             for name in state:
                 value = state.get(name)  # None if a streamed optimizer has it in a tier

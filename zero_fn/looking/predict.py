@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
-from zero_fn.owners.footprint import footprint_of, sent_of
+from zero_fn.owners.footprint import footprint_of
 from zero_fn.runtime.box import holding_of
 from zero_fn.runtime.coded_gradients import piece_rows
 from zero_fn.runtime.coded_parameters import require_held
@@ -49,6 +49,7 @@ from zero_fn.storage import stagings_for
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
 from zero_fn.streamed.pieces import Planner
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.schedule import Enter, Exit, Fetch, Reshard, Settle, Trace, Unshard, Use, forward_schedule
 from zero_fn.values.tiers import Cpu, is_accelerator
 
@@ -136,7 +137,7 @@ class Plan:
 
 def plan(
     module: nn.Module,
-    optimizer: Optimizer | Planner | None = None,
+    optimizer: Optimizers | Planner | None = None,
     *,
     optimizer_nbytes_per_element: int | None = None,
     backwards: int = 1,
@@ -146,8 +147,8 @@ def plan(
 
     Args:
         module: A transformed module, also on `meta`. The device is that of its mesh; without a mesh, the CPU.
-        optimizer: The optimizer of its parameters: its states, and the buffers of a streamed one, are counted. If a state
-            of a parameter is offloaded, a stock optimizer is counted as `zf.streamed(optimizer)` would be.
+        optimizer: The optimizer of its parameters, or a sequence of them: its states, and the buffers of a streamed one, are
+            counted. If a state of a parameter is offloaded, a stock one is counted as `zf.streamed(optimizer)` would be.
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the default) for Adam in
             float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Number of backwards inside `accumulate` per step.
@@ -179,11 +180,10 @@ def plan(
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
     held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else None)
     found, sent, collectives, in_flight_nbytes = Footprint(), Counter[str](), Counter[str](), 0
-    if isinstance(optimizer, ByOwner):
-        found, sent = footprint_of(optimizer), sent_of(optimizer)
-    elif optimizer is not None:
-        found = footprint(optimizer)
-        sent += found.sent
+    optimizers = (optimizer,) if isinstance(optimizer, Planner) else members_of(optimizer)
+    for each in optimizers:
+        found += footprint_of(each) if isinstance(each, ByOwner) else footprint(each)
+    sent += found.sent
     for run in runs:
         gathers, uses, peak = _walk(run, backwards=backwards)
         in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads
@@ -195,8 +195,9 @@ def plan(
             for group in unit.groups:
                 _add_moved(group, times, found)
                 sent += _sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
-    if not isinstance(optimizer, Streamed | ByOwner | Planner):
-        in_flight_nbytes = max(in_flight_nbytes, _widened_nbytes(units, optimizer))
+    stock = [each for each in optimizers if not isinstance(each, Streamed | ByOwner | Planner)]
+    if stock or optimizer is None:
+        in_flight_nbytes = max(in_flight_nbytes, _widened_nbytes(units, stock))
     paddings = [padding_nbytes(unit) for unit in units]
     return Plan(
         device_type,
@@ -235,9 +236,9 @@ def _copied_nbytes(groups: Sequence[Group], states: int | Footprint) -> int:
     return copied + in_states * trained_own // max(trained, 1)
 
 
-def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:
-    """Bytes of the gradients of a group that a step of a stock optimizer gets in the dtype of their parameters, if they rest
-    in another one."""
+def _widened_nbytes(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> int:
+    """Bytes of the gradients of a group that a step of stock optimizers (none: of any) gets in the dtype of their parameters,
+    if they rest in another one."""
     slots = [slot for unit in units for slot in unit.slots]
     if any(slot.kind.must_be_streamed or slot.kind.rounding is not None for slot in slots):
         return 0  # it is counted as streamed
@@ -246,7 +247,8 @@ def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:
         for slot in slots
         if slot.kind.gradient_dtype != slot.dtype and slot.parameter.requires_grad
     }
-    groups = [nbytes] if optimizer is None else [map(id, group["params"]) for group in optimizer.param_groups]
+    groups = [map(id, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+    groups = groups if optimizers else [map(int, nbytes)]
     return max((sum(nbytes.get(each, 0) for each in group) for group in groups), default=0)
 
 

@@ -31,6 +31,7 @@ from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.transport.agree import Bits
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
+from zero_fn.values.chained_optimizer import Optimizers, as_one, members_of
 from zero_fn.values.tiers import Nvme
 from zero_fn.values.watching import Moment
 
@@ -58,7 +59,7 @@ class Metrics:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         sinks: Sequence[Sink | str],
         *,
         every: int,
@@ -77,10 +78,12 @@ class Metrics:
         self._sinks = [sink_of(sink) if isinstance(sink, str) else sink for sink in chosen]
         self._every, self._norm = every, norm
         self._on_spike, self._folder = on_spike, checkpoints
-        self._state, self._counts = _State(model, optimizer), Counter[str]()
+        self._state, self._counts = _State(model, as_one(optimizer)), Counter[str]()
         self._watch = Spikes() if on_spike is not None else None
-        before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
-        self._undo: list[Callable[[], object]] = [before.remove]
+        before = [
+            each.register_step_pre_hook(lambda each, *_: self._before_step(each)) for each in members_of(optimizer)
+        ]
+        self._undo: list[Callable[[], object]] = [each.remove for each in before]
         if self._watch is not None:
             watching.look(self._watch)
             self._undo.append(lambda watch=self._watch: watching.look_away(watch))  # type: ignore[misc]
@@ -118,7 +121,7 @@ class Metrics:
         if self._watch is not None:
             self._look_after_step(loss)
         state.tally.done.update(tokens=tokens, samples=samples)
-        state.is_stepped = state.is_dropped = False
+        state.is_stepped = state.is_dropped = state.is_overflow_known = False
         if self.steps % self._every:
             return {}
         found = self._found(loss, state.norm if grad_norm is None else _number(grad_norm), scaler)
@@ -142,15 +145,19 @@ class Metrics:
 
     # -- the watch --------------------------------------------------------------------------------------------------
 
-    def _before_step(self) -> None:
-        """Gradients are reduced, and the optimizer is about to use them."""
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Gradients are reduced, and an optimizer is about to use them."""
         state = self._state
-        state.is_stepped, state.norm = True, None
-        overflow = getattr(state.optimizer, "found_inf", None)  # of a scaler: a fused step leaves itself out
+        overflow = getattr(optimizer, "found_inf", None)  # of a scaler: a fused step leaves itself out
         if overflow is not None:
-            state.overflows.append(overflow.clone())
+            others = state.overflows.pop() if state.is_overflow_known else 0
+            state.overflows.append(overflow + others)
+            state.is_overflow_known = True
+        if state.is_stepped:  # by another optimizer
+            return
+        state.is_stepped, state.norm = True, None
         if self._norm and (self._watch is not None or not (self.steps + 1) % self._every):
-            scale = getattr(state.optimizer, "grad_scale", None)  # of a scaler: a fused step divides by it
+            scale = getattr(optimizer, "grad_scale", None)  # of a scaler: a fused step divides by it
             state.norm = float(clip_grad_norm(state.parameters(), None)) / (1.0 if scale is None else float(scale))
         if self._watch is not None and state.norm is not None and not overflow:  # which is what a scaler looks for
             spike = self._watch.look_at(self.steps, "gradient", state.norm, self._line)
@@ -223,6 +230,7 @@ class _State:
         self.overflows: list[Tensor] = []  # of steps under a `GradScaler`
         self.seconds = 0.0  # of the last step whose times are known
         self.is_stepped = self.is_dropped = self.loads = False
+        self.is_overflow_known = False  # whether the last of the overflows is of this step
         self.reader = Reader(self.device_type, optimizer)
 
     def parameters(self) -> list[Tensor]:
@@ -274,7 +282,7 @@ class _State:
 
 def metrics(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     *,
     sinks: Sequence[Sink | str] = (),
     every: int = 10,
@@ -296,7 +304,8 @@ def metrics(
 
     Args:
         model: A transformed module.
-        optimizer: The optimizer whose steps are counted.
+        optimizer: The optimizer whose steps are counted; or a sequence of them, of whose steps between two calls of
+            `Metrics.step` the first has the norm measured. With a `GradScaler` call its `unscale_` for each before that.
         sinks: Where numbers go: words of `zero_fn.monitor.sink_of`, which only ranks that log open; sinks of
             `zero_fn.monitor`, or any object with `log(step, numbers)`. They are closed at the end.
         every: A report is made once in so many steps.

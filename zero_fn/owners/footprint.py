@@ -18,10 +18,10 @@ from zero_fn.streamed.footprint import Footprint, Link
 from zero_fn.streamed.places import place_of
 from zero_fn.values.tiers import Cpu, Tier, is_accelerator, is_away
 
-__all__ = ["footprint_of", "sent_of"]
+__all__ = ["footprint_of"]
 
 
-def sent_of(optimizer: ByOwner) -> Counter[str]:
+def _sent_of(optimizer: ByOwner) -> Counter[str]:
     """Bytes that this rank sends in a step of all parameters that require gradients, by the name of the axis."""
     found = Counter[str]()
     for each in filter(None, map(optimizer.owner_of, _trained(optimizer))):
@@ -40,8 +40,8 @@ def sent_of(optimizer: ByOwner) -> Counter[str]:
 
 
 def footprint_of(optimizer: ByOwner) -> Footprint:
-    """The bytes that its states take on this rank, and that a step moves from and to tiers. Takes no memory."""
-    found, largest = Footprint(), Counter[Tier]()
+    """The bytes that its states take on this rank, that a step sends, and moves from and to tiers. Takes no memory."""
+    found, largest = Footprint(sent=_sent_of(optimizer)), Counter[Tier]()
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for parameter in _trained(optimizer):
         dealt = optimizer.owner_of(parameter)

@@ -37,6 +37,7 @@ from zero_fn.profiling.record import RankRecord, record_of
 from zero_fn.profiling.text import text_of
 from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.transport.traffic import PAYLOAD
+from zero_fn.values.chained_optimizer import Optimizers, as_one
 from zero_fn.values.watching import Moment
 
 __all__ = ["Profile", "profile"]
@@ -175,7 +176,7 @@ class Profile(Findings):
 
 def profile(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     out: str | None = None,
     tokens: int | None = None,
@@ -200,7 +201,8 @@ def profile(
 
     Args:
         model: A transformed module, or one that holds some (the stages of a pipeline).
-        optimizer: The optimizer whose steps end a step, stock, `zf.streamed` or `zf.by_owner`.
+        optimizer: The optimizer whose steps end a step, stock, `zf.streamed` or `zf.by_owner`; or a sequence of them: a step
+            ends once each has stepped.
         out: A folder that rank 0 writes into: `trace.json` (Perfetto, chrome://tracing: tracks for each rank, its collectives
             and its tiers), `timeline.png` (needs matplotlib), `profile.html` (one page, no network), `profile.json`.
         tokens: Tokens of a step on one rank, for tokens/s.
@@ -215,7 +217,9 @@ def profile(
         StateError: The model was not transformed; or, at the end, on every rank: some rank has made no step.
         LostRankError: A rank has ended, or does not come to the end of the block.
     """
-    return Profile(model, optimizer, out=out, tokens=tokens, flops=flops, peak=peak)
+    return Profile(
+        model, None if optimizer is None else as_one(optimizer), out=out, tokens=tokens, flops=flops, peak=peak
+    )
 
 
 def _moved(planned: Plan) -> dict[str, float]:

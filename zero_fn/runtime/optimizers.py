@@ -22,8 +22,9 @@ mesh, but the coordinate in its mesh is the one of the rank that wrote it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from zero_fn.runtime.unit import Unit, unit_of
 __all__ = [
     "require_own_shard",
     "say_if_alone",
+    "say_if_left_out",
     "say_if_rounded",
     "say_if_slow",
     "sharded",
@@ -59,6 +61,7 @@ _STEPS_IN_BACKWARD = "_in_backward_optimizers"
 _WIDENED = TORCH_ELEMENTWISE - {Rprop}  # which makes its states in the dtype of gradients, before they are widened
 
 _installed: list[Any] = []
+_stepped: WeakSet[Optimizer] = WeakSet()  # all that have stepped, and are still there
 
 
 def watch_optimizers() -> None:
@@ -70,6 +73,7 @@ def watch_optimizers() -> None:
 
 @uncompiled
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    _stepped.add(optimizer)
     require_elementwise(optimizer)
     steps_locally(optimizer)
     is_streamed = getattr(optimizer, "takes_from_tiers", False)
@@ -295,6 +299,25 @@ def say_if_alone(optimizer: Optimizer, is_trained: Callable[[Tensor], bool] = la
             fix="before the optimizer loss = zf.replicate(loss, mesh['dp']); if it is meant: "
             "warnings.filterwarnings('ignore', '.*trains plain parameters beside')",
         )
+
+
+def say_if_left_out(saved: Iterable[object], names: Mapping[int, str]) -> None:
+    """Warns of an optimizer that has stepped parameters of a model that is saved, and that is not saved itself. `names`: of
+    the parameters, by identity."""
+    optimizers = [each for each in saved if isinstance(each, Optimizer)]
+    held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    for other in _stepped:
+        groups = [group["params"] for group in other.param_groups]
+        lost = [names[id(p)] for group in groups for p in group if id(p) in names and id(p) not in held]
+        if lost:
+            warn_once(
+                "A checkpoint is saved with one of the optimizers of its model, and without another.",
+                left_out=type(other).__name__,
+                parameters=f"{len(lost)}, such as {', '.join(lost[:3])}",
+                why="their states would be gone after a load, and training would go on with other numbers",
+                fix="all of them: zf.save(folder, model, (muon, adamw)); if it is meant: "
+                "warnings.filterwarnings('ignore', '.*one of the optimizers of its model')",
+            )
 
 
 def say_if_rounded(optimizer: Optimizer) -> None:

@@ -52,6 +52,17 @@ class Footprint:
     sent: Counter[str] = field(default_factory=Counter)  # bytes that a step sends, by the name of the axis
     link: Link = NO_LINK  # bytes of parameters and gradients that a step moves between the host and an accelerator
 
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(
+            self.states_nbytes + other.states_nbytes,
+            self.buffers_nbytes + other.buffers_nbytes,
+            self.tiers + other.tiers,
+            self.read + other.read,
+            self.written + other.written,
+            self.sent + other.sent,
+            Link(self.link.to_device + other.link.to_device, self.link.from_device + other.link.from_device),
+        )
+
 
 def footprint(optimizer: Optimizer | Planner) -> Footprint:
     """The bytes that a stock or streamed optimizer takes and moves, or one that a planner will cut. Communicates nothing,

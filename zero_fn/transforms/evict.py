@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import nan
@@ -21,6 +21,7 @@ from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Slab
 from zero_fn.transforms.parked import bytes_of
+from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.tiers import Cpu, Tier, bytes_text
 
@@ -29,7 +30,7 @@ __all__ = ["Evicted", "evict"]
 _absent: WeakSet[nn.Module] = WeakSet()  # modules that are evicted now
 
 
-def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) -> Evicted:
+def evict(module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier) -> Evicted:
     """Moves parameters, gradients and optimizer states to host memory, and frees theirs until they are restored.
 
         evicted = zf.evict(model, optimizer, to=zf.cpu())
@@ -44,7 +45,7 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
 
     Args:
         module: Any module, transformed or not.
-        optimizer: The optimizer over its parameters, if there is one.
+        optimizer: The optimizer over its parameters, if there is one, or a sequence of them.
         to: `zf.cpu()`. To a disk a model goes by `zf.save`.
 
     Returns:
@@ -70,7 +71,7 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
             fix="evict it once, and bring it back with restore() of what evict() returned",
         )
     require_idle(units_of(module), "evict")
-    return Evicted(module, optimizer, to)
+    return Evicted(module, members_of(optimizer), to)
 
 
 @dataclass(slots=True)
@@ -91,12 +92,12 @@ class _Leaving:
 class Evicted:
     """A model and its optimizer that `evict` moved out of memory, until `restore()`. Printed, it says where they are."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None, tier: Cpu) -> None:
-        self._module, self._optimizer, self._tier = module, optimizer, tier
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], tier: Cpu) -> None:
+        self._module, self._optimizers, self._tier = module, optimizers, tier
         self._units = units_of(module)
         for unit in self._units:
             unit.follow_moved()
-        self._held = list(_held_by(module, optimizer))
+        self._held = list(_held_by(module, optimizers))
         self._hooks: list[Any] = []
         self._copies: list[Tensor] = []  # in host memory, one for each
         if self._held:
@@ -176,7 +177,7 @@ class Evicted:
                 fix="evicted.restore(), where evicted = zf.evict(model, optimizer, to=...)",
             )
 
-        hooked: list[Any] = [*self._module.modules(), *([self._optimizer] if self._optimizer is not None else [])]
+        hooked: list[Any] = [*self._module.modules(), *self._optimizers]
         for each in hooked:
             if isinstance(each, nn.Module):
                 _absent.add(each)
@@ -187,8 +188,8 @@ class Evicted:
             self._hooks.append(each.register_load_state_dict_pre_hook(refuse))
 
 
-def _held_by(module: nn.Module, optimizer: Optimizer | None) -> Iterator[_Leaving]:
-    """What leaves, parameters first; of the optimizer the states of more than one element, which are worth moving."""
+def _held_by(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[_Leaving]:
+    """What leaves, parameters first; of the optimizers the states of more than one element, which are worth moving."""
     for name, parameter in module.named_parameters():
         if _leaves(parameter):
             local = local_of(parameter)
@@ -197,7 +198,7 @@ def _held_by(module: nn.Module, optimizer: Optimizer | None) -> Iterator[_Leavin
     for parameter in module.parameters():
         if parameter.grad is not None and _leaves(parameter.grad):
             yield _Leaving("", local_of(parameter.grad), None, _setter(parameter.__setattr__, "grad", parameter.grad))
-    for states in optimizer.state.values() if optimizer is not None else ():
+    for states in [states for optimizer in optimizers for states in optimizer.state.values()]:
         for name in states:
             value = states.get(name)  # None if a streamed optimizer has it in a tier
             if isinstance(value, Tensor) and value.numel() > 1 and _leaves(value):

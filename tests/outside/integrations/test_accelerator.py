@@ -121,6 +121,59 @@ def test_an_optimizer_of_whole_tensors_is_stepped_by_owners(folder: str) -> None
     assert _train(parts) == losses
 
 
+def _muon_and_adamw(model: nn.Module) -> Any:
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+    return torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=1e-2)
+
+
+def _train_two(accelerator: Any, model: nn.Module, optimizers: Any, loader: Any, microbatches: int = 4) -> list[float]:
+    found = []
+    for _, batch in zip(range(microbatches), loader, strict=False):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            found.append(loss.item())
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return found
+
+
+@on_two_ranks
+def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder: str) -> None:
+    """Prepared each by itself, or as a sequence; and by a config, beside `from_deepspeed`."""
+
+    def parts(accelerator: Any, seed: int = 0, *, apart: bool) -> tuple[Any, nn.Module, Any, Any]:
+        model, loader = llama(seed), torch.utils.data.DataLoader(Counting(), batch_size=2)
+        muon, adamw = _muon_and_adamw(model)
+        if apart:
+            model, muon, adamw, loader = accelerator.prepare(model, muon, adamw, loader)
+            return accelerator, model, (muon, adamw), loader
+        model, both, loader = accelerator.prepare(model, (muon, adamw), loader)
+        return accelerator, model, (both,), loader
+
+    wanted = _train_two(*parts(_accelerator(False), apart=True))
+    for apart in (True, False):
+        ours = parts(_accelerator(), apart=apart)
+        torch.testing.assert_close(_train_two(*ours), wanted, atol=2e-5, rtol=2e-5)
+        ours[0].save_state(f"{folder}/{apart}")
+        goes_on = _train_two(*ours)
+        again = parts(_accelerator(), 7, apart=not apart)
+        again[0].load_state(f"{folder}/{apart}")
+        assert _train_two(*again) == goes_on
+    said = {name: value for name, value in _said(3).items() if name not in ("optimizer", "scheduler")}
+    losses, _ = _by_hand(said, llama(), optimizer=_muon_and_adamw)
+    configured: dict[str, Any] = {"deepspeed": said, "mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+    both = parts(_accelerator(**configured), apart=False)
+    assert _train_two(*both, 8) == losses
+    with pytest.raises(
+        zf.ConfigError, match=r"given several optimizers(.|\n)*accelerator.prepare\(model, \(muon, adamw\)"
+    ):
+        parts(_accelerator(**configured), apart=True)
+
+
 @on_two_ranks
 def test_float16_that_accelerate_would_leave_out_is_refused(folder: str) -> None:
     from zero_fn.integrations.transformers import ZeroTrainer
@@ -344,14 +397,18 @@ def _configured(said: Any, model: nn.Module, *, dtype: str = "bf16", stand_ins: 
     return (accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
 
 
-def _by_hand(said: Json, model: nn.Module, dtype: str = "bf16") -> tuple[list[float], list[float]]:
+def _by_hand(
+    said: Json, model: nn.Module, dtype: str = "bf16", optimizer: Any = None
+) -> tuple[list[float], list[float]]:
     """Losses and norms of `from_deepspeed`, on the batches that accelerate deals."""
     from accelerate import Accelerator
 
     start()
     loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(Counting(), batch_size=2))
     dtypes = {f"{name}.enabled": name == dtype for name in ("bf16", "fp16")}
-    setup = zf.from_deepspeed(model, said, axis(), auto=SAID | dtypes)
+    unused = ("optimizer", "scheduler") if optimizer is not None else ()
+    auto = {path: value for path, value in (SAID | dtypes).items() if not path.startswith(unused)}
+    setup = zf.from_deepspeed(model, said, axis(), auto=auto, optimizer=optimizer)
     batches, losses, norms = iter(loader), [], []
     is_whole = said["zero_optimization"]["stage"] < 2  # at stages 2 and 3 each microbatch is reduced, as by DeepSpeed
     for _ in range(4):

@@ -34,6 +34,7 @@ from tests.outside.integrations.worlds import (
 from tests.support.ranks import Ranks
 from zero_fn.integrations.placing import place_module
 from zero_fn.values import watching
+from zero_fn.values.chained_optimizer import as_one, members_of
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
     "zero3": (llama, "zero3", {}, 2e-5),
@@ -125,7 +126,23 @@ def test_what_cannot_work_is_refused(folder: str) -> None:
         _refuse_arguments(several.args)
 
 
-WHOLE = {"adafactor": "adafactor", "adafactor, given": None, "adafactor, states on the host": "adafactor"}
+WHOLE = {
+    "adafactor": "adafactor",
+    "adafactor, given": None,
+    "adafactor, states on the host": "adafactor",
+    "Muon and AdamW, given": None,
+    "Muon and AdamW, states on the host": None,
+}
+
+
+def _given(case: str, model: nn.Module, *, is_one: bool) -> Any:
+    """The optimizers of a user, over a plain model; a stock Trainer takes them as one."""
+    if case.startswith("adafactor"):
+        return torch.optim.Adafactor(model.parameters(), lr=0.01)
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+    two = torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+    return as_one(two) if is_one else two
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -145,13 +162,16 @@ def test_an_optimizer_of_whole_tensors_has_the_numbers_of_replicas_and_goes_on(f
             options["finish"] = lambda optimizer: zf.streamed(zf.by_owner(optimizer), zf.cpu())
         model = llama()
         if WHOLE[case] is None:
-            options["optimizers"] = torch.optim.Adafactor(model.parameters(), lr=0.01), None
+            options["optimizers"] = _given(case, model, is_one=kind is Trainer), None
         return kind(model=model, args=arguments(path, **saving), train_dataset=Counting(), **options)
 
     wanted = numbers(trainer(Trainer, "", f"{folder}/theirs"))
     ours = trainer(ZeroTrainer, "zero3", f"{folder}/ours")
     require_close(numbers(ours), wanted)
-    assert isinstance(ours.optimizer.optimizer, zf.ByOwner)
+    members = members_of(ours.optimizer.optimizer)
+    assert isinstance(members[0], zf.ByOwner)
+    if case.endswith("host"):
+        assert all(isinstance(each, zf.ByOwner) and each.takes_from_tiers for each in members)
     other = trainer(ZeroTrainer, "zero1", f"{folder}/ours")
     require_close(
         numbers(other, resume_from_checkpoint=f"{folder}/ours/checkpoint-2")[-len(wanted) // 2 :],

@@ -15,6 +15,7 @@ from tests.axes.grids import Decoder, grid, loss_of, parallelized
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
+from zero_fn.values.chained_optimizer import members_of
 
 __all__ = ["WORLDS", "Tied", "World", "differing", "everything", "made", "stepped"]
 
@@ -102,13 +103,14 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Whole parameters, buffers and states, and options of groups. All ranks call it."""
     found: dict[str, Any] = {name: full(value) for name, value in model.state_dict().items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    saved = optimizer.state_dict()
-    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        for parameter, number in zip(group["params"], options["params"], strict=True):
-            own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
-            found[f"options of {names[id(parameter)]}"] = own
-            for key, value in saved["state"].get(number, {}).items():
-                found[f"{key} of {names[id(parameter)]}"] = full(value) if isinstance(value, Tensor) else value
+    for member in members_of(optimizer):
+        saved = member.state_dict()
+        for group, options in zip(member.param_groups, saved["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], options["params"], strict=True):
+                own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+                found[f"options of {names[id(parameter)]}"] = own
+                for key, value in saved["state"].get(number, {}).items():
+                    found[f"{key} of {names[id(parameter)]}"] = full(value) if isinstance(value, Tensor) else value
     return found
 
 

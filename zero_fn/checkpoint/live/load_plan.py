@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -55,7 +55,7 @@ class LoadPlan:
 
     named: ModelTensors
     model: nn.Module | None
-    optimizer: Optimizer | None = None
+    optimizers: Sequence[Optimizer] = ()
     rounds: bool = False  # whether floating-point numbers may lose bits in the dtype that they rest in
     # Tensors to be filled, and what of the files fills them.
     todo: list[tuple[Key, HeldTensor]] = field(default_factory=list)
@@ -157,14 +157,14 @@ class LoadPlan:
         if isinstance(optimizer, Streamed):
             by_id = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
             boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo}
+            in_chunks = [(held.in_chunks, key, held) for key, held in self.todo if held.in_chunks]
 
             def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
                 source.fill(*boxes[id(parameter), name], first, values)
 
-            for (number, name), (key, held) in (
-                (held.in_chunks, (key, held)) for key, held in self.todo if held.in_chunks
-            ):
-                self.then.append(partial(note_scales, optimizer, by_id[number], held, name, source, key))
+            for (number, name), key, held in in_chunks:
+                if number in by_id:  # and is not of another optimizer
+                    self.then.append(partial(note_scales, optimizer, by_id[number], held, name, source, key))
             self.then.append(partial(fill_states, optimizer, kept, fill))
 
     def _match_states(
@@ -255,7 +255,7 @@ class LoadPlan:
         taken = {key for key, _ in self.todo} | {key for _, key, _ in self.twins}
         taken |= {("model", held.name) for held in self.named.held_tensors}
         kinds = {"model"} if self.model is not None else set()
-        kinds |= {"optimizer"} if self.optimizer is not None else set()
+        kinds |= {"optimizer"} if self.optimizers else set()
         kinds |= {AVERAGES} if self.averages else set()
         return [
             (kind, name)
@@ -311,8 +311,9 @@ class LoadPlan:
 
     def put(self, source: Contents) -> None:
         """Reads everything to where it rests."""
-        if isinstance(self.optimizer, Streamed):
-            end_step(self.optimizer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Streamed):
+                end_step(optimizer)
         with ParcelWindow() as window:
             for key, held in self.todo:
                 if held.in_chunks is None:
@@ -336,8 +337,8 @@ def match_all(
     if plan.model is not None:
         plan.match_model(source, is_strict=is_strict)
         plan.match_local_buffers(source, meeting)
-    if plan.optimizer is not None:
-        plan.match_optimizer(source, plan.optimizer, is_strict=is_strict)
+    for optimizer in plan.optimizers:
+        plan.match_optimizer(source, optimizer, is_strict=is_strict)
     if extra is not None:
         plan.match_extra(source, meeting, extra, where, is_strict=is_strict)
 
