@@ -2,6 +2,8 @@
 
 lockstep  all ranks gather bucket after bucket; each first says whether its loop still wants one, so a bucket that nobody
           wants is not gathered, and a rank whose loop has ended takes part in the gathers of the others
+changes   a pass is over values of one moment. What was written since the call is refused before it is read, on all ranks:
+          each also says whether it has met such a tensor
 version   a copy, on the host, of what was yielded; what differs from it in a bit has changed. Each element is compared by
           the rank that would write it into a checkpoint (`Holding.own`), so all copies together are one model
 """
@@ -9,6 +11,7 @@ version   a copy, on the host, of what was yielded; what differs from it in a bi
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -28,10 +31,11 @@ from zero_fn.errors import LayoutError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.box import Box
 from zero_fn.runtime.door import doors_below, require_idle, units_of
+from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot, slot_of
-from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import unit_of
 from zero_fn.transport.agree import Bits
@@ -73,6 +77,9 @@ def weights(
         version = items.version  # holds a copy: version.nbytes
         for name, indices, values in zf.weights(model, since=version): ...  # of this rank's shards: each sends its own
 
+    All values are those of the call. If one is written before the loop has come to it (`optimizer.step()`, `zf.load`, an
+    average that is shown, adapters that are merged), the next item raises.
+
     Indices count the elements of the whole tensor, row by row, in int32 (int64 from 2^31 elements on). A change of any bit
     counts. The version then stands for what was yielded last: after a pass that breaks off the next one has the rest.
 
@@ -89,7 +96,8 @@ def weights(
         since: The `version` of an earlier pass over the same model. It goes without dtype, whole and keep.
 
     Raises:
-        StateError: The model is in use, or its weights are being handed over already; `since` is of another model.
+        StateError: The model is in use, or its weights are being handed over already; `since` is of another model. In the
+            loop: values were written since the call.
         LayoutError: `names` is another text, or gives a name twice; options exclude each other.
         CheckpointError, StorageError: Something has no values, or no names of its own; a tier could not be read.
         DisagreementError, LostRankError: Ranks were given different arguments; a rank does not take part.
@@ -99,9 +107,11 @@ def weights(
     wait_for_saving()
     plan = _HandOver(since or WeightsVersion(dtype), keeps=keep)
     failure = failure_of(lambda: plan.add(model, names, nbytes_of_text(bucket, "bucket")))
-    same = (dtype, bucket, whole, keep, since and since.passes)
-    agreed = RankMeeting().agree("Handing weights over", failure, same=same, same_names=[*plan.entries])
+    same = (dtype, bucket, whole, keep, since and since.name)
+    name = lambda: since.name if since is not None else str(time.time_ns())  # noqa: E731
+    agreed = RankMeeting().agree("Handing weights over", failure, name, same=same, same_names=[*plan.entries])
     plan.deal(agreed.replica, agreed.replicas)
+    plan.name = agreed.text
     return Weights(plan, _changes(plan) if since is not None else _wholes(plan) if whole else _shards(plan))
 
 
@@ -110,7 +120,7 @@ class WeightsVersion:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self.passes = 0  # that came to their end
+        self.name = ""  # the same on all ranks, once the pass has come to its end
         self.values: dict[_Key, Tensor] = {}  # flat
 
     @property
@@ -123,7 +133,7 @@ class Weights:
     """An iterator over weights, from `zf.weights`; a context manager that ends it."""
 
     def __init__(self, plan: _HandOver, items: Generator[Any, None, None]) -> None:
-        self._plan, self._items = plan, _refusing(plan.modules, items)
+        self._plan, self._items = plan, _refusing(plan, items)
         next(self._items)  # begun: from here on its end is that of a pass
 
     def __iter__(self) -> Weights:
@@ -145,7 +155,7 @@ class Weights:
     @property
     def version(self) -> WeightsVersion:
         """What was yielded, for `since=`: of a pass with `keep=True` that has come to its end; else raises StateError."""
-        if not self._plan.keeps or not self._plan.version.passes:
+        if not self._plan.keeps or not self._plan.version.name:
             raise StateError(
                 "There is no version of these weights.",
                 why="the loop has not come to its end" if self._plan.keeps else "keep=True was not given",
@@ -164,6 +174,16 @@ class _Handed:
     slot: Slot | None
     line: Line | None  # the ranks that gather it together
     own: tuple[int, int] | None = None  # what this rank compares of what it holds: the first, and how many
+    sealed: object = None  # `seal` at the call
+
+    def seal(self) -> object:
+        """What is another after the tensor was written, but by some operations on a DTensor (`watch_edits`)."""
+        local, unit = local_of(self.tensor), unit_of(self.slot)
+        found = [0 if each.is_inference() else each._version for each in (self.tensor, local)]
+        found.append(0 if unit is None else unit.generation)
+        if isinstance(local, TierTensor):
+            return found + [parcel.version for parcel in local.record.parcels]
+        return [*found, local.data_ptr()]
 
     def read(self) -> Tensor:
         """What this rank holds, cast, in memory: of a parameter in its place in room for the whole."""
@@ -205,7 +225,9 @@ class _HandOver:
     """The tensors of a model, by the names that are yielded."""
 
     def __init__(self, version: WeightsVersion, *, keeps: bool) -> None:
-        self.version, self.keeps, self.most = version, keeps, 0
+        self.version, self.keeps, self.most, self.name = version, keeps, 0, ""
+        self.is_changed = False  # here, or on a rank that gathers with this one
+        self.edited: set[Slot] = set()
         self.entries: dict[str, list[_Handed]] = {}
         self.modules: list[nn.Module] = []  # at which units are entered
 
@@ -245,11 +267,12 @@ class _HandOver:
             own = place.own(ordinal, part.held.dtype.itemsize, (replica, replicas))
             if part.held.is_buffer and place.replica is None:  # ranks may differ
                 own = place.box if replica == 0 else None
+            part.sealed = part.seal()
             if own is not None:
                 row = prod(own.sizes[1:])
                 part.own = ((own.starts[0] - place.box.starts[0]) * row if own.starts else 0, own.numel)
                 now[key] = (own.numel, part.dtype)
-        if self.version.passes and now != {key: (v.numel(), v.dtype) for key, v in self.version.values.items()}:
+        if self.version.name and now != {key: (v.numel(), v.dtype) for key, v in self.version.values.items()}:
             raise StateError(
                 "since= is a version of other weights.",
                 why="tensors, names, dtypes or shards differ",
@@ -259,6 +282,21 @@ class _HandOver:
     def each(self) -> Iterator[tuple[_Key, _Handed]]:
         """All tensors and tiles."""
         return (((name, at), part) for name, parts in self.entries.items() for at, part in enumerate(parts))
+
+    def look_at(self, parts: Iterable[_Handed]) -> bool:
+        """Whether any of these tensors, or one before, was written since the call."""
+        self.is_changed = self.is_changed or any(p.slot in self.edited or p.seal() != p.sealed for p in parts)
+        return self.is_changed
+
+    def require_unchanged(self, parts: Iterable[_Handed]) -> None:
+        """Refuses tensors that were written since the call."""
+        if self.look_at(parts):
+            raise StateError(
+                "Weights were changed in a loop that hands them over.",
+                why="what the loop has had is of before, and the next would be of after",
+                fix="step, load, merge adapters and show averages before zf.weights(model), or after the loop; here, or on "
+                "another rank that did so, begin another pass",
+            )
 
     def note(self, key: _Key, part: _Handed, local: Tensor) -> None:
         """Keeps a copy of what this rank compares, if it is to."""
@@ -280,13 +318,23 @@ class _HandOver:
         return iter(found)
 
     def gather(self, names: list[str], *, wants: bool) -> list[tuple[str, Tensor]]:
-        """The whole tensors of these names, the last one first; none if no rank wants them. A collective."""
+        """The whole tensors of these names, the last one first; none if no rank wants them. A collective.
+
+        Raises:
+            StateError: This rank wants them, and one was written since the call, on this rank or on another.
+        """
         parts = [((name, at), part) for name in names for at, part in enumerate(self.entries[name])]
         line = next((part.line for _, part in parts if part.line is not None), None)
-        wanted = wants or any(isinstance(p.tensor, DTensor) if p.slot is None else p.slot.model for _, p in parts)
-        if line is not None and line.size > 1:  # of ranks on model axes only those of one line hear of one another
-            wanted = Bits(line, [wanted], "who wants the next weights").read()[0]
-        if not wanted:
+        # Of ranks on model axes only those of one line hear of one another.
+        is_due = any(isinstance(p.tensor, DTensor) if p.slot is None else p.slot.model for _, p in parts)
+        self.look_at(part for _, part in parts)
+        if line is not None and line.size > 1:
+            wanted, self.is_changed = Bits(line, [wants, self.is_changed], "who wants the next weights").read()
+        else:
+            wanted = wants
+        if not is_due and (not wanted or self.is_changed):
+            if wants:
+                self.require_unchanged([])
             return []
         rooms = everywhere([part.tensor for _, part in parts], lambda: [p.read() for _, p in parts], "Reading weights")
         cut = [(p.slot.path, room) for (_, p), room in zip(parts, rooms, strict=True) if p.slot and p.slot.path.layout]
@@ -294,6 +342,8 @@ class _HandOver:
             self.note(key, part, part.local(room))
         if cut and line is not None:
             line.all_gather([path.segment(room) for path, room in cut], "weights").wait()
+        if wants:
+            self.require_unchanged([])
         rooms.reverse()
         found = []
         for name in names:
@@ -302,12 +352,14 @@ class _HandOver:
         return found[::-1]
 
 
-def _refusing(modules: list[nn.Module], items: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    """The items, None first; until their end, calls of the modules are refused."""
-    hooks = [each.register_forward_pre_hook(_refuse, prepend=True) for each in modules]
+def _refusing(plan: _HandOver, items: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    """The items, None first; until their end, calls of the modules are refused, and changes of parameters watched."""
+    hooks = [each.register_forward_pre_hook(_refuse, prepend=True) for each in plan.modules]
+    watch_edits(plan, is_open=True, tell=plan.edited.update)
     try:
         yield from items
     finally:
+        watch_edits(plan, is_open=False)
         for hook in hooks:
             hook.remove()
 
@@ -329,8 +381,9 @@ def _wholes(plan: _HandOver) -> Generator[Any, None, None]:
         for names in buckets:
             found = plan.gather(names, wants=True)
             while found:
+                plan.require_unchanged(plan.entries[found[-1][0]])
                 yield found.pop()
-        plan.version.passes += 1
+        plan.version.name = plan.name
     finally:
         found.clear()
         for names in () if sys.is_finalizing() else buckets:
@@ -341,10 +394,11 @@ def _shards(plan: _HandOver) -> Generator[Any, None, None]:
     """What this rank holds of each tensor."""
     yield None
     for key, part in plan.each():
+        plan.require_unchanged([part])
         local = in_memory(local_of(part.tensor)).to(part.dtype, copy=True)
         plan.note(key, part, local)
         yield key[0], local, part.held.place.box.starts
-    plan.version.passes += 1
+    plan.version.name = plan.name
 
 
 def _changes(plan: _HandOver) -> Generator[Any, None, None]:
@@ -355,6 +409,7 @@ def _changes(plan: _HandOver) -> Generator[Any, None, None]:
         for (name, at), known in plan.version.values.items():
             part = plan.entries[name][at]
             for begin in range(0, known.numel(), step):
+                plan.require_unchanged([part])
                 first, before = (part.own or (0, 0))[0] + begin, known[begin : begin + step]
                 now = part.held.read(first, first + before.numel(), window).to(part.dtype)
                 numbers = _differing(now, before)
@@ -362,7 +417,6 @@ def _changes(plan: _HandOver) -> Generator[Any, None, None]:
                 if numbers.numel():
                     yield name, part.in_whole(numbers + first), values
                     before[numbers] = values
-    plan.version.passes += 1
 
 
 def _differing(now: Tensor, before: Tensor) -> Tensor:

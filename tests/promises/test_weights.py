@@ -194,6 +194,96 @@ def test_until_it_has_ended_forwards_and_other_passes_are_refused() -> None:
         zf.weights(model, bucket=1000 + dist.get_rank())
 
 
+def _in_place(write: Callable[[nn.Parameter], object]) -> Callable[[Any, Any, str], None]:
+    def edit(model: Any, optimizer: Any, folder: str) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                write(parameter)
+
+    return edit
+
+
+def _all_at_once(model: Any, optimizer: Any, folder: str) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([parameter for parameter in model.parameters() if parameter.is_floating_point()], 2.0)
+
+
+def _whole(model: Any, optimizer: Any, folder: str) -> None:
+    with zf.unsharded(model, writeback=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def _merge(model: Any, optimizer: Any, folder: str) -> None:
+    for parameter in model.parameters():
+        parameter.data += 1
+
+
+EDITS: dict[str, Callable[[Any, Any, str], object]] = {
+    "step": lambda model, optimizer, folder: optimizer.step(),
+    "load_state_dict": lambda model, optimizer, folder: model.load_state_dict(_expected_of_shards(model)),
+    "load": lambda model, optimizer, folder: zf.load(folder, model),
+    "in place": _in_place(lambda parameter: parameter.add_(1)),
+    "through .data": _in_place(lambda parameter: parameter.data.mul_(2)),
+    "all at once": _all_at_once,
+    "whole": _whole,
+    "merged": _merge,
+}
+
+
+def _expected_of_shards(model: Any) -> dict[str, Tensor]:
+    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("world", ["replicate", "zero3", "disk"])
+@pytest.mark.parametrize("edit", EDITS)
+@on_ranks(2)
+def test_weights_that_change_in_the_loop_are_refused_on_all_ranks(world: str, edit: str, folder: str) -> None:
+    """Before the loop or in it; of whole tensors, parts and changes; also where one rank alone changes them."""
+    if world == "disk" and edit in ("merged", "all at once"):
+        return  # refused; written one after the other
+    model = _built(world, folder)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = zf.streamed(optimizer, zf.cpu()) if world == "disk" else optimizer
+    zf.save(f"{folder}/runs/step-1", model)
+    version: Any = None
+    for options in ({"keep": True}, {"whole": False}, {}, {"bucket": 1}, {"since": 1}):
+        options = {**options, "since": version} if "since" in options else options
+        for begun in (0, 1) if options.get("since") is None or "load" not in edit else (0,):
+            loss_of(model, 0).backward()
+            with zf.weights(model, **options) as items:
+                for _ in range(begun):
+                    next(items)
+                EDITS[edit](model, optimizer, f"{folder}/runs")
+                with pytest.raises(zf.StateError, match="Weights were changed in a loop"):
+                    list(items)
+            with pytest.raises(StopIteration):
+                next(items)
+        items = zf.weights(model, **options)
+        assert len(list(items)) > 0 or "since" in options, "another pass"
+        version = items.version if "keep" in options else version
+    if edit in ("in place", "through .data") and world != "disk":  # there all ranks scale a gradient together
+        found = []
+        with pytest.raises(zf.StateError, match="Weights were changed in a loop"), zf.weights(model, bucket=1) as items:
+            for name, _ in items:
+                found.append(name)
+                if len(found) == 2 and dist.get_rank() == 1:
+                    EDITS[edit](model, optimizer, folder)
+        assert len(found) == 2, "the next one raises"
+    loss_of(model, 1).backward()
+
+
+@on_ranks(2)
+def test_a_pass_of_one_model_does_not_see_steps_of_another() -> None:
+    model, other = _built("zero3", ""), _built("zero3", "")
+    optimizer = torch.optim.AdamW([parameter for parameter in other.parameters() if parameter.requires_grad])
+    for _ in zf.weights(model, bucket=1):
+        loss_of(other, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
 def test_a_pass_takes_the_memory_of_a_bucket(dtype: torch.dtype) -> None:
@@ -283,8 +373,16 @@ def test_what_was_not_yielded_is_yielded_by_the_next_pass() -> None:
         if len(taken) == 3:
             break  # the third may not have arrived
     zf.apply_weights(received, _all(taken[:2]))
+    more = []
+    for item in zf.weights(model, since=version):
+        if dist.get_rank() == 0:
+            break  # one rank alone: what it has not had is there for the next pass
+        more.append(item)
+    zf.apply_weights(received, more := _all(more))
+    with pytest.raises(zf.DisagreementError, match="given different arguments"):
+        zf.weights(model, since=version if dist.get_rank() else None)
     rest = _all(zf.weights(model, since=version))
-    assert sum(name == taken[2][0] for name, *_ in rest)
+    assert sum(name == taken[2][0] for name, *_ in (*more, *rest)) and rest
     zf.apply_weights(received, rest)
     assert _differ(received, dict(zf.weights(model, dtype=torch.bfloat16))) == []
     other = zf.zero3(Language(), axis())

@@ -89,8 +89,8 @@ class RankMeeting:
             raise DisagreementError(
                 f"{doing}: ranks 0 and {said} were given different arguments.",
                 here=f"rank {self.rank}",
-                why="every rank writes or reads its part of one checkpoint",
-                fix="call it with the same folder and options on every rank",
+                why="every rank does its part of one whole",
+                fix="call it with the same arguments on every rank",
             )
         replica, replicas, text = said.split("\n", 2)
         return Agreement(text, int(replica), int(replicas), int(replicas) == self.size)

@@ -28,16 +28,17 @@ __all__ = ["copy_handlers", "note_edited", "watch_edits"]
 _dispatcher: Any = DTensor._op_dispatcher
 _stock: dict[Any, Callable[..., object]] = _dispatcher._custom_op_handlers
 _watching: dict[Any, Callable[..., object]] = {}  # the same, with ours for operations that write. [Note: who writes]
-_open: dict[object, None] = {}  # the forwards that are open
+_open: dict[object, Callable[[Iterable[Slot]], object]] = {}  # who watches, and what is told to each beside
 
 
-def watch_edits(forwards: object, *, is_open: bool) -> None:
-    """To be called when a forward has begun, and when it has ended."""
+def watch_edits(watcher: object, *, is_open: bool, tell: Callable[[Iterable[Slot]], object] = tuple) -> None:
+    """To be called when a forward, or another watcher, has begun, and when it has ended. `tell` is called with what was
+    written."""
     if is_open:
-        _open[forwards] = None
+        _open[watcher] = tell
         _dispatcher._custom_op_handlers = _watching or _made()
-    elif forwards in _open:
-        del _open[forwards]
+    elif watcher in _open:
+        del _open[watcher]
         _dispatcher._custom_op_handlers = _watching if _open else _stock
 
 
@@ -92,4 +93,6 @@ def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
             if id(each) in written and isinstance(each, Tensor) and (slot := slot_on(each)) is not None:
                 slots[slot] = None
     note_edited(slots)
+    for tell in _open.values():
+        tell(slots)
     return found
