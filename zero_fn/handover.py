@@ -247,6 +247,8 @@ class _HandOver:
         by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for key, held in named.parameters.items():
             slot, dtype = slot_of(by_id[key]), self.version.dtype if held.dtype.is_floating_point else None
+            if isinstance(local := local_of(by_id[key]), TierTensor):
+                local.record.settle()  # a step that waits is no change
             owner = unit_of(slot)
             line = run_of(owner).transport if owner is not None else None
             tiles.setdefault(held.name, []).append(_Handed(held, by_id[key], dtype or held.dtype, slot, line))

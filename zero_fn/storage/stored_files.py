@@ -102,11 +102,16 @@ class StoredFiles(DiskStorage):
 
     def write(self, place: int, memory: Tensor) -> Transfer:
         """Refuses."""
-        raise StateError(
+        raise self.unchanged(self._ranges[place].path if place in self._ranges else self)
+
+    def unchanged(self, where: object) -> StateError:
+        """The error of whoever wants to change what is read in place."""
+        return StateError(
             "A parameter was to be changed that is read in place from a file.",
-            file=self._ranges[place].path if place in self._ranges else self,
-            why="the file belongs to others, and stays as it is",
-            fix="zf.load_pretrained(model, folder) without copy=False: parameters then rest in their tier",
+            file=where,
+            why="it was loaded with copy=False; the file belongs to others, and stays as it is",
+            fix="zf.load_pretrained(model, folder) without copy=False: parameters then rest in their tier; or an optimizer "
+            "of the others alone: [p for p in model.parameters() if p.requires_grad]",
         )
 
     def _requests(self, place: int, memory: Tensor, *, is_write: bool) -> Iterator[tuple[int, Request]]:

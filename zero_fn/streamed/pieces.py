@@ -20,9 +20,11 @@ from torch.optim import Optimizer
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import flat_in, is_dense, local_of
 from zero_fn.runtime.parcels import Parcel, padded_nbytes
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.rounding import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
+from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed.coded import Coded, Divided, coded_schema, note_largest
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, place_of
@@ -284,6 +286,9 @@ class Planner:
             _Stepped(groups[number], p, schemas[number], *wanted[number], place_of(p))
             for number, p in enumerate(parameters)
         ]
+        for record in [row.place.record for row in rows if row.place is not None]:
+            if isinstance(record, Record) and isinstance(record.shelf, StoredFiles):
+                raise record.shelf.unchanged(record.shelf)
         if self.codes:
             rows = [_coded(row, type(self.inner).__name__, divided.get(row.parameter)) for row in rows]
         found = [

@@ -21,8 +21,9 @@ from zero_fn.runtime.door import units_of
 from zero_fn.runtime.optimizers import require_own_shard, sharded
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.runtime.unit import unit_of
+from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.transport.agreement import content_digest
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiled import Tiled
@@ -157,7 +158,9 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
             continue
         is_whole = not isinstance(entry, DTensor)
         slot.initial = content_digest(in_memory(entry)) if is_whole else None
-        unit = unit_of(slot)
+        unit, local = unit_of(slot), local_of(slot.parameter)
+        if isinstance(local, TierTensor) and isinstance(files := local.record.shelf, StoredFiles):
+            raise files.unchanged(files)
         if unit is not None:
             unit.generation += 1
             run_of(unit).note_loaded()

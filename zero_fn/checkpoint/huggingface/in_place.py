@@ -34,18 +34,19 @@ def require_readable(model: nn.Module, plan: LoadPlan, source: Contents, device_
     keys = {id(held): key for key, held in plan.todo}
     slots = [slot for unit in units_of(model) for slot in unit.slots]
     away = [slot for slot in slots if is_away(slot.home.tiers.params, device_type)]
-    wrong = []
+    wrong: dict[str, list[str]] = {}
     for slot in away:
         held = plan.named.parameters.get(id(slot.parameter))
         key = keys.get(id(held))
-        why = "it is not in the files" if held is None or key is None else _unreadable(slot, held, key, source)
+        why = "not in the files" if held is None or key is None else _unreadable(slot, held, key, source)
         if why:
-            wrong.append(f"{slot.fqn}: {why}")
+            wrong.setdefault(why, []).append(slot.fqn)
     if wrong or not away:
+        lines = [f"{why}: {len(names)} parameters, such as {names[0]}" for why, names in wrong.items()]
         raise CheckpointError(
             "copy=False: parameters cannot be read in place. Nothing was loaded.",
             folder=source.path,
-            **{f"{number}": line for number, line in enumerate(wrong[:_SHOWN] or ["none rests in another tier"], 1)},
+            **{f"{number}": line for number, line in enumerate(lines[:_SHOWN] or ["none rests in another tier"], 1)},
             fix="without copy=False they are copied to their tier. To read them in place: zf.offload(model, params=...), "
             "model.requires_grad_(False); and build the model on meta in the dtype of the files",
         )
@@ -55,15 +56,15 @@ def _unreadable(slot: Slot, held: HeldTensor, key: Key, source: Contents) -> str
     """Why a parameter cannot be read in place; "" if it can."""
     piece, shape = source.first(key), held.place.shape
     if slot.parameter.requires_grad:
-        return "it is trained, and the files stay as they are"
+        return "trained, and copy=False leaves the files as they are"
     if not slot.parameter.is_meta:
-        return "it has values already"
+        return "have values already"
     if piece.dtype != slot.dtype or piece.dtype != slot.kind.compute_dtype:
         return f"{piece.dtype} in the files, {slot.dtype} here, computed in {slot.kind.compute_dtype}"
     is_in_order = tuple(slot.path.stride) == strides_of(tuple(slot.path.shape))
     first, end = range_of(held.place.box, shape)
     if not is_in_order or end - first > max(held.place.box.numel, 1):
-        return "its elements on this rank do not lie in a row in the file"
+        return "elements of this rank do not lie in a row in the file"
     return ""
 
 
