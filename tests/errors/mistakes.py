@@ -73,6 +73,7 @@ from zero_fn.storage.io import Request, Threads
 from zero_fn.storage.stored_files import StoredFile
 from zero_fn.transport.flag import Flag
 from zero_fn.transport.line import Work
+from zero_fn.values.chained_optimizer import as_one
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.tiers import IN_MEMORY
 
@@ -628,6 +629,23 @@ def evicted_inside_unsharded(model: Model) -> object:
 def forward_while_weights_are_handed_over(model: Model) -> object:
     with zf.weights(model):
         return model(_batch())
+
+
+def weights_that_change_in_the_loop(model: Model) -> object:
+    with zf.weights(model) as items, torch.no_grad():
+        next(model.parameters()).add_(1)
+        return list(items)
+
+
+def parameter_in_two_optimizers(model: Model) -> object:
+    first, *others = model.parameters()
+    return zf.check(model, (torch.optim.SGD([first], lr=0.1), torch.optim.AdamW([first, *others])))
+
+
+def group_for_several_optimizers(model: Model) -> object:
+    first, *others = model.parameters()
+    both = as_one((torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(others)))
+    return both.add_param_group({"params": []})  # type: ignore[func-returns-value]
 
 
 def changes_since_other_weights(model: Model) -> object:
@@ -1329,6 +1347,10 @@ ROWS: dict[str, Callable[..., object]] = {
     "describe_of_a_plain_module": lambda: zf.describe(Model()),
     "plan_of_a_plain_module": lambda: zf.plan(Model()),
     "refresh_of_a_plain_module": lambda: zf.refresh(Model()),
+    "sequence_without_optimizers": lambda model: zf.check(model, []),
+    "checkpoint_of_shards_as_extra": lambda folder, model: zf.save(
+        folder / "step-1", model, extra={"adamw": [next(model.parameters())]}
+    ),
     "weights_without_a_version": lambda model: zf.weights(model).version,
     "weights_of_unknown_names": lambda model: zf.weights(model, names="vllm"),
     "weights_of_one_name": lambda model: zf.weights(model, names={r".*": "weight"}),

@@ -424,3 +424,62 @@ def test_small_parameters_keep_float32() -> None:
     assert not torch.equal(states[1]["momentum_buffer"], large.grad)
     assert coded.may_be_coded(large)
     assert not coded.may_be_coded(small)
+
+
+# -- how near to float32 ----------------------------------------------------------------------------------------------
+
+
+def _streams() -> dict[str, tuple[Callable[[torch.Generator], Tensor], float]]:
+    """Gradients of a step, 256 a row, and how far from float32's updates those in 8 bits may be, as a part of their norm."""
+
+    def normal(generator: torch.Generator) -> Tensor:
+        return torch.randn(64, 256, generator=generator)
+
+    scales = torch.exp(1.5 * normal(torch.Generator().manual_seed(1)))
+    signs = normal(torch.Generator().manual_seed(2)).sign()
+
+    def of_tokens(generator: torch.Generator) -> Tensor:
+        is_there = torch.rand(64, 4, 1, generator=generator) < 0.125
+        return (normal(generator).view(64, 4, 64) * is_there).view(64, 256)
+
+    def smaller(share: float) -> Callable[[torch.Generator], Tensor]:
+        values = torch.full((64, 256), share)
+        values[:, 0] = 1
+        return lambda _: signs * values
+
+    return {
+        "normal": (normal, 0.02),
+        "of many sizes": (lambda generator: scales * normal(generator), 0.05),
+        "rows of tokens, of which one in eight is there": (of_tokens, 0.02),
+        **{
+            f"{share:g} of the largest": (smaller(share), most)
+            for share, most in ((0.01, 0.03), (1e-4, 0.15), (1e-6, 0.35))
+        },
+    }
+
+
+@pytest.mark.parametrize("stream", _streams())
+def test_updates_are_nearer_to_those_of_float32_than_with_dynamic_codes(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of torchao, as of bitsandbytes, have decimal decades down to 1e-7: a smaller second moment becomes zero."""
+    theirs: Any = pytest.importorskip("torchao.optim").AdamW8bit
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # what it compiles for each tensor
+    make, most = _streams()[stream]
+    options: dict[str, Any] = {"weight_decay": 0.0}
+    ways: dict[str, Callable[[nn.Parameter], Optimizer]] = {
+        "float32": lambda p: torch.optim.AdamW([p], lr=1e-3, fused=True, **options),
+        "ours": lambda p: zf.states8bit(torch.optim.AdamW([p], lr=1e-3, fused=True, **options)),
+        "theirs": lambda p: theirs([p], lr=torch.tensor(1e-3), **options),
+    }
+    found = {}
+    for name, way in ways.items():
+        parameter = nn.Parameter(torch.zeros(64, 256))
+        optimizer, generator = way(parameter), torch.Generator().manual_seed(0)
+        for _ in range(20):
+            parameter.grad = make(generator)
+            optimizer.step()
+        found[name] = parameter.detach()[:, 1:]
+    ours, other = ((found[name] - found["float32"]).norm() / found["float32"].norm() for name in ("ours", "theirs"))
+    assert ours < most
+    assert ours < 1.25 * other
