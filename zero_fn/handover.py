@@ -344,13 +344,13 @@ class _HandOver:
             self.note(key, part, part.local(room))
         if cut and line is not None:
             line.all_gather([path.segment(room) for path, room in cut], "weights").wait()
-        if wants:
-            self.require_unchanged([])
         rooms.reverse()
         found = []
         for name in names:
             wholes = [part.whole(rooms.pop()) for part in self.entries[name]]
             found.append((name, wholes[0] if len(wholes) == 1 else torch.cat(wholes)))
+        if wants:
+            self.require_unchanged([])  # now: ranks on model axes have gathered with this one
         return found[::-1]
 
 
