@@ -108,8 +108,9 @@ def weights(
     plan = _HandOver(since or WeightsVersion(dtype), keeps=keep)
     failure = failure_of(lambda: plan.add(model, names, nbytes_of_text(bucket, "bucket")))
     same = (dtype, bucket, whole, keep, since and since.name)
-    name = lambda: since.name if since is not None else str(time.time_ns())  # noqa: E731
-    agreed = RankMeeting().agree("Handing weights over", failure, name, same=same, same_names=[*plan.entries])
+    agreed = RankMeeting().agree(
+        "Handing weights over", failure, lambda: str(time.time_ns()), same=same, same_names=[*plan.entries]
+    )
     plan.deal(agreed.replica, agreed.replicas)
     plan.name = agreed.text
     return Weights(plan, _changes(plan) if since is not None else _wholes(plan) if whole else _shards(plan))

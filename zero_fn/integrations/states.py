@@ -159,16 +159,15 @@ def _entries(
     A model is saved with all of its optimizers. Of a model of PEFT only trained parameters are saved: its frozen base can be
     read again from where it came.
     """
-    of_model: dict[int, list[Optimizer]] = {}
+    of_model: dict[nn.Module, list[Optimizer]] = {}
     for model, optimizer in optimizers:
-        of_model.setdefault(id(model), []).append(optimizer)
-    trained = {id(model): model for model, _ in optimizers}
-    for number, (key, model) in enumerate(trained.items()):
-        own = as_one(of_model[key])
+        of_model.setdefault(model, []).append(optimizer)
+    for number, (model, several) in enumerate(of_model.items()):
+        own = as_one(several)
         held = {id(parameter) for group in own.param_groups for parameter in group["params"]}
         yield f"optimizer-{number}", model, own, partial(_is_held, held) if hasattr(model, "peft_config") else None
     for number, model in enumerate(models):
-        if id(model) not in trained:
+        if model not in of_model:
             yield f"model-{number}", model, None, None
 
 

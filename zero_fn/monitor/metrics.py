@@ -81,7 +81,8 @@ class Metrics:
         self._state, self._counts = _State(model, as_one(optimizer)), Counter[str]()
         self._watch = Spikes() if on_spike is not None else None
         before = [
-            each.register_step_pre_hook(lambda each, *_: self._before_step(each)) for each in members_of(optimizer)
+            each.register_step_pre_hook(lambda each, *_: self._before_step(each))
+            for each in members_of(self._state.optimizer)
         ]
         self._undo: list[Callable[[], object]] = [each.remove for each in before]
         if self._watch is not None:

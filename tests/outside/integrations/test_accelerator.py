@@ -7,6 +7,7 @@ import csv
 import io
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -71,17 +72,23 @@ def _train(parts: Parts, microbatches: int = 8, max_norm: float | None = None) -
     """Microbatches as accelerate teaches them; the loss of each, and the norm of each step if the program clips."""
     accelerator, model, optimizer, loader, scheduler = parts
     found = []
+    for loss in _backwards(accelerator, model, loader, microbatches):
+        found.append(loss)
+        if accelerator.sync_gradients and max_norm is not None:
+            found.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _backwards(accelerator: Any, model: nn.Module, loader: Any, microbatches: int) -> Iterator[float]:
+    """The loss of each microbatch; what follows is in its `accumulate`."""
     for _, batch in zip(range(microbatches), loader, strict=False):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
-            found.append(loss.item())
-            if accelerator.sync_gradients and max_norm is not None:
-                found.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    return found
+            yield loss.item()
 
 
 @on_two_ranks
@@ -129,15 +136,12 @@ def _muon_and_adamw(model: nn.Module) -> Any:
 
 def _train_two(accelerator: Any, model: nn.Module, optimizers: Any, loader: Any, microbatches: int = 4) -> list[float]:
     found = []
-    for _, batch in zip(range(microbatches), loader, strict=False):
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            found.append(loss.item())
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+    for loss in _backwards(accelerator, model, loader, microbatches):
+        found.append(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
     return found
 
 

@@ -41,15 +41,15 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
         if tag == "$items" and all(isinstance(key, str) and key not in _TAGS for key, _ in items):
             return dict(items)
         return {tag: [list(item) for item in items]}
-    if isinstance(value, Tensor) and not isinstance(value, DTensor):
-        tensors[path] = value.detach()
-        return {"$tensor": path}
     if isinstance(value, DTensor):
         raise CheckpointError(
             f"{path} is sharded, and extra= holds plain values.",
             fix="an optimizer beside the first: zf.save(folder, model, (muon, adamw)); an average: zf.ema(model); else "
             "value.full_tensor()",
         )
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {"$tensor": path}
     raise CheckpointError(
         f"{path} cannot be saved.",
         got=f"{type(value).__module__}.{type(value).__qualname__}",

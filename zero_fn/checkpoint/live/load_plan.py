@@ -157,13 +157,13 @@ class LoadPlan:
         if isinstance(optimizer, Streamed):
             by_id = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
             boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo}
-            in_chunks = [(held.in_chunks, key, held) for key, held in self.todo if held.in_chunks]
 
             def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
                 source.fill(*boxes[id(parameter), name], first, values)
 
-            for (number, name), key, held in in_chunks:
-                if number in by_id:  # and is not of another optimizer
+            for key, held in self.todo:
+                number, name = held.in_chunks or (0, "")
+                if number in by_id:  # else it is no state in chunks, or of another optimizer
                     self.then.append(partial(note_scales, optimizer, by_id[number], held, name, source, key))
             self.then.append(partial(fill_states, optimizer, kept, fill))
 
