@@ -7,9 +7,7 @@ Model     parts in a row, ties between them, and what the root returns
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +30,7 @@ class Part:
     wrap: str = ""
     children: tuple[Part, ...] = ()
 
-    def kinds(self) -> set[str]:
+    def kinds(self):
         """The kinds and wraps of this and all below."""
         return {self.kind, self.wrap}.union(*(child.kinds() for child in self.children))
 
@@ -49,7 +47,7 @@ class Model:
     twice: int = -1  # a part that runs a second time at the end
     double: bool = False  # whether everything is float64
 
-    def kinds(self) -> set[str]:
+    def kinds(self):
         """The kinds of all parts."""
         return set().union(*(part.kinds() for part in self.parts))
 
@@ -68,39 +66,37 @@ Pair = namedtuple("Pair", "first second")  # as users write them
 class Opaque:
     """An output that no pytree looks into."""
 
-    def __init__(self, *values: Tensor) -> None:
+    def __init__(self, *values):
         self.values = values
 
 
-def _layer(
-    make: Callable[[int, int], dict[str, nn.Module]], run: Callable[[Any, Tensor], Tensor]
-) -> Callable[[int, int], nn.Module]:
+def _layer(make, run):
     """A class of layers: its modules, of a width and a size, and its forward."""
 
     class Layer(nn.Module):
-        def __init__(self, width: int, size: int) -> None:
+        def __init__(self, width, size):
             super().__init__()
             for name, module in make(width, size).items():
                 self.add_module(name, module)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return run(self, x)
 
     return Layer
 
 
-_Mlp: Any = _layer(
+_Mlp = _layer(
     lambda width, size: {"up": nn.Linear(width, size), "down": nn.Linear(size, width)},
     lambda self, x: x + self.down(F.gelu(self.up(x))),
 )
 
 
-def _looked_up(self: Any, x: Tensor) -> Tensor:
+def _looked_up(self, x):
     rows = (x.detach().sum(1).abs() * 97).long() % self.table.num_embeddings
     return x + self.table(rows)
 
 
-def _attended(self: Any, x: Tensor) -> Tensor:
+def _attended(self, x):
     rows = x.unsqueeze(0)
     return x + self.attention(rows, rows, rows, need_weights=False)[0].squeeze(0)
 
@@ -108,13 +104,13 @@ def _attended(self: Any, x: Tensor) -> Tensor:
 class _Routed(nn.Module):
     """One expert, chosen by the rank's own rows; the others get no gradient on this rank."""
 
-    def __init__(self, width: int, size: int) -> None:
+    def __init__(self, width, size):
         super().__init__()
         self.count = min(size, 4)
         for number in range(self.count):
             self.add_module(f"expert{number}", nn.Linear(width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         chosen = int(x.detach().sum().abs() * 97) % self.count
         return x + torch.tanh(getattr(self, f"expert{chosen}")(x))
 
@@ -122,12 +118,12 @@ class _Routed(nn.Module):
 class _Mixed(nn.Module):
     """Every expert runs, on those rows that chose it: often on none."""
 
-    def __init__(self, width: int, size: int) -> None:
+    def __init__(self, width, size):
         super().__init__()
         self.router = nn.Linear(width, min(size, 4))
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(min(size, 4)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weights = torch.softmax(self.router(x), 1)
         chosen = weights.argmax(1)
         total = x
@@ -137,7 +133,7 @@ class _Mixed(nn.Module):
         return total
 
 
-def _parametrized(width: int, size: int) -> dict[str, nn.Module]:
+def _parametrized(width, size):
     # Of one element, the gradient below spectral_norm is the rounding of a sum that is zero.
     norms = nn.utils.parametrizations
     return {"linear": (norms.weight_norm if size % 2 or width == 1 else norms.spectral_norm)(nn.Linear(width, width))}
@@ -148,7 +144,7 @@ _Weighted = _layer(
 )
 
 
-def _weighted(width: int, size: int) -> nn.Module:
+def _weighted(width, size):
     """The older `weight_norm`, by a hook, of a layer inside a unit, or of one that may be a unit.
 
     Torch itself cannot copy such a module once it ran.
@@ -159,7 +155,7 @@ def _weighted(width: int, size: int) -> nn.Module:
 class _Odd(nn.Module):
     """Parameters of every awkward kind."""
 
-    def __init__(self, width: int, size: int) -> None:
+    def __init__(self, width, size):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.25))
         self.single = nn.Parameter(torch.randn(1))
@@ -171,7 +167,7 @@ class _Odd(nn.Module):
         self.unused = nn.Parameter(torch.randn(size))
         self.pair = nn.ParameterList([torch.randn(width), torch.randn(width, 1)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         inner = torch.tanh(F.linear(x, self.turned))
         extra = self.precise.sin().sum().to(x.dtype) + self.coarse.to(x.dtype).cos().sum() + self.steps.sum()
         spread = x @ self.pair[1]
@@ -179,30 +175,30 @@ class _Odd(nn.Module):
 
 
 class _Dropped(_Mlp):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.dropout(super().forward(x), 0.3, self.training)
 
 
 class _OpaqueInside(_Mlp):
     """Its layer returns an object that no pytree looks into."""
 
-    def forward(self, x: Tensor) -> Opaque:
+    def forward(self, x):
         return Opaque(super().forward(x))
 
 
 class _Nest(nn.Module):
     """Parts in a `Sequential`, after a parameter of its own."""
 
-    def __init__(self, width: int, part: Part) -> None:
+    def __init__(self, width, part):
         super().__init__()
         self.gate = nn.Parameter(torch.randn(width))
         self.inside = nn.Sequential(*(_part(width, child) for child in part.children))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.gate * self.inside(x)
 
 
-KINDS: dict[str, Any] = {
+KINDS = {
     "linear": _layer(
         lambda width, size: {"linear": nn.Linear(width, width, bias=bool(size % 2))},
         lambda self, x: torch.tanh(self.linear(x)),
@@ -239,15 +235,15 @@ KINDS: dict[str, Any] = {
 
 
 class _Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+    def __init__(self, inner, *, reentrant):
         super().__init__()
         self.inner, self.reentrant = inner, reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-def _part(width: int, part: Part) -> nn.Module:
+def _part(width, part):
     module = _Nest(width, part) if part.kind == "nest" else KINDS[part.kind](width, part.size)
     if part.frozen:
         module.requires_grad_(False)
@@ -260,7 +256,7 @@ OUTPUTS = ("tensor", "dict", "record", "pair", "opaque")
 class Root(nn.Module):
     """The parts in a row; two outputs, in one of several wrappings."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
         self.parts = nn.ModuleList(_part(model.width, part) for part in model.parts)
@@ -268,7 +264,7 @@ class Root(nn.Module):
             self.plain = list(self.parts)
         self.head = nn.Linear(model.width, 2)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         for part in self.plain if self.model.listed else self.parts:
             x = part(x)
         if self.model.twice >= 0:
@@ -286,7 +282,7 @@ class Root(nn.Module):
         return y
 
 
-def outputs_of(returned: Any) -> list[Tensor]:
+def outputs_of(returned):
     """The tensors in what a root returned."""
     if isinstance(returned, Opaque):
         return list(returned.values)
@@ -295,7 +291,7 @@ def outputs_of(returned: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
 
 
-def build_model(model: Model, seed: int = 0) -> Root:
+def build_model(model, seed=0):
     """The module of a value, the same wherever it is built. Uses the default generator and leaves it as it was."""
     with torch.random.fork_rng(devices=[]):
         seed_generator(seed)
@@ -325,13 +321,13 @@ def build_model(model: Model, seed: int = 0) -> Root:
     return root
 
 
-def part_of(root: Any, number: int) -> nn.Module:
+def part_of(root, number):
     """One of the parts, which run in every forward on every rank."""
-    part: nn.Module = root.parts[number % len(root.parts)]
+    part = root.parts[number % len(root.parts)]
     return part
 
 
-def inputs(model: Model, seed: int, rank: int) -> Tensor:
+def inputs(model, seed, rank):
     """What one rank sees in one forward: as many rows on every rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     dtype = torch.float64 if model.double else torch.float32

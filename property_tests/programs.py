@@ -5,13 +5,11 @@ They print, travel to ranks, and build the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 import zero_fn as zf
 
@@ -27,7 +25,7 @@ class Leaf:
     dtype: torch.dtype = torch.float32
     trained: bool = True
 
-    def values(self) -> Tensor:
+    def values(self):
         """Random values with the strides asked for."""
         wide = torch.complex128 if self.dtype.is_complex else torch.float64
         stored = torch.randn([self.shape[dim] for dim in self.order], dtype=wide)
@@ -57,7 +55,7 @@ class Tree:
 class Block(nn.Module):
     """Multiplies and adds every parameter it has, then calls its children in turn, then itself adds the first again."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node):
         super().__init__()
         for number, leaf in enumerate(node.leaves):
             trained = leaf.trained and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
@@ -70,26 +68,26 @@ class Block(nn.Module):
             for number, child in enumerate(children):
                 self.add_module(f"c{number}", child)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for name, _ in self.named_parameters(recurse=False, remove_duplicate=False):
             x = x + _scalar(getattr(self, name)) * torch.tanh(x)
         for child in self._blocks():
             x = torch.tanh(child(x))
-        offset: Tensor = self.offset  # type: ignore[assignment]
+        offset = self.offset
         return x + offset
 
-    def _blocks(self) -> Iterator[nn.Module]:
+    def _blocks(self):
         yield from (child for name, child in self.named_children() if name != "children_")
         yield from getattr(self, "children_", ())
 
 
-def _scalar(parameter: Tensor) -> Tensor:
+def _scalar(parameter):
     """Sums in the order of indices, not of memory: see `test_stages_agree_to_the_bit_when_strides_change`."""
     real = parameter.abs() if parameter.is_complex() else parameter
     return real.float().sin().reshape(-1).sum()
 
 
-def build(tree: Tree, seed: int = 0) -> Block:
+def build(tree, seed=0):
     """The module of a tree, the same wherever it is built."""
     torch.manual_seed(seed)  # not `seed_generator`: LocalTensorMode seeds the ranks it simulates where torch is called
     model = Block(tree.root)
@@ -102,7 +100,7 @@ def build(tree: Tree, seed: int = 0) -> Block:
     return model
 
 
-def batch(seed: int, rank: int = 0) -> Tensor:
+def batch(seed, rank=0):
     """The input of one rank in one step. It requires gradients, so that frozen modules have a backward too."""
     return torch.randn(3, generator=torch.Generator().manual_seed(100 * seed + rank)).requires_grad_()
 
@@ -114,7 +112,7 @@ class Link:
     verb: str
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def __call__(self, module, mesh):
         transform = getattr(zf, self.verb)
         if self.verb == "precision":
             return transform(module, **self.options)
@@ -124,7 +122,7 @@ class Link:
 Chain = tuple[Link, ...]
 
 
-def apply(chain: Chain, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def apply(chain, module, mesh):
     """The transforms of a chain, the first one first."""
     for link in chain:
         module = link(module, mesh)

@@ -9,13 +9,10 @@ what is trained, outputs. Everything must be equal to the bit, with two exceptio
                                       lie within 1024 roundings of the largest one; replicas go on with those of the ranks
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from property_tests.modules import build_model
 from property_tests.rules import (
@@ -28,9 +25,6 @@ from property_tests.rules import (
     Failed,
     Freeze,
     Load,
-    Program,
-    Rule,
-    Seen,
     Step,
     Transform,
     ZeroGrad,
@@ -50,15 +44,15 @@ __all__ = ["Replicas", "differences"]
 class Replicas:
     """N replicas of a program; `follow` runs one rule and says where the ranks differ from it."""
 
-    def __init__(self, program: Program, n: int, *, is_reordered: bool) -> None:
+    def __init__(self, program, n, *, is_reordered):
         self.spec, self.program, self.n = program.model, program, n
-        self.models: list[nn.Module] = [build_model(program.model) for _ in range(n)]
+        self.models = [build_model(program.model) for _ in range(n)]
         self.is_reordered = is_reordered
         self.stepper = self.program.optimizer.of(self.models[0])
 
-    def follow(self, rule: Rule, seed: int, seen: Sequence[Seen]) -> list[str]:
+    def follow(self, rule, seed, seen):
         """Runs a rule. Returns a line for each difference between the replicas and what the ranks held after it."""
-        found: list[str] = []
+        found = []
         match rule:
             case Backward():
                 self._backward(rule, seed)
@@ -88,13 +82,13 @@ class Replicas:
 
     # -- rules ------------------------------------------------------------------------------------------------------
 
-    def _backward(self, rule: Backward, seed: int) -> None:
+    def _backward(self, rule, seed):
         calls = [backwards(model, self.spec, rule, seed, rank) for rank, model in enumerate(self.models)]
         for at_once in zip(*calls, strict=True):
             self._reduce([self._fresh(model, call) for model, call in zip(self.models, at_once, strict=True)])
 
-    def _accumulate(self, rule: Accumulate, seed: int) -> None:
-        sums: list[list[Tensor | None]] = [[None] * len(list(model.parameters())) for model in self.models]
+    def _accumulate(self, rule, seed):
+        sums = [[None] * len(list(model.parameters())) for model in self.models]
         for number, microbatch in enumerate(rule.microbatches):
             if number == rule.fails_at:
                 return
@@ -110,8 +104,8 @@ class Replicas:
                     evaluated(model, self.spec, "no_grad", seed, rank)
         self._reduce(sums)
 
-    def _step(self, rule: Step, seen: Sequence[Seen]) -> list[str]:
-        found: list[str] = []
+    def _step(self, rule, seen):
+        found = []
         parameters = list(self.models[0].parameters())
         if rule.clip is not None:
             norm = seen[0].norm
@@ -126,11 +120,11 @@ class Replicas:
         self._share()
         return found
 
-    def _edit(self, rule: Edit, seed: int, seen: Sequence[Seen]) -> list[str]:
+    def _edit(self, rule, seed, seen):
         before = [parameter.detach().clone() for parameter in self.models[0].parameters()]
         edited(self.models[0], rule)
         self._share()
-        found: list[str] = []
+        found = []
         if rule.forward:
             found = self._compare_outputs(lambda model, rank: evaluated(model, self.spec, "no_grad", seed, rank), seen)
         if not rule.writeback:
@@ -140,14 +134,14 @@ class Replicas:
             self._share()
         return found
 
-    def _load(self) -> None:
+    def _load(self):
         states = [model.state_dict() for model in self.models]
         self.models = [build_model(self.spec, seed=1) for _ in self.models]
         for model, state in zip(self.models, states, strict=True):
             model.load_state_dict(state)
         self.stepper = self.program.optimizer.of(self.models[0])
 
-    def _fail(self, rule: Fail, seed: int) -> None:
+    def _fail(self, rule, seed):
         for rank, model in enumerate(self.models):
             with suppress(Failed), failing(model, rule):
                 for call in backwards(model, self.spec, Backward(), seed, rank):
@@ -156,7 +150,7 @@ class Replicas:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def _fresh(self, model: nn.Module, call: Callable[[], None]) -> list[Tensor | None]:
+    def _fresh(self, model, call):
         """The gradients of one backward alone."""
         parameters = list(model.parameters())
         before = [parameter.grad for parameter in parameters]
@@ -168,7 +162,7 @@ class Replicas:
             parameter.grad = grad
         return [None if grad is None else _wide(grad) for grad in grads]
 
-    def _reduce(self, by_rank: list[list[Tensor | None]]) -> None:
+    def _reduce(self, by_rank):
         """Adds the mean over ranks to the gradients of the first replica. No gradient is a gradient of zeros if another rank
         has one."""
         for parameter, grads in zip(self.models[0].parameters(), zip(*by_rank, strict=True), strict=True):
@@ -181,7 +175,7 @@ class Replicas:
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
-    def _share(self) -> None:
+    def _share(self):
         """The other replicas take over the parameters of the first."""
         with torch.no_grad():
             for model in self.models[1:]:
@@ -190,7 +184,7 @@ class Replicas:
 
     # -- comparison -------------------------------------------------------------------------------------------------
 
-    def _compare_outputs(self, run: Callable[[nn.Module, int], list[Tensor]], seen: Sequence[Seen]) -> list[str]:
+    def _compare_outputs(self, run, seen):
         found = []
         for rank, model in enumerate(self.models):
             expected = run(model, rank)
@@ -198,7 +192,7 @@ class Replicas:
                 found.append(f"outputs of rank {rank} differ")
         return found
 
-    def _compare(self, seen: Sequence[Seen]) -> list[str]:
+    def _compare(self, seen):
         expected = dict(self.models[0].named_parameters())
         if any(rank.held.keys() != expected.keys() for rank in seen):
             return ["names differ"]
@@ -219,7 +213,7 @@ class Replicas:
                 found += self._compare_grad(name, whole(grads, held[0].dim), parameter)
         return found
 
-    def _compare_grad(self, name: str, grad: Tensor | None, parameter: nn.Parameter) -> list[str]:
+    def _compare_grad(self, name, grad, parameter):
         assert parameter.grad is not None
         if same(grad, parameter.grad):
             return []
@@ -236,7 +230,7 @@ class Replicas:
         return [f"grad of {name} differs{_by_how_much(grad, parameter.grad)}"]
 
 
-def is_reordered(program: Program) -> bool:
+def is_reordered(program):
     """Whether some sum of the program has two legal orders.
 
     A unit that runs several times in a backward adds its uses one by one, to what an `accumulate` block has so far; in a
@@ -258,13 +252,13 @@ def is_reordered(program: Program) -> bool:
     return (several or bool(program.model.ties)) and one_by_one
 
 
-def _passes(rule: Rule) -> tuple[Backward, ...]:
+def _passes(rule):
     if isinstance(rule, Accumulate):
         return rule.microbatches
     return (rule,) if isinstance(rule, Backward) else ()
 
 
-def differences(program: Program, by_rank: Sequence[Sequence[Seen]]) -> list[str]:
+def differences(program, by_rank):
     """Where what ranks held after each rule differs from replicas, as lines of text, up to the first rule that does."""
     replicas = Replicas(program, len(by_rank), is_reordered=is_reordered(program))
     for number, rule in enumerate(program.rules):
@@ -274,16 +268,16 @@ def differences(program: Program, by_rank: Sequence[Sequence[Seen]]) -> list[str
     return []
 
 
-def _wide(grad: Tensor) -> Tensor:
+def _wide(grad):
     """In the dtype of sums."""
     return grad.float() if grad.is_floating_point() and grad.itemsize < 4 else grad.clone()
 
 
-def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _added(one, other):
     return one + other if one is not None and other is not None else one if other is None else other
 
 
-def _norm_differs(grads: list[Tensor], p: float, norm: Tensor) -> list[str]:
+def _norm_differs(grads, p, norm):
     """The norm of all gradients against its value in float64, within the rounding of a sum in the dtype of the norm."""
     if not grads:
         return []
@@ -302,7 +296,7 @@ def _norm_differs(grads: list[Tensor], p: float, norm: Tensor) -> list[str]:
     return []
 
 
-def _by_how_much(one: Tensor | None, other: Tensor) -> str:
+def _by_how_much(one, other):
     if one is None:
         return " between ranks"
     if one.shape != other.shape or one.dtype != other.dtype:

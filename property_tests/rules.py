@@ -7,14 +7,11 @@ compared after every one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
@@ -124,10 +121,10 @@ class Optimizer:
     foreach: bool = True
     scheduled: bool = False
 
-    def of(self, model: nn.Module) -> Stepper:
+    def of(self, model):
         """The optimizer of a model."""
         parameters = list(model.parameters())
-        options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9} if self.kind == "sgd" else {"lr": 1e-2}
+        options = {"lr": 0.05, "momentum": 0.9} if self.kind == "sgd" else {"lr": 1e-2}
         kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
         made = kinds[self.kind](parameters, foreach=self.foreach, **options)
         return Stepper(made, torch.optim.lr_scheduler.ExponentialLR(made, 0.7) if self.scheduled else None)
@@ -140,7 +137,7 @@ class Stepper:
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler | None
 
-    def step(self, rule: Step) -> None:
+    def step(self, rule):
         """A step, once gradients are clipped."""
         self.optimizer.step()
         if self.schedule is not None:
@@ -162,7 +159,7 @@ class Program:
 # -- what a rule does to one model --------------------------------------------------------------------------------------
 
 
-def loss(model: nn.Module, spec: Model, seed: int, rank: int, output: int) -> Tensor:
+def loss(model, spec, seed, rank, output):
     """The loss of one forward."""
     seed_generator(1000 * seed + rank)  # dropout
     outputs = outputs_of(model(inputs(spec, seed, rank)))
@@ -173,7 +170,7 @@ def loss(model: nn.Module, spec: Model, seed: int, rank: int, output: int) -> Te
     return total
 
 
-def backwards(model: nn.Module, spec: Model, rule: Backward, seed: int, rank: int) -> list[Callable[[], None]]:
+def backwards(model, spec, rule, seed, rank):
     """Runs the forwards of a rule; returns its backwards, each to be called once. Frozen models have none."""
     if rule.unused:
         loss(model, spec, seed + 50, rank, rule.output)
@@ -183,18 +180,18 @@ def backwards(model: nn.Module, spec: Model, rule: Backward, seed: int, rank: in
         for other in losses[1:]:
             total = total + other
         losses = [total]
-    calls: list[Callable[[], None]] = []
+    calls = []
     for value in losses:
         if value.requires_grad:
             calls += [_backward(value, retain=True)] * rule.retain + [_backward(value, retain=False)]
     return calls
 
 
-def _backward(value: Tensor, *, retain: bool) -> Callable[[], None]:
+def _backward(value, *, retain):
     return lambda: value.backward(retain_graph=retain)
 
 
-def evaluated(model: nn.Module, spec: Model, mode: str, seed: int, rank: int) -> list[Tensor]:
+def evaluated(model, spec, mode, seed, rank):
     """The outputs of one forward that nothing is learnt from."""
     seed_generator(1000 * seed + rank)
     x = inputs(spec, seed, rank)
@@ -212,14 +209,14 @@ def evaluated(model: nn.Module, spec: Model, mode: str, seed: int, rank: int) ->
     return [value.detach().clone() for value in outputs]
 
 
-def set_frozen(model: nn.Module, rule: Freeze) -> None:
+def set_frozen(model, rule):
     """Freezes a part or trains its floating point parameters."""
     for parameter in part_of(model, rule.part).parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(not rule.frozen)
 
 
-def edited(model: nn.Module, rule: Edit) -> None:
+def edited(model, rule):
     """Edits one whole parameter in place."""
     parameters = list(model.parameters())
     chosen = parameters[rule.which % len(parameters)]
@@ -234,14 +231,14 @@ class Failed(Exception):
 
 
 @contextmanager
-def failing(model: nn.Module, rule: Fail) -> Iterator[None]:
+def failing(model, rule):
     """In this block a part raises `Failed`."""
     part = part_of(model, rule.part)
 
-    def in_forward(*_: object) -> None:
+    def in_forward(*_):
         raise Failed
 
-    def in_backward(_module: nn.Module, _args: object, output: Any) -> Any:
+    def in_backward(_module, _args, output):
         if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
             # As where this rank chose a frozen expert: it is to raise on every rank, and as late.
             output = output + torch.zeros_like(output, requires_grad=True)
@@ -250,7 +247,7 @@ def failing(model: nn.Module, rule: Fail) -> Iterator[None]:
                 value.register_hook(in_forward)
         return output
 
-    def in_recomputation(*_: object) -> None:
+    def in_recomputation(*_):
         if torch._C._current_graph_task_id() != -1:
             raise Failed
 
@@ -292,16 +289,16 @@ class Seen:
 class OnRank:
     """One rank of a program over an axis; `do` runs one rule."""
 
-    def __init__(self, program: Program, axis: DeviceMesh) -> None:
+    def __init__(self, program, axis):
         self.spec, self.program, self.axis = program.model, program, axis
         self.rank = axis.get_local_rank()
-        self.model: nn.Module = apply(program.chain, build_model(program.model), axis)
+        self.model = apply(program.chain, build_model(program.model), axis)
         self.stepper = self.program.optimizer.of(self.model)
 
-    def do(self, rule: Rule, seed: int) -> Seen:
+    def do(self, rule, seed):
         """Runs a rule, and looks at what is held then."""
-        outputs: list[Tensor] = []
-        norm: Tensor | None = None
+        outputs = []
+        norm = None
         match rule:
             case Backward():
                 self._backward(rule, seed)
@@ -329,11 +326,11 @@ class OnRank:
                 self._fail(rule, seed)
         return Seen(_held(self.model), outputs, norm)
 
-    def _backward(self, rule: Backward, seed: int) -> None:
+    def _backward(self, rule, seed):
         for call in backwards(self.model, self.spec, rule, seed, self.rank):
             call()
 
-    def _accumulate(self, rule: Accumulate, seed: int) -> None:
+    def _accumulate(self, rule, seed):
         with suppress(Failed), zf.accumulate(self.model):
             for number, microbatch in enumerate(rule.microbatches):
                 if number == rule.fails_at:
@@ -342,7 +339,7 @@ class OnRank:
                 if rule.evaluates:
                     evaluated(self.model, self.spec, "no_grad", seed, self.rank)
 
-    def _step(self, rule: Step) -> Tensor | None:
+    def _step(self, rule):
         norm = None
         if rule.clip is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), rule.clip, norm_type=rule.norm)
@@ -350,34 +347,34 @@ class OnRank:
         self.stepper.step(rule)
         return norm
 
-    def _edit(self, rule: Edit, seed: int) -> list[Tensor]:
+    def _edit(self, rule, seed):
         with zf.unsharded(self.model, writeback=rule.writeback):
             edited(self.model, rule)
             return evaluated(self.model, self.spec, "no_grad", seed, self.rank) if rule.forward else []
 
-    def _load(self, rule: Load) -> None:
+    def _load(self, rule):
         with zf.unsharded(self.model):
             state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model = apply(rule.chain, build_model(self.spec, seed=1), self.axis)
         self.model.load_state_dict(state)
         self.stepper = self.program.optimizer.of(self.model)
 
-    def _fail(self, rule: Fail, seed: int) -> None:
+    def _fail(self, rule, seed):
         block = zf.accumulate(self.model) if rule.accumulating else nullcontext()
         with suppress(Failed), failing(self.model, rule), block:
             self._backward(Backward(), seed)
         self.model.zero_grad()
 
 
-def run_program(program: Program, axis: Callable[[], DeviceMesh] = simulated_axis) -> list[Seen]:
+def run_program(program, axis=simulated_axis):
     """Runs all rules on the calling rank of an axis."""
     me = OnRank(program, axis())
     return [me.do(rule, 100 * number) for number, rule in enumerate(program.rules)]
 
 
-def _held(model: nn.Module) -> dict[str, Held]:
+def _held(model):
     """Asks nothing of other ranks: whole tensors are put together by who looks at all ranks."""
-    found: dict[str, Held] = {}
+    found = {}
     for name, parameter in model.named_parameters():
         (values, dim), (grad, grad_dim) = held(parameter), held(parameter.grad)
         assert values is not None and (grad is None or grad_dim == dim), name
@@ -385,14 +382,14 @@ def _held(model: nn.Module) -> dict[str, Held]:
     return found
 
 
-def whole(parts: list[Tensor], dim: int | None) -> Tensor | None:
+def whole(parts, dim):
     """Puts the parts of all ranks together; None if they should be equal and are not."""
     if dim is not None:
         return torch.cat(parts, dim)
     return parts[0] if all(same(part, parts[0]) for part in parts) else None
 
 
-def same(one: Tensor | None, other: Tensor | None) -> bool:
+def same(one, other):
     """Whether two tensors are equal; NaN is equal to NaN. Programs may train until their numbers overflow."""
     if one is None or other is None:
         return one is other

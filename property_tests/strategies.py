@@ -1,16 +1,12 @@
 """Strategies: shapes, memory orders, traces, homes, module trees, chains of transforms; models of real layers, training
 programs, schedules of ranks, faults."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
 from hypothesis import strategies as st
 
 import zero_fn as zf
 from property_tests.modules import KINDS, OUTPUTS, Model, Part
-from property_tests.programs import Chain, Leaf, Link, Node, Tree
+from property_tests.programs import Leaf, Link, Node, Tree
 from property_tests.rules import (
     Accumulate,
     Backward,
@@ -22,40 +18,39 @@ from property_tests.rules import (
     Load,
     Optimizer,
     Program,
-    Rule,
     Step,
     Transform,
     ZeroGrad,
 )
 from tests.simulation import Fault
 from zero_fn.values.home import Home, ReshardAfter, Stage
-from zero_fn.values.schedule import Enter, Exit, Trace, Use
+from zero_fn.values.schedule import Enter, Exit, Use
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.bool)
 
 
-def axis_sizes(max_size: int = 8) -> st.SearchStrategy[int]:
+def axis_sizes(max_size=8):
     """Numbers of ranks."""
     return st.integers(1, max_size)
 
 
-def shapes(*, min_size: int = 0, max_dims: int = 4, max_size: int = 17) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes(*, min_size=0, max_dims=4, max_size=17):
     """Shapes of parameters: scalars and, with `min_size=0`, empty tensors among them."""
     return st.lists(st.integers(min_size, max_size), max_size=max_dims).map(tuple)
 
 
-def memory_orders(dims: int) -> st.SearchStrategy[tuple[int, ...]]:
+def memory_orders(dims):
     """Dims of a tensor from the outermost in memory to the innermost."""
     return st.permutations(range(dims)).map(tuple)
 
 
 @st.composite
-def traces(draw: st.DrawFn, *, max_units: int = 5, max_uses: int = 8) -> Trace:
+def traces(draw, *, max_units=5, max_uses=8):
     """Brackets of a forward pass: nested and repeated units, one after the other, as modules call modules."""
-    trace: list[Enter | Exit] = []
-    counts: dict[int, int] = {}
-    open_uses: list[Use] = []
+    trace = []
+    counts = {}
+    open_uses = []
     budget = draw(st.integers(1, max_uses))
     while budget or open_uses:
         free = [unit for unit in range(max_units) if all(use.unit != unit for use in open_uses)]
@@ -71,7 +66,7 @@ def traces(draw: st.DrawFn, *, max_units: int = 5, max_uses: int = 8) -> Trace:
     return tuple(trace)
 
 
-def homes(*, compatible: bool = False) -> st.SearchStrategy[Home]:
+def homes(*, compatible=False):
     """Homes; `compatible` ones never ask for two dtypes."""
     dtypes = (None, torch.bfloat16) if compatible else (None, torch.bfloat16, torch.float16)
     sums = (None, torch.float32) if compatible else (None, torch.float32, torch.float64)
@@ -86,7 +81,7 @@ def homes(*, compatible: bool = False) -> st.SearchStrategy[Home]:
 
 
 @st.composite
-def leaves(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_size: int = 9, frozen: bool = True) -> Leaf:
+def leaves(draw, *, dtypes=DTYPES, max_size=9, frozen=True):
     """Parameters of every awkward kind."""
     shape = draw(shapes(max_dims=3, max_size=max_size))
     trained = draw(st.booleans()) or draw(st.booleans()) if frozen else True
@@ -94,7 +89,7 @@ def leaves(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_size:
 
 
 @st.composite
-def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, frozen: bool = True, ties: bool = True) -> Tree:
+def trees(draw, *, dtypes=DTYPES, frozen=True, ties=True):
     """Modules: a root with a parameter, nested containers, ties anywhere.
 
     Not with `st.builds`: Hypothesis takes exponential time to print nested calls of it.
@@ -102,7 +97,7 @@ def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, frozen: bo
     leaf = leaves(dtypes=dtypes, frozen=frozen)
     budget = draw(st.integers(0, 6))
 
-    def node(depth: int) -> Node:
+    def node(depth):
         nonlocal budget
         own = tuple(draw(leaf) for _ in range(draw(st.integers(0 if depth else 1, 3))))
         width = min(draw(st.integers(0, 3)), budget) if depth < 3 else 0
@@ -120,15 +115,15 @@ _UNITS = (None, "*", zf.by_size(nbytes=1), zf.by_size(nbytes=200))
 
 @st.composite
 def links(
-    draw: st.DrawFn,
+    draw,
     *,
-    units: object = None,
-    where: Sequence[object] = ("p0", "*", ("p0", "*p1")),
-    donates: bool = False,
-) -> Link:
+    units=None,
+    where=("p0", "*", ("p0", "*p1")),
+    donates=False,
+):
     """One sharding transform with options; `where` selects some parameters of the model."""
     verb = draw(st.sampled_from(STAGES))
-    options: dict[str, object] = {}
+    options = {}
     if units is not None and draw(st.booleans()):
         options["units"] = units
     if draw(st.booleans()):
@@ -143,7 +138,7 @@ def links(
 
 
 @st.composite
-def chains(draw: st.DrawFn, *, min_size: int = 1, max_size: int = 3, precise: bool = False) -> Chain:
+def chains(draw, *, min_size=1, max_size=3, precise=False):
     """Chains of transforms in any order, all with the same choice of units if any; `precise` adds `precision`."""
     units = draw(st.sampled_from(_UNITS))
     chain = draw(st.lists(links(units=units), min_size=min_size, max_size=max_size))
@@ -153,7 +148,7 @@ def chains(draw: st.DrawFn, *, min_size: int = 1, max_size: int = 3, precise: bo
     return tuple(chain)
 
 
-def without_units(chain: Chain) -> Chain:
+def without_units(chain):
     """The chain for a module whose units are chosen already."""
     return tuple(Link(link.verb, {k: v for k, v in link.options.items() if k != "units"}) for link in chain)
 
@@ -167,7 +162,7 @@ _WHERE = ("head.*", "*", "parts.0.*", ("*weight*", "head.bias"))
 
 
 @st.composite
-def parts(draw: st.DrawFn, depth: int = 2) -> Part:
+def parts(draw, depth=2):
     """One layer, or a nest of up to three."""
     kind = draw(st.sampled_from([*KINDS, "nest"] if depth else list(KINDS)))
     children = tuple(draw(st.lists(parts(depth - 1), min_size=1, max_size=3))) if kind == "nest" else ()
@@ -189,14 +184,14 @@ _around = st.builds(
 
 
 @st.composite
-def adapted(draw: st.DrawFn) -> tuple[Part, ...]:
+def adapted(draw):
     """A trained layer before frozen ones, some below a checkpoint of several, of which ranks skip parts."""
     first = Part(draw(st.sampled_from(["mlp", "linear"])), draw(st.integers(2, 3)))
     return (first, *draw(st.lists(_around | _leaves, min_size=1, max_size=2)))
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw):
     """Models of one to four parts.
 
     No ties beside skipped experts below reentrant checkpoints: the one combination that is refused at run time, see
@@ -204,7 +199,7 @@ def models(draw: st.DrawFn) -> Model:
     """
     some = st.lists(parts(), min_size=1, max_size=4).map(tuple)
     chosen = draw(st.one_of(*[some] * 7, adapted()))
-    ties: tuple[tuple[int, int], ...] = ()
+    ties = ()
     kinds = Model(1, chosen).kinds()
     if not {"routed", "reentrant"} <= kinds:
         ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
@@ -214,13 +209,13 @@ def models(draw: st.DrawFn) -> Model:
 
 
 @st.composite
-def chains_for(draw: st.DrawFn, model: Model, *, max_size: int = 3) -> Chain:
+def chains_for(draw, model, *, max_size=3):
     """Chains of transforms that fit a model, with every option.
 
     Where experts are skipped, the unit is the layer that routes: a unit that a rank does not enter is one it does not gather.
     Where a layer reads the parameters of another without calling it, both are in one unit; else that is a typed error.
     """
-    choices: list[object] = [None, "parts.?"]
+    choices = [None, "parts.?"]
     if "nest" in model.kinds():
         choices += ["*inside.?", ("parts.?", "*inside.?")]
     if not model.kinds() & {"routed", "attention", "normed", "weighted", "odd"}:
@@ -231,7 +226,7 @@ def chains_for(draw: st.DrawFn, model: Model, *, max_size: int = 3) -> Chain:
     return (Link(first.verb, first.options if units is None else {"units": units, **first.options}), *others)
 
 
-def backwards(*, several: bool = True) -> st.SearchStrategy[Backward]:
+def backwards(*, several=True):
     """Forwards and backwards of every kind."""
     return st.builds(
         Backward,
@@ -243,14 +238,14 @@ def backwards(*, several: bool = True) -> st.SearchStrategy[Backward]:
     )
 
 
-def steps() -> st.SearchStrategy[Step]:
+def steps():
     """Optimizer steps, clipped or not."""
     norms = [0.5, 1.0, 2.0, 3.0, float("inf")]
     clips = st.sampled_from([None, None, 0.1, 1.0])
     return st.builds(Step, clip=clips, norm=st.sampled_from(norms), keeps=st.sampled_from([False, False, True]))
 
 
-def rules(model: Model) -> st.SearchStrategy[Rule]:
+def rules(model):
     """One rule that fits a model."""
     chain = chains_for(model, max_size=2)
     accumulate = st.builds(
@@ -279,7 +274,7 @@ def rules(model: Model) -> st.SearchStrategy[Rule]:
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, max_rules: int = 6) -> Program:
+def programs(draw, *, max_rules=6):
     """Whole programs."""
     model = draw(models())
     optimizer = draw(st.builds(Optimizer, st.sampled_from(["sgd", "adam", "adamw"]), st.booleans(), st.booleans()))
@@ -288,11 +283,11 @@ def programs(draw: st.DrawFn, *, max_rules: int = 6) -> Program:
     return Program(model, chain, tuple(drawn), optimizer)
 
 
-def faults(n: int, *, kinds: tuple[str, ...] = ("delay", "drop", "kill"), last: int = 120) -> st.SearchStrategy[Fault]:
+def faults(n, *, kinds=("delay", "drop", "kill"), last=120):
     """One fault of one of `n` ranks, at one of its first events."""
     return st.builds(
         Fault,
-        st.sampled_from(kinds),  # type: ignore[arg-type]
+        st.sampled_from(kinds),
         st.integers(0, n - 1),
         st.integers(0, last),
         st.integers(1, 50),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.simulation import axis
@@ -24,14 +23,14 @@ from tests.support.models import Language
 from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
 from zero_fn.values.mesh import root_of
-from zero_fn.values.tiers import Tier, is_accelerator
+from zero_fn.values.tiers import is_accelerator
 
 __all__ = ["ACTIONS", "Placed", "places", "programs", "trained"]
 
 PARTS = ("embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm")
 LATE = "blocks.2"  # what may be given to the optimizer in a group of its own, after steps
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
     "adamw, fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
@@ -77,20 +76,20 @@ class Training:
     device_type = "cpu"
     axis: Callable[[], DeviceMesh] = staticmethod(axis)
 
-    def __init__(self, placed: Placed, path: str | None) -> None:
+    def __init__(self, placed, path):
         seed_generator(0)
         self.placed, self.path = placed, path
-        model: nn.Module = Language(blocks=4).to(self.device_type)
+        model = Language(blocks=4).to(self.device_type)
         if placed.is_tiled:
             model = zf.tile(model, where="*.up.weight", parts=3)
-        self.model: Any = self._transformed(model)
+        self.model = self._transformed(model)
         self.optimizer = self.made_optimizer()
-        self.saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None
-        self.average: list[Tensor] = []
+        self.saved = None
+        self.average = []
 
-    def _transformed(self, model: nn.Module) -> nn.Module:
+    def _transformed(self, model):
         placed = self.placed
-        tiers: dict[str, Any] = {name: self.tier(self.path) for name in placed.states} if self.path else {}
+        tiers = {name: self.tier(self.path) for name in placed.states} if self.path else {}
         stage, is_plain = placed.stage, placed.stage == "plain" and placed.outer is None
         if is_plain and not tiers and is_accelerator(self.device_type):
             stage = "replicate"  # so that all sums have the order of a transform
@@ -99,13 +98,13 @@ class Training:
         if "optim" in tiers:
             tiers["fraction"] = placed.fraction
         outer, dtypes = placed.outer, (placed.compute, placed.grads)
-        rounded: dict[str, Any] = {"rest": torch.bfloat16, "round": placed.round} if placed.round else {}
+        rounded = {"rest": torch.bfloat16, "round": placed.round} if placed.round else {}
 
-        def staged(module: nn.Module, stage: str, mesh: DeviceMesh) -> nn.Module:
+        def staged(module, stage, mesh):
             options = {key: value for key, value in placed.options.items() if key == "units" or stage != "replicate"}
             return STAGES[stage](module, mesh, **options)
 
-        transforms: list[Callable[[nn.Module], nn.Module]] = [
+        transforms = [
             lambda m: m if stage == "plain" else staged(m, stage, self.axis()),
             lambda m: m if outer is None else staged(m, outer, root_of(self.axis())["outer"]),
             lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
@@ -122,24 +121,24 @@ class Training:
         parked = self.tier(self.path) if self.path and placed.recomputes == "parked" else None
         return zf.checkpoint_activations(model, units="blocks.?", offload=parked)
 
-    def tier(self, path: str) -> Tier:
+    def tier(self, path):
         """Where states rest: on a disk, and of an accelerator on the host, too."""
         is_host = is_accelerator(self.device_type) and self.placed.tier == "cpu"
         return zf.cpu(pinned=False) if is_host else zf.nvme(path)
 
-    def made_optimizer(self) -> Any:
+    def made_optimizer(self):
         optimizer = OPTIMIZERS[self.placed.optimizer](self._groups())
         if is_accelerator(self.device_type):
             optimizer.param_groups = [{**group, "foreach": False} for group in optimizer.param_groups]  # as on the host
         if self.path is None:
             return zf.streamed(optimizer) if self.placed.round else optimizer
-        how: dict[str, Any] = {"buffer": self.placed.buffer, "finish": self.placed.finish}
+        how = {"buffer": self.placed.buffer, "finish": self.placed.finish}
         if "optim" in self.placed.states and self.placed.where is None:
             return zf.streamed(optimizer, **how)  # each to the tier that offload said
         tier = zf.nvme(self.path) if self.placed.tier == "nvme" else zf.cpu()
         return zf.streamed(optimizer, tier, fraction=self.placed.fraction, **how)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self):
         parameters = list(self.model.parameters())
         if self.placed.groups == "vectors apart":
             return [
@@ -152,17 +151,17 @@ class Training:
             return [{"params": parameters[1::2]}, {"params": parameters[::2], "lr": 0.02}]
         return [{"params": parameters}]
 
-    def of(self, part: int) -> list[nn.Parameter]:
+    def of(self, part):
         prefix = PARTS[part % len(PARTS)]
         return [p for name, p in self.model.named_parameters() if name.startswith(prefix)]
 
-    def loss(self, seed: int) -> Tensor:
+    def loss(self, seed):
         generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
         tokens = torch.randint(37, (2, 5), generator=generator).to(self.device_type)
-        loss: Tensor = self.model(tokens).float().logsumexp(-1).mean()
+        loss = self.model(tokens).float().logsumexp(-1).mean()
         return loss
 
-    def holds(self) -> Iterator[Tensor]:
+    def holds(self):
         """This rank's part of all parameters and states."""
         yield from map(own, self.model.parameters())
         states = self.optimizer.state_dict()["state"]
@@ -170,46 +169,46 @@ class Training:
             yield from (own(torch.as_tensor(states[number][name])) for name in sorted(states[number]))
 
 
-def own(tensor: Tensor) -> Tensor:
+def own(tensor):
     """A copy of what this rank has of it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
 
 
-def backward_of(loss: Tensor) -> None:
+def backward_of(loss):
     if loss.requires_grad:  # not everything is frozen
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 Seen = list[Tensor] | None
-ACTIONS: dict[str, Callable[[Training, int], Seen]] = {}
+ACTIONS = {}
 
 
-def action(do: Callable[[Training, int], Seen]) -> Callable[[Training, int], Seen]:
+def action(do):
     ACTIONS[do.__name__] = do
     return do
 
 
 @action
-def backward(training: Training, seed: int) -> Seen:
+def backward(training, seed):
     loss = training.loss(seed)
     backward_of(loss)
     return [loss.detach()]
 
 
 @action
-def backward_of_two_forwards(training: Training, seed: int) -> None:
+def backward_of_two_forwards(training, seed):
     backward_of(training.loss(seed) * training.loss(seed + 1))
 
 
 @action
-def backward_of_microbatches(training: Training, seed: int) -> None:
+def backward_of_microbatches(training, seed):
     with zf.accumulate(training.model, unshard=seed % 3 == 0):
         for number in range(2):
             backward_of(training.loss(seed + number))
 
 
 @action
-def backward_of_a_penalty(training: Training, part: int) -> None:
+def backward_of_a_penalty(training, part):
     penalty = sum((p * p).sum() for p in training.of(part))
     assert isinstance(penalty, Tensor)
     if penalty.requires_grad:
@@ -218,7 +217,7 @@ def backward_of_a_penalty(training: Training, part: int) -> None:
 
 
 @action
-def assign_gradients(training: Training, part: int) -> None:
+def assign_gradients(training, part):
     trained = [p for p in training.of(part) if p.requires_grad]
     if trained:
         for p, grad in zip(trained, torch.autograd.grad(training.loss(part), trained), strict=True):
@@ -226,44 +225,44 @@ def assign_gradients(training: Training, part: int) -> None:
 
 
 @action
-def drop_gradients(training: Training, part: int) -> None:
+def drop_gradients(training, part):
     for p in training.of(part):
         p.grad = None
 
 
 @action
-def scale_gradients(training: Training, part: int) -> None:
+def scale_gradients(training, part):
     for p in training.of(part):
         if p.grad is not None:
             p.grad.mul_(0.5)
 
 
 @action
-def clip(training: Training, number: int) -> Seen:
-    norm: Any = clip_grad_norm_(training.model.parameters(), 0.05 if number % 2 else 1e9)
+def clip(training, number):
+    norm = clip_grad_norm_(training.model.parameters(), 0.05 if number % 2 else 1e9)
     return [norm.full_tensor() if isinstance(norm, DTensor) else norm]
 
 
 @action
-def clip_values(training: Training, _: int) -> None:
+def clip_values(training, _):
     parameters = list(training.model.parameters())
     if any(p.grad is not None for p in parameters):  # torch raises without any
         clip_grad_value_(parameters, 1e-3)
 
 
 @action
-def read_gradients(training: Training, part: int) -> Seen:
+def read_gradients(training, part):
     return [own(p.grad) for p in training.of(part) if p.grad is not None]
 
 
 @action
-def step(training: Training, _: int) -> None:
+def step(training, _):
     training.optimizer.step()
 
 
 @action
-def step_with_a_closure(training: Training, seed: int) -> Seen:
-    def closure() -> Tensor:
+def step_with_a_closure(training, seed):
+    def closure():
         training.optimizer.zero_grad()
         loss = training.loss(seed)
         backward_of(loss)
@@ -273,29 +272,29 @@ def step_with_a_closure(training: Training, seed: int) -> Seen:
 
 
 @action
-def zero_grad(training: Training, number: int) -> None:
+def zero_grad(training, number):
     training.optimizer.zero_grad(set_to_none=bool(number % 3))
 
 
 @action
-def change_rates(training: Training, number: int) -> None:
+def change_rates(training, number):
     for group in training.optimizer.param_groups:
         group["lr"] *= 0.5 if number % 2 else 1.5
 
 
 @action
-def freeze(training: Training, part: int) -> None:
+def freeze(training, part):
     for p in training.of(part):
         p.requires_grad_(not p.requires_grad)
 
 
 @action
-def read(training: Training, part: int) -> Seen:
+def read(training, part):
     return [own(p) for p in training.of(part)]
 
 
 @action
-def evaluate(training: Training, seed: int) -> Seen:
+def evaluate(training, seed):
     with torch.no_grad():
         return [training.loss(seed)]
 
@@ -304,18 +303,18 @@ class Deliberate(Exception):
     """Raised in the middle of a forward or a backward."""
 
 
-def _raise(*_args: object) -> None:
+def _raise(*_args):
     raise Deliberate
 
 
 @action
-def fail(training: Training, number: int) -> None:
+def fail(training, number):
     """In a forward, or in a backward, whose gradients are dropped."""
-    block: nn.Module = training.model.blocks[number % 4]
+    block = training.model.blocks[number % 4]
 
-    def in_backward(_module: nn.Module, _args: object, output: Tensor) -> None:
+    def in_backward(_module, _args, output):
         if output.requires_grad:
-            output.register_hook(_raise)  # type: ignore[no-untyped-call]
+            output.register_hook(_raise)
 
     handle = block.register_forward_hook(in_backward if number % 2 else _raise)
     try:
@@ -328,7 +327,7 @@ def fail(training: Training, number: int) -> None:
 
 
 @action
-def copy_the_model(training: Training, seed: int) -> Seen:
+def copy_the_model(training, seed):
     if training.placed.grads is not None:  # copies take none
         training.model.zero_grad()
     with torch.no_grad():
@@ -339,14 +338,14 @@ def copy_the_model(training: Training, seed: int) -> Seen:
 
 
 @action
-def edit(training: Training, part: int) -> None:
+def edit(training, part):
     with torch.no_grad():
         for p in training.of(part):
             p.mul_(0.9).add_(0.01)
 
 
 @action
-def edit_whole(training: Training, part: int) -> Seen:
+def edit_whole(training, part):
     if training.placed.stage == "plain" and training.placed.outer is None:
         return edit(training, part)
     with zf.unsharded(training.model, writeback=True):
@@ -354,13 +353,13 @@ def edit_whole(training: Training, part: int) -> Seen:
 
 
 @action
-def fill(training: Training, part: int) -> None:
+def fill(training, part):
     for p in training.of(part):
         nn.init.constant_(p, 0.05)
 
 
 @action
-def swap(training: Training, _: int) -> None:
+def swap(training, _):
     with torch.no_grad():
         first, second = training.model.blocks[0].down.weight, training.model.blocks[1].down.weight
         kept = first.clone()
@@ -369,7 +368,7 @@ def swap(training: Training, _: int) -> None:
 
 
 @action
-def average(training: Training, number: int) -> None:
+def average(training, number):
     """Of parameters over steps, as EMA keeps; every third time it is put in their place."""
     with torch.no_grad():
         parameters = list(training.model.parameters())
@@ -381,13 +380,13 @@ def average(training: Training, number: int) -> None:
 
 
 @action
-def save(training: Training, _: int) -> None:
+def save(training, _):
     values = {name: value.clone() for name, value in training.model.state_dict().items()}
     training.saved = copy.deepcopy(training.optimizer.state_dict()), values
 
 
 @action
-def load(training: Training, number: int) -> None:
+def load(training, number):
     if training.saved is not None:
         states, values = training.saved
         if len(states["param_groups"]) == len(training.optimizer.param_groups):
@@ -397,7 +396,7 @@ def load(training: Training, number: int) -> None:
 
 
 @action
-def make_the_optimizer_anew(training: Training, _: int) -> None:
+def make_the_optimizer_anew(training, _):
     states = training.optimizer.state_dict()
     if training.placed.groups != "late":
         training.optimizer = training.made_optimizer()
@@ -405,7 +404,7 @@ def make_the_optimizer_anew(training: Training, _: int) -> None:
 
 
 @action
-def stream_what_has_stepped(training: Training, _: int) -> None:
+def stream_what_has_stepped(training, _):
     """The optimizer is made, loaded, and streamed only then."""
     states = training.optimizer.state_dict()
     if training.placed.groups != "late" and training.placed.round is None:  # a stock one would round them
@@ -417,19 +416,19 @@ def stream_what_has_stepped(training: Training, _: int) -> None:
 
 
 @action
-def add_a_group(training: Training, _: int) -> None:
+def add_a_group(training, _):
     if training.placed.groups == "late" and len(training.optimizer.param_groups) == 1:
         way = training.optimizer.param_groups[0]["foreach"]
         training.optimizer.add_param_group({"params": training.of(PARTS.index(LATE)), "lr": 0.03, "foreach": way})
 
 
 @action
-def evict(training: Training, _: int) -> None:
+def evict(training, _):
     if training.path is not None:
         evicted(training.model, training.optimizer).restore()
 
 
-def trained(placed: Placed, program: list[tuple[str, int]], path: str | None) -> list[list[Tensor]]:
+def trained(placed, program, path):
     """What each action has seen, and what is held in the end."""
     training = Training(placed, path)
     seen = [ACTIONS[name](training, number) or [] for name, number in program]
@@ -467,7 +466,7 @@ _OF_GRADIENTS = ["drop_gradients"] * 4 + ["scale_gradients", "clip", "clip_value
 _BETWEEN = [*sorted({*ACTIONS} - {*_BACKWARDS, *_OF_GRADIENTS, "step", "zero_grad"}), "evict", "edit"]
 
 
-def some_of(names: list[str], least: int, most: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+def some_of(names, least, most):
     return st.lists(st.tuples(st.sampled_from(names), st.integers(0, 5)), min_size=least, max_size=most)
 
 

@@ -4,25 +4,20 @@ order ranks run in, and whatever their backwards pass through.
 Simulated ranks compare their collectives, and find messages that nobody received.
 """
 
-from __future__ import annotations
-
-from typing import Literal
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from property_tests.programs import Leaf, Link, Node, Tree, batch, build
 from property_tests.strategies import chains, trees
 from tests.axes.grids import differing, grid
-from tests.simulation import Simulated
 from tests.simulation import axis as simulated_axis
 from tests.support.profiles import examples
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from zero_fn.resting import local_of
 from zero_fn.runtime.door import units_of
@@ -33,16 +28,16 @@ Links = tuple[tuple[Link, str], ...]
 """Transforms and the axis of each."""
 
 
-def over(links: Links, tree: Tree) -> nn.Module:
+def over(links, tree):
     """The module of a tree after transforms over axes of the mesh outer x inner."""
     mesh = grid("outer", "inner")
-    module: nn.Module = build(tree)
+    module = build(tree)
     for link, name in links:
         module = link(module, mesh[name])
     return module
 
 
-def trained(model: nn.Module) -> list[Tensor | None]:
+def trained(model):
     """Every gradient of the last of two steps, and every parameter after them, as they rest."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(2):
@@ -53,7 +48,7 @@ def trained(model: nn.Module) -> list[Tensor | None]:
     return [*grads, *(parameter.detach() for parameter in model.parameters())]
 
 
-def rests_alike(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+def rests_alike(one, other):
     """Whether this rank holds the same parts with the same bits."""
     return [placements_of(tensor) for tensor in one] == [placements_of(tensor) for tensor in other] and all(
         a is b or (a is not None and b is not None and torch.equal(local_of(a), local_of(b)))
@@ -61,18 +56,18 @@ def rests_alike(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     )
 
 
-def placements_of(tensor: Tensor | None) -> object:
+def placements_of(tensor):
     return tensor.placements if isinstance(tensor, DTensor) else None
 
 
-def are_parts(wholes: list[Tensor | None], found: list[Tensor | None]) -> bool:
+def are_parts(wholes, found):
     """Whether this rank holds its parts of these tensors, which every rank has whole."""
     names = [str(number) for number in range(len(wholes))]
     known = {name: None if whole is None else local_of(whole) for name, whole in zip(names, wholes, strict=True)}
     return not differing(known, dict(zip(names, found, strict=True)))
 
 
-def broken_laws(programs: list[tuple[Tree, Links, Links]]) -> list[str]:
+def broken_laws(programs):
     """The laws that a program breaks, by number. The second chain of each is the first in another order."""
     found = []
     for number, (tree, links, shuffled) in enumerate(programs):
@@ -97,7 +92,7 @@ def broken_laws(programs: list[tuple[Tree, Links, Links]]) -> list[str]:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Tree, Links, Links]:
+def programs(draw):
     tree = draw(trees(dtypes=(torch.float32, torch.float64, torch.int64, torch.complex64)))
     links = tuple((link, draw(st.sampled_from(["inner", "outer"]))) for link in draw(chains(min_size=2, max_size=4)))
     return tree, links, tuple(draw(st.permutations(links)))
@@ -105,16 +100,14 @@ def programs(draw: st.DrawFn) -> tuple[Tree, Links, Links]:
 
 @examples(dev=3, ci=10, deep=200)
 @given(st.lists(programs(), min_size=3, max_size=4))
-def test_transforms_over_axes_commute_and_train_as_replicas(
-    ranks: Ranks, drawn: list[tuple[Tree, Links, Links]]
-) -> None:
+def test_transforms_over_axes_commute_and_train_as_replicas(ranks, drawn):
     assert ranks(4).run(broken_laws, drawn) == [[]] * 4
 
 
 TREE = Tree(Node((Leaf((4, 3), (0, 1)), Leaf((5,), (0,)))))
 
 
-def test_the_laws_are_seen_to_break(ranks: Ranks) -> None:
+def test_the_laws_are_seen_to_break(ranks):
     """Other axes are not another order: the check says so."""
     one = ((Link("shard_params"), "inner"), (Link("replicate"), "outer"))
     other = ((Link("shard_params"), "outer"), (Link("replicate"), "inner"))
@@ -130,24 +123,24 @@ SKIPS = st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=4, max_size=4)
 class Branches(nn.Module):
     """Three blocks after a first layer, each with an output of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 5) for _ in range(3))
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x):
         x = torch.tanh(self.first(x))
         return [torch.tanh(block(x)) for block in self.blocks]
 
 
-def trained_in(inner: str, outer: str, skips: list[set[int]]) -> tuple[nn.Module, list[Tensor | None]]:
+def trained_in(inner, outer, skips):
     """A model after two steps, with accumulated microbatches, and the last gradients, as they rest."""
     mesh = root_of(simulated_axis())
     rank = 2 * mesh["outer"].get_local_rank() + mesh["dp"].get_local_rank()
     seed_generator(0)
     model = STAGES[outer](STAGES[inner](Branches(), mesh["dp"]), mesh["outer"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grads: list[Tensor | None] = []
+    grads = []
     for number in range(2):
         optimizer.zero_grad()
         _backward(model, number, rank, skips[rank])
@@ -159,7 +152,7 @@ def trained_in(inner: str, outer: str, skips: list[set[int]]) -> tuple[nn.Module
     return model, grads
 
 
-def unlike_replicas(inner: str, outer: str, skips: list[set[int]]) -> list[str]:
+def unlike_replicas(inner, outer, skips):
     """Parameters that are not this rank's part of those of replicas, to the bit. DTensor's own cuts are cached by process."""
     model, grads = trained_in(inner, outer, skips)
     replicas, their_grads = trained_in("replicate", "replicate", skips)
@@ -177,7 +170,7 @@ def unlike_replicas(inner: str, outer: str, skips: list[set[int]]) -> list[str]:
     return found
 
 
-def _backward(model: nn.Module, seed: int, rank: int, skipped: set[int]) -> None:
+def _backward(model, seed, rank, skipped):
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(100 * seed + rank))
     outputs = model(x)
     torch.stack([output.sum() for number, output in enumerate(outputs) if number not in skipped]).sum().backward()
@@ -193,14 +186,14 @@ def _backward(model: nn.Module, seed: int, rank: int, skipped: set[int]) -> None
     st.sampled_from(["exchange", "native"]),
 )
 def test_ranks_of_two_axes_stay_in_step(
-    simulated: Simulated,
-    inner: str,
-    outer: str,
-    skips: list[set[int]],
-    schedule: list[int],
-    timing: Literal["early", "late"],
-    transport: Literal["exchange", "native"],
-) -> None:
+    simulated,
+    inner,
+    outer,
+    skips,
+    schedule,
+    timing,
+    transport,
+):
     case = simulated((2, 2), schedule=schedule, timing=timing, transport=transport)
     found = case.run(unlike_replicas, inner, outer, skips)
     if list(STAGES).index(inner) >= list(STAGES).index(outer):  # else sums go over the outer axis first

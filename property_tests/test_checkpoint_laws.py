@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,11 @@ import torch.distributed as dist
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, build
 from property_tests.strategies import FLOATS, chains, trees
-from tests.simulation import Fault, Simulated, axis
+from tests.simulation import Fault, axis
 from tests.support.profiles import examples
 from tests.support.wholes import full
 from tests.units.checkpoint.test_atomic import before_each_call
@@ -43,12 +41,12 @@ SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
-def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+def numbered(shape):
     return torch.arange(prod(shape), dtype=torch.int32).view(shape)
 
 
 @given(SHAPES, st.data())
-def test_spans_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_spans_are_the_elements_in_order(shape, data):
     first = data.draw(st.integers(0, prod(shape)))
     last = data.draw(st.integers(first, prod(shape)))
     found = [box.of(numbered(shape)).reshape(-1) for box in spans(shape, first, last)]
@@ -56,15 +54,15 @@ def test_spans_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataOb
 
 
 @given(SHAPES, st.integers(1, 40))
-def test_ranges_are_all_elements(shape: tuple[int, ...], most: int) -> None:
+def test_ranges_are_all_elements(shape, most):
     found = list(ranges(shape, most))
     assert [i for first, last in found for i in range(first, last)] == list(range(prod(shape)))
     assert all(0 < last - first <= most for first, last in found)
 
 
 @given(FULL, st.data())
-def test_what_two_boxes_share_is_what_both_have(shape: tuple[int, ...], data: st.DataObject) -> None:
-    def box() -> Box:
+def test_what_two_boxes_share_is_what_both_have(shape, data):
+    def box():
         starts = [data.draw(st.integers(0, size - 1)) for size in shape]
         return Box(tuple(starts), tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, starts, strict=True)))
 
@@ -77,8 +75,8 @@ def test_what_two_boxes_share_is_what_both_have(shape: tuple[int, ...], data: st
 
 
 @given(SHAPES, st.integers(1, 5), st.integers(0, 9), st.sampled_from([1, 1 << 16]))
-def test_replicas_write_each_element_once(shape: tuple[int, ...], size: int, ordinal: int, itemsize: int) -> None:
-    written: list[int] = []
+def test_replicas_write_each_element_once(shape, size, ordinal, itemsize):
+    written = []
     writers = 0
     for rank in range(size):
         own = Holding(shape, whole_box(shape), (rank, size)).own(ordinal, itemsize, (0, 1))
@@ -89,11 +87,11 @@ def test_replicas_write_each_element_once(shape: tuple[int, ...], size: int, ord
     assert writers >= 1, "a tensor without elements has a name, too"
 
 
-def _grid(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
+def _grid(shape, data):
     """Boxes that make up a tensor."""
     cuts = []
     for size in shape:
-        parts: list[int] = []
+        parts = []
         while sum(parts) < size:
             parts.append(data.draw(st.integers(1, size - sum(parts))))
         cuts.append(list(zip(accumulate([0, *parts[:-1]]), parts, strict=True)))
@@ -101,7 +99,7 @@ def _grid(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
 
 
 @given(FULL, st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), st.data())
-def test_any_boxes_are_read_from_any_others(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
+def test_any_boxes_are_read_from_any_others(shape, dtype, data):
     """Also where a row of what has no gaps is longer than a run."""
     values = torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else torch.randn(shape).mul(9).to(dtype)
     boxes = _grid(shape, data)
@@ -130,15 +128,13 @@ def test_any_boxes_are_read_from_any_others(shape: tuple[int, ...], dtype: torch
 
 
 @given(st.lists(FULL, min_size=1, max_size=4), st.integers(1, 5), st.booleans(), st.data())
-def test_what_deepspeed_has_cut_is_found_once(
-    shapes: list[tuple[int, ...]], ranks: int, is_cut_each: bool, data: st.DataObject
-) -> None:
+def test_what_deepspeed_has_cut_is_found_once(shapes, ranks, is_cut_each, data):
     group = {f"p{number}": shape for number, shape in enumerate(shapes)}
     gaps = [data.draw(st.integers(0, 3)) for _ in shapes]
     whole = sum(map(prod, shapes)) + sum(gaps)
     bytes_of_rank = ZipRecord(Path("x"), 0, 0, 0)
-    begins: Counter[int] = Counter()
-    found: dict[str, list[int]] = {name: [] for name in group}
+    begins = Counter()
+    found = {name: [] for name in group}
     for rank in range(ranks):
         size = min(-(-whole // ranks), max(whole - rank * -(-whole // ranks), 0))
         flat = TensorInFile(bytes_of_rank, 0, torch.float32, (size,), (1,))
@@ -169,7 +165,7 @@ class World:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw):
     """Any ranks, homes and tiers; a chain without links is a plain module on one rank."""
     chain = draw(st.just(()) | chains(precise=True))
     ranks = draw(st.sampled_from([1, 2, 3, 4, (2, 2)])) if chain else 1
@@ -180,25 +176,25 @@ def worlds(draw: st.DrawFn) -> World:
     return World(ranks, chain, params, draw(streamed) if chain else None, draw(st.integers(1, 3)))
 
 
-def tier(name: str, folder: str) -> Any:
+def tier(name, folder):
     return zf.nvme(folder) if name == "nvme" else zf.cpu()
 
 
-def made(tree: Tree, world: World, mesh: DeviceMesh, folder: str, seed: int) -> tuple[nn.Module, Any]:
+def made(tree, world, mesh, folder, seed):
     """The model and its optimizer at rest in a world."""
-    model: nn.Module = apply(world.chain, build(tree, seed), mesh)
+    model = apply(world.chain, build(tree, seed), mesh)
     model.register_buffer("seen", torch.arange(3.0) + seed)
     if world.params is not None:
         model = zf.offload(model, params=tier(world.params, folder))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dealt = filter(None, (trained[at :: world.optimizers] for at in range(world.optimizers)))
-    found: list[Any] = [torch.optim.AdamW(part, lr=0.1 + seed, amsgrad=True) for part in dealt]
+    found = [torch.optim.AdamW(part, lr=0.1 + seed, amsgrad=True) for part in dealt]
     if world.states is not None:
         found = [zf.streamed(optimizer, tier(world.states, folder)) for optimizer in found]
     return model, as_one(found)
 
 
-def stepped(model: nn.Module, optimizer: Any) -> None:
+def stepped(model, optimizer):
     """A step whose gradients are other for each element."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -207,7 +203,7 @@ def stepped(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def saved(folder: str, tree: Tree, world: World, mesh: DeviceMesh) -> dict[str, Any]:
+def saved(folder, tree, world, mesh):
     """Saves a model that has been trained, and returns all that it has."""
     model, optimizer = made(tree, world, mesh, folder, seed=0)
     stepped(model, optimizer)
@@ -216,7 +212,7 @@ def saved(folder: str, tree: Tree, world: World, mesh: DeviceMesh) -> dict[str, 
     return everything(model, optimizer)
 
 
-def loaded(folder: str, tree: Tree, world: World, mesh: DeviceMesh, expected: dict[str, Any]) -> list[str]:
+def loaded(folder, tree, world, mesh, expected):
     """Loads that into another model, and returns what differs."""
     model, optimizer = made(tree, world, mesh, folder, seed=1)
     stepped(model, optimizer)
@@ -228,11 +224,11 @@ def loaded(folder: str, tree: Tree, world: World, mesh: DeviceMesh, expected: di
     return wrong + differing({name: expected[name] for name in found}, found)
 
 
-def has_optimizer(tree: Tree) -> bool:
+def has_optimizer(tree):
     return any(parameter.requires_grad for parameter in build(tree).parameters())
 
 
-def turned(node: Node) -> Node:
+def turned(node):
     """The same parameters, in the opposite order of dims in memory."""
     own = tuple(replace(leaf, order=leaf.order[::-1]) for leaf in node.leaves)
     return replace(node, leaves=own, children=tuple(map(turned, node.children)))
@@ -247,9 +243,7 @@ PLAIN, ON_DISK = World(1, (), None, None), World(1, (ONE,), "nvme", "nvme")
 @example(MIXED, ON_DISK, ON_DISK, True)
 @example(MIXED, replace(ON_DISK, optimizers=2), replace(ON_DISK, ranks=2, optimizers=3), False)
 @given(MODELS, worlds(), worlds(), st.booleans())
-def test_what_was_saved_in_any_world_is_loaded_in_any_other(
-    simulated: Simulated, tree: Tree, there: World, here: World, is_turned: bool
-) -> None:
+def test_what_was_saved_in_any_world_is_loaded_in_any_other(simulated, tree, there, here, is_turned):
     """Also where parameters lie in another order of dims than they did."""
     assume(has_optimizer(tree))
     read = replace(tree, root=turned(tree.root)) if is_turned else tree
@@ -262,11 +256,11 @@ def test_what_was_saved_in_any_world_is_loaded_in_any_other(
 # -- interrupted -------------------------------------------------------------------------------------------------------
 
 
-def refused_at(point: int, rank: int, code: int, second: list[bool]) -> Any:
+def refused_at(point, rank, code, second):
     """The disk of a rank refuses its call number `point` of the second save."""
     seen = [0]
 
-    def act(_: int, name: str) -> None:
+    def act(_, name):
         if second and dist.get_rank() == rank and name != "close":
             seen[0] += 1
             if seen[0] == point:
@@ -275,7 +269,7 @@ def refused_at(point: int, rank: int, code: int, second: list[bool]) -> Any:
     return act
 
 
-def interrupted(folder: str, tree: Tree, second: list[bool]) -> tuple[str, list[str]]:
+def interrupted(folder, tree, second):
     """The second save of a model that has changed: how it ended, and what differs after it and once the newest is loaded."""
     model, optimizer = made(tree, World(2, (ONE,), None, None), axis(), folder, seed=0)
     states = []
@@ -301,9 +295,7 @@ def interrupted(folder: str, tree: Tree, second: list[bool]) -> tuple[str, list[
 
 @examples(dev=20, ci=250, deep=10_000)
 @given(trees(dtypes=FLOATS), st.integers(2, 3), st.integers(1, 30), st.integers(0, 2), st.sampled_from(REFUSALS))
-def test_a_save_that_a_disk_refuses_on_one_rank_is_told_on_all_and_has_not_begun(
-    simulated: Simulated, tree: Tree, n: int, point: int, rank: int, code: int
-) -> None:
+def test_a_save_that_a_disk_refuses_on_one_rank_is_told_on_all_and_has_not_begun(simulated, tree, n, point, rank, code):
     assume(has_optimizer(tree))
     rank, second = rank % n, list[bool]()
     with tempfile.TemporaryDirectory() as folder:
@@ -320,10 +312,10 @@ def test_a_save_that_a_disk_refuses_on_one_rank_is_told_on_all_and_has_not_begun
 
 @examples(dev=20, ci=200, deep=10_000)
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(1, 12))
-def test_a_save_in_which_a_rank_is_killed_has_not_begun(simulated: Simulated, n: int, rank: int, at: int) -> None:
+def test_a_save_in_which_a_rank_is_killed_has_not_begun(simulated, n, rank, at):
     """Or it was complete: the rank was killed after the last one had written."""
 
-    def save(folder: str) -> None:
+    def save(folder):
         model = zf.zero3(nn.Linear(8, 3), axis())
         zf.save(f"{folder}/step-1", model)
         zf.save(f"{folder}/step-2", model)
@@ -344,14 +336,14 @@ def test_a_save_in_which_a_rank_is_killed_has_not_begun(simulated: Simulated, n:
 
 
 @st.composite
-def damages(draw: st.DrawFn) -> Any:
+def damages(draw):
     """Something that befalls the files of a checkpoint; says whether they are other than before."""
     kind = draw(st.sampled_from([*["splice"] * 4, "zero", "remove", "swap", "copy"]))
     which, other, at = draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(st.floats(0, 1))
     values = draw(st.binary(max_size=40))
     lost = draw(st.sampled_from([0, len(values), 1 << 30]))  # bytes that `values` are written over
 
-    def act(folder: Path) -> bool:
+    def act(folder):
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         path, second = files[which % len(files)], files[other % len(files)]
         before = path.read_bytes()
@@ -376,16 +368,14 @@ def damages(draw: st.DrawFn) -> Any:
 
 @examples(dev=12, ci=1_000, deep=100_000)
 @given(trees(dtypes=FLOATS), st.lists(damages(), min_size=20, max_size=20), st.integers(1, 3))
-def test_whatever_befalls_a_file_is_found_before_anything_changes(
-    simulated: Simulated, tree: Tree, several: list[Any], n: int
-) -> None:
+def test_whatever_befalls_a_file_is_found_before_anything_changes(simulated, tree, several, n):
     assume(has_optimizer(tree))
     assume(all(parameter.numel() for parameter in build(tree).parameters()))  # a file without elements is never opened
     with tempfile.TemporaryDirectory() as made_folder:
         folder = Path(made_folder)
         world = World(n, (ONE,) if n > 1 else (), None, None)
         simulated(n).run(lambda: saved(made_folder, tree, world, axis()))
-        model, optimizer = made(tree, PLAIN, None, made_folder, seed=1)  # type: ignore[arg-type]
+        model, optimizer = made(tree, PLAIN, None, made_folder, seed=1)
         before = everything(model, optimizer)
         shutil.copytree(folder / "runs", folder / "whole")
         for act in several:

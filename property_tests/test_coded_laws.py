@@ -7,22 +7,20 @@ blocks, parts of some, one row or nothing. Parameters of any size are coded here
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 import zero_fn as zf
 from property_tests.programs import Leaf, Link, Node, Tree, build
 from property_tests.strategies import chains, memory_orders, schedules
 from property_tests.test_checkpoint_laws import turned
 from tests.promises.test_states8bit import OPTIMIZERS
-from tests.simulation import Simulated, axis
+from tests.simulation import axis
 from tests.support.profiles import examples
 from tests.support.versions import IS_2_11
 from zero_fn.resting import local_of
@@ -57,7 +55,7 @@ NAMES = [name for name in OPTIMIZERS if "fused" not in name and not (IS_2_11 and
 LR = {False: 1e-2, True: 3e-2}
 
 
-MOVES: dict[str, Callable[[Any, str], Any]] = {
+MOVES = {
     "stay": lambda own, _: own,
     "read": lambda own, _: own.state_dict() and own,
     "load": lambda own, _: own.load_state_dict(own.state_dict()) or own,
@@ -77,7 +75,7 @@ _SHAPES = st.one_of(
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     found = []
     for number in range(draw(st.integers(1, 4))):
         shape = draw(_SHAPES)
@@ -89,12 +87,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(tree, name, draw(st.integers(-1, 1)), steps, draw(st.sampled_from([0.0, 0.0, torch.inf, torch.nan])))
 
 
-def _whole(world: World) -> World:
+def _whole(world):
     return world._replace(moves=["stay" if move == "in pieces" else move for move in world.moves])
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw):
     ranks = draw(st.integers(1, 8) | st.sampled_from([(2, 2), (2, 3), (3, 2), (2, 4)]))
     axes = st.sampled_from(["dp"] if isinstance(ranks, int) else ["dp", "outer"])
     links = tuple((link, draw(axes)) for link in draw(chains(max_size=3)))
@@ -104,16 +102,16 @@ def worlds(draw: st.DrawFn) -> World:
     return _whole(world) if {"params", "grads"} & tiers.keys() else world  # their parcels are stepped at once
 
 
-def _made(case: Case, world: World, folder: str, *, begin: int, codes: bool) -> tuple[nn.Module, Any, list[Any]]:
+def _made(case, world, folder, *, begin, codes):
     """The model, its optimizer, and the parameters that this one does not have yet."""
-    model: nn.Module = build(case.tree)
+    model = build(case.tree)
     for link, name in world.links:
         model = link(model, root_of(axis())[name] if isinstance(world.ranks, tuple) else axis())
     if world.tiers:
-        tiers: Any = {state: zf.cpu() if tier == "cpu" else zf.nvme(folder) for state, tier in world.tiers.items()}
+        tiers = {state: zf.cpu() if tier == "cpu" else zf.nvme(folder) for state, tier in world.tiers.items()}
         model = zf.offload(model, **tiers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: Any = OPTIMIZERS[case.name](trained[::2])
+    optimizer = OPTIMIZERS[case.name](trained[::2])
     later = trained[1::2]
     if later and case.joins < begin:
         optimizer.add_param_group({"params": later, "lr": LR[True]})
@@ -121,7 +119,7 @@ def _made(case: Case, world: World, folder: str, *, begin: int, codes: bool) -> 
     return model, zf.states8bit(optimizer) if codes else optimizer, later
 
 
-def _step(case: Case, model: nn.Module, optimizer: Any, number: int) -> None:
+def _step(case, model, optimizer, number):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     generator = torch.Generator().manual_seed(number)
     for at, parameter in enumerate(trained):
@@ -135,7 +133,7 @@ def _step(case: Case, model: nn.Module, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def _now(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _now(model, optimizer):
     """The name, the parameter and the value of each parameter and state."""
     saved, named = optimizer.state_dict(), dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
@@ -147,9 +145,7 @@ def _now(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor
                 yield f"{state} of {names[id(parameter)]}", parameter, torch.as_tensor(value)
 
 
-def _trained(
-    case: Case, world: World, folder: str, begin: int, end: int, *, codes: bool = True
-) -> tuple[nn.Module, Any]:
+def _trained(case, world, folder, begin, end, *, codes=True):
     """A model and its optimizer after some steps. They come from a checkpoint, unless they begin."""
     model, optimizer, later = _made(case, world, folder, begin=begin, codes=codes)
     if begin:
@@ -162,13 +158,13 @@ def _trained(
     return model, optimizer
 
 
-def _expected(case: Case, end: int) -> dict[str, Tensor]:
+def _expected(case, end):
     """What one process has after some steps."""
     model, optimizer = _trained(case, ONE, "", 0, end)
     return {name: value.detach().clone() for name, _, value in _now(model, optimizer)}
 
 
-def _unlike(expected: dict[str, Tensor], model: nn.Module, optimizer: Any) -> list[str]:
+def _unlike(expected, model, optimizer):
     """What this rank has that is not its part of what one process has."""
     found, wrong = set(), []
     for name, parameter, value in _now(model, optimizer):
@@ -183,7 +179,7 @@ def _unlike(expected: dict[str, Tensor], model: nn.Module, optimizer: Any) -> li
 
 
 @contextmanager
-def _coded_all() -> Iterator[None]:
+def _coded_all():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coded, "_LEAST_NUMEL", 1)
         yield
@@ -196,9 +192,7 @@ COLUMNS = Tree(Node((Leaf((300,), (0,)), Leaf((20, 256), (1, 0))), (Node(()),)))
 @example(Case(COLUMNS, "AdamW", 1, [-1, -1], 0.0), World(2, ((Link("replicate"), "dp"),), {}, []), (), "exchange")
 @examples(dev=40, ci=2_000, deep=100_000)
 @given(case=cases(), world=worlds(), schedule=schedules, transport=st.sampled_from(["exchange", "native"]))
-def test_states_in_8_bits_are_those_of_one_process(
-    simulated: Simulated, case: Case, world: World, schedule: tuple[int, ...], transport: Any
-) -> None:
+def test_states_in_8_bits_are_those_of_one_process(simulated, case, world, schedule, transport):
     end = len(case.steps)
     with _coded_all(), tempfile.TemporaryDirectory() as folder:
         expected = _expected(case, end)
@@ -209,9 +203,7 @@ def test_states_in_8_bits_are_those_of_one_process(
 
 @examples(dev=20, ci=500, deep=20_000)
 @given(cases(), worlds(), worlds(), st.booleans(), st.booleans())
-def test_codes_that_were_saved_in_any_world_are_loaded_in_any_other(
-    simulated: Simulated, case: Case, there: World, here: World, codes: bool, is_turned: bool
-) -> None:
+def test_codes_that_were_saved_in_any_world_are_loaded_in_any_other(simulated, case, there, here, codes, is_turned):
     """Also where parameters lie in another order of dims, and into an optimizer that keeps states in float32, which has the
     same numbers until it steps."""
     end, root = len(case.steps), case.tree.root
@@ -222,7 +214,7 @@ def test_codes_that_were_saved_in_any_world_are_loaded_in_any_other(
     with _coded_all(), tempfile.TemporaryDirectory() as folder:
         expected = _expected(case, end if codes else 1)
 
-        def save() -> None:
+        def save():
             zf.save(f"{folder}/saved", *_trained(case, there, folder, 0, 1))
 
         simulated(there.ranks).run(save)

@@ -1,16 +1,13 @@
 """A DeepSpeed config is read whole: each entry has an outcome, is refused by its name, or is none; whatever stands in it."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.profiles import examples
-from tests.units.deepspeed.configs import CONFIGS, Json, changed, leaves, shifted
-from zero_fn.deepspeed.settings import Settings, settings_of
+from tests.units.deepspeed.configs import CONFIGS, changed, leaves, shifted
+from zero_fn.deepspeed.settings import settings_of
 from zero_fn.errors import ConfigError
 
 many = examples(dev=100, ci=2_000, deep=50_000)
@@ -28,17 +25,17 @@ configs = st.sampled_from(list(CONFIGS.values()))
 
 
 @st.composite
-def paths(draw: st.DrawFn, config: Json) -> tuple[str, ...]:
+def paths(draw, config):
     """Where an entry of a config is, an object or not."""
     path = draw(st.sampled_from([path for path, _ in leaves(config)]))
     return path[: draw(st.integers(1, len(path)))]
 
 
-def read(config: Json, ranks: int = 2) -> Settings | ConfigError:
+def read(config, ranks=2):
     """What a config is read as; any other error fails the test."""
     before = copy.deepcopy(config)
     try:
-        found: Settings | ConfigError = settings_of(config, ranks)
+        found = settings_of(config, ranks)
     except ConfigError as error:
         found = error
     assert repr(config) == repr(before)
@@ -47,7 +44,7 @@ def read(config: Json, ranks: int = 2) -> Settings | ConfigError:
 
 @many
 @given(st.data())
-def test_whatever_an_entry_holds_it_is_taken_or_refused(data: st.DataObject) -> None:
+def test_whatever_an_entry_holds_it_is_taken_or_refused(data):
     config = data.draw(configs)
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(paths(config))
@@ -65,9 +62,9 @@ def test_whatever_an_entry_holds_it_is_taken_or_refused(data: st.DataObject) -> 
 
 @many
 @given(st.data())
-def test_a_misspelt_entry_is_refused_by_its_name(data: st.DataObject) -> None:
+def test_a_misspelt_entry_is_refused_by_its_name(data):
     """Wherever it is, but in a section that is switched off."""
-    config: Json = data.draw(configs)
+    config = data.draw(configs)
     path = data.draw(paths(config).filter(lambda path: path[0] != "tensorboard" or len(path) == 1))
     at = data.draw(st.integers(0, len(path[-1])))
     name = path[-1][:at] + data.draw(st.sampled_from("xyz0_")) + path[-1][at:]
@@ -85,13 +82,13 @@ def test_a_misspelt_entry_is_refused_by_its_name(data: st.DataObject) -> None:
     assert name in str(found) or path[-1] in needed or path[-1] in str(found), str(found)
 
 
-def _numbers_of(settings: Settings) -> list[Any]:
+def _numbers_of(settings):
     return [settings.micro_batch_size, settings.accumulation_steps, settings.max_norm, settings.sharding.tiers.fraction]
 
 
 @many
 @given(configs, st.integers(1, 64))
-def test_samples_of_a_step_are_those_of_all_microbatches(config: Json, ranks: int) -> None:
+def test_samples_of_a_step_are_those_of_all_microbatches(config, ranks):
     found = read(config, ranks)
     if isinstance(found, ConfigError):
         assert "batch" in str(found)

@@ -1,15 +1,12 @@
 """Laws 1 and 5 on 8 to 64 ranks, simulated: what rests is DTensor's own. What is trained there: test_training_laws.py."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, build
+from property_tests.programs import Leaf, Link, Node, Tree, apply, build
 from property_tests.strategies import FLOATS, chains, trees
-from tests.support.local_tensor import LocalTensors
 from tests.support.profiles import examples
 
 SIZES = st.sampled_from([8, 8, 8, 9, 12, 16, 16, 31])  # a case takes n * n copies; 64 ranks are among the examples
@@ -22,9 +19,7 @@ ONE_ROW = Leaf((1, 2, 4), (0, 1, 2))  # one rank owns everything
 @examples(dev=6, ci=48, deep=960)
 @given(tree=trees(dtypes=REAL), chain=chains(), n=SIZES)
 @example(Tree(Node((UNEVEN, TURNED, ONE_ROW))), (Link("shard_params"),), 64)
-def test_a_state_dict_has_the_names_and_shapes_of_the_module_and_shards_of_its_values(
-    local_tensor: LocalTensors, tree: Tree, chain: Chain, n: int
-) -> None:
+def test_a_state_dict_has_the_names_and_shapes_of_the_module_and_shards_of_its_values(local_tensor, tree, chain, n):
     """Those that torch would cut, also where ranks outnumber rows. Shapes of empty shards: test_value_laws.py."""
     expected = build(tree).state_dict()
     with local_tensor(n) as world:

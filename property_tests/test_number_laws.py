@@ -3,8 +3,6 @@
 Torch alone has some of them wrong: `zero_fn/dtensor/refused.py` has a row for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -14,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.local_tensor import LocalTensors, World
 from tests.support.profiles import examples
 from tests.support.programs import STAGES
 
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the deviati
 
 Act = Callable[[Any], Any]
 
-STARTS: dict[str, Act] = {
+STARTS = {
     "a parameter": lambda ts: ts[0],
     "uneven rows": lambda ts: ts[1],
     "a row": lambda ts: ts[2],
@@ -57,7 +54,7 @@ STARTS: dict[str, Act] = {
     "a maximum less a norm": lambda ts: ts[0].max() - ts[1].norm(),
     "a distance": lambda ts: ts[0].max() - ts[1].min(),
 }
-STEPS: dict[str, Act] = {
+STEPS = {
     **{
         f"{name}({dim})": lambda v, name=name, dim=dim: getattr(v, name)(*dim)
         for name in (
@@ -137,24 +134,24 @@ STEPS: dict[str, Act] = {
 
 
 class Held(nn.Module):
-    def __init__(self, values: list[Tensor]) -> None:
+    def __init__(self, values):
         super().__init__()
         self.held = nn.ParameterList(nn.Parameter(value) for value in values)
 
 
-def _at_rest(world: World, stage: str, values: list[Tensor]) -> list[Tensor]:
-    model: Any = STAGES[stage](Held([world.each(lambda _, value=value: value.clone()) for value in values]), world.mesh)
+def _at_rest(world, stage, values):
+    model = STAGES[stage](Held([world.each(lambda _, value=value: value.clone()) for value in values]), world.mesh)
     return [p.detach() for p in model.held]
 
 
-def _value(start: str, steps: list[str], tensors: list[Tensor]) -> Any:
+def _value(start, steps, tensors):
     value = STARTS[start](tensors)
     for step in steps:
         value = STEPS[step](value)
     return value
 
 
-def _wrong(world: World, start: str, steps: list[str], plain: list[Tensor], resting: list[Tensor]) -> str | None:
+def _wrong(world, start, steps, plain, resting):
     """What ranks hold of an expression over resting tensors, if it is another number than that of the plain ones."""
     try:
         expected = _value(start, steps, plain)
@@ -171,7 +168,7 @@ def _wrong(world: World, start: str, steps: list[str], plain: list[Tensor], rest
     return None
 
 
-def _plain() -> list[Tensor]:
+def _plain():
     torch.manual_seed(0)
     return [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
 
@@ -188,9 +185,7 @@ def _plain() -> list[Tensor]:
 @example("zero3", 2, "norms", ["nansum(())"])
 @example("zero3", 2, "norms", ["cat", "unsqueeze(0)", "sum((-1,))"])
 @example("zero3", 2, "a maximum less a norm", ["norm(inf, None)"])
-def test_a_number_is_that_of_whole_tensors_or_raises(
-    local_tensor: LocalTensors, stage: str, n: int, start: str, steps: list[str]
-) -> None:
+def test_a_number_is_that_of_whole_tensors_or_raises(local_tensor, stage, n, start, steps):
     plain = _plain()
     with local_tensor(n) as world:
         assert _wrong(world, start, steps, plain, _at_rest(world, stage, plain)) is None
@@ -198,16 +193,14 @@ def test_a_number_is_that_of_whole_tensors_or_raises(
 
 @pytest.mark.long
 @pytest.mark.parametrize("start", STARTS)
-def test_every_step_from_a_start_gives_the_number_of_whole_tensors_or_raises(
-    local_tensor: LocalTensors, start: str
-) -> None:
+def test_every_step_from_a_start_gives_the_number_of_whole_tensors_or_raises(local_tensor, start):
     plain = _plain()
     with local_tensor(2) as world:
         resting = _at_rest(world, "zero3", plain)
         assert [line for step in STEPS if (line := _wrong(world, start, [step], plain, resting))] == []
 
 
-def test_most_numbers_are_given(local_tensor: LocalTensors) -> None:
+def test_most_numbers_are_given(local_tensor):
     """The law would hold of a library that raised each time."""
     plain, raised = _plain(), []
     with local_tensor(2) as world:

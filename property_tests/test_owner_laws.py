@@ -6,20 +6,17 @@ size and gradients of some parameters, on up to 8 simulated ranks, beside one pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from property_tests.programs import Chain, Tree, apply, build
 from property_tests.strategies import chains, schedules, trees
 from tests.promises.test_by_owner import OPTIMIZERS
-from tests.simulation import Simulated, axis
+from tests.simulation import axis
 from tests.support.profiles import examples
 
 
@@ -43,9 +40,9 @@ CASES = st.builds(
 )
 
 
-def _stepped(case: Case, mesh: Callable[[], DeviceMesh] | None) -> list[Tensor]:
+def _stepped(case, mesh):
     """Whole parameters after all steps: of ranks, or of one process."""
-    model: Any = build(case.tree)
+    model = build(case.tree)
     model = model if mesh is None else apply(case.chain, model, mesh())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = OPTIMIZERS[case.name](trained)
@@ -71,9 +68,7 @@ def _stepped(case: Case, mesh: Callable[[], DeviceMesh] | None) -> list[Tensor]:
 
 @examples(dev=40, ci=2_000, deep=100_000)
 @given(case=CASES, n=st.integers(1, 8), schedule=schedules, transport=st.sampled_from(["exchange", "native"]))
-def test_owners_step_as_one_process(
-    simulated: Simulated, case: Case, n: int, schedule: tuple[int, ...], transport: Any
-) -> None:
+def test_owners_step_as_one_process(simulated, case, n, schedule, transport):
     try:
         expected = _stepped(case, None)
     except (IndexError, RuntimeError, ValueError, ZeroDivisionError):  # some take no scalars, and some no empty tensors

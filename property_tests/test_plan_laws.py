@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch import nn
 
 import zero_fn as zf
 from property_tests.programs import Chain, Tree, apply, batch, build
 from property_tests.strategies import STAGES, chains, trees
-from tests.simulation import Simulated
 from tests.simulation import axis as simulated_axis
 from tests.support.groups import pretended
 from tests.support.profiles import examples
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from zero_fn.runtime.slot import slot_of
 
 Program = tuple[Tree, Chain, int]
@@ -33,7 +28,7 @@ MIXED = trees(dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.int64)
 PRECISE = chains(precise=True)
 
 
-def measured(programs: list[Program]) -> list[tuple[zf.Held, zf.Plan, int]]:
+def measured(programs):
     """For each program that trains anything, in its second step: bytes held after backward, the plan, bytes sent."""
     found = []
     for tree, chain, backwards in programs:
@@ -53,20 +48,20 @@ def measured(programs: list[Program]) -> list[tuple[zf.Held, zf.Plan, int]]:
     return found
 
 
-def backward(model: nn.Module, step: int, backwards: int) -> None:
+def backward(model, step, backwards):
     with zf.accumulate(model) if backwards > 1 else nullcontext():
         for microbatch in range(backwards):
             model(batch(10 * step + microbatch, axis().get_local_rank()).detach()).sum().backward()
 
 
-def programs_of(tree: st.SearchStrategy[Tree], chain: st.SearchStrategy[Chain]) -> st.SearchStrategy[list[Program]]:
+def programs_of(tree, chain):
     return st.lists(st.tuples(tree, chain, st.integers(1, 3)), min_size=5, max_size=6)
 
 
 @pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
 @examples(dev=6, ci=30, deep=1500)
 @given(programs=programs_of(MIXED, PRECISE))
-def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks: Ranks, n: int, programs: list[Program]) -> None:
+def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks, n, programs):
     """But for states of the optimizer, which have the dtype of each parameter."""
     for answers in ranks(n).run(measured, programs):
         for held, plan, sent_nbytes in answers:
@@ -78,7 +73,7 @@ def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks: Ranks, n: int, 
 @pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
 @examples(dev=3, ci=15, deep=750)
 @given(programs=programs_of(SINGLE, chains()))
-def test_bytes_of_states_are_the_plan_and_its_padding(ranks: Ranks, n: int, programs: list[Program]) -> None:
+def test_bytes_of_states_are_the_plan_and_its_padding(ranks, n, programs):
     for answers in ranks(n).run(measured, programs):
         for held, plan, _ in answers:
             assert held.optimizer == plan.held.optimizer + plan.padding.optimizer
@@ -88,11 +83,11 @@ def test_bytes_of_states_are_the_plan_and_its_padding(ranks: Ranks, n: int, prog
 class Repeated(nn.Module):
     """Its first layer runs twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in (*self.layers, self.layers[0]):
             x = layer(x).tanh()
         return x
@@ -100,12 +95,10 @@ class Repeated(nn.Module):
 
 @pytest.mark.parametrize("frozen", [None, 0, 1, 2])
 @pytest.mark.parametrize("precise", [False, True])
-def test_bytes_sent_are_the_plan_when_a_unit_runs_twice_or_is_frozen(
-    ranks: Ranks, precise: bool, frozen: int | None
-) -> None:
+def test_bytes_sent_are_the_plan_when_a_unit_runs_twice_or_is_frozen(ranks, precise, frozen):
     """The gradients of a unit that runs twice are summed before they travel; frozen units may need no backward."""
 
-    def sent_and_planned() -> list[int]:
+    def sent_and_planned():
         model = Repeated()
         if frozen is not None:
             model.layers[frozen].requires_grad_(False)
@@ -123,20 +116,20 @@ def test_bytes_sent_are_the_plan_when_a_unit_runs_twice_or_is_frozen(
 
 @pytest.mark.parametrize("n", [2, 8])
 @given(tree=MIXED, chain=chains())
-def test_more_sharding_never_needs_more_memory(n: int, tree: Tree, chain: Chain) -> None:
+def test_more_sharding_never_needs_more_memory(n, tree, chain):
     """Without padding, which may be more than a tiny parameter."""
     with pretended(n) as mesh:
         totals = [total(mesh, tree, chain, stage) for stage in STAGES]
     assert totals == sorted(totals, reverse=True)
 
 
-def total(mesh: DeviceMesh, tree: Tree, chain: Chain, stage: str) -> int:
+def total(mesh, tree, chain, stage):
     return zf.plan(getattr(zf, stage)(apply(chain, build(tree), mesh), mesh)).held.total
 
 
 # -- in tiers -----------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps),
     "fused": lambda ps: torch.optim.AdamW(ps, fused=True),
     "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
@@ -178,22 +171,22 @@ plans = st.builds(
 
 
 class Part(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(12, width), nn.LayerNorm(width), nn.Linear(width, 12)
 
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down(self.norm(self.up(x)))
+    def forward(self, x):
+        down = self.down(self.norm(self.up(x)))
         return down
 
 
-def planned_and_made(case: Planned, path: str) -> tuple[zf.Plan, zf.Plan, zf.Held, zf.Plan] | str:
+def planned_and_made(case, path):
     """The plan on meta, that of what was made, what it holds after two steps, and the plan then; or what was refused."""
     with torch.device("meta"):
-        model: Any = nn.Sequential(*map(Part, case.widths))
+        model = nn.Sequential(*map(Part, case.widths))
     for number, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(number not in case.frozen)
-    chosen: dict[str, Any] = {kind: zf.nvme(path) if tier == "nvme" else zf.cpu() for kind, tier in case.tiers}
+    chosen = {kind: zf.nvme(path) if tier == "nvme" else zf.cpu() for kind, tier in case.tiers}
     if "optim" in chosen:
         chosen["fraction"] = case.fraction
     transforms = (
@@ -209,7 +202,7 @@ def planned_and_made(case: Planned, path: str) -> tuple[zf.Plan, zf.Plan, zf.Hel
         return error.summary
     model = zf.materialize(model, "cpu")
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    if any(slot_of(parameter).kind.must_be_streamed for parameter in model.parameters()):  # type: ignore[union-attr]
+    if any(slot_of(parameter).kind.must_be_streamed for parameter in model.parameters()):
         optimizer = zf.streamed(optimizer)
     made = zf.plan(model, optimizer)
     for _ in range(2):
@@ -221,7 +214,7 @@ def planned_and_made(case: Planned, path: str) -> tuple[zf.Plan, zf.Plan, zf.Hel
 
 @examples(dev=25, ci=300, deep=5_000)
 @given(case=plans)
-def test_what_is_planned_on_meta_is_what_is_held(simulated: Simulated, case: Planned) -> None:
+def test_what_is_planned_on_meta_is_what_is_held(simulated, case):
     with tempfile.TemporaryDirectory() as path:
         answers = simulated(2).run(planned_and_made, case, path)
     for answer in answers:

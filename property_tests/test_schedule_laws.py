@@ -1,9 +1,5 @@
 """Laws of schedules: they are values, so their safety is checked without a process group."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,13 +7,11 @@ from property_tests.strategies import traces
 from zero_fn.values.schedule import (
     Await,
     Enter,
-    Event,
     Exit,
     Fetch,
     Reduce,
     Reshard,
     Settle,
-    Trace,
     Unshard,
     backward_schedule,
     backward_trace,
@@ -30,7 +24,7 @@ from zero_fn.values.schedule import (
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[Trace, tuple[Event, ...]]:
+def schedules(draw):
     """A trace and the forward or backward schedule of it, before prefetching."""
     trace = draw(traces())
     if draw(st.booleans()):
@@ -44,11 +38,11 @@ DEPTHS = st.integers(0, 4)
 LIMITS = st.integers(1, 3)
 
 
-def run(events: Iterable[Event]) -> set[int]:
+def run(events):
     """Follows the phases of every unit and fails where a unit is used before its time; returns those left gathered."""
-    gathering: set[int] = set()
-    gathered: set[int] = set()
-    running: list[int] = []
+    gathering = set()
+    gathered = set()
+    running = []
     for event in events:
         match event:
             case Unshard(unit):
@@ -74,14 +68,12 @@ def run(events: Iterable[Event]) -> set[int]:
 
 
 @given(schedules(), DEPTHS, LIMITS)
-def test_nothing_is_used_before_it_was_awaited(
-    schedule: tuple[Trace, tuple[Event, ...]], depth: int, limit: int
-) -> None:
+def test_nothing_is_used_before_it_was_awaited(schedule, depth, limit):
     run(limit_reductions(prefetch(schedule[1], depth=depth), limit=limit))
 
 
 @given(traces(), DEPTHS)
-def test_every_unshard_has_one_reshard_or_its_unit_is_kept_for_backward(trace: Trace, depth: int) -> None:
+def test_every_unshard_has_one_reshard_or_its_unit_is_kept_for_backward(trace, depth):
     freed = prefetch(forward_schedule(trace, keeps_last=False), depth=depth)
     assert run(freed) == set()
     kept = run(prefetch(forward_schedule(trace, keeps_last=True), depth=depth))
@@ -90,37 +82,37 @@ def test_every_unshard_has_one_reshard_or_its_unit_is_kept_for_backward(trace: T
 
 
 @given(traces(), DEPTHS)
-def test_backward_leaves_nothing_gathered(trace: Trace, depth: int) -> None:
+def test_backward_leaves_nothing_gathered(trace, depth):
     assert run(prefetch(backward_schedule(backward_trace(trace), reduces=lambda _: True), depth=depth)) == set()
 
 
 @given(schedules())
-def test_a_schedule_has_the_brackets_of_its_trace(schedule: tuple[Trace, tuple[Event, ...]]) -> None:
+def test_a_schedule_has_the_brackets_of_its_trace(schedule):
     trace, events = schedule
     assert tuple(event for event in events if isinstance(event, Enter | Exit)) == trace
 
 
 @given(traces())
-def test_the_backward_of_a_backward_is_the_forward(trace: Trace) -> None:
+def test_the_backward_of_a_backward_is_the_forward(trace):
     assert backward_trace(backward_trace(trace)) == trace
 
 
 @given(schedules(), DEPTHS)
-def test_prefetch_moves_unshards_only(schedule: tuple[Trace, tuple[Event, ...]], depth: int) -> None:
+def test_prefetch_moves_unshards_only(schedule, depth):
     before, after = schedule[1], prefetch(schedule[1], depth=depth)
     assert others(before) == others(after)
     assert sorted(map(str, before)) == sorted(map(str, after))
 
 
-def others(events: Sequence[Event]) -> list[Event]:
+def others(events):
     return [event for event in events if not isinstance(event, Unshard)]
 
 
-def passed(events: Sequence[Event], kind: Callable[[Event], bool]) -> dict[tuple[int, int], int]:
+def passed(events, kind):
     """For the k-th Unshard of each unit, how many events of a kind come before it."""
-    counts: dict[int, int] = {}
+    counts = {}
     seen = 0
-    found: dict[tuple[int, int], int] = {}
+    found = {}
     for event in events:
         if isinstance(event, Unshard):
             number = counts[event.unit] = counts.get(event.unit, -1) + 1
@@ -130,15 +122,13 @@ def passed(events: Sequence[Event], kind: Callable[[Event], bool]) -> dict[tuple
 
 
 @given(schedules(), DEPTHS)
-def test_prefetch_moves_unshards_earlier_and_past_no_more_uses_than_its_depth(
-    schedule: tuple[Trace, tuple[Event, ...]], depth: int
-) -> None:
+def test_prefetch_moves_unshards_earlier_and_past_no_more_uses_than_its_depth(schedule, depth):
     before, after = schedule[1], prefetch(schedule[1], depth=depth)
 
-    def is_other(event: Event) -> bool:
+    def is_other(event):
         return not isinstance(event, Unshard)
 
-    def is_enter(event: Event) -> bool:
+    def is_enter(event):
         return isinstance(event, Enter)
 
     late, early = passed(before, is_other), passed(after, is_other)
@@ -148,10 +138,8 @@ def test_prefetch_moves_unshards_earlier_and_past_no_more_uses_than_its_depth(
 
 
 @given(schedules(), DEPTHS)
-def test_prefetch_never_passes_a_reshard_of_the_same_unit(
-    schedule: tuple[Trace, tuple[Event, ...]], depth: int
-) -> None:
-    def own(events: Sequence[Event], unit: int) -> list[Event]:
+def test_prefetch_never_passes_a_reshard_of_the_same_unit(schedule, depth):
+    def own(events, unit):
         return [event for event in events if isinstance(event, Unshard | Reshard) and event.unit == unit]
 
     before, after = schedule[1], prefetch(schedule[1], depth=depth)
@@ -159,11 +147,9 @@ def test_prefetch_never_passes_a_reshard_of_the_same_unit(
 
 
 @given(schedules(), LIMITS)
-def test_reductions_under_way_never_exceed_the_limit_and_each_is_settled_once_in_order(
-    schedule: tuple[Trace, tuple[Event, ...]], limit: int
-) -> None:
+def test_reductions_under_way_never_exceed_the_limit_and_each_is_settled_once_in_order(schedule, limit):
     bounded = limit_reductions(schedule[1], limit=limit)
-    under_way: list[int] = []
+    under_way = []
     for event in bounded:
         if isinstance(event, Reduce):
             under_way.append(event.unit)
@@ -175,7 +161,7 @@ def test_reductions_under_way_never_exceed_the_limit_and_each_is_settled_once_in
 
 
 @given(traces(), st.sets(st.integers(0, 4)))
-def test_a_unit_is_reduced_once_after_its_last_use_if_it_is_reduced(trace: Trace, reduced: set[int]) -> None:
+def test_a_unit_is_reduced_once_after_its_last_use_if_it_is_reduced(trace, reduced):
     events = backward_schedule(backward_trace(trace), reduces=reduced.__contains__)
     used = {bracket.use.unit for bracket in trace}
     assert sorted(event.unit for event in events if isinstance(event, Reduce)) == sorted(used & reduced)
@@ -185,9 +171,7 @@ def test_a_unit_is_reduced_once_after_its_last_use_if_it_is_reduced(trace: Trace
 
 
 @given(schedules(), st.dictionaries(st.integers(0, 4), st.integers(1, 9)))
-def test_what_lands_is_fetched_in_order_and_two_fit(
-    schedule: tuple[Trace, tuple[Event, ...]], nbytes: dict[int, int]
-) -> None:
+def test_what_lands_is_fetched_in_order_and_two_fit(schedule, nbytes):
     """Beyond the memory of two of the largest only the next one is fetched, and only just before the use ahead of it."""
     _, before = schedule
     events = land_ahead(before, nbytes_of=lambda unit: nbytes.get(unit, 0))
@@ -195,8 +179,8 @@ def test_what_lands_is_fetched_in_order_and_two_fit(
     wanted = [event.unit for event in before if isinstance(event, Unshard) and event.unit in nbytes]
     assert [event.unit for event in events if isinstance(event, Fetch)] == wanted
     room = 2 * max((nbytes[unit] for unit in wanted), default=0)
-    held: list[int] = []
-    waiting: list[int] = []
+    held = []
+    waiting = []
     for place, event in enumerate(events):
         match event:
             case Fetch(unit):
@@ -216,13 +200,11 @@ def test_what_lands_is_fetched_in_order_and_two_fit(
 
 
 @given(schedules(), DEPTHS, DEPTHS, st.sets(st.integers(0, 4)))
-def test_what_is_away_is_fetched_once_before_each_gather_and_one_unit_at_a_time(
-    schedule: tuple[Trace, tuple[Event, ...]], ahead: int, depth: int, away: set[int]
-) -> None:
+def test_what_is_away_is_fetched_once_before_each_gather_and_one_unit_at_a_time(schedule, ahead, depth, away):
     before = prefetch(schedule[1], depth=ahead)
     events = fetch_ahead(before, is_away=away.__contains__, depth=depth)
     assert tuple(event for event in events if not isinstance(event, Fetch)) == before
-    fetched: list[int] = []
+    fetched = []
     for event in events:
         match event:
             case Fetch(unit):

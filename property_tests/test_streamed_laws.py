@@ -1,16 +1,12 @@
 """Whatever a program does between steps, a model in tiers and its streamed optimizer give the bits of the same in memory."""
 
-from __future__ import annotations
-
 from itertools import starmap
-from typing import Any
 
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from property_tests.streamed_programs import Placed, places, programs, trained
-from tests.simulation import Simulated
 from tests.support.profiles import examples
 
 ALL = frozenset(["params", "grads", "optim"])
@@ -43,9 +39,7 @@ ALL = frozenset(["params", "grads", "optim"])
 )
 @examples(dev=10, ci=1_000, deep=40_000)
 @given(places, programs, st.integers(1, 2))
-def test_any_program_gives_the_bits_of_the_same_in_memory(
-    simulated: Simulated, tmp_path_factory: Any, placed: Placed, program: list[tuple[str, int]], n: int
-) -> None:
+def test_any_program_gives_the_bits_of_the_same_in_memory(simulated, tmp_path_factory, placed, program, n):
     path = str(tmp_path_factory.getbasetemp())
     ranks = simulated(n if placed.outer is None else (2, 2))
     expected, found = ranks.run(trained, placed, program, None), ranks.run(trained, placed, program, path)

@@ -5,17 +5,13 @@ Programs over real layers run on simulated ranks and on gloo ranks; random trees
 torch's own simulator.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 import zero_fn as zf
 from property_tests.modules import Model, Part
@@ -30,17 +26,13 @@ from property_tests.rules import (
     Fail,
     Load,
     Program,
-    Rule,
-    Seen,
     Step,
     Transform,
     run_program,
 )
 from property_tests.strategies import chains, programs, schedules, trees
-from tests.simulation import Simulated
-from tests.support.local_tensor import LocalTensors
 from tests.support.profiles import examples
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.reference import mean_in_rank_order
 
 Timing = Literal["early", "late"]
@@ -48,13 +40,13 @@ Transport = Literal["exchange", "native"]
 
 
 def check(
-    simulated: Simulated,
-    program: Program,
-    n: int | tuple[int, int] = 2,
-    schedule: tuple[int, ...] = (),
-    timing: Timing = "late",
-    transport: Transport = "exchange",
-) -> None:
+    simulated,
+    program,
+    n=2,
+    schedule=(),
+    timing="late",
+    transport="exchange",
+):
     """Runs a program and its replicas, and compares them after every rule."""
     seen = simulated(n, schedule=schedule, timing=timing, transport=transport).run(
         run_program, program, may_leave_messages=any(isinstance(rule, Fail) for rule in program.rules)
@@ -65,9 +57,7 @@ def check(
         assert not found, "\n".join(found)
 
 
-def any_program_on(
-    *meshes: int | tuple[int, int], max_rules: int = 6
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def any_program_on(*meshes, max_rules=6):
     """What is drawn for a test of whole programs."""
     timings, transports = st.sampled_from(["early", "late"]), st.sampled_from(["exchange", "native"])
     n = st.sampled_from(meshes)
@@ -79,35 +69,35 @@ def any_program_on(
 
 @examples(dev=40, ci=6_000, deep=400_000)
 @any_program_on(1, 2, 2, 2)
-def test_any_program_gives_what_replicas_give_on_two_ranks(simulated: Simulated, **drawn: Any) -> None:
+def test_any_program_gives_what_replicas_give_on_two_ranks(simulated, **drawn):
     check(simulated, **drawn)
 
 
 @examples(dev=25, ci=4_500, deep=300_000)
 @any_program_on(3, 3, (2, 2))
-def test_any_program_gives_what_replicas_give_on_three_ranks(simulated: Simulated, **drawn: Any) -> None:
+def test_any_program_gives_what_replicas_give_on_three_ranks(simulated, **drawn):
     check(simulated, **drawn)
 
 
 @examples(dev=25, ci=4_500, deep=300_000)
 @any_program_on(4, 5, 8)
-def test_any_program_gives_what_replicas_give_on_many_ranks(simulated: Simulated, **drawn: Any) -> None:
+def test_any_program_gives_what_replicas_give_on_many_ranks(simulated, **drawn):
     check(simulated, **drawn)
 
 
 @examples(dev=15, ci=400, deep=20_000)
 @any_program_on(1, 2, 3, max_rules=15)
-def test_any_long_program_gives_what_replicas_give(simulated: Simulated, **drawn: Any) -> None:
+def test_any_long_program_gives_what_replicas_give(simulated, **drawn):
     check(simulated, **drawn)
 
 
-def _on_gloo(several: list[Program]) -> list[list[Seen]]:
+def _on_gloo(several):
     return [run_program(program, axis) for program in several]
 
 
 @examples(dev=5, ci=100, deep=5_000)
 @given(st.lists(programs(max_rules=4), min_size=3, max_size=4), st.sampled_from([2, 2, 3]))
-def test_any_program_gives_what_replicas_give_on_gloo_ranks(ranks: Ranks, several: list[Program], n: int) -> None:
+def test_any_program_gives_what_replicas_give_on_gloo_ranks(ranks, several, n):
     by_rank = ranks(n).run(_on_gloo, several)
     for program, *seen in zip(several, *by_rank, strict=True):
         found = differences(program, seen)
@@ -122,7 +112,7 @@ Training = tuple[Tree, Chain, int]
 TRAININGS = st.tuples(TREES, chains(), st.integers(1, 2))
 
 
-def trained(model: nn.Module, backward: Callable[[int], None]) -> list[Tensor]:
+def trained(model, backward):
     """Parameters after two steps, and gradients of the last one, as they rest."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     for step in range(2):
@@ -132,13 +122,13 @@ def trained(model: nn.Module, backward: Callable[[int], None]) -> list[Tensor]:
     return [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def check_simulated(local_tensor: LocalTensors, n: int, training: Training) -> None:
+def check_simulated(local_tensor, n, training):
     """Against one process that runs all ranks in turn and sums their gradients in the order of ranks."""
     tree, chain, microbatches = training
     plain = build(tree)
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
 
-    def in_turn(step: int) -> None:
+    def in_turn(step):
         of_ranks = []
         for rank in range(n):
             plain.zero_grad()
@@ -151,7 +141,7 @@ def check_simulated(local_tensor: LocalTensors, n: int, training: Training) -> N
     with local_tensor(n) as world:
         model = apply(chain, build(tree), world.mesh)
 
-        def at_once(step: int) -> None:
+        def at_once(step):
             with zf.accumulate(model):
                 for microbatch in range(microbatches):
                     model(world.each(partial(batch, step + microbatch)).requires_grad_()).sum().backward()
@@ -163,15 +153,13 @@ def check_simulated(local_tensor: LocalTensors, n: int, training: Training) -> N
 
 @examples(dev=5, ci=40, deep=800)
 @given(training=TRAININGS, n=st.sampled_from([8, 8, 8, 9, 12]))
-def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(
-    local_tensor: LocalTensors, training: Training, n: int
-) -> None:
+def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(local_tensor, training, n):
     check_simulated(local_tensor, n, training)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("verb", ["shard_params", "shard_optimizer"])
-def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors, verb: str) -> None:
+def test_training_is_that_of_one_process_on_64_ranks(local_tensor, verb):
     leaves = Leaf((13, 3, 2), (0, 1, 2)), Leaf((3,), (0,))
     check_simulated(local_tensor, 64, (Tree(Node(leaves, (Node((Leaf((70, 2), (0, 1)),)),))), (Link(verb),), 1))
 
@@ -181,9 +169,7 @@ def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors,
 Case = tuple[Program, int, tuple[int, ...], Timing]
 
 
-def case(
-    model: Model, chain: str | Chain, *rules: Rule, n: int = 2, schedule: tuple[int, ...] = (), timing: Timing = "late"
-) -> Case:
+def case(model, chain, *rules, n=2, schedule=(), timing="late"):
     """A program, and ranks on which it was wrong."""
     return Program(model, (Link(chain),) if isinstance(chain, str) else chain, rules), n, schedule, timing
 
@@ -195,52 +181,52 @@ EMPTY_SHARD = Model(1, (Part("linear", 1),))
 
 
 def in_stages(
-    name: str,
-    model: Model,
-    *rules: Rule,
-    verbs: tuple[str, ...] = ("replicate", "shard_params"),
-    options: dict[str, Any] | None = None,
-    n: int = 2,
-    timing: Timing = "late",
-) -> dict[str, Case]:
+    name,
+    model,
+    *rules,
+    verbs=("replicate", "shard_params"),
+    options=None,
+    n=2,
+    timing="late",
+):
     """The same program in some stages."""
     return {f"{name}, {verb}": case(model, (Link(verb, options or {}),), *rules, n=n, timing=timing) for verb in verbs}
 
 
-def tied_expert(wrap: str) -> Model:
+def tied_expert(wrap):
     """The first of two experts is tied to the head: where it is chosen, its layer computes no gradient of its own."""
     return Model(2, (Part("routed", 2, wrap=wrap), Part("linear", 3)), ties=((6, 0), (7, 0)), output="pair", twice=0)
 
 
-def _recomputed(kind: str) -> Model:
+def _recomputed(kind):
     parts = (Part("embedding", 2), Part(kind, 2, wrap="reentrant"), Part("mlp", 1, wrap="reentrant"), Part(kind, 1))
     return Model(1, parts, ties=((37, 0),), output="dict")
 
 
-def _nested_weighted() -> Model:
+def _nested_weighted():
     inside = (Part("weighted", 5, wrap="reentrant"), Part("weighted", 6, wrap="reentrant"))
     return Model(1, (Part("weighted", 1), Part("nest", 6, wrap="reentrant", children=inside)), twice=1)
 
 
-def _frozen_checkpointed() -> Model:
+def _frozen_checkpointed():
     nest = Part("nest", 7, wrap="reentrant", children=(Part("embedding", 5),))
     parts = (Part("norm", 5, True, "checkpoint"), Part("linear", 2, True), nest, Part("norm", 7, True))
     return Model(3, parts, ties=((19, 6), (3, 4)), output="pair", twice=1, double=True)
 
 
-def _around_two_units() -> Model:
+def _around_two_units():
     inside = Part("nest", children=(Part("routed"), Part("routed", 2)), wrap="checkpoint")
     parts = (Part("mlp", 2), Part("nest", 2, True, children=(Part("routed"), inside)))
     return Model(2, parts, ties=((21, 0), (3, 3), (21, 0)))
 
 
-def _tied_under_reentrant() -> Model:
+def _tied_under_reentrant():
     inside = (Part("mlp", 1, wrap="reentrant"), Part("norm", 7, wrap="reentrant"), Part("conv", 7, wrap="reentrant"))
     parts = (Part("linear", 2), Part("nest", children=inside), Part("weighted", 7, True, "reentrant"), Part("mlp", 2))
     return Model(3, parts, ties=((16, 5), (18, 7)))
 
 
-def _tied_frozen_experts() -> Model:
+def _tied_frozen_experts():
     routed, mlp = Part("routed", 2), Part("mlp", 2)
     nested = Part("nest", 2, wrap="checkpoint", children=(routed,))
     last = Part("nest", 2, wrap="checkpoint", children=(routed, routed))
@@ -248,7 +234,7 @@ def _tied_frozen_experts() -> Model:
     return Model(3, parts, ties=((36, 4), (0, 0)))
 
 
-def _failing_beside_experts(name: str, options: dict[str, Any]) -> dict[str, Case]:
+def _failing_beside_experts(name, options):
     head = {"where": "head.*"}
     chain = (
         Link("shard_optimizer", {"units": "*inside.?", **head}),
@@ -257,7 +243,7 @@ def _failing_beside_experts(name: str, options: dict[str, Any]) -> dict[str, Cas
     )
     failed = Fail("backward", 1)
     several = (ONE, failed, ONE), (Step(), Backward(), Step(), Evaluate("no_grad"), failed)
-    timings: tuple[Timing, ...] = ("early", "late")
+    timings = ("early", "late")
     return {
         f"{name}, {number}, {timing}": case(_tied_frozen_experts(), chain, *rules, n=3, timing=timing)
         for number, rules in enumerate(several)
@@ -265,7 +251,7 @@ def _failing_beside_experts(name: str, options: dict[str, Any]) -> dict[str, Cas
     }
 
 
-FOUND: dict[str, Case] = {
+FOUND = {
     # The outputs of the unit were opaque, so nothing told that backward had come; the recomputation then entered the unit
     # anew, whose hooks left fewer tensors to the checkpoint than in forward.
     "a checkpoint is the first that backward meets of its unit": case(
@@ -413,13 +399,13 @@ FOUND: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_here_stays_right(simulated: Simulated, name: str) -> None:
+def test_what_was_found_here_stays_right(simulated, name):
     check(simulated, *FOUND[name])
 
 
 def test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_raise_on_every_rank(
-    simulated: Simulated,
-) -> None:
+    simulated,
+):
     """What a reentrant checkpoint computes is on no schedule: its unit is reduced by the ranks whose nested backward comes to
     a parameter of it, and nothing tells beforehand which do. So they part, and each one says at which collective."""
     program = Program(tied_expert("reentrant"), (Link("shard_params", PARTS),), (Backward(),) * 4)

@@ -3,20 +3,15 @@
 Structure is looked at as one of four pretended ranks; outputs on one real rank; all shards in `test_many_ranks_laws.py`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_fn as zf
-from property_tests.programs import Chain, Link, Tree, apply, batch, build
+from property_tests.programs import Link, apply, batch, build
 from property_tests.strategies import STAGES, chains, links, trees, without_units
 from tests.support.groups import alone, pretended
 from zero_fn.errors import LayoutError, ZeroError
@@ -25,22 +20,22 @@ HELD = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
-def four() -> Iterator[DeviceMesh]:
+def four():
     """The axis as rank 1 of 4 sees it, for all examples of a test."""
     with pretended(4, rank=1) as mesh:
         yield mesh
 
 
-def places(module: nn.Module) -> dict[str, int]:
+def places(module):
     """Every name of every parameter, and which of them are one."""
-    numbers: dict[int, int] = {}
+    numbers = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: numbers.setdefault(id(parameter), len(numbers)) for name, parameter in named}
 
 
-def resting(module: nn.Module) -> dict[str, tuple[object, ...]]:
+def resting(module):
     """What rests under each name: placement, local shape and strides, dtype, values."""
-    found: dict[str, tuple[object, ...]] = {}
+    found = {}
     for name, parameter in module.named_parameters():
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         where = parameter.placements if isinstance(parameter, DTensor) else None
@@ -49,7 +44,7 @@ def resting(module: nn.Module) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
+def assert_same(one, other):
     assert zf.describe(one) == zf.describe(other)
     assert resting(one) == resting(other)
     assert places(one) == places(other)
@@ -57,7 +52,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @HELD
 @given(trees(), chains(precise=True))
-def test_names_ties_types_and_placements_survive_any_chain(four: DeviceMesh, tree: Tree, chain: Chain) -> None:
+def test_names_ties_types_and_placements_survive_any_chain(four, tree, chain):
     plain = build(tree)
     model = apply(chain, plain, four)
     assert places(model) == places(plain)
@@ -76,7 +71,7 @@ def test_names_ties_types_and_placements_survive_any_chain(four: DeviceMesh, tre
 
 @HELD
 @given(trees(), st.data())
-def test_a_transform_twice_is_the_transform_once(four: DeviceMesh, tree: Tree, data: st.DataObject) -> None:
+def test_a_transform_twice_is_the_transform_once(four, tree, data):
     link = data.draw(st.one_of(links(units=zf.by_size(nbytes=100)), st.just(Link("precision", {"where": "p0"}))))
     once = link(build(tree), four)
     assert_same(link(once, four), once)
@@ -84,16 +79,14 @@ def test_a_transform_twice_is_the_transform_once(four: DeviceMesh, tree: Tree, d
 
 @HELD
 @given(trees(), chains(min_size=2, max_size=3, precise=True), st.data())
-def test_chains_commute(four: DeviceMesh, tree: Tree, chain: Chain, data: st.DataObject) -> None:
+def test_chains_commute(four, tree, chain, data):
     shuffled = tuple(data.draw(st.permutations(chain)))
     assert_same(apply(chain, build(tree), four), apply(shuffled, build(tree), four))
 
 
 @HELD
 @given(trees(), st.integers(0, 3), st.integers(0, 3), st.sampled_from([{}, {"where": "p0"}, {"units": "*"}]))
-def test_a_stage_absorbs_the_stages_below_it(
-    four: DeviceMesh, tree: Tree, one: int, other: int, options: dict[str, object]
-) -> None:
+def test_a_stage_absorbs_the_stages_below_it(four, tree, one, other, options):
     low, high = Link(STAGES[min(one, other)], options), Link(STAGES[max(one, other)], options)
     alone_ = high(build(tree), four)
     assert_same(apply((low, high), build(tree), four), alone_)
@@ -114,7 +107,7 @@ MISTAKES = (
 
 @HELD
 @given(trees(), chains(min_size=0, max_size=2), st.sampled_from(MISTAKES))
-def test_a_transform_that_raises_changed_nothing(four: DeviceMesh, tree: Tree, chain: Chain, mistake: Link) -> None:
+def test_a_transform_that_raises_changed_nothing(four, tree, chain, mistake):
     model = apply(chain, build(tree), four)
     before, parameters = snapshot(model), list(model.parameters())
     with pytest.raises(ZeroError):
@@ -125,13 +118,11 @@ def test_a_transform_that_raises_changed_nothing(four: DeviceMesh, tree: Tree, c
 
 @HELD
 @given(trees(), chains(min_size=0, max_size=2), st.integers(0, 10))
-def test_a_module_that_cannot_be_copied_is_unchanged_and_says_why(
-    four: DeviceMesh, tree: Tree, chain: Chain, at: int
-) -> None:
+def test_a_module_that_cannot_be_copied_is_unchanged_and_says_why(four, tree, chain, at):
     model = apply(chain, build(tree), four)
     modules = list(model.named_modules())
     name, module = modules[at % len(modules)]
-    module.stream = iter_nothing()  # type: ignore[assignment]
+    module.stream = iter_nothing()
     before = snapshot(model)
     with pytest.raises(LayoutError, match="cannot be copied") as caught:
         zf.shard_params(model, four, donate=True)
@@ -139,12 +130,12 @@ def test_a_module_that_cannot_be_copied_is_unchanged_and_says_why(
     assert snapshot(model) == before
 
 
-def iter_nothing() -> Iterator[None]:
+def iter_nothing():
     """A generator, which cannot be copied."""
     yield None
 
 
-def snapshot(module: nn.Module) -> tuple[object, ...]:
+def snapshot(module):
     """All that a transform might change in its argument."""
     keys = [(name, tuple(child.__dict__)) for name, child in module.named_modules()]
     described = zf.describe(module) if "forward" in module.__dict__ else None
@@ -154,11 +145,11 @@ def snapshot(module: nn.Module) -> tuple[object, ...]:
 # -- outputs, on one rank -----------------------------------------------------------------------------------------------
 
 
-def outputs(module: nn.Module) -> list[Tensor | None]:
+def outputs(module):
     return [module(batch(seed)).detach() for seed in range(2)]
 
 
-def gradients(module: nn.Module) -> list[Tensor | None]:
+def gradients(module):
     """Of the input, which a module without trained parameters has too, and of every parameter."""
     module.zero_grad()
     x = batch(0)
@@ -167,12 +158,12 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def is_same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+def is_same(one, other):
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @given(st.lists(st.tuples(trees(), chains()), min_size=3, max_size=3))
-def test_outputs_are_unchanged_by_any_chain(programs: list[tuple[Tree, Chain]]) -> None:
+def test_outputs_are_unchanged_by_any_chain(programs):
     with alone() as mesh:
         for tree, chain in programs:
             plain = build(tree)
@@ -181,7 +172,7 @@ def test_outputs_are_unchanged_by_any_chain(programs: list[tuple[Tree, Chain]]) 
 
 
 @given(st.lists(st.tuples(trees(dtypes=(torch.float32,)), chains(), chains()), min_size=3, max_size=3))
-def test_the_argument_is_unchanged_and_still_runs(programs: list[tuple[Tree, Chain, Chain]]) -> None:
+def test_the_argument_is_unchanged_and_still_runs(programs):
     with alone() as mesh:
         for tree, chain, more in programs:
             plain = build(tree)
@@ -206,18 +197,18 @@ def test_the_argument_is_unchanged_and_still_runs(programs: list[tuple[Tree, Cha
 
 
 class Product(nn.Module):
-    def __init__(self, names: str) -> None:
+    def __init__(self, names):
         super().__init__()
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.ones(2)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for name, _ in self.named_parameters():
             x = x * getattr(self, name)
         return x
 
 
-def tied_products() -> nn.Sequential:
+def tied_products():
     """The anchor `0` holds a parameter of its own unit and one of the root, tied to `1.0`."""
     first, other = Product("wv"), Product("w")
     other.w = first.w
@@ -225,14 +216,14 @@ def tied_products() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_an_anchor_may_hold_a_parameter_of_another_unit_when_transformed_again(times: int) -> None:
+def test_an_anchor_may_hold_a_parameter_of_another_unit_when_transformed_again(times):
     """Its two entries stack; a second transform once left the older one of them in the copy."""
     with alone() as mesh:
         model = apply((Link("shard_params"),) * times, tied_products(), mesh)
         assert model(torch.full((2,), 3.0)).tolist() == [3.0, 3.0]
 
 
-def test_unsharded_of_a_part_gathers_every_unit_that_owns_a_parameter_of_it() -> None:
+def test_unsharded_of_a_part_gathers_every_unit_that_owns_a_parameter_of_it():
     with alone() as mesh:
         model = zf.shard_params(tied_products(), mesh)
         part = model.get_submodule("0")

@@ -5,9 +5,6 @@ parameter, are those of torch, and keep its order in memory (law 5, as arithmeti
 anchor contains its own.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import TypeVar
 
 import einops
@@ -17,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 import zero_fn as zf
-from property_tests.programs import Block, Tree, build
+from property_tests.programs import Block, build
 from property_tests.strategies import axis_sizes, homes, memory_orders, shapes, trees
 from tests.support.profiles import examples
 from zero_fn.errors import LayoutError
@@ -26,19 +23,18 @@ from zero_fn.values.home import Home, Stage
 from zero_fn.values.layout import (
     ALIGNMENT_NBYTES,
     TOLERATED_PADDING_NUMEL,
-    ShardLayout,
     aligned_offsets,
     is_shardable,
     shard_layout,
 )
-from zero_fn.values.units import Units, anchors_of, distinct_parameters, innermost_common
+from zero_fn.values.units import anchors_of, distinct_parameters, innermost_common
 
 # -- homes --------------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T", Home, Assignment)
 
 
-def assignments() -> st.SearchStrategy[Assignment]:
+def assignments():
     named = st.dictionaries(st.sampled_from(["a", "b", "c.d"]), homes())
     anchors = st.sampled_from([None, None, ("",), ("", "c")])
     outputs = st.dictionaries(st.sampled_from(["", "c"]), st.sampled_from([torch.float32, torch.float16]))
@@ -50,7 +46,7 @@ PAIRS = st.one_of(st.tuples(homes(), homes()), st.tuples(assignments(), assignme
 TRIPLES = st.one_of(st.tuples(homes(), homes(), homes()), st.tuples(assignments(), assignments(), assignments()))
 
 
-def result(compute: Callable[[], object]) -> object:
+def result(compute):
     """What a join gives; all refusals are the same."""
     try:
         return compute()
@@ -59,24 +55,24 @@ def result(compute: Callable[[], object]) -> object:
 
 
 @given(ANY)
-def test_join_is_idempotent(one: T) -> None:
+def test_join_is_idempotent(one):
     assert one.join(one) == one
 
 
 @given(PAIRS)
-def test_join_is_commutative(pair: tuple[T, T]) -> None:
+def test_join_is_commutative(pair):
     one, other = pair
     assert result(lambda: one.join(other)) == result(lambda: other.join(one))
 
 
 @given(TRIPLES)
-def test_join_is_associative(triple: tuple[T, T, T]) -> None:
+def test_join_is_associative(triple):
     a, b, c = triple
     assert result(lambda: a.join(b).join(c)) == result(lambda: a.join(b.join(c)))
 
 
 @given(homes(compatible=True), homes(compatible=True))
-def test_join_is_monotone(one: Home, other: Home) -> None:
+def test_join_is_monotone(one, other):
     """A join asks for all that each side asks for; that it absorbs what it contains, the three laws above say."""
     joined = one.join(other)
     assert joined.stage >= one.stage
@@ -87,22 +83,20 @@ def test_join_is_monotone(one: Home, other: Home) -> None:
 
 
 @given(ANY)
-def test_asking_for_nothing_changes_nothing(one: T) -> None:
+def test_asking_for_nothing_changes_nothing(one):
     nothing = type(one)()
     assert nothing.join(one) == one == one.join(nothing)
 
 
 @given(assignments(), st.sampled_from(["", "layers", "layers.0"]), st.sampled_from(["a", "b", "c.d", "e"]))
-def test_an_assignment_seen_from_above_gives_every_parameter_the_same_home(
-    assignment: Assignment, prefix: str, fqn: str
-) -> None:
+def test_an_assignment_seen_from_above_gives_every_parameter_the_same_home(assignment, prefix, fqn):
     assert assignment.below(prefix).home(f"{prefix}.{fqn}".lstrip(".")) == assignment.home(fqn)
 
 
 @given(
     homes(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 )
-def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home: Home, resting: torch.dtype) -> None:
+def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home, resting):
     computed, summed = home.compute_dtype(resting), home.sum_dtype(resting)
     assert computed == (home.compute or resting if resting.is_floating_point else resting)
     assert resting.is_floating_point or summed == resting
@@ -111,7 +105,7 @@ def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home: Home, re
 
 
 @given(homes(), st.sampled_from([torch.float32, torch.int64, torch.complex64]))
-def test_gradients_rest_as_their_parameter_unless_asked(home: Home, resting: torch.dtype) -> None:
+def test_gradients_rest_as_their_parameter_unless_asked(home, resting):
     wanted = home.grads if resting == torch.float32 else None
     assert home.gradient_dtype(resting) == (wanted or resting)
 
@@ -122,7 +116,7 @@ many = examples(dev=200, ci=2_000, deep=20_000)  # arithmetic is cheap
 
 
 @st.composite
-def parameters(draw: st.DrawFn) -> torch.Tensor:
+def parameters(draw):
     """A tensor with a row to cut, whose elements are all different, in any order in memory."""
     shape = draw(shapes(min_size=1).filter(is_shardable))
     order = draw(memory_orders(len(shape)))
@@ -130,22 +124,22 @@ def parameters(draw: st.DrawFn) -> torch.Tensor:
     return stored.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
-def of_any(law: Callable[[torch.Tensor, int], None]) -> Callable[[], None]:
+def of_any(law):
     """A law of any parameter over any number of ranks."""
-    return many(given(parameters(), axis_sizes())(law))  # type: ignore[no-any-return]
+    return many(given(parameters(), axis_sizes())(law))
 
 
-def layout_for(parameter: torch.Tensor, n: int) -> ShardLayout:
+def layout_for(parameter, n):
     return shard_layout(parameter.shape, parameter.stride(), n)
 
 
-def local(parameter: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Tensor:
+def local(parameter, layout, rank):
     start, rows = layout.owned_rows(rank)
     return parameter.narrow(layout.dim, start, rows)
 
 
 @of_any
-def test_every_element_is_owned_by_the_rank_to_which_torch_gives_it(parameter: torch.Tensor, n: int) -> None:
+def test_every_element_is_owned_by_the_rank_to_which_torch_gives_it(parameter, n):
     """By `DTensor`'s own cut, after which checkpoints name shapes, those of empty shards, too."""
     layout = layout_for(parameter, n)
     cut, _ = Shard(layout.dim)._split_tensor(parameter, n, with_padding=False)
@@ -157,7 +151,7 @@ def test_every_element_is_owned_by_the_rank_to_which_torch_gives_it(parameter: t
 
 
 @of_any
-def test_shards_concatenate_to_the_padded_whole(parameter: torch.Tensor, n: int) -> None:
+def test_shards_concatenate_to_the_padded_whole(parameter, n):
     """Each is one range of it, and the padding, which is less than a row for every rank, is at its end."""
     layout = layout_for(parameter, n)
     flat = torch.full((layout.padded_numel,), -1)
@@ -175,7 +169,7 @@ def test_shards_concatenate_to_the_padded_whole(parameter: torch.Tensor, n: int)
 
 
 @of_any
-def test_strides_survive_when_the_outermost_dim_is_cut(parameter: torch.Tensor, n: int) -> None:
+def test_strides_survive_when_the_outermost_dim_is_cut(parameter, n):
     layout = layout_for(parameter, n)
     strides = parameter.stride()
     by_stride = sorted(range(parameter.ndim), key=lambda dim: -strides[dim])
@@ -187,7 +181,7 @@ def test_strides_survive_when_the_outermost_dim_is_cut(parameter: torch.Tensor, 
 @of_any
 @example(torch.zeros(1, 2, 4), 3)
 @example(torch.zeros(2, 1, 4), 3)
-def test_a_layout_is_found_again_from_its_own_strides(parameter: torch.Tensor, n: int) -> None:
+def test_a_layout_is_found_again_from_its_own_strides(parameter, n):
     """So that a transform of a transformed module cuts where the first one cut."""
     layout = layout_for(parameter, n)
     again = shard_layout(layout.shape, layout.stride, n)
@@ -199,9 +193,7 @@ def test_a_layout_is_found_again_from_its_own_strides(parameter: torch.Tensor, n
 
 @many
 @given(st.lists(st.sampled_from([2, 3, 5, 8, 64, 1000, 4096]), min_size=1, max_size=4), st.data(), axis_sizes())
-def test_another_dim_than_the_outermost_is_cut_where_padding_would_be_large(
-    stored: list[int], data: st.DataObject, n: int
-) -> None:
+def test_another_dim_than_the_outermost_is_cut_where_padding_would_be_large(stored, data, n):
     order = data.draw(memory_orders(len(stored)))
     parameter = torch.empty(stored, device="meta").permute(sorted(range(len(order)), key=order.__getitem__))
     layout = layout_for(parameter, n)
@@ -214,7 +206,7 @@ def test_another_dim_than_the_outermost_is_cut_where_padding_would_be_large(
 
 @many
 @given(st.lists(st.integers(0, 500)), st.sampled_from([1, 2, 4, 8, 16]))
-def test_offsets_are_aligned_and_ranges_are_disjoint(numels: list[int], itemsize: int) -> None:
+def test_offsets_are_aligned_and_ranges_are_disjoint(numels, itemsize):
     *offsets, end = aligned_offsets(numels, itemsize)
     assert len(offsets) == len(numels)
     assert all(offset * itemsize % ALIGNMENT_NBYTES == 0 for offset in (*offsets, end))
@@ -226,7 +218,7 @@ def test_offsets_are_aligned_and_ranges_are_disjoint(numels: list[int], itemsize
 
 @many
 @given(shapes(), axis_sizes())
-def test_what_is_not_shardable_is_a_scalar_or_empty(shape: tuple[int, ...], n: int) -> None:
+def test_what_is_not_shardable_is_a_scalar_or_empty(shape, n):
     tensor = torch.empty(shape)
     assert is_shardable(shape) is (tensor.ndim > 0 and tensor.numel() > 0)
 
@@ -239,7 +231,7 @@ CHOICES = st.sampled_from(
 
 
 @given(trees(), CHOICES)
-def test_units_partition_the_parameters(tree: Tree, units: Units) -> None:
+def test_units_partition_the_parameters(tree, units):
     """Anchors are modules in the order of registration, the root first; each is the innermost that has its parameters."""
     model = build(tree)
     anchors, modules = anchors_of(model, units), dict(model.named_modules())
@@ -254,7 +246,7 @@ def test_units_partition_the_parameters(tree: Tree, units: Units) -> None:
                 assert not holds_everywhere(modules[inner], inner, one.places)
 
 
-def holds_everywhere(anchor: object, name: str, places: tuple[tuple[str, str], ...]) -> bool:
+def holds_everywhere(anchor, name, places):
     """Whether every place is in the module or below it, seen from the module itself."""
     below = {
         (f"{name}.{inner}".strip("."), attribute)
@@ -265,7 +257,7 @@ def holds_everywhere(anchor: object, name: str, places: tuple[tuple[str, str], .
 
 
 @given(trees())
-def test_every_parameter_is_found_once_with_all_its_places(tree: Tree) -> None:
+def test_every_parameter_is_found_once_with_all_its_places(tree):
     model = build(tree)
     named = distinct_parameters(model)
     assert [(one.fqn, id(one.parameter)) for one in named] == [(name, id(p)) for name, p in model.named_parameters()]
@@ -277,10 +269,10 @@ def test_every_parameter_is_found_once_with_all_its_places(tree: Tree) -> None:
 
 
 @given(trees(), st.integers(1, 3000))
-def test_units_by_size_are_large_enough(tree: Tree, nbytes: int) -> None:
+def test_units_by_size_are_large_enough(tree, nbytes):
     model = build(tree)
     anchors = anchors_of(model, zf.by_size(nbytes=nbytes))
-    first_seen: dict[str, int] = dict.fromkeys(anchors, 0)
+    first_seen = dict.fromkeys(anchors, 0)
     for one in distinct_parameters(model):
         # A tied parameter counts where it is met first by children before parents: at most once, in any of its places.
         for anchor in {innermost_common(anchors, [name]) for name, _ in one.places}:

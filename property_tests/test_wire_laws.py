@@ -10,26 +10,23 @@ from __future__ import annotations
 import errno
 import tempfile
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from property_tests.programs import Leaf, Node, Tree, batch, build
 from property_tests.strategies import memory_orders, schedules
-from tests.simulation import Simulated, axis
+from tests.simulation import axis
 from tests.support.profiles import examples
-from zero_fn.storage import Transfer
 from zero_fn.storage.tier_storage import DiskStorage
 from zero_fn.values.mesh import root_of
-from zero_fn.values.tiers import Tier
 from zero_fn.values.wire import Wire
 
 VERBS = ("replicate", "shard_optimizer", "shard_grads", "shard_params")
@@ -55,7 +52,7 @@ _ROWS = st.sampled_from([(31,), (32,), (64,), (65,), (100,), (256,), (300,), (3,
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> Case:
+def _cases(draw):
     found = []
     for _ in range(draw(st.integers(1, 4))):
         shape = (draw(st.integers(0, 9)), *draw(_ROWS))
@@ -73,7 +70,7 @@ def _cases(draw: st.DrawFn) -> Case:
 
 
 @st.composite
-def _worlds(draw: st.DrawFn) -> tuple[Case, World]:
+def _worlds(draw):
     case = draw(_cases())
     ranks = draw(st.integers(1, 8) | st.sampled_from([(2, 2), (2, 3), (3, 2), (2, 4)]))
     axes = ["dp"] if isinstance(ranks, int) else ["dp", "outer"]
@@ -84,10 +81,10 @@ def _worlds(draw: st.DrawFn) -> tuple[Case, World]:
     return case, World(ranks, tuple(draw(st.permutations(links))), draw(st.booleans()))
 
 
-def _placed(case: Case, world: World) -> nn.Module:
-    formats: dict[str, Any] = {"compute": case.compute, "gather": case.gather}
+def _placed(case, world):
+    formats = {"compute": case.compute, "gather": case.gather}
     formats |= {} if case.scatter is None else {"reduce": case.scatter}
-    model: nn.Module = build(case.tree)
+    model = build(case.tree)
     model = zf.precision(model, **formats) if world.asks_first else model
     for verb, name in world.links:
         mesh = axis() if isinstance(world.ranks, int) else root_of(axis())[name]
@@ -95,11 +92,11 @@ def _placed(case: Case, world: World) -> nn.Module:
     return model if world.asks_first else zf.precision(model, **formats)
 
 
-def _trained(case: Case, world: World) -> list[Tensor]:
+def _trained(case, world):
     """What forwards gave, and whole parameters after each step."""
-    model: Any = _placed(case, world)
+    model = _placed(case, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    seen: list[Tensor] = []
+    seen = []
     for step in range(case.steps):
         output = model(batch(step, dist.get_rank()))
         output.float().sum().backward()
@@ -114,18 +111,16 @@ def _trained(case: Case, world: World) -> list[Tensor]:
     return seen
 
 
-def _first_seen(case: Case, world: World) -> Tensor:
+def _first_seen(case, world):
     """What the first forward gives, of the same input on all ranks."""
     with torch.no_grad():
-        found: Tensor = _placed(case, world)(batch(0))
+        found = _placed(case, world)(batch(0))
     return found
 
 
 @examples(dev=40, ci=600, deep=30_000)
 @given(drawn=_worlds(), schedule=schedules, transport=st.sampled_from(["exchange", "native"]))
-def test_every_mixture_computes_what_replicas_compute(
-    simulated: Simulated, drawn: tuple[Case, World], schedule: tuple[int, ...], transport: Any
-) -> None:
+def test_every_mixture_computes_what_replicas_compute(simulated, drawn, schedule, transport):
     case, world = drawn
     # Sums go over the axis first that shards most: replicas that shard one state at most go the same way.
     most = max(world.links, key=lambda link: (VERBS.index(link[0]), link[1] == "dp"))[1]
@@ -138,9 +133,7 @@ def test_every_mixture_computes_what_replicas_compute(
 
 @examples(dev=20, ci=300, deep=10_000)
 @given(drawn=_worlds())
-def test_what_is_gathered_does_not_depend_on_the_number_of_ranks(
-    simulated: Simulated, drawn: tuple[Case, World]
-) -> None:
+def test_what_is_gathered_does_not_depend_on_the_number_of_ranks(simulated, drawn):
     case, world = drawn
     (wanted,) = simulated(1).run(_first_seen, case, World(1, (("replicate", "dp"),), asks_first=False))
     for found in simulated(world.ranks).run(_first_seen, case, world):
@@ -172,11 +165,11 @@ class Offloaded(NamedTuple):
 class Walk(nn.Module):
     """Calls its blocks in the order that it is told."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree):
         super().__init__()
         self.blocks = nn.ModuleList(build(Tree(node), seed) for seed, node in enumerate(tree.root.children))
 
-    def forward(self, x: Tensor, one: Pass) -> Tensor:
+    def forward(self, x, one):
         for at, number in enumerate(one.order):
             if at == one.edits_at:
                 edit(self.blocks[one.edited])
@@ -188,7 +181,7 @@ _turn = threading.local()
 """Of a rank: how many reads it has begun in this pass, and which of them fail."""
 
 
-def edit(module: nn.Module) -> None:
+def edit(module):
     """Changes all parameters, by reads that do not fail: such an error would be of one rank alone."""
     failing, _turn.failing = getattr(_turn, "failing", ()), ()
     with torch.no_grad():
@@ -202,7 +195,7 @@ _MATRICES = st.sampled_from([(1, 32), (4, 64), (9, 40), (33, 100), (64, 64), (13
 
 
 @st.composite
-def _offloaded(draw: st.DrawFn, *, fails: bool) -> Offloaded:
+def _offloaded(draw, *, fails):
     nodes = []
     for _ in range(draw(st.integers(1, 4))):
         shapes = draw(st.lists(_MATRICES, min_size=1, max_size=3)) + [_LARGE] * (draw(st.integers(0, 9)) == 9)
@@ -227,12 +220,12 @@ def _offloaded(draw: st.DrawFn, *, fails: bool) -> Offloaded:
     )
 
 
-def _passed(case: Offloaded, tier: Tier) -> list[Tensor | None]:
+def _passed(case, tier):
     """What each pass gave: its output and the gradient of its input, or None if a disk has failed."""
     options = {} if case.verb == "replicate" else {"persist_below": case.persist_below}
     model = getattr(zf, case.verb)(Walk(case.tree), axis(), units="blocks.*", **options)
     model = zf.offload(zf.precision(model, compute=case.compute, gather=case.gather), params=tier)
-    seen: list[Tensor | None] = []
+    seen = []
     for number, one in enumerate(case.passes):
         rank, failing = one.failing
         _turn.begun, _turn.failing = 0, failing if rank == dist.get_rank() else ()
@@ -255,11 +248,11 @@ def _passed(case: Offloaded, tier: Tier) -> list[Tensor | None]:
 
 
 @contextmanager
-def _reads_that_fail() -> Iterator[None]:
+def _reads_that_fail():
     """Inside, reads of disks fail as ranks say in `_turn`, and leave noise."""
     stock = DiskStorage.read
 
-    def read(self: DiskStorage, place: int, memory: Tensor) -> Transfer:
+    def read(self, place, memory):
         transfer = stock(self, place, memory)
         if getattr(_turn, "failing", ()):
             if _turn.begun in _turn.failing:
@@ -276,9 +269,7 @@ def _reads_that_fail() -> Iterator[None]:
 
 @examples(dev=30, ci=1_000, deep=30_000)
 @given(case=_offloaded(fails=False), schedule=schedules)
-def test_codes_on_a_disk_are_those_of_host_memory(
-    simulated: Simulated, case: Offloaded, schedule: tuple[int, ...]
-) -> None:
+def test_codes_on_a_disk_are_those_of_host_memory(simulated, case, schedule):
     """In any order of units, which were fetched ahead in another one, and after edits that outdate what was fetched."""
     wanted = simulated(case.ranks).run(_passed, case, zf.cpu())
     with tempfile.TemporaryDirectory() as folder:
@@ -288,9 +279,7 @@ def test_codes_on_a_disk_are_those_of_host_memory(
 
 @examples(dev=40, ci=2_000, deep=60_000)
 @given(case=_offloaded(fails=True), schedule=schedules)
-def test_a_read_that_fails_is_told_on_all_ranks_and_spoils_nothing(
-    simulated: Simulated, case: Offloaded, schedule: tuple[int, ...]
-) -> None:
+def test_a_read_that_fails_is_told_on_all_ranks_and_spoils_nothing(simulated, case, schedule):
     """A pass raises on every rank, or is right on every rank; and so is each pass after it."""
     wanted = simulated(case.ranks).run(_passed, case, zf.cpu())
     with tempfile.TemporaryDirectory() as folder, _reads_that_fail():

@@ -7,9 +7,8 @@ runs an operation of torch would also leave a pool of native threads behind, and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 import torch
@@ -31,10 +30,10 @@ class Tier(Protocol):
 
     executed: int  # cases so far
 
-    def close(self) -> None: ...
+    def close(self): ...
 
 
-TIERS: dict[str, Callable[[], Tier]] = {
+TIERS = {
     "simulated": Simulated,
     "local_tensor": LocalTensors,
     "ranks": Ranks,
@@ -46,18 +45,18 @@ TIERS_OPEN = pytest.StashKey[dict[str, Tier]]()
 _WORKERS = 4
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.addinivalue_line("filterwarnings", r"error:::zero_fn(\.|$)")
     config.stash[TIERS_OPEN] = {name: make() for name, make in TIERS.items()}
     config.pluginmanager.register(RanksAreUsed(), "zero_fn_tiers")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config):
     """How many processes share the tests, each with ranks of its own: as many as cores, for whole folders; none for files.
 
     Ranks wait for one another most of the time, and simulated ones use one core: two processes keep two cores busy.
@@ -67,38 +66,38 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores, _WORKERS) if are_folders and cores > 1 else 0
 
 
-def _tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
+def _tier(request):
     tier = request.config.stash[TIERS_OPEN][request.fixturename or ""]
     yield tier
     tier.close()
 
 
 @pytest.fixture(scope="session")
-def simulated(request: pytest.FixtureRequest) -> Iterator[Tier]:
+def simulated(request):
     """Ranks in this process: `simulated(2).run(fn, *args)` returns the value of each. See `tests/simulation`."""
     yield from _tier(request)
 
 
 @pytest.fixture(scope="session")
-def local_tensor(request: pytest.FixtureRequest) -> Iterator[Tier]:
+def local_tensor(request):
     """8 to 64 ranks in this process: `with local_tensor(16) as world:`. See `tests/support/local_tensor.py`."""
     yield from _tier(request)
 
 
 @pytest.fixture(scope="session")
-def fresh_ranks(request: pytest.FixtureRequest) -> Iterator[Tier]:
+def fresh_ranks(request):
     """Processes of their own for each case, to be killed: `fresh_ranks(2, "zero3", fault)`. See `tests/support/faults.py`."""
     yield from _tier(request)
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Tier]:
+def ranks(request):
     """Persistent gloo ranks: `ranks(2).run(fn, *args)` returns the value of each rank. See `tests/support/ranks.py`."""
     yield from _tier(request)
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     seed_generator(0)
 
 
@@ -109,8 +108,8 @@ class RanksAreUsed:
     """
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        function: Any = item
+    def pytest_runtest_call(self, item):
+        function = item
         named = (
             function._fixtureinfo.argnames if hasattr(item, "_fixtureinfo") else ()
         )  # by itself, not by its fixtures

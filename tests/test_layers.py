@@ -11,10 +11,7 @@
 Imports inside a layer are allowed as long as they make no cycle, file by file; imports for type checking count as imports.
 """
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -22,7 +19,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
-LAYERS: tuple[tuple[str, ...], ...] = (
+LAYERS = (
     ("errors",),
     ("values",),
     ("transport", "one_host", "storage", "kernels", "resting"),
@@ -57,15 +54,15 @@ DRAWS = {
 }  # fmt: skip
 
 
-def package_sources() -> dict[str, str]:
+def package_sources():
     """The text of every module but `zero_fn/__init__.py`, which may import all of them."""
     names = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))}
     return {n.removesuffix(".__init__"): path.read_text() for path, n in names.items() if n != "__init__"}
 
 
-def imports_of(source: str) -> set[str]:
+def imports_of(source):
     """What a source imports of the package, as modules and as names in modules."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -74,7 +71,7 @@ def imports_of(source: str) -> set[str]:
     return {name.removeprefix("zero_fn.") for name in found if name.startswith("zero_fn.")}
 
 
-def wrong_imports(sources: Mapping[str, str]) -> list[str]:
+def wrong_imports(sources):
     """Imports that point to a higher layer or to none, and a circle of files."""
     wrong, graph = [], {module: imports_of(source) for module, source in sources.items()}
     for module, imported in graph.items():
@@ -88,7 +85,7 @@ def wrong_imports(sources: Mapping[str, str]) -> list[str]:
     return wrong
 
 
-def collective_calls(source: str) -> list[str]:
+def collective_calls(source):
     """Calls of collectives of `torch.distributed`, by any name it is imported as."""
     tree = ast.parse(source)
     modules, bare = {"torch.distributed", "dist"}, set()
@@ -101,7 +98,7 @@ def collective_calls(source: str) -> list[str]:
     return [call for node in ast.walk(tree) if isinstance(node, ast.Call) and (call := ast.unparse(node.func)) in named]
 
 
-def draws_of_the_user(source: str) -> list[str]:
+def draws_of_the_user(source):
     """Calls that seed a generator of the process, or draw from it: without a `generator` of their own."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -113,16 +110,16 @@ def draws_of_the_user(source: str) -> list[str]:
     return found
 
 
-def test_imports_point_down_and_no_file_is_in_a_circle() -> None:
+def test_imports_point_down_and_no_file_is_in_a_circle():
     assert wrong_imports(package_sources()) == []
 
 
-def test_transport_is_the_only_package_that_calls_collectives() -> None:
+def test_transport_is_the_only_package_that_calls_collectives():
     sources = {module: source for module, source in package_sources().items() if not module.startswith("transport")}
     assert {module: calls for module, source in sources.items() if (calls := collective_calls(source))} == {}
 
 
-def test_nothing_seeds_a_generator_of_the_user_or_draws_from_it() -> None:
+def test_nothing_seeds_a_generator_of_the_user_or_draws_from_it():
     """But a rank, which is forked, of numpy."""
     sources = {module: source for module, source in package_sources().items() if module != "local.ranks"}
     assert {module: calls for module, source in sources.items() if (calls := draws_of_the_user(source))} == {}
@@ -143,16 +140,16 @@ UP = "if TYPE_CHECKING:\n    from zero_fn.values.top import Top"
         ({"values.top": "from zero_fn.values import low", "values.low": ""}, None),
     ],
 )
-def test_a_wrong_import_is_seen(sources: dict[str, str], complaint: str | None) -> None:
+def test_a_wrong_import_is_seen(sources, complaint):
     assert wrong_imports(sources) == ([complaint] if complaint else [])
 
 
-def test_collectives_are_seen_by_any_name() -> None:
+def test_collectives_are_seen_by_any_name():
     assert collective_calls("import torch.distributed as d\nd.all_reduce(x)") == ["d.all_reduce"]
     assert collective_calls("from torch.distributed import broadcast as b\nb(x, 0)") == ["b"]
     assert collective_calls("x.scatter(0, i)") == []
 
 
-def test_draws_of_the_user_are_seen() -> None:
+def test_draws_of_the_user_are_seen():
     assert draws_of_the_user("torch.manual_seed(0)\nx.normal_()") == ["torch.manual_seed", "x.normal_"]
     assert draws_of_the_user("x.normal_(generator=torch.Generator().manual_seed(0))") == []

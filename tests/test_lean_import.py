@@ -1,7 +1,5 @@
 """`import zero_fn` starts nothing: no CUDA context, no process group, no process, no thread; and it needs no cupy."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -33,17 +31,17 @@ sys.exit(", ".join(name for name, found in noticed.items() if found))
 """
 
 
-def _noticed_after(code: str) -> str:
+def _noticed_after(code):
     """What a new process notices after some code: nothing is an empty text."""
     command = [sys.executable, "-c", _CHECK.format(code=code)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False)
     return (done.stdout + done.stderr).strip()
 
 
-def test_import_starts_nothing_and_needs_no_cupy() -> None:
+def test_import_starts_nothing_and_needs_no_cupy():
     assert _noticed_after("import zero_fn, zero_fn.monitor") == ""
 
 
-def test_what_an_import_must_not_do_is_noticed() -> None:
+def test_what_an_import_must_not_do_is_noticed():
     group = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
     assert _noticed_after(f"{group}; torch.rand(1)") == "a process group, the random numbers"

@@ -1,7 +1,5 @@
 """The planted bugs fit the code as it is. `python -m tests.mutations` plants them and runs the tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from tests.mutations.sample import EQUIVALENTS
 PACKAGE = Path(__file__).resolve().parents[1] / "zero_fn"
 
 
-def test_the_text_of_a_bug_stands_once_in_its_function() -> None:
+def test_the_text_of_a_bug_stands_once_in_its_function():
     for bug in BUGS:
         path, text = planted(bug, PACKAGE)
         assert text != path.read_text(), bug.name
@@ -28,16 +26,16 @@ def test_the_text_of_a_bug_stands_once_in_its_function() -> None:
         ("__init__", "self", "0 functions"),
     ],
 )
-def test_a_bug_without_its_place_is_told(where: str, old: str, complaint: str) -> None:
+def test_a_bug_without_its_place_is_told(where, old, complaint):
     with pytest.raises(ValueError, match=complaint):
         planted(Bug("a-bug", where, "nothing", old, ""), PACKAGE)
 
 
-def test_bugs_have_names_of_their_own() -> None:
+def test_bugs_have_names_of_their_own():
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 30
 
 
-def test_mutants_that_change_nothing_stand_in_the_code_and_have_a_reason() -> None:
+def test_mutants_that_change_nothing_stand_in_the_code_and_have_a_reason():
     for row in json.loads(EQUIVALENTS.read_text()):
         lines = (PACKAGE.parent / row["file"]).read_text().splitlines()
         assert {line[2:] for line in row["diff"] if line[0] == "-"} <= set(lines), row

@@ -1,7 +1,5 @@
 """`.ci/test --all` fails if a test was skipped for want of a package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _run(folder, *options):
     """Runs the tests of a folder, which has no other plugins, with this one."""
     command = [
         sys.executable,
@@ -34,14 +32,14 @@ def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     ["import pytest\npytest.importorskip('no_such')", "import pytest\ndef test_a(): pytest.skip('no compiler')"],
     ids=["a file", "a test"],
 )
-def test_a_skip_for_want_of_something_else_fails_the_run(tmp_path: Path, body: str, options: tuple[str, ...]) -> None:
+def test_a_skip_for_want_of_something_else_fails_the_run(tmp_path, body, options):
     (tmp_path / "test_ours.py").write_text(f"{body}\ndef test_b(): pass\n")
     done = _run(tmp_path, *options)
     assert done.returncode == 1, done
     assert done.stdout.count("FAILED, as it was skipped: ") == 1, done
 
 
-def test_what_the_machine_lacks_may_be_skipped_and_failures_may_be_expected(tmp_path: Path) -> None:
+def test_what_the_machine_lacks_may_be_skipped_and_failures_may_be_expected(tmp_path):
     tests = ["def test_a(): pytest.skip('no GPU')", "@pytest.mark.xfail\ndef test_b(): assert 0", "def test_c(): pass"]
     (tmp_path / "test_ours.py").write_text("\n".join(["import pytest", *tests]))
     done = _run(tmp_path)

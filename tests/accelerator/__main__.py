@@ -5,8 +5,6 @@ wrong. DEVICE is the compiled library of the device "pretend", or the name of a 
 tried where there is none; on a real device the stages too, over NCCL. See `device.begin_group` for the backend of two ranks.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -16,11 +14,11 @@ import torch.distributed as dist
 from tests.accelerator import benchmark, device, programs, races, random_programs, ranks
 
 
-def main(where: str, folder: str, examples: int, size: int, rank: int) -> None:
+def main(where, folder, examples, size, rank):
     torch.set_num_threads(1)
     is_real = not where.endswith(".so")
     device.choose(where)
-    found: dict[str, object] = {}
+    found = {}
     if size == 1:
         found |= programs.results(folder) | races.results(folder)
     mesh = device.begin_group(f"{folder}/store", rank, size)

@@ -3,15 +3,11 @@
 `python -m tests.accelerator.benchmark DEVICE PROGRAM ARGUMENTS` runs one program there.
 """
 
-from __future__ import annotations
-
 import io
 import runpy
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-
-import torch
 
 from tests.accelerator import device as devices
 
@@ -20,7 +16,7 @@ __all__ = ["losses"]
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
-def losses(folder: str, device: torch.device) -> dict[str, str]:
+def losses(folder, device):
     """The losses of each way, one for each count of tokens; the larger one recomputes its blocks.
 
     Raises:
@@ -31,7 +27,7 @@ def losses(folder: str, device: torch.device) -> dict[str, str]:
         runpy.run_path(str(BENCHMARKS / f"accelerator{name}.py")) for name in ("", "_largest", "_bounds")
     )
     steps = ["--path", folder, "--gpt", "2x64x32", "--rounds", "1", "--tokens", "64", "128", "--product", "64"]
-    found: dict[str, str] = {}
+    found = {}
     with redirect_stdout(io.StringIO()) as said:
         for row in main["main"]([*steps, "--recompute-from", "128"]):
             found[row["way"]] = f"{found.get(row['way'], '')} {row.get('loss @ step', row)}"

@@ -7,25 +7,20 @@ BACKEND is "nccl" or "gloo" on CUDA, or the compiled library of the device "pret
 the other rank waits.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from math import isqrt
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
@@ -45,11 +40,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OTHERS = (torch.uint8, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn)
 DEADLINE_S = 2.0
 Case = Callable[["Ranks"], None]
-CASES: dict[str, Case] = {}
+CASES = {}
 
 
-def case(name: str, *arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def named(function: Callable[..., None]) -> Callable[..., None]:
+def case(name, *arguments):
+    def named(function):
         CASES[name] = lambda ranks: function(ranks, *arguments)
         return function
 
@@ -59,13 +54,13 @@ def case(name: str, *arguments: Any) -> Callable[[Callable[..., None]], Callable
 class Ranks:
     """What the cases are told: the mesh, its transport, and the time that collectives took."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh):
         self.mesh, self.links = mesh, line_over([mesh_axis(mesh, verb="a test")])
         self.rank, self.size, self.seconds = self.links.rank, self.links.size, 0.0
         assert isinstance(self.links.raw, Native)
         self.transport = self.links.raw
 
-    def done(self, begin: Callable[..., Any], payload: object) -> None:
+    def done(self, begin, payload):
         """Begins a collective and waits for it, and for the device."""
         torch.accelerator.synchronize()
         started = time.monotonic()
@@ -74,22 +69,22 @@ class Ranks:
         self.seconds += time.monotonic() - started
 
 
-def numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+def numbers(rank, numel, dtype):
     """Whole numbers below 8, which every dtype holds, and whose sums are exact."""
     return ((torch.arange(numel) * 7 + numel + 5 * rank) % 8).to(dtype)
 
 
-def require_same(found: Tensor, expected: Tensor, what: object) -> None:
+def require_same(found, expected, what):
     found = found.cpu().clone(memory_format=torch.contiguous_format)  # strides too, where there is one element
     if not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
         wrong = (found != expected).nonzero().flatten()[:4].tolist() if found.dtype in FLOATS else "?"
         raise AssertionError(f"{what}: wrong from element {wrong} of {expected.numel()}")
 
 
-def gathered(ranks: Ranks, dtypes: Iterable[torch.dtype], numels: Iterable[int], *, apart: bool) -> None:
+def gathered(ranks, dtypes, numels, *, apart):
     """All-gathers of several tensors at once, which lie at odd places; `apart`: pieces of even ones rest elsewhere."""
-    segments: list[Segment] = []
-    expected: list[Tensor] = []
+    segments = []
+    expected = []
     for dtype in dtypes:
         memory = torch.zeros(sum(numel + ranks.size for numel in numels), dtype=dtype, device=device.NAME)
         start = 1
@@ -115,12 +110,10 @@ case("all-gather of several dtypes", (*FLOATS, *OTHERS), NUMELS)(partial(gathere
 case("all-gather of nothing", (torch.float32,), (0, 5))(partial(gathered, apart=False))
 
 
-def reduced(
-    ranks: Ranks, kinds: Iterable[tuple[torch.dtype, torch.dtype]], numels: Iterable[int], *, together: bool
-) -> None:
+def reduced(ranks, kinds, numels, *, together):
     """Reductions of several tensors at once; `together`: their means lie back to back."""
-    contributions: list[Contribution] = []
-    expected: list[Tensor] = []
+    contributions = []
+    expected = []
     for dtype, total in kinds:
         sizes = [-(-numel // ranks.size) for numel in numels]
         means = torch.zeros(sum(sizes), dtype=total, device=device.NAME)
@@ -151,7 +144,7 @@ case("reduce-scatter of several dtypes", tuple((dtype, dtype) for dtype in FLOAT
 
 
 @case("broadcast, as an all-gather of what rank 0 holds")
-def of_first(ranks: Ranks) -> None:
+def of_first(ranks):
     for numel in NUMELS:
         whole = numbers(9, numel, torch.float32)
         memory = whole.to(device.NAME) if ranks.rank == 0 else torch.zeros(numel, device=device.NAME)
@@ -160,12 +153,12 @@ def of_first(ranks: Ranks) -> None:
 
 
 @case("all-to-all of several dtypes, from every rank, from one and from none")
-def to_others(ranks: Ranks) -> None:
+def to_others(ranks):
     others, here = [rank for rank in range(ranks.size) if rank != ranks.rank], torch.device(device.NAME)
     for senders in (range(ranks.size), (0,), ()):
         dtypes = [(*FLOATS, *OTHERS) if rank in senders else () for rank in range(ranks.size)]
-        sends: list[list[Tensor]] = [[] for _ in range(ranks.size)]
-        places: list[list[Tensor]] = [[] for _ in range(ranks.size)]
+        sends = [[] for _ in range(ranks.size)]
+        places = [[] for _ in range(ranks.size)]
         for rank in others:
             own, theirs = dtypes[ranks.rank], dtypes[rank]
             sends[rank] = [numbers(ranks.rank, numel, dtype).to(here) for dtype in own for numel in NUMELS]
@@ -177,7 +170,7 @@ def to_others(ranks: Ranks) -> None:
 
 
 @case("any")
-def ored(ranks: Ranks) -> None:
+def ored(ranks):
     for numel in NUMELS:
         bits = [numbers(rank, numel, torch.uint8) // 7 for rank in range(ranks.size)]
         own = bits[ranks.rank].to(device.NAME)
@@ -186,14 +179,14 @@ def ored(ranks: Ranks) -> None:
 
 
 @case("exchange")
-def exchanged(ranks: Ranks) -> None:
+def exchanged(ranks):
     for numel in NUMELS:
         found = ranks.links.exchange(numbers(ranks.rank, numel, torch.uint8))
         require_same(found, torch.stack([numbers(rank, numel, torch.uint8) for rank in range(ranks.size)]), numel)
 
 
 @case("many under way, their memory taken anew at once")
-def many(ranks: Ranks) -> None:
+def many(ranks):
     numel, under_way = 1 << 18, []
     for number in range(8):
         rows = torch.full((numel,), float(number + ranks.rank), device=device.NAME)
@@ -215,7 +208,7 @@ def many(ranks: Ranks) -> None:
 
 
 @case("bits beside the computation")
-def beside(ranks: Ranks) -> None:
+def beside(ranks):
     busy = torch.ones(512, 512, device=device.NAME)
     for number in range(10):
         busy = (busy @ busy).clamp_(-1, 1)
@@ -227,7 +220,7 @@ def beside(ranks: Ranks) -> None:
 
 
 @case("dropped before their end")
-def dropped(ranks: Ranks) -> None:
+def dropped(ranks):
     for number in range(4):
         rows = torch.full((1 << 16,), float(number), device=device.NAME)
         out = torch.empty(len(rows) // ranks.size, device=device.NAME)
@@ -236,18 +229,18 @@ def dropped(ranks: Ranks) -> None:
     exchanged(ranks)
 
 
-def stages(ranks: Ranks, *, lowers: bool) -> None:
+def stages(ranks, *, lowers):
     """All stages give the bits of replicas: of two addends the sum does not depend on their order."""
-    expected: list[Tensor] = []
+    expected = []
     wrong = {}
     for stage in (zf.replicate, zf.zero1, zf.zero2, zf.zero3):
-        model: Any = stage(zf.precision(net()) if lowers else net(), ranks.mesh)
+        model = stage(zf.precision(net()) if lowers else net(), ranks.mesh)
         optimizer = adamw(model)
         found = []
         for tokens in batches():
             own = tokens.chunk(ranks.size)[ranks.rank]
             loss = F.cross_entropy(model(own).float().flatten(0, 1), own.flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.detach().cpu())
@@ -264,7 +257,7 @@ case("stages 0 to 3, float32")(partial(stages, lowers=False))
 case("stages 0 to 3, bfloat16")(partial(stages, lowers=True))
 
 
-def stop(mesh: DeviceMesh, folder: Path) -> None:
+def stop(mesh, folder):
     """One rank stops, in a process of its own; the other one waits for it. Ends the process."""
     ranks = Ranks(mesh)
     ranks.links.exchange(torch.ones(1, dtype=torch.uint8))
@@ -283,7 +276,7 @@ def stop(mesh: DeviceMesh, folder: Path) -> None:
     os._exit(1)
 
 
-def judged(process: subprocess.Popen[str], folder: Path, *, is_first: bool) -> str:
+def judged(process, folder, *, is_first):
     """What became of `stop`. On NCCL the device waits: the watchdog ends the process."""
     try:
         out, err = process.communicate("go\n", timeout=40)
@@ -301,7 +294,7 @@ def judged(process: subprocess.Popen[str], folder: Path, *, is_first: bool) -> s
     return f"wrong: exit code {process.returncode} ({err[-1200:]})"
 
 
-def main(backend: str, folder: Path, rank: int, size: int, *, stops: bool) -> int:
+def main(backend, folder, rank, size, *, stops):
     torch.set_num_threads(1)
     if backend.endswith(".so"):
         device.load(Path(backend))
@@ -314,7 +307,7 @@ def main(backend: str, folder: Path, rank: int, size: int, *, stops: bool) -> in
     arguments = ["-m", __spec__.name if __spec__ else __name__, backend, str(folder), str(rank), str(size), "stop"]
     # In its log torch waits for a dump of what ranks did, which nobody reads.
     environment = {**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     stopping = subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **pipes)
     wrong = 0
     try:

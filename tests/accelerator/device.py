@@ -3,8 +3,6 @@
 For a process of its own: what `load` does cannot be undone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib
@@ -16,23 +14,20 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.transport.meeting import meeting_group
 from zero_fn.values.mesh import mesh_axis
-from zero_fn.values.tiers import Cpu
 
 __all__ = [
     "NAME",
@@ -59,15 +54,15 @@ NAME = "pretend"  # of the device that programs run on
 SLACK_NBYTES = 64  # what its allocator may add to a model
 _SOURCE = Path(__file__).with_name("device.cpp")
 _TORCH = Path(torch.__file__).parent
-_loaded: list[Any] = []
+_loaded = []
 
 
-def compiler() -> str | None:
+def compiler():
     """A compiler of C++, if the machine has one."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def compiled(folder: Path) -> Path:
+def compiled(folder):
     """The device as a library, compiled into a folder unless it is there."""
     command = [
         compiler() or "c++",
@@ -94,7 +89,7 @@ def compiled(folder: Path) -> Path:
     return path
 
 
-def use(name: str) -> None:
+def use(name):
     """Lets programs run on a real accelerator. Its sums have another order than those of the host, so numbers are compared
     within rounding; operations are asked to be deterministic, so that nothing else makes them differ."""
     global NAME, SLACK_NBYTES
@@ -103,12 +98,12 @@ def use(name: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def host() -> Cpu:
+def host():
     """The host as a tier. CuPy pins memory for CUDA, and for no other device."""
     return zf.cpu(pinned=_is_real())
 
 
-def load(path: Path) -> None:
+def load(path):
     """Makes the device "pretend" known to this process."""
     torch.utils.rename_privateuse1_backend(NAME)
     torch.ops.load_library(path)
@@ -134,7 +129,7 @@ def load(path: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-def choose(where: str) -> None:
+def choose(where):
     """`load` of a compiled library, or `use` of the name of a real device."""
     if where.endswith(".so"):
         load(Path(where))
@@ -142,7 +137,7 @@ def choose(where: str) -> None:
         use(where)
 
 
-def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
+def begin_group(store, rank, size):
     """Begins a process group whose collectives the device has, and checks that its mesh has them. On "pretend" there are none
     on the host, as over NCCL alone.
 
@@ -157,7 +152,7 @@ def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
         torch.get_device_module(NAME).set_device(0)
         timeout, asked = timedelta(seconds=60), backend if backend == "nccl" else f"cpu:{backend},{NAME}:{backend}"
     if backend == "nccl" and size > 1:
-        nccl: Any = dist.ProcessGroupNCCL
+        nccl = dist.ProcessGroupNCCL
         found = tuple(nccl.get_runtime_nccl_version())
         if found < (2, 30):
             raise SystemExit(f"NCCL {found} refuses two ranks on one device, and 2.30 does not: give it by LD_PRELOAD")
@@ -175,13 +170,13 @@ def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
     return mesh
 
 
-def _gather_tensors_one_by_one(device_type: str) -> None:
+def _gather_tensors_one_by_one(device_type):
     """DTensor gathers by gloo's grouped all-gather, which takes memory of a device for that of the host and ends the process
     (pytorch issue 152645, open in torch 2.11 to 2.15). The all-gather of one tensor is right there."""
 
-    def gathered(tensor: Tensor, size: int, group: Any) -> Tensor:
+    def gathered(tensor, size, group):
         whole = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-        found: Any = group if isinstance(group, dist.ProcessGroup) else c10d._resolve_process_group(group)
+        found = group if isinstance(group, dist.ProcessGroup) else c10d._resolve_process_group(group)
         (getattr(found, "all_gather_single", None) or found._allgather_base)(whole, tensor).wait()
         return whole
 
@@ -189,7 +184,7 @@ def _gather_tensors_one_by_one(device_type: str) -> None:
     _loaded[-1].impl("all_gather_into_tensor", gathered, device_type.upper())
 
 
-def _is_real() -> bool:
+def _is_real():
     return NAME != "pretend"
 
 
@@ -200,7 +195,7 @@ class Unmeasured(Exception):
 UNMEASURED = "not measured on this device"
 
 
-def outcome(name: str, run: Callable[[], object]) -> str:
+def outcome(name, run):
     """What became of a program: "right", not measured, what it lacks, or a traceback. Also printed with its seconds, for
     whoever stops the process midway."""
     started = time.monotonic()
@@ -221,26 +216,26 @@ def outcome(name: str, run: Callable[[], object]) -> str:
     return said
 
 
-def _require_pretended() -> None:
+def _require_pretended():
     if _is_real():
         raise Unmeasured
 
 
-def waiting() -> int:
+def waiting():
     """Copies on side streams that nothing has waited for yet."""
     _require_pretended()
-    count: int = _loaded[0].pretend_waiting()
+    count = _loaded[0].pretend_waiting()
     return count
 
 
-def waits() -> int:
+def waits():
     """How often, since the last call, the host had to wait until the device had done all that was issued."""
     _require_pretended()
-    count: int = _loaded[0].pretend_waits()
+    count = _loaded[0].pretend_waits()
     return count
 
 
-def moved() -> tuple[int, int]:
+def moved():
     """Bytes copied to the device and from it since the last call."""
     _require_pretended()
     found = (ctypes.c_int64 * 2)()
@@ -248,7 +243,7 @@ def moved() -> tuple[int, int]:
     return found[0], found[1]
 
 
-def streams() -> tuple[int, int, int]:
+def streams():
     """Since the last call: how often what computes had to wait for side streams, copies on these, and events there."""
     _require_pretended()
     found = (ctypes.c_int64 * 3)()
@@ -256,7 +251,7 @@ def streams() -> tuple[int, int, int]:
     return found[0], found[1], found[2]
 
 
-def used() -> tuple[int, int]:
+def used():
     """Bytes of its memory that are in use, and the most since the last call."""
     if _is_real():
         now, most = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
@@ -268,7 +263,7 @@ def used() -> tuple[int, int]:
 
 
 @contextmanager
-def limited(room: int | None) -> Iterator[None]:
+def limited(room):
     """Inside, no more than this many bytes of its memory are given out beside those in use. A real device gives them out in
     blocks of 2 MiB and more."""
     if room is None:
@@ -289,7 +284,7 @@ def limited(room: int | None) -> Iterator[None]:
             _loaded[0].pretend_limit(ctypes.c_int64(1 << 37))
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(found, expected):
     """Whether numbers, tensors, and lists of them are the same: to the bit on "pretend", else within rounding.
 
     Adam divides by the root of a mean of squares, so an element whose gradient is rounding and nothing else may go either
@@ -307,5 +302,5 @@ def same(found: Any, expected: Any) -> bool:
     return _share_of_close(one.double(), other.double()) >= 0.999
 
 
-def _share_of_close(one: Tensor, other: Tensor) -> float:
+def _share_of_close(one, other):
     return torch.isclose(one, other, rtol=1e-2, atol=1e-3, equal_nan=True).double().mean().item()

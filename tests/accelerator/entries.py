@@ -5,16 +5,13 @@
 The oracle is the same run with everything on the device and no transform: the Trainer of transformers, for ours.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +25,6 @@ from tests.accelerator.programs import adamw, all_away, batches, net, require_sa
 from tests.support.models import Stack
 from zero_fn.runtime.door import runs_of
 from zero_fn.transport.agree import Bits
-from zero_fn.values.tiers import Tier
 
 __all__ = ["PROGRAMS", "main"]
 
@@ -36,11 +32,11 @@ VOCABULARY = 64
 Program = Callable[[DeviceMesh, Path], None]
 
 
-def tiers(folder: Path) -> tuple[Tier, Tier]:
+def tiers(folder):
     return device.host(), zf.nvme(folder)
 
 
-def llama(**options: Any) -> Any:
+def llama(**options):
     """Two layers, 32 wide, on the host. Its values are large enough that tokens differ from one another."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,19 +50,19 @@ def llama(**options: Any) -> Any:
 class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Sequences that count on by one, two or three."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         generator = torch.Generator().manual_seed(7)
         first, step = (torch.randint(1, high, (16, 1), generator=generator) for high in (VOCABULARY, 4))
         self.tokens = (first + step * torch.arange(12)) % VOCABULARY
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def from_deepspeed(mesh: DeviceMesh, folder: Path) -> None:
+def from_deepspeed(mesh, folder):
     """A config in a file: ZeRO-3 with parameters and states on the host, or on a disk."""
     host = {"device": "cpu", "pin_memory": device.NAME == "cuda"}
     for way, place in {"host": host, "disk": {"device": "nvme", "nvme_path": str(folder)}}.items():
@@ -89,7 +85,7 @@ def from_deepspeed(mesh: DeviceMesh, folder: Path) -> None:
         setup = zf.from_deepspeed(net(), folder / f"{way}.json", mesh)
         assert zf.held(setup.model, setup.optimizer).on_device == 0, zf.held(setup.model, setup.optimizer)
         expected = trained(plain, adamw(plain), batches(2))
-        found: list[float] = []
+        found = []
         for tokens in batches(2):
             loss = F.cross_entropy(setup.model(tokens).flatten(0, 1), tokens.flatten())
             setup.scaled(loss).backward()
@@ -100,7 +96,7 @@ def from_deepspeed(mesh: DeviceMesh, folder: Path) -> None:
         assert device.same(values(setup.model), values(plain))
 
 
-def checkpoints_on_the_host(mesh: DeviceMesh, folder: Path) -> None:
+def checkpoints_on_the_host(mesh, folder):
     """What recomputed blocks keep leaves the device, and comes back block by block, however far the host is ahead: it kept
     the inputs of all blocks until the device had computed them."""
     config = {
@@ -111,7 +107,7 @@ def checkpoints_on_the_host(mesh: DeviceMesh, folder: Path) -> None:
     }
     x = torch.ones(1024, 32).to(device.NAME)
 
-    def kept(layers: int) -> tuple[int, int]:
+    def kept(layers):
         """Bytes after the forward, and at most until the end of the backward."""
         model = Stack(32, 64, layers).to(device.NAME)
         model.layers.requires_grad_(False)  # gradients would grow with their number
@@ -129,13 +125,13 @@ def checkpoints_on_the_host(mesh: DeviceMesh, folder: Path) -> None:
     assert all(abs(one - other) <= device.SLACK_NBYTES for one, other in zip(few, many, strict=True)), (few, many)
 
 
-def trainer(mesh: DeviceMesh, folder: Path) -> None:
+def trainer(mesh, folder):
     """A ZeroTrainer with everything on the host trains, saves, and resumes from its middle as the Trainer trains."""
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
     from zero_fn.integrations.transformers import ZeroTrainer
 
-    def numbers(kind: Any, name: str, resumed: str | None = None, **options: Any) -> tuple[Any, list[float]]:
+    def numbers(kind, name, resumed=None, **options):
         arguments = TrainingArguments(
             output_dir=str(folder / name), per_device_train_batch_size=2, max_steps=4, learning_rate=1e-2,
             lr_scheduler_type="cosine", warmup_steps=1, weight_decay=0.1, max_grad_norm=0.5, logging_steps=1,
@@ -162,14 +158,14 @@ def trainer(mesh: DeviceMesh, folder: Path) -> None:
     assert device.same(values(read), values(plain.model))
 
 
-def accelerator(mesh: DeviceMesh, folder: Path) -> None:
+def accelerator(mesh, folder):
     """A ZeroAccelerator with two microbatches a step, whose states come back in the middle."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     from zero_fn.integrations.accelerate import ZeroAccelerator
 
-    def steps(made: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any) -> Iterator[float]:
+    def steps(made, model, optimizer, scheduler, loader):
         for item in loader:
             with made.accumulate(model):
                 loss = model(**item).loss
@@ -181,7 +177,7 @@ def accelerator(mesh: DeviceMesh, folder: Path) -> None:
                 optimizer.zero_grad()
             yield loss.item()
 
-    def numbers(kind: Any, place: Callable[[Any], Any] | None = None, tier: Tier | None = None) -> list[float]:
+    def numbers(kind, place=None, tier=None):
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         model, options = llama(), {} if place is None or tier is not None else {"place": place}
@@ -190,7 +186,7 @@ def accelerator(mesh: DeviceMesh, folder: Path) -> None:
             model.to(device.NAME)
         if tier is not None and place is not None:
             model = all_away(place(model), tier)
-        optimizer: Any = adamw(model) if tier is None else zf.streamed(adamw(model))
+        optimizer = adamw(model) if tier is None else zf.streamed(adamw(model))
         loader = torch.utils.data.DataLoader(Counting(), batch_size=4)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         objects = made.prepare(model, optimizer, scheduler, loader)
@@ -211,7 +207,7 @@ def accelerator(mesh: DeviceMesh, folder: Path) -> None:
             assert device.same(found, expected), (found, expected)
 
 
-def read_into_shards(mesh: DeviceMesh, folder: Path) -> None:
+def read_into_shards(mesh, folder):
     """Files of transformers are read straight into shards on the device, on the host and on a disk, and written from them."""
     plain, expected, tokens = llama_in_files(folder)
     for tier, place in placements(mesh, folder):
@@ -227,7 +223,7 @@ def read_into_shards(mesh: DeviceMesh, folder: Path) -> None:
         assert device.same(values(again), values(plain)), tier
 
 
-def placed(mesh: DeviceMesh, folder: Path) -> None:
+def placed(mesh, folder):
     """`from_pretrained` of transformers does so, too."""
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
@@ -245,7 +241,7 @@ def placed(mesh: DeviceMesh, folder: Path) -> None:
         assert device.same(model(tokens).logits, expected), tier
 
 
-def llama_in_files(folder: Path) -> tuple[Any, Tensor, Tensor]:
+def llama_in_files(folder):
     """A model on the device that has been saved, its logits, and of which tokens."""
     model = llama()
     model.save_pretrained(folder / "plain")
@@ -253,13 +249,13 @@ def llama_in_files(folder: Path) -> tuple[Any, Tensor, Tensor]:
     return model, model(tokens).logits, tokens
 
 
-def placements(mesh: DeviceMesh, folder: Path) -> Iterator[tuple[Tier | None, Callable[[Any], Any]]]:
+def placements(mesh, folder):
     yield None, lambda model: zf.zero3(model, mesh)
     for tier in tiers(folder):
         yield tier, lambda model, tier=tier: zf.zero3(zf.offload(model, params=tier), mesh)
 
 
-def require_room(model: nn.Module, tier: Tier | None, before: int) -> None:
+def require_room(model, tier, before):
     """Parameters rest on the device or in their tier, and no more of them than a unit has been on the device meanwhile."""
     most = device.used()[1] - before
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -268,10 +264,10 @@ def require_room(model: nn.Module, tier: Tier | None, before: int) -> None:
     assert most <= held.parameters + nbytes // 2 + device.SLACK_NBYTES, (tier, most, nbytes)
 
 
-def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
+def save_and_load(mesh, folder):
     """What any stage and tier has saved, any other trains on from."""
     host, disk = tiers(folder)
-    ways: dict[str, Callable[[Any], nn.Module]] = {
+    ways = {
         "plain": lambda model: model,
         "zero3": lambda model: zf.zero3(model, mesh),
         "zero3, host": lambda model: all_away(zf.zero3(model, mesh), host),
@@ -279,7 +275,7 @@ def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
         "host, bfloat16": lambda model: all_away(zf.precision(model), host),
     }
 
-    def made(way: str) -> tuple[nn.Module, Any]:
+    def made(way):
         model = ways[way](net())
         return model, zf.streamed(adamw(model)) if {"host", "disk"} & set(way.split(", ")) else adamw(model)
 
@@ -308,25 +304,25 @@ def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
                 require_same(model, optimizer, oracle, oracle_optimizer, functools.partial(batches, 1, 4))
 
 
-def generate(mesh: DeviceMesh, folder: Path) -> None:
+def generate(mesh, folder):
     """The tokens of the plain model on the device: greedy, by beams and drawn, one prompt and several."""
     plain = llama().to(device.NAME).eval()
     host, disk = tiers(folder)
-    ways: dict[str, Callable[[], nn.Module]] = {
+    ways = {
         "host": lambda: zf.offload(llama().to(device.NAME), params=host),
         "disk": lambda: zf.offload(llama().to(device.NAME), params=disk),
         "zero3": lambda: zf.zero3(llama(), mesh),
         "zero3, host": lambda: zf.zero3(zf.offload(llama(), params=host), mesh),
     }
     prompts = Counting().tokens[:, :4].to(device.NAME)
-    kinds: dict[str, dict[str, Any]] = {
+    kinds = {
         "greedy": {"do_sample": False},
         "static cache": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
         "beams": {"do_sample": False, "num_beams": 2},
         "drawn": {"do_sample": True, "top_k": 5},
     }
     for way, make in ways.items():
-        model: Any = make().eval()
+        model = make().eval()
         for kind, options in kinds.items():
             for prompt in (prompts[:1], prompts[:3]):
                 found = []
@@ -337,11 +333,11 @@ def generate(mesh: DeviceMesh, folder: Path) -> None:
                 assert torch.equal(*found), (way, kind, *found)
 
 
-def memory_runs_out(mesh: DeviceMesh, folder: Path) -> None:
+def memory_runs_out(mesh, folder):
     """Wherever it does in a step, the error is torch's, and the step is taken once there is room again."""
     width = 512 if device.NAME == "pretend" else 2048
 
-    def wide() -> Any:
+    def wide():
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device.NAME)
 
@@ -366,7 +362,7 @@ def memory_runs_out(mesh: DeviceMesh, folder: Path) -> None:
         assert 0 < len(failed) < 8, failed
 
 
-def default_device(mesh: DeviceMesh, folder: Path) -> None:
+def default_device(mesh, folder):
     """Under `torch.set_default_device`, as many programs for an accelerator begin: what is meant for the host stays there."""
     tokens, later = [*batches()], [*batches(2)]
     torch.set_default_device(device.NAME)
@@ -394,11 +390,11 @@ def default_device(mesh: DeviceMesh, folder: Path) -> None:
         torch.set_default_device(None)
 
 
-def require_on_device(model: nn.Module) -> None:
+def require_on_device(model):
     assert {parameter.device.type for parameter in model.parameters()} == {device.NAME}
 
 
-PROGRAMS: tuple[Program, ...] = (
+PROGRAMS = (
     default_device,
     memory_runs_out,
     from_deepspeed,
@@ -412,7 +408,7 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-def main(where: str, folder: str) -> None:
+def main(where, folder):
     device.choose(where)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if device.NAME == "pretend":

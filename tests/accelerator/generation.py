@@ -8,8 +8,6 @@ of the device, and whether the tokens are those of the plain model. The first to
 is pinned, are not timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -17,12 +15,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.accelerator import device
@@ -33,7 +28,7 @@ WIDTHS = (64, 128, 256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 819
 PROMPT = 16  # tokens
 
 
-def shape(numel: float) -> dict[str, int]:
+def shape(numel):
     """Sizes of a Llama of about so many parameters: the widest that has a layer for each 128 of its width."""
     for width in reversed(WIDTHS):
         vocabulary = min(32_000, 16 * width)
@@ -53,7 +48,7 @@ def shape(numel: float) -> dict[str, int]:
     }
 
 
-def llama(numel: float) -> Any:
+def llama(numel):
     """On the device, in bfloat16. Its values are large enough that tokens differ from one another."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -68,7 +63,7 @@ def llama(numel: float) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def generated(model: Any, prompt: Tensor, tokens: int, seconds: float) -> tuple[Tensor, float]:
+def generated(model, prompt, tokens, seconds):
     """The tokens that came, and the seconds they took. The one under way when the time is up still comes."""
     torch.accelerator.synchronize()
     start = time.perf_counter()
@@ -77,7 +72,7 @@ def generated(model: Any, prompt: Tensor, tokens: int, seconds: float) -> tuple[
     return found[:, prompt.shape[1] :].cpu(), time.perf_counter() - start
 
 
-def room(way: str, folder: str) -> float:
+def room(way, folder):
     """Bytes that are free where the parameters of a way rest."""
     if way == "disk":
         return shutil.disk_usage(folder).free
@@ -86,13 +81,13 @@ def room(way: str, folder: str) -> float:
     return torch.cuda.mem_get_info()[0] if device.NAME == "cuda" else math.inf
 
 
-def age() -> float:
+def age():
     """Seconds since this process began: torch is imported by then."""
     began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", help="cuda, or the compiled device that pretends")
     parser.add_argument("folder", help="of the fastest local disk")
@@ -104,16 +99,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device.choose(options.device)
     torch.use_deterministic_algorithms(False)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+    ways = {
         "device": lambda model: model,
         "host": lambda model: zf.offload(model, params=device.host(), donate=True),
         "disk": lambda model: zf.offload(model, params=zf.nvme(options.folder), donate=True),
     }
-    plain: dict[int, Tensor] = {}
-    found: dict[str, str] = {}
+    plain = {}
+    found = {}
     end = time.monotonic() + 0.9 * options.seconds - age()
 
-    def run(way: str) -> None:
+    def run(way):
         started = time.perf_counter()
         if time.monotonic() > end:
             raise device.Unmeasured("no time is left")
@@ -147,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             assert torch.equal(tokens[:, :both], expected[:, :both]), "other tokens than on the device"
 
     for way in ways:
-        found[way] = device.outcome(way, lambda way=way: run(way))  # type: ignore[misc]
+        found[way] = device.outcome(way, lambda way=way: run(way))
         gc.collect()
         if device.NAME == "cuda":
             torch.cuda.empty_cache()

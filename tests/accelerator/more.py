@@ -5,20 +5,15 @@ autograd, optimizers that torch has for such devices.
 The device "pretend" runs those of `ON_PRETEND`: there blocks are compiled by `aot_eager`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.accelerator import device
@@ -27,7 +22,7 @@ from tests.accelerator.programs import adamw, all_away, batches, net, require_sa
 __all__ = ["ON_PRETEND", "PROGRAMS"]
 
 
-def compiled_blocks(mesh: DeviceMesh) -> None:
+def compiled_blocks(mesh):
     """Blocks compiled after the transform, at each stage."""
     for stage in ("zero1", "zero2", "zero3"):
         model, plain = getattr(zf, stage)(net(), mesh), net()
@@ -35,16 +30,16 @@ def compiled_blocks(mesh: DeviceMesh) -> None:
         require_same(model, adamw(model), plain, adamw(plain))
 
 
-def compile_blocks(model: Any) -> None:
+def compile_blocks(model):
     for block in model.blocks:
         block.compile(backend=backend())
 
 
-def backend() -> str:
+def backend():
     return "aot_eager" if device.NAME == "pretend" else "inductor"
 
 
-def compiled_blocks_with_all_away(mesh: DeviceMesh) -> None:
+def compiled_blocks_with_all_away(mesh):
     for place in (lambda model: model, lambda model: zf.zero3(model, mesh)):
         for dtype in (torch.float32, torch.bfloat16):
             model, plain = net(), net()
@@ -56,20 +51,20 @@ def compiled_blocks_with_all_away(mesh: DeviceMesh) -> None:
             require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
 
 
-def compiled_whole(mesh: DeviceMesh) -> None:
+def compiled_whole(mesh):
     model, plain = zf.zero3(net(), mesh), net()
     optimizer = adamw(model)
     found = trained(torch.compile(model, backend=backend()), optimizer)
     assert device.same(found, trained(plain, adamw(plain)))
 
 
-def in_float16(mesh: DeviceMesh) -> None:
+def in_float16(mesh):
     """A loss scale that begins too large: steps are skipped on every rank, then train."""
     results = []
     for place in (lambda model: model, lambda model: zf.zero3(model, mesh)):
-        model: Any = place(net())
+        model = place(net())
         optimizer, scaler = adamw(model), torch.amp.GradScaler(device.NAME, init_scale=2.0**20)
-        found: list[Any] = []
+        found = []
         for tokens in batches(8):
             with torch.autocast(device.NAME, torch.float16):
                 loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -83,14 +78,14 @@ def in_float16(mesh: DeviceMesh) -> None:
     assert device.same(*results), results
 
 
-def fused_and_foreach_on_shards(mesh: DeviceMesh) -> None:
+def fused_and_foreach_on_shards(mesh):
     for options in ({"fused": True}, {"foreach": True}, {"foreach": False}, {"capturable": True}):
         model, plain = zf.zero3(net(), mesh), net()
         optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, **options) for each in (model, plain)]
         require_same(model, optimizers[0], plain, optimizers[1])
 
 
-def fused_with_all_away(mesh: DeviceMesh) -> None:
+def fused_with_all_away(mesh):
     """The oracle is torch's fused AdamW on the device."""
     with tempfile.TemporaryDirectory() as folder:
         for tier in (device.host(), zf.nvme(folder)):
@@ -100,7 +95,7 @@ def fused_with_all_away(mesh: DeviceMesh) -> None:
                 require_same(model, zf.streamed(optimizers[0], finish=finish), plain, optimizers[1])
 
 
-def muon(mesh: DeviceMesh) -> None:
+def muon(mesh):
     """Over one rank no matrix is cut, so what looks at whole matrices is right at stage 3, too."""
     if not hasattr(torch.optim, "Muon"):
         raise ModuleNotFoundError(name="torch.optim.Muon")
@@ -117,12 +112,12 @@ def muon(mesh: DeviceMesh) -> None:
     assert device.same(*found)
 
 
-def many_steps_ahead_of_the_device(mesh: DeviceMesh) -> None:
+def many_steps_ahead_of_the_device(mesh):
     """The host runs many steps ahead: memory that is given back too early would be written by a later step."""
     for away in (False, True):
         model, plain = zf.zero3(net(), mesh), net()
         model = all_away(model, device.host()) if away else model
-        optimizer: Any = zf.streamed(adamw(model)) if away else adamw(model)
+        optimizer = zf.streamed(adamw(model)) if away else adamw(model)
         other = adamw(plain)
         width = 64 if device.NAME == "pretend" else 4096
         busy = torch.ones(width, width, device=device.NAME)
@@ -135,7 +130,7 @@ def many_steps_ahead_of_the_device(mesh: DeviceMesh) -> None:
         assert device.same(values(model), values(plain)), away
 
 
-ON_PRETEND: tuple[Callable[[DeviceMesh], None], ...] = (
+ON_PRETEND = (
     many_steps_ahead_of_the_device,
     fused_and_foreach_on_shards,
     fused_with_all_away,
@@ -147,7 +142,7 @@ ON_PRETEND: tuple[Callable[[DeviceMesh], None], ...] = (
 PROGRAMS = (in_float16, *ON_PRETEND)
 
 
-def main(where: str) -> None:
+def main(where):
     device.choose(where)
     found = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -4,24 +4,22 @@ The oracle is the same program with everything on the device. The operations of 
 the host has its bits there; on a real device it has its numbers, within rounding (`device.same`).
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest.mock import call, patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import zero_fn as zf
 from tests.accelerator import device
@@ -38,17 +36,17 @@ __all__ = ["PROGRAMS", "results"]
 
 VOCABULARY, WIDTH, STEPS = 20, 16, 4
 Program = Callable[[Tier], None]
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS = {}
 P = TypeVar("P", bound=Program)
 
 
-def program(function: P) -> P:
+def program(function):
     PROGRAMS[function.__name__] = function
     return function
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
@@ -56,23 +54,23 @@ class Net(nn.Module):
         )
         self.leave = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.enter(tokens)
         for block in self.blocks:
             x = x + block(x)
         return self.leave(x)
 
 
-def net() -> Net:
+def net():
     torch.manual_seed(0)
     return Net().to(device.NAME)
 
 
-def adamw(model: nn.Module) -> Optimizer:
+def adamw(model):
     return AdamW(model.parameters(), lr=1e-2)
 
 
-def batches(steps: int = STEPS, skipped: int = 0) -> Iterator[Tensor]:
+def batches(steps=STEPS, skipped=0):
     generator = torch.Generator().manual_seed(1)
     for step in range(skipped + steps):
         tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
@@ -80,7 +78,7 @@ def batches(steps: int = STEPS, skipped: int = 0) -> Iterator[Tensor]:
             yield tokens.to(device.NAME)
 
 
-def trained(model: nn.Module, optimizer: Any, tokens: Iterator[Tensor] | None = None) -> list[float]:
+def trained(model, optimizer, tokens=None):
     """Losses and norms of some steps; half of them are clipped."""
     found = []
     for batch in tokens or batches():
@@ -92,7 +90,7 @@ def trained(model: nn.Module, optimizer: Any, tokens: Iterator[Tensor] | None = 
     return found
 
 
-def values(model: nn.Module) -> list[Tensor]:
+def values(model):
     """Whole, on the host."""
     return [
         (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().cpu()
@@ -101,12 +99,12 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 def require_same(
-    model: nn.Module,
-    optimizer: Any,
-    plain: nn.Module,
-    plain_optimizer: Any,
-    tokens: Callable[[], Iterator[Tensor]] = batches,
-) -> None:
+    model,
+    optimizer,
+    plain,
+    plain_optimizer,
+    tokens=batches,
+):
     """Both train to the same numbers, and stay where they are."""
     devices = {parameter.device for parameter in plain.parameters()}
     assert device.same(trained(model, optimizer, tokens()), trained(plain, plain_optimizer, tokens()))
@@ -114,24 +112,24 @@ def require_same(
     assert {parameter.device for parameter in model.parameters()} == devices
 
 
-def all_away(model: nn.Module, tier: Tier) -> nn.Module:
+def all_away(model, tier):
     return zf.offload(model, params=tier, grads=tier, optim=tier)
 
 
 @program
-def states_alone(tier: Tier) -> None:
+def states_alone(tier):
     model, plain = net(), net()
     require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
 
 
 @program
-def a_step_that_waits(tier: Tier) -> None:
+def a_step_that_waits(tier):
     """Units are stepped on the host by the forward that reads them, while the device computes those before."""
     plain, model = net(), all_away(net(), tier)
     optimizer = zf.streamed(adamw(model), finish="forward")
     require_same(model, optimizer, plain, adamw(plain))
     trained(model, optimizer, batches(1))
-    progress: list[str] = []
+    progress = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: progress.append(optimizer._steps.waiting.progress))
     model(next(batches()))
@@ -139,27 +137,27 @@ def a_step_that_waits(tier: Tier) -> None:
 
 
 @program
-def each_kind(tier: Tier) -> None:
+def each_kind(tier):
     for kind in ("params", "grads", "optim"):
         plain, model = net(), zf.offload(net(), **{kind: tier})
         require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
 
 
 def as_plain(
-    place: Callable[[Any, Tier], nn.Module],
-    make: Callable[[], nn.Module] = net,
-    stepped: Callable[[nn.Module], Optimizer] = adamw,
-) -> Program:
+    place,
+    make=net,
+    stepped=adamw,
+):
     """A program: what is placed in a tier trains as what is not."""
 
-    def run(tier: Tier) -> None:
+    def run(tier):
         model, plain = place(make(), tier), make()
         require_same(model, zf.streamed(stepped(model)), plain, stepped(plain))
 
     return run
 
 
-def recomputed(model: nn.Module, tier: Tier) -> nn.Module:
+def recomputed(model, tier):
     return zf.checkpoint_activations(all_away(model, tier), units=nn.Sequential, offload=tier)
 
 
@@ -174,16 +172,16 @@ PROGRAMS |= {
 
 
 @program
-def gradients_in_bfloat16(tier: Tier) -> None:
+def gradients_in_bfloat16(tier):
     """They rest on the host, or stay on the device; the step reads them as they are."""
     for kinds in ("params grads optim", "params optim", "grads optim"):
         model = zf.offload(zf.precision(net(), grads=torch.bfloat16), **dict.fromkeys(kinds.split(), tier))
-        plain: nn.Module = zf.precision(net(), grads=torch.bfloat16)
+        plain = zf.precision(net(), grads=torch.bfloat16)
         require_same(model, zf.streamed(adamw(model)), plain, zf.streamed(adamw(plain), tier))
 
 
 @program
-def fewer_bits_at_rest(tier: Tier) -> None:
+def fewer_bits_at_rest(tier):
     """States in 8 bits, on the device and on the host, of parameters in float32 and of those that are rounded."""
     with patch.object(coded, "_LEAST_NUMEL", 1):
         for rounding in (None, "stochastic", "kahan"):
@@ -196,26 +194,26 @@ def fewer_bits_at_rest(tier: Tier) -> None:
 
 
 @program
-def bytes_over_the_link(tier: Tier) -> None:
+def bytes_over_the_link(tier):
     """For each parameter and step: two to the device and four from it, where all rests on the host and computes in bfloat16.
     Norms, clipping and what is loaded or saved cost nothing."""
 
-    def moved_by(model: Any, act: Callable[[], object]) -> tuple[float, float]:
+    def moved_by(model, act):
         device.moved()
         act()
         numel = sum(parameter.numel() for parameter in model.parameters())
         there, back = device.moved()
         return round(there / numel, 1), round(back / numel, 1)
 
-    def passed(model: Any) -> Callable[[], object]:
+    def passed(model):
         return lambda: model(x).float().square().mean().backward()
 
-    def wide() -> nn.Module:
+    def wide():
         return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device.NAME)
 
     x = torch.ones(2, 256).to(device.NAME)
-    model: Any = zf.offload(zf.precision(wide()), params=tier, grads=tier, optim=tier, reshard_after="backward")
-    optimizer: Any = zf.streamed(adamw(model))
+    model = zf.offload(zf.precision(wide()), params=tier, grads=tier, optim=tier, reshard_after="backward")
+    optimizer = zf.streamed(adamw(model))
     assert not isinstance(tier, Cpu) or optimizer.buffers_nbytes == 0, "it is stepped where it rests"
     passed(model)()
     optimizer.step()  # copies in bfloat16 are made by the first forward
@@ -250,13 +248,13 @@ def bytes_over_the_link(tier: Tier) -> None:
 
 
 @program
-def norms_on_the_host(tier: Tier) -> None:
+def norms_on_the_host(tier):
     """That of a large gradient is near to the truth, and clipping that changes nothing writes nothing. Both take the threads
     that a rank may have."""
-    model: Any = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier)
+    model = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier)
     model(torch.randn(64, 2048).to(device.NAME)).square().sum().backward()
     (gradient,) = (parameter.grad for parameter in model.parameters())
-    resting: Any = local_of(gradient)
+    resting = local_of(gradient)
     record = resting.record
     for order in (1.0, 2.0, 3.0, torch.inf):
         truth = torch.linalg.vector_norm(gradient.detach().cpu().double(), order).item()
@@ -271,28 +269,28 @@ def norms_on_the_host(tier: Tier) -> None:
 
 
 @program
-def parcels_are_large_where_they_are_stepped(tier: Tier) -> None:
+def parcels_are_large_where_they_are_stepped(tier):
     """Each is a call of a kernel; on the way to a disk they are small, as they pass through buffers."""
-    model: Any = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier, optim=tier)
+    model = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier, optim=tier)
     model(torch.randn(2, 2048).to(device.NAME)).sum().backward()
     (gradient,) = (parameter.grad for parameter in model.parameters())
-    resting: Any = local_of(gradient)
+    resting = local_of(gradient)
     assert len(resting.record.parcels) == (1 if isinstance(tier, Cpu) else 3)
 
 
 @program
-def what_moves_was_planned(tier: Tier) -> None:
+def what_moves_was_planned(tier):
     """Over the link, to the byte, wherever it rests; to and from the host as a tier, the same. Disks are counted in
     tests/units/looking/test_tiers.py."""
     forms = ("optim", "params optim", "grads optim", "params grads optim", "params grads")
     for kinds, grads in itertools.product(forms, (None, torch.bfloat16)):
         for fraction in (1.0, 0.5):
-            plain: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)
+            plain = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)
             plain = zf.precision(plain, compute=torch.float32, grads=grads)
             plain.get_submodule("1").requires_grad_(False)
             if "optim" in kinds:
-                model: Any = zf.offload(plain, **dict.fromkeys(kinds.split(), tier), fraction=fraction)
-                optimizer: Any = zf.streamed(adamw(model))
+                model = zf.offload(plain, **dict.fromkeys(kinds.split(), tier), fraction=fraction)
+                optimizer = zf.streamed(adamw(model))
             else:
                 model = zf.offload(plain, **dict.fromkeys(kinds.split(), tier))
                 optimizer = zf.streamed(adamw(model), tier, fraction=fraction)
@@ -314,12 +312,10 @@ def what_moves_was_planned(tier: Tier) -> None:
     assert zf.plan(coded).link.to_device == device.moved()[0] == 256 * (256 + 4), "a byte an element, and a scale"
 
 
-def require_same_layers(
-    tier: Tier, bias: bool, kind: type[SGD], said: str, begin: Callable[[], object], **how: Any
-) -> None:
+def require_same_layers(tier, bias, kind, said, begin, **how):
     """Eight layers with momentum in a tier train as on the device, also with a gradient that lies in another order."""
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=bias) for _ in range(8))).to(device.NAME)
-    models: list[Any] = [layers, copy.deepcopy(layers)]
+    models = [layers, copy.deepcopy(layers)]
     plain, inner = (kind(each.parameters(), lr=0.1, momentum=0.9) for each in models)
     streamed = zf.streamed(inner, tier, buffer="32KiB", elementwise=True, **how)
     assert f"parameters and gradients through {said} buffers" in str(streamed)
@@ -334,12 +330,12 @@ def require_same_layers(
 
 
 @program
-def copies_go_on_while_the_host_steps(tier: Tier) -> None:
+def copies_go_on_while_the_host_steps(tier):
     """The next chunks come from the device while one is stepped, and the last one goes back."""
-    seen: list[int] = []
+    seen = []
 
     class Noting(SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             with suppress(device.Unmeasured):
                 seen.append(device.waiting())
             return super().step(closure)
@@ -351,22 +347,22 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
 
 
 @program
-def chunks_that_stay_on_the_device_take_no_buffer(tier: Tier) -> None:
+def chunks_that_stay_on_the_device_take_no_buffer(tier):
     """A chunk had come into the buffer of the last one before that was back: every other one passes through two."""
     require_same_layers(tier, False, SGD, "2", lambda: None, fraction=0.5)
 
 
 @program
-def links_are_measured(tier: Tier) -> None:
+def links_are_measured(tier):
     links = zf.measure_links(nbytes="1MiB", rounds=1)
     assert min(links.to_device or 0, links.from_device or 0, links.device_memory or 0) > 0
     assert "from the device" in str(links)
 
 
 @program
-def a_copy_under_way_reads_what_was_there(tier: Tier) -> None:
+def a_copy_under_way_reads_what_was_there(tier):
     """On an accelerator the host is ahead: parameters may be edited while a gather of the old ones is still being copied."""
-    writes: list[Callable[[nn.Parameter], object]] = [
+    writes = [
         lambda parameter: parameter.mul_(3),
         lambda parameter: parameter.data.zero_(),
         lambda parameter: parameter.copy_(torch.ones_like(parameter)),
@@ -391,7 +387,7 @@ def a_copy_under_way_reads_what_was_there(tier: Tier) -> None:
 
 
 @program
-def units_are_gathered_all_at_once(tier: Tier) -> None:
+def units_are_gathered_all_at_once(tier):
     """More of them than a disk has stagings: what has not left for the device yet is not read over."""
     model = zf.offload(net(), params=tier)
     expected = values(model)
@@ -406,11 +402,11 @@ def units_are_gathered_all_at_once(tier: Tier) -> None:
 
 
 @program
-def copies_go_on_while_the_device_computes(tier: Tier) -> None:
+def copies_go_on_while_the_device_computes(tier):
     """The next unit is on its way to the device while one computes, and so are gradients of the last one from it."""
-    model: Any = zf.offload(zf.precision(net()), params=tier, grads=tier)
+    model = zf.offload(zf.precision(net()), params=tier, grads=tier)
     trained(model, zf.streamed(adamw(model), tier), batches(1))
-    seen: dict[str, list[int]] = {"forward": [], "backward": []}
+    seen = {"forward": [], "backward": []}
     for number in range(3):
         model.blocks[number][2].register_forward_hook(lambda *_: seen["forward"].append(device.waiting()))
         model.blocks[number][2].register_full_backward_hook(lambda *_: seen["backward"].append(device.waiting()))
@@ -420,12 +416,12 @@ def copies_go_on_while_the_device_computes(tier: Tier) -> None:
 
 
 class Block(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64))
 
 
 @program
-def one_wait_and_one_copy_for_a_unit(tier: Tier) -> None:
+def one_wait_and_one_copy_for_a_unit(tier):
     """Parameters that lie one after another on the host and on the device come as one; gradients have one end."""
     blocks = nn.Sequential(*(Block() for _ in range(4))).to(device.NAME)
     plain, model = copy.deepcopy(blocks), zf.offload(blocks, params=tier, grads=tier, units=Block)
@@ -442,7 +438,7 @@ def one_wait_and_one_copy_for_a_unit(tier: Tier) -> None:
 
 
 @program
-def large_copies_are_made_in_pieces(tier: Tier) -> None:
+def large_copies_are_made_in_pieces(tier):
     plain, model = net(), all_away(net(), tier)
     with patch.object(side_stream, "_PIECE_NBYTES", 100):
         require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
@@ -454,28 +450,28 @@ def large_copies_are_made_in_pieces(tier: Tier) -> None:
 
 
 @program
-def a_backward_that_raises(tier: Tier) -> None:
+def a_backward_that_raises(tier):
     """Autograd runs it in a thread of the device, and lets go of it there, at any moment after the program goes on: here as
     late as can be, in the midst of something else."""
 
     class Deliberate(Exception):
         pass
 
-    def fail(_: Tensor) -> None:
+    def fail(_):
         raise Deliberate
 
-    held: list[Callable[[], None]] = []
+    held = []
 
-    def queued(callback: Callable[[], None]) -> None:
+    def queued(callback):
         held.append(callback)
         own.queue_callback(lambda: held[-1]())
 
-    def let_go() -> None:
+    def let_go():
         thread = threading.Thread(target=held.clear)
         thread.start()
         thread.join()
 
-    def waited(transfer: Transfer) -> None:
+    def waited(transfer):
         let_go()
         own_wait(transfer)
 
@@ -508,7 +504,7 @@ def a_backward_that_raises(tier: Tier) -> None:
 
 
 @program
-def host_memory_outlives_what_is_copied(tier: Tier) -> None:
+def host_memory_outlives_what_is_copied(tier):
     """Of activations that nobody takes back, and of a model that goes while its parameters are on their way."""
     parking, tensors = Parking(tier), [torch.ones(1 << 18, device=device.NAME) for _ in range(2)]
     waiting = [parking.park(tensor) for tensor in tensors]
@@ -522,7 +518,7 @@ def host_memory_outlives_what_is_copied(tier: Tier) -> None:
     torch.accelerator.synchronize()  # copies that are still under way would read or write memory that is gone
 
 
-def require_away(model: nn.Module, tier: Tier) -> None:
+def require_away(model, tier):
     """No parameter takes memory of the device."""
     with torch.no_grad():
         model(next(batches()))  # what was moved goes to its tier
@@ -531,7 +527,7 @@ def require_away(model: nn.Module, tier: Tier) -> None:
 
 
 @program
-def read_in_place_and_as_codes(tier: Tier) -> None:
+def read_in_place_and_as_codes(tier):
     """Exact weights stay in a folder; codes rest in the tier from the first forward on."""
     plain, tokens = net().requires_grad_(False), next(batches())
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -547,14 +543,14 @@ def read_in_place_and_as_codes(tier: Tier) -> None:
 
 
 @program
-def moved_there_with_its_tier(tier: Tier) -> None:
+def moved_there_with_its_tier(tier):
     model, plain = zf.offload(net().cpu(), params=tier).to(device.NAME), net()
     require_away(model, tier)
     require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
 
 
 @program
-def moved_there_and_back(tier: Tier) -> None:
+def moved_there_and_back(tier):
     model, plain = zf.offload(net(), params=tier), net()
     before = trained(model, zf.streamed(SGD(model.parameters(), lr=0.1), tier), batches(1))
     assert device.same(before, trained(plain, SGD(plain.parameters(), lr=0.1), batches(1)))
@@ -567,7 +563,7 @@ def moved_there_and_back(tier: Tier) -> None:
 
 
 @program
-def made_on_meta(tier: Tier) -> None:
+def made_on_meta(tier):
     with torch.device("meta"):
         model = Net()
     model, plain = zf.materialize(all_away(model, tier), device.NAME), net()
@@ -577,7 +573,7 @@ def made_on_meta(tier: Tier) -> None:
 
 
 @program
-def checkpoints(tier: Tier) -> None:
+def checkpoints(tier):
     """What is on the device while it is copied may change as soon as `save(background=True)`, or a mirror, has returned."""
     for is_away in (False, True):
         plain, model = net(), all_away(net(), tier) if is_away else net()
@@ -600,7 +596,7 @@ def checkpoints(tier: Tier) -> None:
 
 
 @program
-def counts_of_steps_stay_on_the_host(tier: Tier) -> None:
+def counts_of_steps_stay_on_the_host(tier):
     """A count on the device would be waited for once a parameter (prime-rl#3258)."""
     model = net()
     optimizer = adamw(model)
@@ -624,9 +620,9 @@ def counts_of_steps_stay_on_the_host(tier: Tier) -> None:
     assert device.waits() == 0
 
 
-def results(folder: str, chosen: Mapping[str, Program] = PROGRAMS) -> dict[str, str]:
+def results(folder, chosen=PROGRAMS):
     """What became of each program in each tier: "right", or a traceback."""
-    found: dict[str, str] = {}
+    found = {}
     for tier in (device.host(), zf.nvme(folder)):
         for name, run in chosen.items():
             case = f"{name}, {type(tier).__name__}"

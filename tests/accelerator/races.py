@@ -5,70 +5,67 @@ In each, the device is busy when a copy is issued, so that a copy that waits for
 rates and momenta are powers of two, so the host rounds as the device does.
 """
 
-from __future__ import annotations
-
 import sys
 import time
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 import zero_fn as zf
 from tests.accelerator import device, programs
 from tests.accelerator.programs import Program, all_away
 from zero_fn.runtime.door import units_of
-from zero_fn.runtime.unit import Unit
 from zero_fn.transforms.parked import Parking
-from zero_fn.values.tiers import Cpu, Tier
+from zero_fn.values.tiers import Cpu
 
 __all__ = ["PROGRAMS", "results"]
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS = {}
 P = TypeVar("P", bound=Program)
 
 
-def program(function: P) -> P:
+def program(function):
     PROGRAMS[function.__name__] = function
     return function
 
 
-def real(size: int, small: int) -> int:
+def real(size, small):
     """A size on a real device, and on "pretend"."""
     return small if device.NAME == "pretend" else size
 
 
-def rounds(tier: Tier) -> int:
+def rounds(tier):
     return 20 if isinstance(tier, Cpu) else 6
 
 
-def keep_busy() -> None:
+def keep_busy():
     """Lets the device compute for some 20 ms."""
     square = torch.ones(real(8192, 8), real(8192, 8), device=device.NAME)
     torch.mm(square, square)
 
 
-def layers(width: int, count: int = 4) -> nn.Sequential:
+def layers(width, count=4):
     """Units of one matrix each, which begins where its buffer does: kernels are chosen by such things."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(device.NAME)
 
 
-def held_by(model: nn.Module) -> list[Unit]:
+def held_by(model):
     """The units that have parameters."""
     return [unit for unit in units_of(model) if unit.slots]
 
 
-def sgd(model: nn.Module) -> Any:
+def sgd(model):
     return SGD(model.parameters(), lr=2.0**-8, momentum=0.5)
 
 
-def draws(width: int) -> Tensor:
+def draws(width):
     return torch.randn(64, width, generator=torch.Generator().manual_seed(1)).to(device.NAME)
 
 
-def require_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+def require_equal(found, expected):
     """To the bit; says how far they are apart, as a race and a rounding differ in that."""
     assert len(found) == len(expected)
     for number, pair in enumerate(zip(found, expected, strict=True)):
@@ -81,9 +78,9 @@ def require_equal(found: list[Tensor], expected: list[Tensor]) -> None:
             )
 
 
-def require_same_training(model: Any, optimizer: Any, plain: Any, width: int, steps: int) -> None:
+def require_same_training(model, optimizer, plain, width, steps):
     """The host reads nothing before the end, so that it runs ahead."""
-    found: list[list[Tensor]] = []
+    found = []
     for each, own in ((model, optimizer), (plain, sgd(plain))):
         x, losses = draws(width), []
         for _ in range(steps):
@@ -98,7 +95,7 @@ def require_same_training(model: Any, optimizer: Any, plain: Any, width: int, st
 
 
 @program
-def a_copy_to_the_device_comes_after_the_step_on_the_host(tier: Tier) -> None:
+def a_copy_to_the_device_comes_after_the_step_on_the_host(tier):
     """DeepSpeed #8186: what the optimizer writes. It is written by the forward that reads it, unit by unit."""
     width = real(1024, 64)
     model = all_away(layers(width), tier)
@@ -107,7 +104,7 @@ def a_copy_to_the_device_comes_after_the_step_on_the_host(tier: Tier) -> None:
 
 
 @program
-def a_copy_to_the_host_comes_after_what_is_computed(tier: Tier) -> None:
+def a_copy_to_the_host_comes_after_what_is_computed(tier):
     """DeepSpeed #8186: what the device writes. Gradients leave as soon as they are issued, through four buffers in turn."""
     width = real(1024, 64)
     model = layers(width, 8)
@@ -117,7 +114,7 @@ def a_copy_to_the_host_comes_after_what_is_computed(tier: Tier) -> None:
 
 
 @program
-def memory_is_written_after_its_copies_have_left(tier: Tier) -> None:
+def memory_is_written_after_its_copies_have_left(tier):
     """DeepSpeed #8186: buffers that are used again too early. Parameters are edited on the host, where they rest, while the
     device is still far from the copies of what they were; on a disk, stagings are used again."""
     width = real(1024, 64)
@@ -144,10 +141,10 @@ def memory_is_written_after_its_copies_have_left(tier: Tier) -> None:
 
 
 @program
-def fresh_memory_is_filled_after_it_was_read(tier: Tier) -> None:
+def fresh_memory_is_filled_after_it_was_read(tier):
     """DeepSpeed #8186: the memory of a buffer was an activation's, which the device has still to read."""
     width = real(2048, 64)
-    model: Any = zf.offload(layers(width), params=tier)
+    model = zf.offload(layers(width), params=tier)
     (first, *_), expected = held_by(model), model[0].weight.detach().cpu().to(device.NAME)
     first.unshard()
     first.reshard()  # what it takes from now on is memory, not buffers
@@ -174,7 +171,7 @@ def fresh_memory_is_filled_after_it_was_read(tier: Tier) -> None:
 
 
 @program
-def memory_is_given_up_after_its_copy(tier: Tier) -> None:
+def memory_is_given_up_after_its_copy(tier):
     """torchrec #4231: storages that are resized to nothing while they are copied to the host."""
     width = real(1024, 64)
     model = zf.offload(layers(width), params=tier)
@@ -197,16 +194,16 @@ def memory_is_given_up_after_its_copy(tier: Tier) -> None:
 class _Biased(nn.Module):
     """A large matrix, and a small vector that travels behind it."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.weight + self.bias.sum()
 
 
 @program
-def a_small_copy_behind_a_large_one(tier: Tier) -> None:
+def a_small_copy_behind_a_large_one(tier):
     """Copies to a device are done in the order in which they are issued. Prints what a small one of the user then takes."""
     width, halves = real(4096, 64), []
     model = zf.offload(nn.Sequential(*(_Biased(width) for _ in range(4))).to(device.NAME), params=tier)
@@ -239,6 +236,6 @@ def a_small_copy_behind_a_large_one(tier: Tier) -> None:
     )
 
 
-def results(folder: str) -> dict[str, str]:
+def results(folder):
     """What became of each program in each tier."""
     return programs.results(folder, PROGRAMS)

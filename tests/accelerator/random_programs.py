@@ -4,14 +4,10 @@ device: one with each action that there is, then random ones.
 All ranks draw the same programs, and none shrinks one: they would do that apart.
 """
 
-from __future__ import annotations
-
 import traceback
-from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from torch.distributed.device_mesh import DeviceMesh
 
 from property_tests.streamed_programs import ACTIONS, Placed, Training, places, programs, trained
 from tests.accelerator import device
@@ -30,15 +26,15 @@ WAYS = (
 )
 
 
-def compare(placed: Placed, program: list[tuple[str, int]], folder: str) -> None:
+def compare(placed, program, folder):
     expected, found = trained(placed, program, None), trained(placed, program, folder)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        done: Any = program[number] if number < len(program) else "the end"
+        done = program[number] if number < len(program) else "the end"
         assert len(one) == len(other), done
         assert device.same(one, other), done
 
 
-def result(mesh: DeviceMesh, folder: str, examples: int, seeded: int = 0) -> str:
+def result(mesh, folder, examples, seeded=0):
     """What became of them: "right", or the program that was not."""
     Training.device_type = device.NAME
     Training.axis = staticmethod(lambda: mesh)
@@ -52,7 +48,7 @@ def result(mesh: DeviceMesh, folder: str, examples: int, seeded: int = 0) -> str
         phases=(Phase.generate,),
     )
     @given(_places.filter(lambda placed: mesh.size() == 1 or placed.stage != "plain"), programs)
-    def law(placed: Placed, program: list[tuple[str, int]]) -> None:
+    def law(placed, program):
         compare(placed, program, folder)
 
     try:

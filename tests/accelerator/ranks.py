@@ -3,18 +3,13 @@
 The oracle is each stage with everything on the device, and for those the stage before.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
@@ -23,7 +18,6 @@ from tests.accelerator.programs import STEPS, Net, adamw, all_away, batches, net
 from zero_fn.transport.links import open_transport
 from zero_fn.transport.native import Native
 from zero_fn.values.mesh import mesh_axis
-from zero_fn.values.tiers import Tier
 
 __all__ = ["CASES"]
 
@@ -36,21 +30,21 @@ CASES = [
 ] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies", "by owner", "formats", "profiled"]
 
 
-def share(rank: int) -> Iterator[Tensor]:
+def share(rank):
     for batch in batches():
         yield batch.chunk(2)[rank]
 
 
-def planned_on_meta(stage: str, dtype: str, mesh: DeviceMesh, tier: Tier | None) -> zf.Plan:
+def planned_on_meta(stage, dtype, mesh, tier):
     """What is said before anything is made."""
     with torch.device("meta"):
-        model: Any = Net() if dtype == "float32" else zf.precision(Net())
+        model = Net() if dtype == "float32" else zf.precision(Net())
     model = getattr(zf, stage)(model, mesh)
     model = model if tier is None else all_away(model, tier)
     return zf.plan(model, adamw(model))
 
 
-def result(case: str, mesh: DeviceMesh, tier: Tier | None) -> list[Any]:
+def result(case, mesh, tier):
     stage, dtype, _ = case.split(", ")
     model = net() if tier is None else net().cpu()  # which goes to the device of the mesh by itself
     model = model if dtype == "float32" else zf.precision(model)
@@ -67,23 +61,23 @@ def result(case: str, mesh: DeviceMesh, tier: Tier | None) -> list[Any]:
     return found
 
 
-def numbers(model: Any, mesh: DeviceMesh, *, is_streamed: bool, steps: int = STEPS) -> tuple[list[Any], Any]:
+def numbers(model, mesh, *, is_streamed, steps=STEPS):
     """Losses, norms and parameters of a short training, and its optimizer."""
-    optimizer: Any = zf.streamed(adamw(model)) if is_streamed else adamw(model)
-    found: list[Any] = trained(model, optimizer, islice(share(mesh.get_local_rank()), steps))
+    optimizer = zf.streamed(adamw(model)) if is_streamed else adamw(model)
+    found = trained(model, optimizer, islice(share(mesh.get_local_rank()), steps))
     for parameter in model.parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         found.append(whole.detach().cpu().tolist())
     return found, optimizer
 
 
-def proposals(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def proposals(mesh, tiers):
     """What `autoplan` proposes (of three proposals one) gives the same numbers, but for the sum of a norm over whole
     gradients, and the rank that holds more holds what it said."""
     found = zf.autoplan(net(), mesh, "1GiB", links=zf.measure_links(mesh, path=tiers[1].paths[0], rounds=1), tier=tiers)
     assert {p.bound for p in found.all} <= {"collectives", "optimizer", "disk", "link"}
     assert len(found.all) == 40
-    first: dict[bool, list[Any]] = {}
+    first = {}
     for proposal in found.all[::3]:
         model = proposal.place(net(), mesh)
         values, optimizer = numbers(model, mesh, steps=2, is_streamed=proposal.tier is not None)
@@ -98,7 +92,7 @@ def proposals(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
 class Wide(nn.Module):
     """Units of 1 MiB and more, with a buffer in each and one in no file."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)) for _ in range(4))
         self.register_buffer("scale", torch.full((512,), 2.0), persistent=False)
@@ -106,21 +100,21 @@ class Wide(nn.Module):
         self.head = nn.Linear(512, 64)
         self.shared = self.head
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x * self.scale)
         return self.shared(x)
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         nn.init.constant_(self.scale, 2.0)
 
 
 UNIT = 4 * (512 * 512 + 4 * 512 + 1)
 
 
-def from_elsewhere(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def from_elsewhere(mesh, tiers):
     """A model of the CPU, or of meta, comes to the device of the mesh unit by unit: it takes what rests and one unit."""
-    ways: dict[str, Any] = {stage: getattr(zf, stage) for stage in STAGES} | {"replicate": zf.replicate}
+    ways = {stage: getattr(zf, stage) for stage in STAGES} | {"replicate": zf.replicate}
     ways["in bf16"] = lambda model, axis: zf.zero3(zf.precision(model.bfloat16(), rest=torch.float32), axis)
     ways["given"] = lambda model, axis: zf.shard_params(model, axis, donate=True)
     ways["in two"] = lambda model, axis: zf.shard_grads(
@@ -154,18 +148,18 @@ def from_elsewhere(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
 class Rotary(Net):
     """With a buffer that never changes, as tables of rotary positions, and a frozen part."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return super().forward(tokens) * self.scale
 
 
-def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def the_host_runs_ahead(mesh, tiers):
     """A step makes the host wait for the device nowhere: the device would have nothing to do meanwhile."""
     host, _ = tiers
-    ways: dict[str, Any] = {stage: getattr(zf, stage) for stage in STAGES}
+    ways = {stage: getattr(zf, stage) for stage in STAGES}
     ways["zero3, bfloat16"] = lambda model, axis: zf.zero3(zf.precision(model), axis)
     ways["zero3, parameters on the host"] = lambda model, axis: zf.zero3(zf.offload(model, params=host), axis)
     tokens = next(batches())
@@ -188,7 +182,7 @@ def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
-def profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def profiled(mesh, tiers):
     """The parts of a step by the events of the device, without a wait of the host for it in between; and its memory, of which
     peaks are the program's. The allocator that pretends has no numbers, so they are given here."""
     if device.NAME == "pretend":
@@ -206,10 +200,10 @@ def profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
 USED = {"current": 5, "peak": 9}
 
 
-def _profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def _profiled(mesh, tiers):
     for name, tier in {"device": None, "host": tiers[0], "disk": tiers[1]}.items():
-        model: Any = zf.zero3(net() if tier is None else all_away(net().cpu(), tier), mesh)
-        optimizer: Any = adamw(model) if tier is None else zf.streamed(adamw(model))
+        model = zf.zero3(net() if tier is None else all_away(net().cpu(), tier), mesh)
+        optimizer = adamw(model) if tier is None else zf.streamed(adamw(model))
         trained(model, optimizer, islice(share(mesh.get_local_rank()), 2))
         most = torch.accelerator.memory_stats().get("allocated_bytes.all.peak", 0)
         metrics = zf.metrics(model, optimizer, every=1, norm=False)
@@ -235,7 +229,7 @@ def _profiled(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
-def gathered_behind_copies(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def gathered_behind_copies(mesh, tiers):
     """An all-gather waits for the copies of the shards from the host. What computes the unit before waits for neither."""
     for tier in tiers:
         for stage in STAGES:
@@ -251,13 +245,13 @@ def gathered_behind_copies(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]
     return []
 
 
-def by_owner(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def by_owner(mesh, tiers):
     """Whole tensors, stepped by their owners, whose states are on the device, on the host or on a disk."""
     found = []
     for stage in STAGES:
         for tier in (None, *tiers):
             model = getattr(zf, stage)(net(), mesh)
-            optimizer: Any = zf.by_owner(torch.optim.Adafactor(model.parameters(), lr=1e-2))
+            optimizer = zf.by_owner(torch.optim.Adafactor(model.parameters(), lr=1e-2))
             optimizer = optimizer if tier is None else zf.streamed(optimizer, tier)
             losses = trained(model, optimizer, share(mesh.get_local_rank()))
             found.append([*losses, *(parameter.full_tensor().cpu() for parameter in model.parameters())])
@@ -265,14 +259,14 @@ def by_owner(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
-def formats(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+def formats(mesh, tiers):
     """What travels in fewer bits is coded on the device, also where it comes from the host."""
-    ways: dict[str, Any] = {
+    ways = {
         "differences": {"gather": zf.delta4(), "reduce": zf.int8()},
         "blocks": {"gather": zf.int8(), "reduce": zf.int4()},
     }
     for name, wires in ways.items():
-        found: list[list[Any]] = []
+        found = []
         others = [("zero2", None)] if name == "differences" else [("zero3", tier) for tier in (None, *tiers)]
         for stage, tier in [("zero1", None), *others]:
             model = zf.precision(net() if tier is None else net().cpu(), **wires)
@@ -283,7 +277,7 @@ def formats(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
-def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int) -> None:
+def require_room(name, tensors, model, before):
     """They are on the device or in their tier, and have taken no more than they take now and one unit."""
     gc.collect()  # what the graph of a forward has saved may be in a cycle
     now, most = device.used()
@@ -295,10 +289,10 @@ def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int
     assert most - before <= held + UNIT + device.SLACK_NBYTES - 64, (name, held, most - before)
 
 
-def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
+def results(mesh, folder):
     """What became of each case: "right", or what is wrong. After a traceback there are no more: the other rank waits."""
     assert mesh.size() == 1 or isinstance(open_transport(mesh_axis(mesh, verb="a test")), Native)
-    tiers: dict[str, Tier | None] = {"none": None, "cpu": device.host(), "nvme": zf.nvme(folder)}
+    tiers = {"none": None, "cpu": device.host(), "nvme": zf.nvme(folder)}
     away = [tier for tier in tiers.values() if tier is not None]
     others = {
         "proposals": proposals,
@@ -309,12 +303,12 @@ def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
         "formats": formats,
         "profiled": profiled,
     }
-    said: dict[str, str] = {}
-    expected: dict[str, list[Any]] = {}
+    said = {}
+    expected = {}
     for case in CASES:
-        found: list[list[Any]] = []
+        found = []
 
-        def run(case: str = case, found: list[list[Any]] = found) -> None:
+        def run(case=case, found=found):
             own = others.get(case)
             found.append(own(mesh, away) if own else result(case, mesh, tiers[case.rpartition(", ")[2]]))
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.accelerator import device
 
@@ -48,17 +48,17 @@ class Part(NamedTuple):
     environment: Mapping[str, str] = {}
 
 
-def _programs(examples: int, size: int) -> list[list[str]]:
+def _programs(examples, size):
     return [
         ["-m", "tests.accelerator", "DEVICE", "FOLDER", str(examples), str(size), str(rank)] for rank in range(size)
     ]
 
 
-def _collectives(backend: str) -> list[list[str]]:
+def _collectives(backend):
     return [["-m", "tests.accelerator.collectives", backend, "FOLDER", str(rank), "2"] for rank in range(2)]
 
 
-def _steps(*options: str) -> list[list[str]]:
+def _steps(*options):
     return [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS", *options]]
 
 
@@ -98,18 +98,18 @@ _SMALL = {
 _SLOWER = 6  # the device "pretend" computes with one core
 
 
-def _on_pretend(command: Sequence[str]) -> list[str]:
+def _on_pretend(command):
     """The same command, small, for the device "pretend"."""
     program = command[0] if command[0] in _SMALL else command[1]
     command = ["DEVICE" if word == "gloo" else word for word in (*command, *_SMALL.get(program, ()))]
     return ["-m", "tests.accelerator.benchmark", "DEVICE", *command] if program.startswith("examples") else command
 
 
-def about(name: str) -> dict[str, Any]:
+def about(name):
     """Versions, the device, the memory of the host."""
     import torch
 
-    found: dict[str, Any] = {
+    found = {
         "machine": platform.platform(),
         "cores": os.cpu_count(),
         "host GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -120,12 +120,12 @@ def about(name: str) -> dict[str, Any]:
         found |= {
             "device": torch.cuda.get_device_name(),
             "device GiB": round(torch.cuda.get_device_properties(0).total_memory / 2**30),
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
         }
     return found
 
 
-def run(part: Part, told: Mapping[str, str], seconds: float, preload: str | None = None) -> dict[str, Any]:
+def run(part, told, seconds, preload=None):
     """Runs the processes of a part until they end or their time is up."""
     told = {**told, "SECONDS": str(int(seconds))}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -155,13 +155,13 @@ def run(part: Part, told: Mapping[str, str], seconds: float, preload: str | None
     return {"ended": _ended(codes), "seconds": round(time.monotonic() - started, 1), "said": text}
 
 
-def _ended(codes: Sequence[int]) -> str:
+def _ended(codes):
     if -signal.SIGKILL in codes:
         return "its time was up"
     return "well" if not any(codes) else f"with exit codes {', '.join(map(str, codes))}"
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(found):
     """What ended how, what was wrong, and what was measured."""
     lines = [f"{name}: {value}" for name, value in found["about"].items()]
     lines += ["", f"{'part':<18} {'seconds':>8} {'right':>6} {'wrong':>6}  ended"]
@@ -179,7 +179,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write(out: Path, found: Mapping[str, Any]) -> None:
+def write(out, found):
     """Writes what is known so far."""
     (out / "report.json").write_text(json.dumps(found, indent=1))
     lines = ["# What ran on an accelerator", "", "```", *table(found), "```", ""]
@@ -188,7 +188,7 @@ def write(out: Path, found: Mapping[str, Any]) -> None:
     (out / "report.md").write_text("\n".join(lines))
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=7, help="of all parts together")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the report")
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
     where = str(device.compiled(options.out)) if options.device == "pretend" else options.device
-    found: dict[str, Any] = {"about": about(options.device), "parts": {}}
+    found = {"about": about(options.device), "parts": {}}
     end = time.monotonic() + 60 * options.minutes
     for name in options.parts:
         part, left = PARTS[name], end - time.monotonic()
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return found
 
 
-def _lacks(part: Part, nccl: str | None, left: float) -> str | None:
+def _lacks(part, nccl, left):
     """Why a part cannot begin."""
     if left < min(part.seconds / 3, 10):
         return "no time is left"

@@ -1,13 +1,9 @@
 """What leaves an accelerator and comes back, on a device that only pretends to be one. See `accelerator/device.cpp`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,19 +24,19 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.fixture
-def library(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
+def library(pytestconfig, tmp_path):
     """The device, compiled once."""
     cache = getattr(pytestconfig, "cache", None)
     return device.compiled(cache.mkdir("accelerator") if cache is not None else tmp_path)
 
 
-def said(library: Path, folder: Path, size: int) -> list[dict[str, Any]]:
+def said(library, folder, size):
     """What became of each case, by rank."""
     command = ["tests.accelerator", library, folder, EXAMPLES // size, size, "RANK"]
     return [json.loads(out) for out in printed(folder, size, command)]
 
 
-def printed(folder: Path, size: int, command: Sequence[object]) -> list[str]:
+def printed(folder, size, command):
     """What processes print, each told its rank."""
     folder.mkdir()
     ranks = [
@@ -66,9 +62,7 @@ def printed(folder: Path, size: int, command: Sequence[object]) -> list[str]:
 
 
 @needs_compiler
-def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_rest(
-    library: Path, tmp_path: Path
-) -> None:
+def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_rest(library, tmp_path):
     (alone,) = said(library, tmp_path / "alone", 1)
     losses = alone.pop("losses")
     assert {"plain", "device", "states", "host", "host, forward", "disk", "plain, again"} <= set(losses)
@@ -85,21 +79,21 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     assert other == ""
 
 
-def said_alone(library: Path, folder: Path, module: str, *arguments: object) -> dict[str, str]:
+def said_alone(library, folder, module, *arguments):
     """What became of each case of a program of one process, which is the last line that it prints."""
     (out,) = printed(folder, 1, [f"tests.accelerator.{module}", library, *arguments])
-    found: dict[str, str] = json.loads(out.splitlines()[-1])
+    found = json.loads(out.splitlines()[-1])
     return found
 
 
 @needs_compiler
-def test_programs_that_a_real_device_runs_compiled_are_right(library: Path, tmp_path: Path) -> None:
+def test_programs_that_a_real_device_runs_compiled_are_right(library, tmp_path):
     found = said_alone(library, tmp_path / "more", "more")
     assert found == dict.fromkeys([run.__name__ for run in ON_PRETEND], "right")
 
 
 @needs_compiler
-def test_what_people_call_first_is_right_on_an_accelerator(library: Path, tmp_path: Path) -> None:
+def test_what_people_call_first_is_right_on_an_accelerator(library, tmp_path):
     pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
     pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
     found = said_alone(library, tmp_path / "own", "entries", tmp_path / "own")
@@ -107,7 +101,7 @@ def test_what_people_call_first_is_right_on_an_accelerator(library: Path, tmp_pa
 
 
 @needs_compiler
-def test_a_llama_generates_the_same_tokens_from_the_device_the_host_and_a_disk(library: Path, tmp_path: Path) -> None:
+def test_a_llama_generates_the_same_tokens_from_the_device_the_host_and_a_disk(library, tmp_path):
     pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
     found = said_alone(library, tmp_path / "own", "generation", tmp_path / "own", "--numel", "3e5", "--tokens", "8")
     assert found == dict.fromkeys(["device", "host", "disk"], "right")

@@ -1,10 +1,7 @@
 """What the benchmark of an accelerator computes, without one: shares and gaps of a trace, and where a large model rests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,15 +9,15 @@ BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def _beside_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _beside_the_benchmarks(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
-def _event(cat: str, name: str, begin_ms: float, end_ms: float) -> dict[str, Any]:
+def _event(cat, name, begin_ms, end_ms):
     return {"cat": cat, "name": name, "ts": 5e6 + 1e3 * begin_ms, "dur": 1e3 * (end_ms - begin_ms)}
 
 
-def test_a_trace_says_what_the_device_did_and_what_the_host_did_while_it_waited() -> None:
+def test_a_trace_says_what_the_device_did_and_what_the_host_did_while_it_waited():
     from accelerator_traces import lines
 
     events = [
@@ -43,7 +40,7 @@ def test_a_trace_says_what_the_device_did_and_what_the_host_did_while_it_waited(
     assert second == "  nothing for 5.00 ms from 40.0 ms on: backward 5.0"
 
 
-def test_a_large_model_rests_where_the_least_is_on_the_host() -> None:
+def test_a_large_model_rests_where_the_least_is_on_the_host():
     from accelerator_largest import Rest, fitting
     from accelerator_ways import Shape
 

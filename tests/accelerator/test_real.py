@@ -1,9 +1,6 @@
 """The report of the first minutes on a real accelerator is written whatever its parts do."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +8,7 @@ from tests.accelerator import device, real
 from tests.accelerator.real import PARTS, ROOT, Part
 
 
-def test_a_part_that_fails_or_hangs_ends_by_itself_and_the_others_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_or_hangs_ends_by_itself_and_the_others_are_reported(tmp_path, monkeypatch):
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
     parts = {
         "hangs": Part(1.5, [["-c", hangs], ["-c", "print('ended')"]]),
@@ -29,7 +24,7 @@ def test_a_part_that_fails_or_hangs_ends_by_itself_and_the_others_are_reported(
     assert (tmp_path / "out" / "trace.json").exists()
 
 
-def test_every_part_names_a_program_that_is_there() -> None:
+def test_every_part_names_a_program_that_is_there():
     for part in PARTS.values():
         for command in part.commands:
             path = f"{command[1].replace('.', '/')}" if command[0] == "-m" else command[0].removesuffix(".py")
@@ -39,7 +34,7 @@ def test_every_part_names_a_program_that_is_there() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1100)
 @pytest.mark.skipif(device.compiler() is None, reason="the device is compiled, and there is no compiler of C++")
-def test_all_parts_run_on_a_device_that_pretends(tmp_path: Path) -> None:
+def test_all_parts_run_on_a_device_that_pretends(tmp_path):
     found = real.main(["--device", "pretend", "--minutes", "30", "--out", str(tmp_path)])["parts"]
     lack = {name for name, part in PARTS.items() if "NCCL" in part.environment.values()}
     assert {name: part["ended"] for name, part in found.items()} == {

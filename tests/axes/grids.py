@@ -1,21 +1,16 @@
 """Meshes of two axes on four ranks, a model that tensor parallelism can place, and what training it gives."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -48,27 +43,27 @@ __all__ = [
 
 
 @functools.cache
-def grid(outer: str, inner: str) -> DeviceMesh:
+def grid(outer, inner):
     """The mesh of 2 x 2 ranks with these names. To be called on the ranks."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=(outer, inner))
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim):
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, 2 * dim + 2)  # half of it is odd
         self.down = nn.Linear(2 * dim + 2, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+    def forward(self, x):
+        y = x + self.down(F.gelu(self.up(self.norm(x))))
         return y
 
 
 class Decoder(nn.Module):
     """A language model in small, with parameters that no style places: `mix` and `scale`."""
 
-    def __init__(self, vocabulary: int = 26, dim: int = 6, blocks: int = 2) -> None:
+    def __init__(self, vocabulary=26, dim=6, blocks=2):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim)
         self.mix = nn.Linear(dim, dim)
@@ -77,17 +72,17 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocabulary)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.mix(self.embedding(tokens)) * self.scale
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        logits = self.head(self.norm(x))
         return logits
 
 
-def styles(kind: str) -> dict[str, ParallelStyle]:
+def styles(kind):
     """Column and row; or with sequence-parallel norms, a vocabulary-parallel embedding and loss too."""
-    blocks: dict[str, ParallelStyle] = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    blocks = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     if kind == "columns":
         return blocks
     return {
@@ -103,20 +98,20 @@ def styles(kind: str) -> dict[str, ParallelStyle]:
     }
 
 
-def parallelized(mesh: DeviceMesh, kind: str = "columns", dtype: torch.dtype = torch.float32) -> nn.Module:
+def parallelized(mesh, kind="columns", dtype=torch.float32):
     """A seeded model, tensor parallel over `mesh`."""
     seed_generator(0)
     return parallelize_module(Decoder().to(dtype), mesh, styles(kind))
 
 
-def batch(seed: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(seed, rank):
     """Tokens and targets of one data-parallel rank and microbatch."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     tokens = torch.randint(0, 26, (3, 5), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(model: nn.Module, seed: int, rank: int) -> Tensor:
+def loss_of(model, seed, rank):
     tokens, targets = batch(seed, rank)
     logits = model(tokens)
     return F.cross_entropy(
@@ -125,15 +120,15 @@ def loss_of(model: nn.Module, seed: int, rank: int) -> Tensor:
 
 
 def step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    number: int,
-    rank: int,
+    model,
+    optimizer,
+    number,
+    rank,
     *,
-    microbatches: int = 1,
-    clip: float | None = None,
-    average: Callable[[nn.Module], None] | None = None,
-) -> dict[str, Tensor | None]:
+    microbatches=1,
+    clip=None,
+    average=None,
+):
     """One step; returns gradients and parameters: of replicas, which give `average`, whole, else as they rest."""
     copied = kept if average is None else full
     with zf.accumulate(model) if microbatches > 1 and average is None else nullcontext(), loss_parallel():
@@ -149,13 +144,11 @@ def step(
     return {**found, **{name: copied(parameter) for name, parameter in model.named_parameters()}}
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def unlike(
-    case: str, model: nn.Module, expected: Sequence[Mapping[str, Tensor | None]], rank: int, **options: Any
-) -> list[str]:
+def unlike(case, model, expected, rank, **options):
     """Where steps of a model give other bits than those of replicas, as lines of text."""
     optimizer, lines = adam(model), []
     for number, state in enumerate(expected):
@@ -164,9 +157,7 @@ def unlike(
     return lines
 
 
-def cast_by_hand(
-    build: Callable[[], nn.Module], average: Callable[[nn.Module], None], rank: int
-) -> list[dict[str, Tensor | None]]:
+def cast_by_hand(build, average, rank):
     """Whole parameters after each of two steps of replicas that compute on a copy in bfloat16."""
     master = build()
     optimizer, expected = adam(master), []
@@ -187,20 +178,20 @@ def cast_by_hand(
     return expected
 
 
-def kept(tensor: Tensor | None) -> Tensor | None:
+def kept(tensor):
     """A copy of a tensor as it rests."""
     return None if tensor is None else tensor.detach().clone()
 
 
-def snapshot(model: nn.Module) -> dict[str, Tensor | None]:
+def snapshot(model):
     """Whole parameters by name."""
     return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
-def averaging(*axes: DeviceMesh) -> Callable[[nn.Module], None]:
+def averaging(*axes):
     """What replicas over axes do: the mean over each in turn, added in the order of the ranks."""
 
-    def average(model: nn.Module) -> None:
+    def average(model):
         for parameter in model.parameters():
             if parameter.grad is None:
                 continue
@@ -213,13 +204,13 @@ def averaging(*axes: DeviceMesh) -> Callable[[nn.Module], None]:
     return average
 
 
-def differing(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> list[str]:
+def differing(one, other):
     """Names under which whole tensors differ by a bit from others, or, on this rank, from the parts of resting ones."""
     assert one.keys() == other.keys()
     return [name for name, value in one.items() if not _is_equal(value, other[name])]
 
 
-def _is_equal(whole: Tensor | None, value: Tensor | None) -> bool:
+def _is_equal(whole, value):
     if whole is None or value is None:
         return whole is value
     if isinstance(value, DTensor):
@@ -231,7 +222,7 @@ def _is_equal(whole: Tensor | None, value: Tensor | None) -> bool:
     return torch.equal(whole, value)
 
 
-def composed(composition: str) -> tuple[nn.Module, int]:
+def composed(composition):
     """A decoder of seed 0 on four ranks, below transforms over one or two axes, and which batch this rank has."""
     seed_generator(0)
     if composition in ("hybrid", "hpz"):
@@ -242,5 +233,5 @@ def composed(composition: str) -> tuple[nn.Module, int]:
     mesh = grid("dp", "tp")
     if composition == "tp":
         return zf.shard_params(parallelized(mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
-    model: nn.Module = getattr(zf, composition)(Decoder(), mesh["dp"])
+    model = getattr(zf, composition)(Decoder(), mesh["dp"])
     return model, mesh["dp"].get_local_rank()

@@ -1,47 +1,42 @@
 """`checkpoint_activations`: the same gradients, less memory, whole inputs or parts of them."""
 
-from __future__ import annotations
-
 import weakref
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.axes.grids import Block, Decoder, differing, grid, loss_of, parallelized
-from tests.simulation import Simulated
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full, fulls
-from tests.support.worlds import World, as_replicas, noise
+from tests.support.worlds import as_replicas, noise
 from zero_fn.transforms.parked import Parking
 
 
 class Dropped(nn.Module):
     """A block that draws random numbers, takes two tensors and a switch, and returns a pair."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
         self.calls = 0
 
-    def forward(self, x: Tensor, shift: Tensor, *, doubles: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, x, shift, *, doubles=False):
         self.calls += 1
         y = x + self.down(torch.dropout(torch.tanh(self.up(x + shift)), 0.3, self.training))
         return (2 * y if doubles else y), shift + 1
 
 
 class Tower(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Dropped() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         shift = torch.ones(6)
         for number, block in enumerate(self.blocks):
             x, shift = block(x, shift, doubles=number == 1)
@@ -50,7 +45,7 @@ class Tower(nn.Module):
 
 @pytest.mark.parametrize("order", ["before", "after", "twice", "to the host"])
 @as_replicas(stages=["zero1", "zero2", "zero3"])
-def test_gradients_are_those_without_checkpoints(world: World, order: str) -> None:
+def test_gradients_are_those_without_checkpoints(world, order):
     """And each block runs twice."""
     torch.manual_seed(0)
     model = Tower()
@@ -68,12 +63,12 @@ def test_gradients_are_those_without_checkpoints(world: World, order: str) -> No
     world.reduce(model)
     world.note("loss", loss)
     world.note_model(model)
-    assert [block.calls for block in model.blocks] == [1 if world.is_replica else 2] * 3  # type: ignore[union-attr]
+    assert [block.calls for block in model.blocks] == [1 if world.is_replica else 2] * 3
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(4)
-def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(stage: str) -> None:
+def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(stage):
     """Also inputs of an element for each rank."""
     mesh, seen = grid("dp", "tp"), []
     for partition in (None, mesh["tp"]):
@@ -94,17 +89,17 @@ def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(stage: st
 
 @pytest.mark.parametrize(("stage", "partition"), [("zero1", False), ("zero3", False), ("zero3", True)])
 @on_ranks(4)
-def test_inputs_that_wait_on_a_disk_give_the_same_gradients(stage: str, partition: bool, folder: str) -> None:
+def test_inputs_that_wait_on_a_disk_give_the_same_gradients(stage, partition, folder):
     """Over two steps, after forwards without gradients in training mode, as of old policies, which keep nothing; and no whole
     input is alive after forward, with a disk or with parts."""
     mesh = grid("dp", "tp")
     given, alive = [], []
     for tier in (None, zf.nvme(folder)):
         torch.manual_seed(0)
-        model: Any = STAGES[stage](Tower(), mesh["dp"])
+        model = STAGES[stage](Tower(), mesh["dp"])
         parts = mesh["tp"] if partition else None
         model = zf.checkpoint_activations(model, units=Dropped, partition=parts, offload=tier)
-        inputs: list[weakref.ref[Tensor]] = []
+        inputs = []
         for block in model.blocks:
             block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))  # noqa: B023
         for step in range(2):
@@ -122,7 +117,7 @@ def test_inputs_that_wait_on_a_disk_give_the_same_gradients(stage: str, partitio
     assert alive[2:] == [0, 0]
 
 
-def test_an_input_that_is_changed_after_its_module_is_refused_or_kept_as_it_was(tmp_path: Path) -> None:
+def test_an_input_that_is_changed_after_its_module_is_refused_or_kept_as_it_was(tmp_path):
     """Recomputed from the changed input, gradients were silently wrong."""
     found = []
     for offload in (zf.nvme(tmp_path), zf.cpu(), None):
@@ -143,10 +138,10 @@ def test_an_input_that_is_changed_after_its_module_is_refused_or_kept_as_it_was(
     for block in plain.blocks:
         x = x + block(x, torch.ones(6))[0]
     x.square().mean().backward()
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(plain.parameters(), found, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(plain.parameters(), found, strict=True))
 
 
-def test_places_on_the_disk_are_used_again(tmp_path: Path) -> None:
+def test_places_on_the_disk_are_used_again(tmp_path):
     """Also by graphs that never had a backward; and one that was retained is read twice."""
     parking = Parking(zf.nvme(tmp_path))
     values = [torch.randn(700), torch.randn(3, 5).t(), torch.empty(0, 4), torch.randn(5000, dtype=torch.float64)]
@@ -162,13 +157,13 @@ def test_places_on_the_disk_are_used_again(tmp_path: Path) -> None:
     assert parking.nbytes <= 2 * (4096 + 4096 + 40960)
 
 
-def _on_a_small_disk(path: str) -> None:
+def _on_a_small_disk(path):
     limit = "4096B" if torch.distributed.get_rank() else None  # no room for the second input
     model = zf.checkpoint_activations(zf.zero3(Tower(), axis()), units=Dropped, offload=zf.nvme(path, limit=limit))
     model(torch.ones(4, 6)).backward()
 
 
-def test_a_full_disk_is_told_on_every_rank(simulated: Simulated, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_on_every_rank(simulated, tmp_path):
     here, there = simulated(2).report(_on_a_small_disk, str(tmp_path)).outcomes
     assert isinstance(there.error, zf.TierError)
     assert "activations" in str(there.error)
@@ -176,7 +171,7 @@ def test_a_full_disk_is_told_on_every_rank(simulated: Simulated, tmp_path: Path)
 
 
 @on_ranks(4)
-def test_an_axis_along_which_activations_differ_is_refused() -> None:
+def test_an_axis_along_which_activations_differ_is_refused():
     mesh = grid("dp", "tp")
     model = zf.checkpoint_activations(Decoder(), units=Block, partition=mesh["dp"])
     with pytest.raises(zf.DisagreementError, match="Ranks 0 and 1 hold different activations"):

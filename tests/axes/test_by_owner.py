@@ -3,13 +3,10 @@
 Whole gradients are assigned, so that no order of summation matters.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zero_fn as zf
@@ -22,12 +19,12 @@ from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 
 
-def _seeded(model: type[nn.Module]) -> nn.Module:
+def _seeded(model):
     seed_generator(0)
     return model()
 
 
-def _placed(composition: str) -> tuple[nn.Module, nn.Module]:
+def _placed(composition):
     """The same values in one process, and over the ranks."""
     kind, _, stage = composition.partition(", ")
     if kind == "experts":
@@ -55,7 +52,7 @@ COMPOSITIONS = (
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @on_ranks(4)
-def test_owners_on_two_axes_step_as_one_process(composition: str, folder: str) -> None:
+def test_owners_on_two_axes_step_as_one_process(composition, folder):
     for name in ("Muon with AdamW", "SOAP"):
         plain, model = _placed(composition)
         pairs = list(zip(model.parameters(), plain.parameters(), strict=True))

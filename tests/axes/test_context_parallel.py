@@ -4,23 +4,18 @@ Attention gathers keys and values, or is torch's ring. torch's `context_parallel
 the kernels of accelerators only (2.13); here the kernel of the CPU is given to it by hand.
 """
 
-from __future__ import annotations
-
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.models import Language
-from tests.support.ranks import Ranks
 
 WIDTH, HEADS, LENGTH, VOCABULARY, STEPS = 8, 2, 8, 11, 3
 
@@ -29,14 +24,14 @@ class _Gathered(torch.autograd.Function):
     """The parts of all ranks along a dim; gradients are summed and go back to the parts."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: Any) -> Tensor:
+    def forward(ctx, part, dim, group):
         ctx.dim, ctx.group = dim, group
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, part.contiguous(), group=group)
         return torch.cat(parts, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)], None, None
@@ -46,11 +41,9 @@ class _Ring(torch.autograd.Function):
     """torch's ring attention, causal and balanced: each rank has one chunk from the left half and its mirror image."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, is_causal
-            )
+    def forward(ctx, q, k, v, group):
+        def attend(q, k, v, *, is_causal):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
             return found
 
         out, lse = ring._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True)
@@ -59,11 +52,9 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        def attend(
-            *, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool
-        ) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    def backward(ctx, grad):
+        def attend(*, grad, query, key, value, out, logsumexp, is_causal):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, query, key, value, out, logsumexp, 0.0, is_causal
             )
             return found
@@ -76,49 +67,49 @@ class _Ring(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mesh: DeviceMesh | None = None
+        self.mesh = None
         self.is_ring = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         if self.mesh is not None and self.is_ring:
-            mixed = _Ring.apply(q, k, v, self.mesh.get_group())  # type: ignore[no-untyped-call]
-            return x + self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            mixed = _Ring.apply(q, k, v, self.mesh.get_group())
+            return x + self.out(mixed.transpose(1, 2).flatten(2))
         first = 0
         if self.mesh is not None:
             first = self.mesh.get_local_rank() * x.shape[1]
-            k, v = (_Gathered.apply(part, 2, self.mesh.get_group()) for part in (k, v))  # type: ignore[no-untyped-call]
+            k, v = (_Gathered.apply(part, 2, self.mesh.get_group()) for part in (k, v))
         places = torch.arange(first, first + x.shape[1])
         mask = places[:, None] >= torch.arange(k.shape[2])
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        y: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = x + self.out(mixed.transpose(1, 2).flatten(2))
         return y
 
 
-def _decoder() -> Language:
+def _decoder():
     torch.manual_seed(0)
     model = Language(VOCABULARY, WIDTH)
     model.blocks = nn.ModuleList(Attention() for _ in range(2))
     return model.double()
 
 
-def _loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def _loss(model, tokens, targets):
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def _batch(step: int, row: int) -> tuple[Tensor, Tensor]:
+def _batch(step, row):
     text = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + row))
     return text[:, :-1], text[:, 1:]
 
 
-def _alone() -> list[float]:
+def _alone():
     model = _decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    seen: list[float] = []
+    seen = []
     for step in range(STEPS):
         loss = torch.stack([_loss(model, *_batch(step, row)) for row in range(2)]).mean()
         loss.backward()
@@ -129,10 +120,10 @@ def _alone() -> list[float]:
     return seen
 
 
-def _together(stage: int, is_flat: bool, is_ring: bool) -> list[float]:
+def _together(stage, is_flat, is_ring):
     mesh = grid("dp", "cp")
-    model: Any = _decoder()
-    shard: Any = (zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params)[stage]
+    model = _decoder()
+    shard = (zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params)[stage]
     axes = [mesh["dp", "cp"]._flatten("dp_cp")] if is_flat else [mesh["cp"], mesh["dp"]]
     for axis in axes:
         model = shard(model, axis)
@@ -142,13 +133,13 @@ def _together(stage: int, is_flat: bool, is_ring: bool) -> list[float]:
     rank = mesh["cp"].get_local_rank()
     chunks = torch.arange(LENGTH).chunk(4)
     own = torch.cat([chunks[rank], chunks[3 - rank]] if is_ring else [chunks[2 * rank], chunks[2 * rank + 1]])
-    seen: list[float] = []
+    seen = []
     for step in range(STEPS):
         tokens, targets = _batch(step, mesh["dp"].get_local_rank())
         with patch.object(ring._cp_options, "convert_to_f32", False):  # would sum in float32
             loss = _loss(model, tokens[:, own], targets[:, own])
             loss.backward()
-        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
@@ -164,14 +155,12 @@ def _together(stage: int, is_flat: bool, is_ring: bool) -> list[float]:
         *((1, True, True), (2, False, True), (3, True, True)),
     ],
 )
-def test_sequences_cut_over_ranks_train_as_in_one_process(
-    ranks: Ranks, stage: int, is_flat: bool, is_ring: bool
-) -> None:
+def test_sequences_cut_over_ranks_train_as_in_one_process(ranks, stage, is_flat, is_ring):
     """In float64, where orders of summation differ far below the bound; over two axes and over one that was flattened."""
     assert ranks(4).run(_together, stage, is_flat, is_ring) == [pytest.approx(_alone(), rel=0, abs=1e-12)] * 4
 
 
-def _by_a_config(stage: int) -> list[float]:
+def _by_a_config(stage):
     """`sequence_parallel_size` over four ranks: the loss of a part is its share of that of the whole."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -184,7 +173,7 @@ def _by_a_config(stage: int) -> list[float]:
     parts = setup.mesh._get_root_mesh()["sp"]
     for layer in setup.model.blocks:
         layer.mesh = parts
-    seen: list[float] = []
+    seen = []
     for step in range(STEPS):
         batch = _batch(step, setup.mesh.get_local_rank())
         tokens, targets = (each.chunk(2, dim=1)[parts.get_local_rank()] for each in batch)
@@ -198,5 +187,5 @@ def _by_a_config(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_sequences_that_a_config_cuts_train_as_in_one_process(ranks: Ranks, stage: int) -> None:
+def test_sequences_that_a_config_cuts_train_as_in_one_process(ranks, stage):
     assert ranks(4).run(_by_a_config, stage) == [pytest.approx(_alone(), rel=0, abs=1e-5)] * 4

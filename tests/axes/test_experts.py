@@ -1,11 +1,9 @@
 """Experts on an axis along which the batch differs too: dense parameters over dp and ep, experts over dp, as one process."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zero_fn as zf
 from tests.axes.grids import differing, grid, snapshot
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks
 from tests.support.wholes import full
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
@@ -33,29 +30,29 @@ Loss = Callable[[Any, int, int], torch.Tensor]
 """Of a model in a step, on the batch of a rank."""
 
 
-def _example(name: str = "moe") -> Any:
+def _example(name="moe"):
     if EXAMPLES not in sys.path:
         sys.path.append(EXAMPLES)
     return importlib.import_module(name)
 
 
-def _tokens(step: int, rank: int, shape: tuple[int, ...] = (24,)) -> torch.Tensor:
+def _tokens(step, rank, shape=(24,)):
     return torch.randint(32, shape, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def _loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+def _loss(model, step, rank):
     """Each token is to be followed by another."""
     tokens = _tokens(step, rank)
     return F.cross_entropy(model(tokens), (7 * tokens + 3) % 32)
 
 
-def _trained(model: nn.Module, ranks: Sequence[int], loss_of: Loss = _loss) -> list[tuple[float, float]]:
+def _trained(model, ranks, loss_of=_loss):
     """Losses and norms of four clipped steps on the batches of these ranks."""
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for step in range(4):
         loss = torch.stack([loss_of(model, step, rank) for rank in ranks]).mean()
         loss.backward()
-        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach() / dist.get_world_size()
@@ -66,7 +63,7 @@ def _trained(model: nn.Module, ranks: Sequence[int], loss_of: Loss = _loss) -> l
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(4)
-def test_experts_train_as_in_one_process(stage: int) -> None:
+def test_experts_train_as_in_one_process(stage):
     """Losses and norms over all parameters, clipped; in float64, where orders of summation differ far below the bound."""
     example = _example()
     options = example.Options(stage=stage)
@@ -77,13 +74,13 @@ def test_experts_train_as_in_one_process(stage: int) -> None:
 
 @pytest.mark.parametrize(("top", "residual"), [(1, 1), (2, 0)])
 @on_ranks(4)
-def test_experts_with_a_capacity_train_as_in_one_process(top: int, residual: int) -> None:
+def test_experts_with_a_capacity_train_as_in_one_process(top, residual):
     """Each rank has a capacity for itself; all have tokens beyond it."""
     example = _example("moe_capacity")
     options = example.Options(top=top, residual=residual, capacity_factor=0.75, min_capacity=1)
 
-    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
-        loss: torch.Tensor = example.loss_of(model, _tokens(step, rank))
+    def loss_of(model, step, rank):
+        loss = example.loss_of(model, _tokens(step, rank))
         return loss
 
     seen = _trained(example.build(options, grid("dp", "ep")).double(), [dist.get_rank()], loss_of)
@@ -93,9 +90,7 @@ def test_experts_with_a_capacity_train_as_in_one_process(top: int, residual: int
 
 @pytest.mark.parametrize("top", [1, 2])
 @pytest.mark.parametrize(("factors", "least", "rooms"), [((0.5, 0.75), 1, (3, 4.5)), ((0.25, 0.5), 4, (2, 3))])
-def test_a_capacity_is_for_first_choices_then_for_second_ones(
-    top: int, factors: tuple[float, float], least: int, rooms: tuple[float, float]
-) -> None:
+def test_a_capacity_is_for_first_choices_then_for_second_ones(top, factors, least, rooms):
     """As a loop over tokens in their order deals them out, in training and in evaluation; `rooms` for each of `top`. Where
     top is 2, a dense MLP is beside the experts."""
     options = {"capacity_factor": factors[0], "eval_capacity_factor": factors[1], "min_capacity": least}
@@ -119,16 +114,16 @@ def test_a_capacity_is_for_first_choices_then_for_second_ones(
         assert (layer.train(is_training)(x) - x - y).abs().max() < 1e-12
 
 
-def _mixtral(folder: str) -> None:
+def _mixtral(folder):
     example = _example("mixtral_experts")
     plain, mesh = example.build(example.Options()), grid("dp", "ep")
     if dist.get_rank() == 0:
         plain.save_pretrained(folder)
     dist.barrier()
 
-    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+    def loss_of(model, step, rank):
         tokens = _tokens(step, rank, (2, 16))
-        loss: torch.Tensor = model(tokens, labels=tokens, output_router_logits=True).loss
+        loss = model(tokens, labels=tokens, output_router_logits=True).loss
         return loss
 
     expected = torch.tensor(_trained(plain, range(4), loss_of))
@@ -139,7 +134,7 @@ def _mixtral(folder: str) -> None:
         assert (seen - expected).abs().max() < 1e-5
 
 
-def test_mixtral_of_transformers_trains_with_experts_on_an_axis(ranks: Ranks, tmp_path: Path) -> None:
+def test_mixtral_of_transformers_trains_with_experts_on_an_axis(ranks, tmp_path):
     """As the plain model in one process does; also where each rank reads its shards from files. In float32, as norms and
     the router of Mixtral compute in it whatever the model does."""
     from tests.outside.integrations.worlds import import_all  # skips without the extra
@@ -151,7 +146,7 @@ def test_mixtral_of_transformers_trains_with_experts_on_an_axis(ranks: Ranks, tm
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(4)
-def test_experts_send_nothing_along_their_axis(stage: int) -> None:
+def test_experts_send_nothing_along_their_axis(stage):
     model = _example().build(_example().Options(stage=stage), grid("dp", "ep"))
     _loss(model, 0, dist.get_rank()).backward()
     with zf.traffic() as sent:
@@ -160,7 +155,7 @@ def test_experts_send_nothing_along_their_axis(stage: int) -> None:
 
 
 @on_ranks(4)
-def test_experts_that_travel_in_formats_are_summed_and_divided_as_others_are() -> None:
+def test_experts_that_travel_in_formats_are_summed_and_divided_as_others_are():
     """Their gradients hold the sum along their own axis already. Codes of eight bits are off by less than a hundredth."""
     example, found = _example(), []
     for stage, formats in ((1, {}), (1, {"reduce": zf.int8()}), (3, {"reduce": zf.int8(), "gather": zf.int8()})):
@@ -183,17 +178,17 @@ def test_experts_that_travel_in_formats_are_summed_and_divided_as_others_are() -
 class Router(nn.Module):
     """Only the rank that is chosen has work for its expert."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.dense = nn.Linear(4, 4)
         self.expert = nn.Parameter(torch.ones(2, 4))
 
-    def forward(self, x: torch.Tensor, *, is_chosen: bool) -> torch.Tensor:
-        y: torch.Tensor = self.dense(x)
-        return y * self.expert.to_local() if is_chosen else y  # type: ignore[operator]
+    def forward(self, x, *, is_chosen):
+        y = self.dense(x)
+        return y * self.expert.to_local() if is_chosen else y
 
 
-def _router(axis: DeviceMesh) -> nn.Module:
+def _router(axis):
     model = Router()
     model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), axis, [Shard(0)]))
     return model
@@ -201,7 +196,7 @@ def _router(axis: DeviceMesh) -> nn.Module:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 @on_ranks(4)
-def test_experts_without_tokens_wait_for_nobody(stage: str) -> None:
+def test_experts_without_tokens_wait_for_nobody(stage):
     """An expert without a token has a gradient of zeros, or none."""
     mesh, shard = grid("dp", "ep"), STAGES[stage]
     model = shard(shard(_router(mesh["ep"]), mesh["dp"]), mesh["ep"], where="dense.*")
@@ -215,7 +210,7 @@ def test_experts_without_tokens_wait_for_nobody(stage: str) -> None:
 
 
 @on_ranks(4)
-def test_experts_on_no_data_axis_are_refused() -> None:
+def test_experts_on_no_data_axis_are_refused():
     mesh = grid("dp", "ep")
     for model in (_router(mesh["ep"]), zf.shard_params(_router(mesh["ep"]), mesh["dp"])):  # alone; not left out
         with pytest.raises(zf.PlacementError, match="'expert' is sharded over the axis already"):
@@ -223,7 +218,7 @@ def test_experts_on_no_data_axis_are_refused() -> None:
 
 
 @on_ranks(4)
-def test_experts_saved_on_one_mesh_go_on_on_another(folder: str) -> None:
+def test_experts_saved_on_one_mesh_go_on_on_another(folder):
     """Of 2 x 2 ranks in stage 3, on 4 x 1 in stage 1; in float64, where orders of sums differ far below the bound."""
     example, losses, models = _example(), [], []
     for shape, stage in (((2, 2), 3), ((4, 1), 1)):
@@ -250,7 +245,7 @@ def test_experts_saved_on_one_mesh_go_on_on_another(folder: str) -> None:
 
 
 @on_ranks(4)
-def test_stages_agree_to_the_bit_in_bfloat16_with_accumulation() -> None:
+def test_stages_agree_to_the_bit_in_bfloat16_with_accumulation():
     """A model that computes in bfloat16 below float32 at rest."""
     example, mesh = _example(), grid("dp", "ep")
     given = []

@@ -1,19 +1,12 @@
 """Numbers that are read from parameters and gradients in shards are those of the whole tensors, on every rank."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.axes.grids import composed, loss_of
-from tests.support.ranks import Ranks
 from tests.support.wholes import full
 
-READ: dict[str, Callable[[Tensor], Any]] = {
+READ = {
     "sum": lambda t: t.sum().item(),
     "norm": lambda t: t.norm().item(),
     "1-norm": lambda t: float(torch.linalg.vector_norm(t, 1)),
@@ -26,7 +19,7 @@ READ: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _read(composition: str) -> tuple[list[str], list[Any]]:
+def _read(composition):
     """What differs from the whole tensor, and all that was read."""
     model, row = composed(composition)
     loss_of(model, 0, row).backward()
@@ -44,7 +37,7 @@ def _read(composition: str) -> tuple[list[str], list[Any]]:
 
 
 @pytest.mark.parametrize("composition", ["zero1", "zero3", "tp", "hybrid"])
-def test_a_number_is_that_of_the_whole_tensor_on_every_rank(ranks: Ranks, composition: str) -> None:
+def test_a_number_is_that_of_the_whole_tensor_on_every_rank(ranks, composition):
     """Each rank once read its own part, silently: `p.grad.norm().item()`, `if p.grad.isnan().any():`."""
     (wrong, values), *others = ranks(4).run(_read, composition)
     assert not wrong

@@ -7,7 +7,6 @@ data axis in the order of the ranks. What rests afterwards must be equal to the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -55,7 +53,7 @@ IN_V_SHAPE = not_in_2_11("its schedules send from a rank to itself, which gloo c
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, as parts of a pipeline need it
 
 
-def _chunks(schedule: str, mesh: DeviceMesh) -> dict[int, nn.Module]:
+def _chunks(schedule, mesh):
     """The plain stages of this rank, by their place in the pipeline."""
     seed_generator(0)
     number = 2 if schedule in SINGLE else 4
@@ -66,9 +64,7 @@ def _chunks(schedule: str, mesh: DeviceMesh) -> dict[int, nn.Module]:
     return {index: everything[index] for index in mine}
 
 
-def _step(
-    schedule: str, mesh: DeviceMesh, chunks: dict[int, nn.Module], around: Callable[[], Any], number: int
-) -> list[Tensor]:
+def _step(schedule, mesh, chunks, around, number):
     stages = [
         PipelineStage(module, index, 2 if schedule in SINGLE else 4, torch.device("cpu"), group=mesh.get_group("pp"))
         for index, module in chunks.items()
@@ -77,18 +73,18 @@ def _step(
     if schedule in SINGLE:
         made = SINGLE[schedule](stages[0], MICROBATCHES, loss_fn=F.mse_loss)
     else:
-        made = SEVERAL[schedule](stages, MICROBATCHES, loss_fn=F.mse_loss)  # type: ignore[abstract]
+        made = SEVERAL[schedule](stages, MICROBATCHES, loss_fn=F.mse_loss)
     generator = torch.Generator().manual_seed(10 * number + mesh["dp"].get_local_rank())
     x = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator)
     y = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator)
-    losses: list[Tensor] = []
+    losses = []
     has_first, has_last = 0 in chunks, max(chunks) == (1 if schedule in SINGLE else 3)
     with around():
         made.step(*((x,) if has_first else ()), **({"target": y, "losses": losses} if has_last else {}))
     return losses
 
 
-def _named(chunks: dict[int, nn.Module]) -> dict[str, nn.Parameter]:
+def _named(chunks):
     return {f"{index}.{name}": p for index, module in chunks.items() for name, p in module.named_parameters()}
 
 
@@ -102,7 +98,7 @@ def _named(chunks: dict[int, nn.Module]) -> dict[str, nn.Parameter]:
     ],
 )
 @on_ranks(4)
-def test_schedules_train_as_with_plain_stages(schedule: str, stage: str) -> None:
+def test_schedules_train_as_with_plain_stages(schedule, stage):
     mesh = grid("pp", "dp")
     plain = _chunks(schedule, mesh)
     chunks = {index: STAGES[stage](copy.deepcopy(m), mesh["dp"]) for index, m in plain.items()}
@@ -127,13 +123,13 @@ def test_schedules_train_as_with_plain_stages(schedule: str, stage: str) -> None
 
 
 @on_ranks(4)
-def test_the_norm_is_that_of_one_process_whatever_the_number_of_microbatches() -> None:
+def test_the_norm_is_that_of_one_process_whatever_the_number_of_microbatches():
     mesh, generator = grid("pp", "dp"), torch.Generator().manual_seed(1)
     place = mesh["pp"].get_local_rank()
     x, y = torch.randn(2, 16, WIDTH, generator=generator)
     for stage, number in [(stage, number) for stage in ("zero1", "zero2", "zero3") for number in (1, 2, 8)]:
         seed_generator(0)
-        parts: list[nn.Module] = [nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2)]
+        parts = [nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2)]
         whole = nn.Sequential(*parts)
         F.mse_loss(whole(x), y).backward()
         wanted = nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
@@ -151,7 +147,7 @@ def test_the_norm_is_that_of_one_process_whatever_the_number_of_microbatches() -
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=IN_V_SHAPE)])
 @on_ranks(4)
-def test_stages_agree_to_the_bit_in_bfloat16(schedule: str) -> None:
+def test_stages_agree_to_the_bit_in_bfloat16(schedule):
     """Below float32 at rest, clipped, after two steps."""
     mesh, given = grid("pp", "dp"), []
     for stage in ("zero1", "zero2", "zero3"):
@@ -171,19 +167,17 @@ def test_stages_agree_to_the_bit_in_bfloat16(schedule: str) -> None:
     assert differing(given[0], given[1]) == differing(given[0], given[2]) == []
 
 
-def _whole_step(
-    schedule: str, mesh: DeviceMesh, chunks: dict[int, nn.Module], optimizer: torch.optim.Optimizer, number: int
-) -> None:
+def _whole_step(schedule, mesh, chunks, optimizer, number):
     _step(schedule, mesh, chunks, partial(zf.accumulate, *chunks.values(), unshard=True), number)
     optimizer.step()
     optimizer.zero_grad()
 
 
 @on_ranks(4)
-def test_parts_saved_in_one_stage_go_on_in_another(folder: str) -> None:
+def test_parts_saved_in_one_stage_go_on_in_another(folder):
     """Saved in stage 3 under one schedule, loaded in stage 1 under another."""
     mesh = grid("pp", "dp")
-    given: list[dict[str, Tensor | None]] = []
+    given = []
     for schedule, stage in (("1F1B", "zero3"), ("GPipe", "zero1")):
         chunks = {index: STAGES[stage](module, mesh["dp"]) for index, module in _chunks(schedule, mesh).items()}
         (index,) = chunks

@@ -4,10 +4,7 @@ Four ranks, dp x tp. On dp the sum is ours, so it is compared to the bit with re
 of the ranks; the whole is compared with one process in float64, where only errors of meaning are left.
 """
 
-from __future__ import annotations
-
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +41,7 @@ KINDS = ("columns", "sequence")
 _TOLERANCE = 1e-11  # of float64
 
 
-def _average_over_dp(model: nn.Module) -> None:
+def _average_over_dp(model):
     for parameter in model.parameters():
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
@@ -54,7 +51,7 @@ def _average_over_dp(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4)
-def test_every_stage_is_bitwise_the_replicas_of_a_tensor_parallel_model(kind: str) -> None:
+def test_every_stage_is_bitwise_the_replicas_of_a_tensor_parallel_model(kind):
     mesh = grid("dp", "tp")
     rank = mesh["dp"].get_local_rank()
     replica = parallelized(mesh["tp"], kind)
@@ -66,14 +63,14 @@ def test_every_stage_is_bitwise_the_replicas_of_a_tensor_parallel_model(kind: st
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4)
-def test_tensor_parallel_training_is_that_of_one_process(kind: str) -> None:
+def test_tensor_parallel_training_is_that_of_one_process(kind):
     """With clipping by torch and two accumulated microbatches. A norm that counted a replicated part twice would differ."""
     mesh = grid("dp", "tp")
     rank = mesh["dp"].get_local_rank()
     torch.manual_seed(0)
     alone = Decoder().double()
     optimizer = adam(alone)
-    expected: list[dict[str, Tensor]] = []
+    expected = []
     for number in range(2 if kind == "sequence" else 1):
         losses = [loss_of(alone, 2 * number + i, r) for i in range(2) for r in range(2)]
         torch.stack(losses).mean().backward()
@@ -93,11 +90,11 @@ def test_tensor_parallel_training_is_that_of_one_process(kind: str) -> None:
 
 
 @on_ranks(4)
-def test_parameters_rest_on_the_full_mesh() -> None:
+def test_parameters_rest_on_the_full_mesh():
     mesh = grid("dp", "tp")
     plain = snapshot(parallelized(mesh["tp"], "sequence"))
     model = zf.zero3(parallelized(mesh["tp"], "sequence"), mesh["dp"])
-    placed: dict[str, Any] = dict(model.named_parameters())
+    placed = dict(model.named_parameters())
     assert {parameter.device_mesh for parameter in placed.values()} == {mesh}
     for name, placements in {
         "scale": (Replicate(), Replicate()),
@@ -114,18 +111,18 @@ def test_parameters_rest_on_the_full_mesh() -> None:
 
 
 @on_ranks(4)
-def test_a_placed_parameter_is_a_view_in_flight_and_freed_after() -> None:
+def test_a_placed_parameter_is_a_view_in_flight_and_freed_after():
     """Autograd remembers addresses, not DTensors: a block is freed before the next one runs, and both after backward."""
     mesh = grid("dp", "tp")
-    model: Any = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
-    used: list[weakref.ref[torch.UntypedStorage]] = []
+    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    used = []
 
-    def are_freed() -> bool:
+    def are_freed():
         return all((storage := reference()) is None or not storage.nbytes() for reference in used)
 
-    def look(module: nn.Module, *_: object) -> None:
+    def look(module, *_):
         assert are_freed()
-        weight: Any = module.weight
+        weight = module.weight
         assert (type(weight), type(model.mix.weight)) == (DTensor, Tensor)
         assert (weight.device_mesh, weight.placements) == (mesh["tp"], (Shard(0),))
         gathered = [unit.groups.gathered for unit in units_of(model) if unit.groups.gathered is not None]
@@ -143,7 +140,7 @@ def test_a_placed_parameter_is_a_view_in_flight_and_freed_after() -> None:
 
 
 @on_ranks(4)
-def test_computing_in_bf16_is_casting_by_hand() -> None:
+def test_computing_in_bf16_is_casting_by_hand():
     mesh = grid("dp", "tp")
     rank = mesh["dp"].get_local_rank()
     expected = cast_by_hand(lambda: parallelized(mesh["tp"]), _average_over_dp, rank)
@@ -153,25 +150,25 @@ def test_computing_in_bf16_is_casting_by_hand() -> None:
 
 
 @on_ranks(4)
-def test_a_transform_without_an_axis_keeps_the_placements() -> None:
+def test_a_transform_without_an_axis_keeps_the_placements():
     mesh = grid("dp", "tp")
     placed = parallelized(mesh["tp"], "columns")
     model = zf.precision(placed, compute=torch.float32)
     assert differing(snapshot(placed), snapshot(model)) == []
-    assert all(parameter.device_mesh == mesh["tp"] for parameter in model.parameters())  # type: ignore[attr-defined]
+    assert all(parameter.device_mesh == mesh["tp"] for parameter in model.parameters())
     later, now = zf.zero2(model, mesh["dp"]), zf.zero2(parallelized(mesh["tp"], "columns"), mesh["dp"])
     for one, other in zip(later.parameters(), now.parameters(), strict=True):
-        assert one.placements == other.placements  # type: ignore[attr-defined]
+        assert one.placements == other.placements
         assert torch.equal(local_of(one), local_of(other))
 
 
 @on_ranks(4)
-def test_editing_and_loading_take_whole_parameters() -> None:
+def test_editing_and_loading_take_whole_parameters():
     mesh = grid("dp", "tp")
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
-    wholes: dict[str, Any] = snapshot(model)
+    wholes = snapshot(model)
     with zf.unsharded(model, writeback=True), torch.no_grad():
-        weight: Any = model.get_parameter("blocks.0.up.weight")
+        weight = model.get_parameter("blocks.0.up.weight")
         assert weight.data.device_mesh == mesh["tp"]
         weight.mul_(2)
     assert differing({**wholes, "blocks.0.up.weight": 2 * wholes["blocks.0.up.weight"]}, snapshot(model)) == []
@@ -183,12 +180,12 @@ def test_editing_and_loading_take_whole_parameters() -> None:
 
 
 class Resettable(Decoder):
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         nn.init.constant_(self.scale, 1.5)
 
 
 @on_ranks(4)
-def test_a_placed_model_from_meta_has_the_values_of_one_process() -> None:
+def test_a_placed_model_from_meta_has_the_values_of_one_process():
     mesh = grid("dp", "tp")
     with torch.device("meta"):
         placed, plain = Resettable(), Resettable()
@@ -200,7 +197,7 @@ def test_a_placed_model_from_meta_has_the_values_of_one_process() -> None:
 
 
 @on_ranks(8)
-def test_tensor_parallelism_below_two_data_axes() -> None:
+def test_tensor_parallelism_below_two_data_axes():
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
     rank = 2 * mesh["outer"].get_local_rank() + mesh["inner"].get_local_rank()
     replica = parallelized(mesh["tp"], "columns")
@@ -213,12 +210,12 @@ def test_tensor_parallelism_below_two_data_axes() -> None:
             model = outer(zf.shard_params(model, mesh["inner"]), mesh["outer"])
         assert unlike(outer.__name__, model, [expected], rank) == []
         assert all(isinstance(p, DTensor) and p.device_mesh == mesh for p in model.parameters())
-    placements = model.get_parameter("blocks.0.down.weight").placements  # type: ignore[attr-defined]
+    placements = model.get_parameter("blocks.0.down.weight").placements
     assert placements == (_StridedShard(0, split_factor=2), Shard(0), Shard(1))
 
 
 @on_ranks(4)
-def test_a_process_may_build_another_mesh() -> None:
+def test_a_process_may_build_another_mesh():
     """DTensor gives the second model the first mesh of one axis that is equal, cut from another root: it was refused."""
     for shape, names in (((2, 2), ("dp", "tp")), ((2, 2), ("data", "tp")), ((2, 1, 2), ("dp", "cp", "tp"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)

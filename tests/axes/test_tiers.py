@@ -1,19 +1,12 @@
 """Tiers below several axes: states that stream, models that leave memory, parameters and gradients that rest on a disk."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import zero_fn as zf
 from tests.axes.grids import composed, differing, loss_of, snapshot
 from tests.support.eviction import evicted
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import Ranks
 from tests.units.storage.disks import failing
 
 COMPOSITIONS = ("tp", "hybrid", "hpz")
@@ -23,14 +16,14 @@ COMPOSITIONS = ("tp", "hybrid", "hpz")
     ("composition", "states"), [*((each, ("params", "grads")) for each in COMPOSITIONS), (COMPOSITIONS[0], ())]
 )
 @on_ranks(4)
-def test_tiers_change_no_bit_on_two_axes(folder: str, composition: str, states: tuple[str, ...]) -> None:
+def test_tiers_change_no_bit_on_two_axes(folder, composition, states):
     """States on a disk, and an absence in between, or neither."""
-    given: list[dict[str, Tensor | None]] = []
+    given = []
     for is_away in (False, True):
         model, row = composed(composition)
         if is_away and states:
             model = zf.offload(model, **{name: zf.nvme(folder) for name in states})
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if is_away:
             optimizer = zf.streamed(optimizer, zf.nvme(folder), buffer="64KiB")
         for step in range(3):
@@ -44,7 +37,7 @@ def test_tiers_change_no_bit_on_two_axes(folder: str, composition: str, states: 
     assert differing(*given) == []
 
 
-def _failing(composition: str, path: str, moment: str) -> str:
+def _failing(composition, path, moment):
     """What each of 2 x 2 ranks is told when the disk of the last one fails."""
     model, row = composed(composition)
     model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path))
@@ -65,7 +58,7 @@ def _failing(composition: str, path: str, moment: str) -> str:
 
 
 @pytest.mark.parametrize("moment", ["full_tensor", "norm", "step"])
-def test_a_disk_that_fails_is_an_error_along_both_axes(ranks: Ranks, moment: str, tmp_path: Path) -> None:
+def test_a_disk_that_fails_is_an_error_along_both_axes(ranks, moment, tmp_path):
     """Along the axis of tensor parallelism ranks were once not told, and waited in the next collective of torch."""
     told = ranks(4).run(_failing, "tp", str(tmp_path), moment)
     assert told[3].startswith("Reading from")

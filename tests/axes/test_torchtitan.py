@@ -4,20 +4,16 @@ The words are this project's; the shape is torchtitan's: `layers` is a `ModuleDi
 that is passed along, parts of a pipeline are made by setting what they lack to None, a plan of sequence-parallel styles.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -29,7 +25,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zero_fn as zf
-from tests.support.ranks import Ranks
 
 VOCAB, DIM, HEADS, LENGTH, LAYERS = 32, 16, 4, 8, 4
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from" / "fsdp2-options.md"
@@ -38,51 +33,51 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming-from" / "fsdp2-options.md"
 # -- the model file -------------------------------------------------------------------------------------------------
 
 
-def rotations(head_dim: int, length: int) -> Tensor:
+def rotations(head_dim, length):
     """Complex numbers by which pairs of channels turn: "length head_dim/2"."""
     rates = 10000.0 ** (-torch.arange(0, head_dim, 2)[: head_dim // 2] / head_dim)
     angles = torch.outer(torch.arange(length), rates)
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def turned(x: Tensor, freqs_cis: Tensor) -> Tensor:
+def turned(x, freqs_cis):
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * freqs_cis[: x.shape[1], None]).flatten(3).type_as(x)
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
         self.w1, self.w2 = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(2 * DIM, DIM, bias=False)
 
-    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+    def forward(self, x, freqs_cis):
         return self.feed_forward(x + self.attention(self.attention_norm(x), freqs_cis))
 
-    def attention(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+    def attention(self, x, freqs_cis):
         # -1 heads: tensor parallelism leaves some of them
         q, k, v = (w(x).unflatten(-1, (-1, DIM // HEADS)) for w in (self.wq, self.wk, self.wv))
         q, k = turned(q, freqs_cis), turned(k, freqs_cis)
         heads = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        out: Tensor = self.wo(heads.transpose(1, 2).flatten(2))
+        out = self.wo(heads.transpose(1, 2).flatten(2))
         return out
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.w2(F.silu(self.w1(self.ffn_norm(x))))
+    def feed_forward(self, x):
+        out = x + self.w2(F.silu(self.w1(self.ffn_norm(x))))
         return out
 
 
 class Llama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.tok_embeddings: nn.Module | None = nn.Embedding(VOCAB, DIM)
+        self.tok_embeddings = nn.Embedding(VOCAB, DIM)
         self.register_buffer("freqs_cis", rotations(DIM // HEADS, LENGTH), persistent=False)
         self.layers = nn.ModuleDict({str(number): TransformerBlock() for number in range(LAYERS)})
-        self.norm: nn.Module | None = nn.RMSNorm(DIM)
-        self.output: nn.Module | None = nn.Linear(DIM, VOCAB, bias=False)
+        self.norm = nn.RMSNorm(DIM)
+        self.output = nn.Linear(DIM, VOCAB, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             h = layer(h, self.freqs_cis)
@@ -93,8 +88,8 @@ class Llama(nn.Module):
 # -- the file that parallelizes it ------------------------------------------------------------------------------------
 
 
-def apply_tp(model: Any, tp: DeviceMesh) -> None:
-    plan: dict[str, Any] = {
+def apply_tp(model, tp):
+    plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
@@ -112,7 +107,7 @@ class Before:
     """With FSDP2."""
 
     @staticmethod
-    def parallelize(model: Any, mesh: DeviceMesh) -> Any:
+    def parallelize(model, mesh):
         if "tp" in mesh.mesh_dim_names:
             apply_tp(model, mesh["tp"])
         for block in model.layers.values():
@@ -121,7 +116,7 @@ class Before:
         return model
 
     @staticmethod
-    def train_step(model: Any, schedule: Any, x: Any, y: Any, losses: list[Tensor]) -> None:
+    def train_step(model, schedule, x, y, losses):
         schedule.step(*x, target=y, losses=losses)
 
 
@@ -129,13 +124,13 @@ class After:
     """With zero_fn."""
 
     @staticmethod
-    def parallelize(model: Any, mesh: DeviceMesh) -> Any:
+    def parallelize(model, mesh):
         if "tp" in mesh.mesh_dim_names:
             apply_tp(model, mesh["tp"])
         return zf.shard_params(model, mesh["dp"])
 
     @staticmethod
-    def train_step(model: Any, schedule: Any, x: Any, y: Any, losses: list[Tensor]) -> None:
+    def train_step(model, schedule, x, y, losses):
         with zf.accumulate(model, unshard=True):
             schedule.step(*x, target=y, losses=losses)
 
@@ -143,17 +138,17 @@ class After:
 # -- training -------------------------------------------------------------------------------------------------------
 
 
-def batch_of(step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
+def batch_of(step, dp_rank):
     """Tokens and the tokens after them, the same for all ranks with one share of the data."""
     tokens = torch.randint(VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + dp_rank))
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _dp_tp(which: type[Before | After]) -> list[float]:
+def _dp_tp(which):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = which.parallelize(Llama(), mesh)
@@ -170,7 +165,7 @@ def _dp_tp(which: type[Before | After]) -> list[float]:
     return losses
 
 
-def _pp_dp(which: type[Before | After]) -> list[float]:
+def _pp_dp(which):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(0)
     part, index = Llama(), mesh.get_local_rank("pp")
@@ -188,7 +183,7 @@ def _pp_dp(which: type[Before | After]) -> list[float]:
     found = []
     for step in range(5):
         x, y = batch_of(step, mesh.get_local_rank("dp"))
-        losses: list[Tensor] = []
+        losses = []
         optimizer.zero_grad()
         which.train_step(model, schedule, (x,) if index == 0 else (), y if index else None, losses)
         optimizer.step()
@@ -197,7 +192,7 @@ def _pp_dp(which: type[Before | After]) -> list[float]:
 
 
 @pytest.mark.parametrize("program", [_dp_tp, _pp_dp])
-def test_losses_are_those_under_fsdp2(ranks: Ranks, program: Callable[[type[Before | After]], list[float]]) -> None:
+def test_losses_are_those_under_fsdp2(ranks, program):
     before, after = ranks(4).run(program, Before), ranks(4).run(program, After)
     assert max(len(losses) for losses in after) >= 10
     for under_fsdp2, ours in zip(before, after, strict=True):
@@ -205,7 +200,7 @@ def test_losses_are_those_under_fsdp2(ranks: Ranks, program: Callable[[type[Befo
         assert ours[-4:] != pytest.approx(ours[:4], rel=1e-3) or not ours, "nothing was trained"
 
 
-def test_the_page_shows_what_changes() -> None:
+def test_the_page_shows_what_changes():
     before, after = (inspect.getsource(which).splitlines()[2:] for which in (Before, After))
     lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
     changed = [line for line in lines if line.startswith(("+", "-"))]

@@ -4,14 +4,12 @@ Four ranks, outer x inner. Means are hierarchical and summed in the order of the
 Accumulation over two axes, and what ranks skip, are drawn by `property_tests/test_axes_laws.py`.
 """
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -26,12 +24,12 @@ from zero_fn.transport.links import BY_BACKEND
 from zero_fn.transport.native import Native
 
 
-def _built() -> nn.Module:
+def _built():
     seed_generator(0)
     return Decoder()
 
 
-def _over(inner: str, outer: str, *, inner_first: bool = True) -> nn.Module:
+def _over(inner, outer, *, inner_first=True):
     mesh = grid("outer", "inner")
     model = _built()
     chain = [(inner, "inner"), (outer, "outer")]
@@ -40,14 +38,14 @@ def _over(inner: str, outer: str, *, inner_first: bool = True) -> nn.Module:
     return model
 
 
-def _replicas(*names: str, steps: int = 2) -> list[dict[str, Tensor | None]]:
+def _replicas(*names, steps=2):
     mesh, model = grid("outer", "inner"), _built()
     optimizer, average = adam(model), averaging(*(mesh[name] for name in names))
     rank = dist.get_rank()
     return [step(model, optimizer, i, rank, average=average) for i in range(steps)]
 
 
-def _wrong(case: str, model: nn.Module, expected: list[dict[str, Tensor | None]]) -> list[str]:
+def _wrong(case, model, expected):
     """Where a model trains otherwise than replicas, or sends or holds otherwise than planned."""
     lines = unlike(case, model, expected, dist.get_rank())
     optimizer = adam(model)
@@ -65,7 +63,7 @@ def _wrong(case: str, model: nn.Module, expected: list[dict[str, Tensor | None]]
 
 @pytest.mark.parametrize("inner", STAGES)
 @on_ranks(4)
-def test_every_pair_of_stages_is_bitwise_replicas_and_as_planned(inner: str) -> None:
+def test_every_pair_of_stages_is_bitwise_replicas_and_as_planned(inner):
     """Any order of transforms is the law of `property_tests/test_axes_laws.py`."""
     inner_first, outer_first = _replicas("inner", "outer"), _replicas("outer", "inner")
     level = list(STAGES).index(inner)
@@ -77,7 +75,7 @@ def test_every_pair_of_stages_is_bitwise_replicas_and_as_planned(inner: str) -> 
 
 
 @on_ranks(4)
-def test_collectives_that_pad_give_the_same() -> None:
+def test_collectives_that_pad_give_the_same():
     """Two ranks on each axis: a sum of two does not depend on their order."""
     assert BY_BACKEND.get("nccl", Native) is Native
     expected = _replicas("inner", "outer")
@@ -88,7 +86,7 @@ def test_collectives_that_pad_give_the_same() -> None:
 
 
 @on_ranks(4)
-def test_computing_in_bf16_is_casting_by_hand() -> None:
+def test_computing_in_bf16_is_casting_by_hand():
     """Over one axis, too: the same casts, the same order of summation."""
     mesh, rank = grid("outer", "inner"), dist.get_rank()
     one = zf.precision(zf.zero3(_built(), axis()), compute=torch.bfloat16)
@@ -102,18 +100,18 @@ def test_computing_in_bf16_is_casting_by_hand() -> None:
 class Few(nn.Module):
     """Parameters of so few rows that some ranks hold nothing of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = nn.Parameter(torch.randn(1, 5)), nn.Parameter(torch.randn(2, 7))
         self.three, self.none = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (self.one.sum() + self.two.pow(3).sum() + self.three.pow(2).sum() + self.none) * x
 
 
 @pytest.mark.parametrize("norm_type", [torch.inf, 2.0])
 @on_ranks(4)
-def test_norms_count_every_element_once_where_ranks_hold_nothing(norm_type: float) -> None:
+def test_norms_count_every_element_once_where_ranks_hold_nothing(norm_type):
     mesh, found = grid("outer", "inner"), []
     for inner, outer in (("replicate", "replicate"), ("zero3", "zero3"), ("zero3", "zero1"), ("zero1", "replicate")):
         seed_generator(0)
@@ -127,7 +125,7 @@ def test_norms_count_every_element_once_where_ranks_hold_nothing(norm_type: floa
 
 @pytest.mark.parametrize(("outer", "inner"), [(4, 1), (1, 4)])
 @on_ranks(4)
-def test_an_axis_of_one_rank_changes_nothing(outer: int, inner: int) -> None:
+def test_an_axis_of_one_rank_changes_nothing(outer, inner):
     mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("outer", "inner"))
     one = zf.shard_params(_built(), axis())
     found = step(one, adam(one), 0, dist.get_rank())
@@ -137,7 +135,7 @@ def test_an_axis_of_one_rank_changes_nothing(outer: int, inner: int) -> None:
         assert unlike(transform.__name__, model, [expected], dist.get_rank()) == []
 
 
-def _sent(inner: str, outer: str) -> list[zf.Sent]:
+def _sent(inner, outer):
     """By the forward and by the backward of a second step."""
     model = _over(inner, outer)
     step(model, adam(model), 0, dist.get_rank())
@@ -149,7 +147,7 @@ def _sent(inner: str, outer: str) -> list[zf.Sent]:
 
 
 @on_ranks(4)
-def test_a_hosted_part_serves_the_gathers_of_backward() -> None:
+def test_a_hosted_part_serves_the_gathers_of_backward():
     """hpZ of ZeRO++: sharded over both axes at rest, gathered along the outer one once in a step, never in backward."""
     forward, backward = _sent("zero3", "zero2")
     assert forward.by_axis["outer"] > 0
@@ -160,7 +158,7 @@ def test_a_hosted_part_serves_the_gathers_of_backward() -> None:
 
 
 @on_ranks(4)
-def test_hybrid_shards_inside_and_replicates_outside() -> None:
+def test_hybrid_shards_inside_and_replicates_outside():
     mesh = grid("outer", "inner")
     model = zf.hybrid(_built(), mesh, reshard_after="backward")
     other = zf.shard_params(zf.replicate(_built(), mesh["outer"]), mesh["inner"], reshard_after="backward")
@@ -177,7 +175,7 @@ def test_hybrid_shards_inside_and_replicates_outside() -> None:
 
 
 @on_ranks(4)
-def test_buffers_over_two_axes_are_those_of_the_first_rank_of_all() -> None:
+def test_buffers_over_two_axes_are_those_of_the_first_rank_of_all():
     """What ranks skip, and parameters of every awkward kind, are drawn by `property_tests/test_axes_laws.py`."""
     mesh = grid("outer", "inner")
     for inner, outer in (("zero3", "zero2"), ("zero3", "zero3"), ("zero1", "zero1")):
@@ -194,7 +192,7 @@ def test_buffers_over_two_axes_are_those_of_the_first_rank_of_all() -> None:
 
 
 @on_ranks(4)
-def test_ranks_must_shard_over_the_same_axes() -> None:
+def test_ranks_must_shard_over_the_same_axes():
     outer = "zero1" if dist.get_rank() == 2 else "zero2"  # the join of both axes is the same
     with pytest.raises(zf.DisagreementError, match="Ranks 0 and 2 hold different layouts"):
         _over("zero3", outer)(batch(0, 0)[0])

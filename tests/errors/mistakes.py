@@ -3,8 +3,6 @@
 A public function with parameters out of `PLACES`, or a row of `ROWS`, is a case, and its name is the name of the snapshot.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes
@@ -21,10 +19,8 @@ import resource
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
@@ -69,7 +65,7 @@ from zero_fn.looking import configurations, plan_command
 from zero_fn.looking.models import model_of
 from zero_fn.monitor import Csv, Prometheus, sink_of
 from zero_fn.storage import DiskStorage, Slab
-from zero_fn.storage.io import Request, Threads
+from zero_fn.storage.io import Threads
 from zero_fn.storage.stored_files import StoredFile
 from zero_fn.transport.flag import Flag
 from zero_fn.transport.line import Work
@@ -83,54 +79,54 @@ class Opaque(Tensor):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
 
-def _changed(change: Callable[[Any], object]) -> Model:
+def _changed(change):
     model = Model()
     change(model)
     return model
 
 
-def _batch() -> Tensor:
+def _batch():
     return torch.ones(2, 4)
 
 
 @contextlib.contextmanager
-def _a_folder() -> Iterator[Path]:
+def _a_folder():
     """One whose name messages do not show."""
     with tempfile.TemporaryDirectory(prefix="zero_fn_") as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
-def _a_sharded_model() -> Iterator[Model]:
+def _a_sharded_model():
     with alone() as mesh:
         yield zf.shard_params(Model(), mesh)
 
 
 @contextlib.contextmanager
-def _a_checkpoint() -> Iterator[Path]:
+def _a_checkpoint():
     with _a_folder() as folder:
         zf.save(folder / "step-1", nn.Linear(2, 2), extra={"noise": 1})
         yield folder / "step-1"
 
 
 @contextlib.contextmanager
-def _a_tiered_model() -> Iterator[nn.Module]:
+def _a_tiered_model():
     yield zf.offload(Model(), params=zf.nvme("/tmp"))
 
 
 # What a case asks for by the name of a parameter.
-PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+PLACES = {
     "one": alone,
     "two": partial(pretended, 2),
     "four": partial(pretended, 4),
@@ -150,29 +146,29 @@ PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 SPEEDS = zf.LinkSpeeds(1e10, 1e9, 1e9, {"dp": 1e9}, None, None)
 
 
-def _planned(axis: DeviceMesh, *tier: zf.Tier, **speeds: Any) -> object:
+def _planned(axis, *tier, **speeds):
     return zf.autoplan(Model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, **speeds), tier=tier or None)
 
 
-def axes_are_of_two_meshes(grid: DeviceMesh) -> object:
+def axes_are_of_two_meshes(grid):
     other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     return zf.shard_grads(zf.shard_params(Model(), grid["dp"]), other["dp"])
 
 
-def axes_are_three(grid: DeviceMesh) -> object:
+def axes_are_three(grid):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pod", "node", "rank"))
     model = zf.shard_params(zf.replicate(Model(), mesh["pod"]), mesh["rank"])
     return zf.replicate(model, mesh["node"])
 
 
-def _placed(mesh: DeviceMesh, placement: Placement) -> Model:
+def _placed(mesh, placement):
     model = Model()
     model.head.weight = nn.Parameter(DTensor.from_local(model.head.weight.detach(), mesh, [placement], run_check=False))
     return model
 
 
-def where_predicate_matches_nothing(two: DeviceMesh) -> object:
-    def is_huge(fqn: str, parameter: nn.Parameter) -> bool:
+def where_predicate_matches_nothing(two):
+    def is_huge(fqn, parameter):
         return parameter.numel() > 10**9
 
     return zf.shard_params(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), two, where=is_huge)
@@ -181,17 +177,17 @@ def where_predicate_matches_nothing(two: DeviceMesh) -> object:
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
-def _linear(weight: Tensor, *, is_trained: bool = True) -> nn.Module:
+def _linear(weight, *, is_trained=True):
     model = nn.Linear(*weight.shape)
     model.weight = nn.Parameter(weight, requires_grad=is_trained)
     return model
 
 
-def _two() -> Tensor:
+def _two():
     return TwoTensor(torch.zeros(4, 4), torch.ones(4, 4))
 
 
-def assigned_values_of_a_tie_differ(two: DeviceMesh) -> object:
+def assigned_values_of_a_tie_differ(two):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     sharded = zf.shard_params(model, two)
@@ -199,56 +195,56 @@ def assigned_values_of_a_tie_differ(two: DeviceMesh) -> object:
 
 
 class Streaming(Model):
-    def stream(self, x: Tensor) -> Iterator[Tensor]:
+    def stream(self, x):
         yield x @ self.head.weight.T
 
 
 # -- the wrong moment ------------------------------------------------------------------------------------------------
 
 
-def _entered(*contexts: contextlib.AbstractContextManager[object]) -> None:
+def _entered(*contexts):
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
 
 
-def _donated(mesh: DeviceMesh) -> Model:
+def _donated(mesh):
     model = Model()
     zf.shard_params(model, mesh, donate=True)
     return model
 
 
-def transform_inside_accumulate(one: DeviceMesh) -> object:
+def transform_inside_accumulate(one):
     model = zf.shard_grads(Model(), one)
     with zf.accumulate(model):
         return zf.shard_params(model, one)
 
 
-def transform_inside_unsharded(one: DeviceMesh) -> object:
+def transform_inside_unsharded(one):
     model = zf.shard_grads(Model(), one)
     with zf.unsharded(model.head):
         return zf.shard_params(model, one)
 
 
-def gradient_of_a_whole_parameter(model: Model) -> object:
+def gradient_of_a_whole_parameter(model):
     with zf.unsharded(model):
         return model.head.weight.sum().backward()
 
 
-def trunk_of_a_transformed_model(one: DeviceMesh) -> object:
+def trunk_of_a_transformed_model(one):
     model = Model()
     actor = zf.shard_params(model, one)
     return actor, zf.shard_params(nn.Sequential(model.head, nn.Linear(3, 1)), one)
 
 
-def closure_over_a_parameter(one: DeviceMesh) -> object:
+def closure_over_a_parameter(one):
     model = Model()
     weight = model.head.weight
-    model.activation = lambda x: x @ weight  # type: ignore[assignment]
+    model.activation = lambda x: x @ weight
     return zf.shard_params(model, one)
 
 
-def entry_of_another_rank(model: Model) -> object:
+def entry_of_another_rank(model):
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -259,56 +255,56 @@ def entry_of_another_rank(model: Model) -> object:
 
 
 class _Clipping(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
         return super().step(closure)
 
 
 class _Sharing(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
             self.state[p]["momentum"] = torch.zeros_like(p)
             self.state[p]["flat"] = self.state[p]["momentum"].view(-1)
 
 
-def part_of_a_unit_is_taken_out(one: DeviceMesh) -> object:
+def part_of_a_unit_is_taken_out(one):
     model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), one, units=[])
     model(_batch())
     del model[0]
     return model(_batch())
 
 
-def unsharded_with_another_shape(model: Model) -> object:
+def unsharded_with_another_shape(model):
     with zf.unsharded(model.head, writeback=True):
         model.head.weight = nn.Parameter(torch.zeros(5, 4))
     return None
 
 
-def step_inside_accumulate(model: Model) -> object:
+def step_inside_accumulate(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with zf.accumulate(model):
         model(_batch()).sum().backward()
         return optimizer.step()
 
 
-def gradient_read_inside_accumulate(model: Model) -> object:
+def gradient_read_inside_accumulate(model):
     with zf.accumulate(model):
         model(_batch()).sum().backward()
         return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def gradient_of_the_rank_is_asked_for(model: Model) -> object:
+def gradient_of_the_rank_is_asked_for(model):
     with zf.accumulate(model):
         model(_batch()).sum().backward()
         return model.head.weight.grad.full_tensor()
 
 
-def torch_func_of_resting_parameters(model: Model) -> object:
+def torch_func_of_resting_parameters(model):
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return torch.func.grad(lambda values: torch.func.functional_call(model, values, (_batch(),)).sum())(values)
 
 
-def functional_call_unties(one: DeviceMesh) -> object:
+def functional_call_unties(one):
     model = Model()
     model.layers[1].weight = model.layers[0].weight
     values = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(2)}
@@ -317,7 +313,7 @@ def functional_call_unties(one: DeviceMesh) -> object:
         return torch.func.functional_call(model, values, (_batch(),), tie_weights=False)
 
 
-def step_between_forward_and_backward(model: Model) -> object:
+def step_between_forward_and_backward(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second = model(_batch()).sum(), model(_batch()).sum()
     first.backward()
@@ -325,7 +321,7 @@ def step_between_forward_and_backward(model: Model) -> object:
     return second.backward()
 
 
-def meta_without_reset_parameters(two: DeviceMesh) -> object:
+def meta_without_reset_parameters(two):
     with torch.device("meta"):
         model = nn.Module()
         model.inner = nn.Module()
@@ -334,18 +330,18 @@ def meta_without_reset_parameters(two: DeviceMesh) -> object:
 
 
 class LeavesOut(nn.Linear):
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         nn.init.zeros_(self.weight)
 
 
-def part_of_a_model_that_stays_on_meta(two: DeviceMesh) -> object:
+def part_of_a_model_that_stays_on_meta(two):
     with torch.device("meta"):
-        model: Any = zf.shard_params(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), two)
+        model = zf.shard_params(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), two)
     model[1].to_empty(device="cpu")
     return model(_batch())
 
 
-def meta_that_nobody_wrote(one: DeviceMesh) -> object:
+def meta_that_nobody_wrote(one):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), LeavesOut(4, 4))
     return zf.materialize(zf.shard_params(model, one), "cpu")
@@ -354,7 +350,7 @@ def meta_that_nobody_wrote(one: DeviceMesh) -> object:
 # -- stale objects ---------------------------------------------------------------------------------------------------
 
 
-def step_of_the_optimizer_before(one: DeviceMesh) -> object:
+def step_of_the_optimizer_before(one):
     plain = Model()
     optimizer = torch.optim.AdamW(plain.parameters())
     model = zf.shard_params(plain, one)
@@ -362,7 +358,7 @@ def step_of_the_optimizer_before(one: DeviceMesh) -> object:
     return optimizer.step()
 
 
-def step_of_a_tie_that_a_transform_has_cut(one: DeviceMesh) -> object:
+def step_of_a_tie_that_a_transform_has_cut(one):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     model[1] = zf.shard_params(model[1], one)
@@ -374,21 +370,21 @@ def step_of_a_tie_that_a_transform_has_cut(one: DeviceMesh) -> object:
 # -- at rest ---------------------------------------------------------------------------------------------------------
 
 
-def data_of_a_parameter_in_a_tier_was_assigned(one: DeviceMesh, folder: Path) -> object:
+def data_of_a_parameter_in_a_tier_was_assigned(one, folder):
     model = zf.offload(zf.shard_params(Model(), one), params=zf.nvme(folder))
     model.head.weight.data = model.head.weight.data * 2
     return model
 
 
 class _Inverse(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight * 2
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
+    def right_inverse(self, weight):
         return weight / 2
 
 
-def parametrization_with_an_inverse_in_a_forward(model: Model) -> object:
+def parametrization_with_an_inverse_in_a_forward(model):
     model.layers[0].register_forward_pre_hook(
         lambda module, args: parametrize.register_parametrization(module, "weight", _Inverse()) and None
     )
@@ -398,7 +394,7 @@ def parametrization_with_an_inverse_in_a_forward(model: Model) -> object:
 class Clamped(Model):
     """Changes a weight in its forward."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.head.weight.detach().clamp_(-0.01, 0.01)
         return super().forward(x)
 
@@ -406,40 +402,40 @@ class Clamped(Model):
 class Peeking(Model):
     """Reads a weight of the first layer outside the forward of its unit."""
 
-    def __init__(self, *, gathers: bool) -> None:
+    def __init__(self, *, gathers):
         super().__init__()
         self.gathers = gathers
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = next(self.layers[0].parameters())
+    def forward(self, x):
+        weight = next(self.layers[0].parameters())
         return super().forward(x @ (weight.full_tensor() if self.gathers else weight).T)
 
 
 class SparseInFunction(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.ones(6, 4))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return nn.functional.embedding(tokens, self.table, sparse=True)
 
 
-def step_over_whole_tensors(two: DeviceMesh) -> object:
+def step_over_whole_tensors(two):
     model = zf.shard_params(Model(), two)
     return torch.optim.Adafactor(model.parameters()).step()
 
 
-def step_of_bitsandbytes(two: DeviceMesh) -> object:
+def step_of_bitsandbytes(two):
     kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
     model = zf.replicate(Model(), two)
     return kind(model.parameters()).step()
 
 
-def _by_owner(one: DeviceMesh) -> Any:
+def _by_owner(one):
     return zf.by_owner(torch.optim.SGD(zf.shard_params(Model(), one).parameters()))
 
 
-def step_by_owners_after_one_that_failed(one: DeviceMesh) -> object:
+def step_by_owners_after_one_that_failed(one):
     optimizer = _by_owner(one)
     parameter = optimizer.param_groups[0]["params"][0]
     parameter.grad, optimizer.param_groups[0]["lr"] = torch.ones_like(parameter), None
@@ -448,20 +444,20 @@ def step_by_owners_after_one_that_failed(one: DeviceMesh) -> object:
     return optimizer.step()
 
 
-def step_by_owners_of_sparse_gradients(one: DeviceMesh) -> object:
+def step_by_owners_of_sparse_gradients(one):
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     return zf.by_owner(torch.optim.SGD(table.parameters())).step()
 
 
-def clip_over_a_plain_model_too(one: DeviceMesh) -> object:
+def clip_over_a_plain_model_too(one):
     models = zf.shard_params(Model(), one), Model()
     for model in models:
         model(_batch()).sum().backward()
     return nn.utils.clip_grad_norm_([parameter for model in models for parameter in model.parameters()], 1.0)
 
 
-def step_after_a_cast(model: Model) -> object:
+def step_after_a_cast(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(_batch()).sum().backward()
     optimizer.step()
@@ -472,13 +468,13 @@ def step_after_a_cast(model: Model) -> object:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def entry_on_another_mesh(model: Model) -> object:
+def entry_on_another_mesh(model):
     other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
     bias = distribute_tensor(torch.zeros(3), other, [Replicate(), Replicate()])
     return model.load_state_dict({**model.state_dict(), "head.bias": bias})
 
 
-def entry_sharded_of_a_buffer(one: DeviceMesh) -> object:
+def entry_sharded_of_a_buffer(one):
     model = zf.shard_params(nn.BatchNorm1d(4), one)
     mean = distribute_tensor(torch.zeros(4), one, [Replicate()])
     return model.load_state_dict({**model.state_dict(), "running_mean": mean})
@@ -487,14 +483,14 @@ def entry_sharded_of_a_buffer(one: DeviceMesh) -> object:
 # -- tiers -----------------------------------------------------------------------------------------------------------
 
 
-def _stepped() -> tuple[nn.Linear, torch.optim.Optimizer]:
+def _stepped():
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 64)).sum().backward()
     return model, optimizer
 
 
-def _streamed_and_damaged(change: Callable[[Request, int], int]) -> zf.Streamed:
+def _streamed_and_damaged(change):
     """An optimizer whose second step meets requests with other answers."""
     optimizer = zf.streamed(_stepped()[1], zf.nvme("."), buffer="16KiB")
     optimizer.step()
@@ -506,8 +502,8 @@ def _streamed_and_damaged(change: Callable[[Request, int], int]) -> zf.Streamed:
     return optimizer
 
 
-def disk_gives_other_bytes() -> object:
-    def flips(request: Request, result: int) -> int:
+def disk_gives_other_bytes():
+    def flips(request, result):
         byte = ctypes.c_uint8.from_address(request.address)
         byte.value = byte.value ^ 8
         return result
@@ -515,7 +511,7 @@ def disk_gives_other_bytes() -> object:
     return _streamed_and_damaged(flips)
 
 
-def disk_lost_a_write() -> object:
+def disk_lost_a_write():
     disk = DiskStorage(zf.nvme("."), "states", Threads())
     memory = Slab(4096, zf.cpu(), "a test").memory
     disk.reserve([4096])
@@ -526,7 +522,7 @@ def disk_lost_a_write() -> object:
 
 
 @contextlib.contextmanager
-def _refused(call: str, code: int, *, limit: int | None = None, to: int = 0) -> Iterator[None]:
+def _refused(call, code, *, limit=None, to=0):
     """A call of the system that fails, under a limit of the process."""
     with mock.patch(call, side_effect=OSError(code, os.strerror(code))), contextlib.ExitStack() as stack:
         if limit is not None:
@@ -536,26 +532,26 @@ def _refused(call: str, code: int, *, limit: int | None = None, to: int = 0) -> 
         yield
 
 
-def disk_takes_no_more_open_files() -> object:
+def disk_takes_no_more_open_files():
     with _refused("zero_fn.storage.files.opened", errno.EMFILE, limit=resource.RLIMIT_NOFILE, to=1024):
         return zf.streamed(_stepped()[1], zf.nvme("/"))
 
 
-def disk_takes_no_file_so_large() -> object:
+def disk_takes_no_file_so_large():
     with _refused("os.posix_fallocate", errno.EFBIG, limit=resource.RLIMIT_FSIZE, to=16 << 10):
         return zf.streamed(_stepped()[1], zf.nvme("."))
 
 
-def disk_cannot_reserve() -> object:
+def disk_cannot_reserve():
     with _refused("os.posix_fallocate", errno.EIO):
         return zf.streamed(_stepped()[1], zf.nvme("."))
 
 
-def step_that_failed_on_another_rank() -> object:
+def step_that_failed_on_another_rank():
     class Peer:
         pads = False
 
-        def any(self, bits: Tensor, mark: int) -> Work:
+        def any(self, bits, mark):
             bits[1] = 1
             return Work()
 
@@ -567,19 +563,19 @@ def step_that_failed_on_another_rank() -> object:
         return zf.streamed(_stepped()[1], zf.cpu())
 
 
-def step_of_what_has_states_in_8_bits() -> object:
+def step_of_what_has_states_in_8_bits():
     optimizer = torch.optim.SGD(Model().parameters())
     zf.states8bit(optimizer)
     return optimizer.step()
 
 
-def streamed_gradient_is_sparse() -> object:
+def streamed_gradient_is_sparse():
     model, inner = _stepped()
     model.bias.grad = torch.ones(64).to_sparse()
     return zf.streamed(inner, zf.cpu()).step()
 
 
-def streamed_gradient_rests_elsewhere(one: DeviceMesh) -> object:
+def streamed_gradient_rests_elsewhere(one):
     model = zf.shard_params(nn.Linear(4, 4), one)
     optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
@@ -587,14 +583,14 @@ def streamed_gradient_rests_elsewhere(one: DeviceMesh) -> object:
     return optimizer.step()
 
 
-def streamed_state_of_another_shape() -> object:
+def streamed_state_of_another_shape():
     saved = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu()).state_dict()
     saved["state"][0]["sum"] = torch.zeros(2, 4)
     optimizer = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu())
     return optimizer.load_state_dict(saved)
 
 
-def streamed_after_a_failed_step() -> object:
+def streamed_after_a_failed_step():
     optimizer = zf.streamed(_stepped()[1], zf.nvme("."), buffer="16KiB")
     optimizer.step()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError):
@@ -603,70 +599,70 @@ def streamed_after_a_failed_step() -> object:
     return optimizer.step()
 
 
-def streamed_parameter_was_cast() -> object:
+def streamed_parameter_was_cast():
     model, inner = _stepped()
     optimizer = zf.streamed(inner, zf.nvme("."))
     model.double()
     return optimizer.step()
 
 
-def streamed_matrix_is_cut() -> object:
+def streamed_matrix_is_cut():
     matrix = nn.Parameter(torch.ones(64, 128)[:, ::2])
     return zf.streamed(torch.optim.AdamW([matrix]), zf.nvme("."), buffer="8KiB")
 
 
-def _evicted() -> nn.Module:
+def _evicted():
     model = nn.Linear(4, 4)
     zf.evict(model, to=zf.cpu())
     return model
 
 
-def evicted_inside_unsharded(model: Model) -> object:
+def evicted_inside_unsharded(model):
     with zf.unsharded(model):
         return zf.evict(model, to=zf.cpu())
 
 
-def forward_while_weights_are_handed_over(model: Model) -> object:
+def forward_while_weights_are_handed_over(model):
     with zf.weights(model):
         return model(_batch())
 
 
-def weights_that_change_in_the_loop(model: Model) -> object:
+def weights_that_change_in_the_loop(model):
     with zf.weights(model) as items, torch.no_grad():
         next(model.parameters()).add_(1)
         return list(items)
 
 
-def parameter_in_two_optimizers(model: Model) -> object:
+def parameter_in_two_optimizers(model):
     first, *others = model.parameters()
     return zf.check(model, (torch.optim.SGD([first], lr=0.1), torch.optim.AdamW([first, *others])))
 
 
-def group_for_several_optimizers(model: Model) -> object:
+def group_for_several_optimizers(model):
     first, *others = model.parameters()
     both = as_one((torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(others)))
-    return both.add_param_group({"params": []})  # type: ignore[func-returns-value]
+    return both.add_param_group({"params": []})
 
 
-def changes_since_other_weights(model: Model) -> object:
+def changes_since_other_weights(model):
     items = zf.weights(nn.Linear(4, 3), keep=True)
     list(items)
     return zf.weights(model, since=items.version)
 
 
-def changes_whose_dtype_is_given(model: Model) -> object:
+def changes_whose_dtype_is_given(model):
     items = zf.weights(model, keep=True)
     list(items)
     return zf.weights(model, since=items.version, dtype=torch.bfloat16)
 
 
-def step_of_what_was_streamed() -> object:
+def step_of_what_was_streamed():
     optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
     zf.streamed(optimizer, zf.cpu())
-    return optimizer.step()  # type: ignore[func-returns-value]
+    return optimizer.step()
 
 
-def evicted_states_share_memory() -> object:
+def evicted_states_share_memory():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight] = {"momentum": torch.zeros(4, 4), "other": torch.zeros(4, 4)}
@@ -677,12 +673,12 @@ def evicted_states_share_memory() -> object:
 # -- offload ---------------------------------------------------------------------------------------------------------
 
 
-def memory_of_a_tensor_in_a_tier_is_replaced(tiered: nn.Module) -> None:
+def memory_of_a_tensor_in_a_tier_is_replaced(tiered):
     with torch.no_grad():
-        next(tiered.parameters()).set_(torch.zeros(3, 4))  # type: ignore[call-overload]
+        next(tiered.parameters()).set_(torch.zeros(3, 4))
 
 
-def _in_files(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+def _in_files(folder, dtype=torch.float32):
     """A model that is read where the folder has it."""
     save_file({name: value.to(dtype) for name, value in Model().state_dict().items()}, folder / "model.safetensors")
     with torch.device("meta"):
@@ -691,31 +687,31 @@ def _in_files(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
     return model
 
 
-def parameter_in_a_file_is_changed(folder: Path) -> None:
+def parameter_in_a_file_is_changed(folder):
     with torch.no_grad():
         next(_in_files(folder).parameters()).zero_()
 
 
-def values_in_a_tier_are_read_in_a_fork(tiered: nn.Module) -> None:
+def values_in_a_tier_are_read_in_a_fork(tiered):
     with mock.patch("os.getpid", return_value=-1):
         next(tiered.parameters()).sum()
 
 
 class Shifted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bias = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.bias
 
 
-def gradient_of_a_plain_loss_in_shards(two: DeviceMesh) -> None:
+def gradient_of_a_plain_loss_in_shards(two):
     model = zf.shard_params(Shifted(), two)
     model(torch.ones(2, 4)).sum().backward(model.bias.detach().sum())
 
 
-def planned_with_two_optimizers(two: DeviceMesh) -> object:
+def planned_with_two_optimizers(two):
     model = zf.zero1(Model(), two)
     return zf.plan(model, torch.optim.AdamW(model.parameters()), optimizer_nbytes_per_element=4)
 
@@ -723,17 +719,17 @@ def planned_with_two_optimizers(two: DeviceMesh) -> object:
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-def _tiled(prepare: Callable[[Model], object], where: str = "head.*") -> nn.Module:
+def _tiled(prepare, where="head.*"):
     return zf.tile(_changed(prepare), where=where, parts=2)
 
 
-def tiled_output_is_cut() -> object:
+def tiled_output_is_cut():
     model = zf.tile(Model(), where="layers.0.*", parts=2)
-    model.layers[0].tiles[1].register_forward_hook(lambda module, args, output: output[..., :1])  # type: ignore[index]
+    model.layers[0].tiles[1].register_forward_hook(lambda module, args, output: output[..., :1])
     return model(_batch())
 
 
-def untiled_of_shards(two: DeviceMesh) -> object:
+def untiled_of_shards(two):
     model = zf.shard_params(zf.tile(Model(), where="head.*", parts=2), two)
     return zf.untiled(model, model.state_dict())
 
@@ -742,18 +738,18 @@ class Unknown(torch.optim.AdamW):
     pass
 
 
-def _rounded() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _rounded():
     model = zf.precision(Model().bfloat16(), round="stochastic")
     model(_batch()).float().sum().backward()
     return model, torch.optim.AdamW(model.parameters(), fused=False)
 
 
-def step_that_would_round_by_itself() -> None:
+def step_that_would_round_by_itself():
     _model, optimizer = _rounded()
     optimizer.step()
 
 
-def states_that_were_rounded_before_they_are_streamed() -> None:
+def states_that_were_rounded_before_they_are_streamed():
     model, stock = _rounded()
     optimizer = zf.streamed(stock)
     optimizer.step()
@@ -762,31 +758,31 @@ def states_that_were_rounded_before_they_are_streamed() -> None:
     zf.streamed(other)
 
 
-def step_of_another_class_with_narrow_gradients() -> None:
+def step_of_another_class_with_narrow_gradients():
     model = zf.precision(Model(), grads=torch.bfloat16)
     optimizer = Unknown(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 
 
-def formats_of_whole_leaves(one: DeviceMesh) -> None:
+def formats_of_whole_leaves(one):
     model = zf.precision(zf.shard_params(nn.Linear(64, 2), one), gather=zf.int8())
     with zf.accumulate(model, unshard=True):
         pass
 
 
-def differences_that_nobody_holds(one: DeviceMesh) -> object:
+def differences_that_nobody_holds(one):
     model = zf.precision(zf.shard_params(nn.Linear(64, 2), one), gather=zf.delta4())
     return model(torch.ones(2, 64))
 
 
-def forward_goes_on_after_an_interrupt(one: DeviceMesh) -> object:
+def forward_goes_on_after_an_interrupt(one):
     class Catching(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.block, self.bias = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with contextlib.suppress(KeyboardInterrupt):
                 self.block(x)
             return self.block(x)
@@ -796,16 +792,16 @@ def forward_goes_on_after_an_interrupt(one: DeviceMesh) -> object:
         model(torch.ones(1, 2))
 
 
-def forward_in_two_threads() -> None:
-    found: list[StateError] = []
+def forward_in_two_threads():
+    found = []
 
-    def other() -> None:
+    def other():
         try:
             model(torch.ones(1, 2))
         except StateError as error:
             found.append(error)
 
-    def meanwhile(*_: object) -> None:
+    def meanwhile(*_):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -823,7 +819,7 @@ def forward_in_two_threads() -> None:
 _stepping = importlib.import_module("zero_fn.streamed.stepping")  # the package has a function of this name
 
 
-def step_that_waits_is_interrupted(folder: Path) -> None:
+def step_that_waits_is_interrupted(folder):
     with pytest.MonkeyPatch.context() as patch:
         disk = zf.nvme(folder)
         model = zf.offload(nn.Linear(2, 2), params=disk, grads=disk, optim=disk)
@@ -839,12 +835,12 @@ def step_that_waits_is_interrupted(folder: Path) -> None:
 # -- configs of DeepSpeed ----------------------------------------------------------------------------------------------
 
 
-def _from_config(*, auto: dict[str, Any] | None = None, **entries: object) -> None:
+def _from_config(*, auto=None, **entries):
     with alone() as mesh:
         zf.from_deepspeed(nn.Linear(2, 2), {"train_batch_size": 2, **entries}, mesh["dp"], auto=auto)
 
 
-def _cut(mesh: DeviceMesh, **entries: object) -> None:
+def _cut(mesh, **entries):
     """A config over a mesh of which no rank says anything."""
     axes = other_axes(mesh, None, nn.Linear(2, 2))
     others = {kind: axis.size() for kind, axis in axes.items()}
@@ -854,64 +850,64 @@ def _cut(mesh: DeviceMesh, **entries: object) -> None:
     placed_by(settings, whole, model if tensor is None else cut_by_its_plan(model, tensor))
 
 
-def _from_file(text: str) -> None:
+def _from_file(text):
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("ds_config.json").write_text(text)
         config_of("ds_config.json")
 
 
-def config_says_otherwise_than_what_is_placed(one: DeviceMesh) -> None:
+def config_says_otherwise_than_what_is_placed(one):
     model = zf.zero1(nn.Linear(2, 2), one["dp"])
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     zf.from_deepspeed(model, config, one["dp"], optimizer=lambda model: torch.optim.SGD(model.parameters()))
 
 
-def config_has_another_mesh_than_what_is_placed() -> None:
+def config_has_another_mesh_than_what_is_placed():
     with pretended_grid(2, 2) as mesh:
         require_placed(settings_of({"train_batch_size": 2}, 2), mesh["tp"], zf.zero1(nn.Linear(2, 2), mesh["dp"]))
 
 
-def config_beside_an_optimizer_of_before(one: DeviceMesh) -> None:
+def config_beside_an_optimizer_of_before(one):
     model = nn.Linear(2, 2)
-    made: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
     zf.from_deepspeed(model, {"train_batch_size": 2}, one["dp"], optimizer=made)
 
 
-def config_of_second_shards_on_one_axis(four: DeviceMesh) -> None:
+def config_of_second_shards_on_one_axis(four):
     _cut(four, zero_optimization={"stage": 3, "zero_hpz_partition_size": 3})
 
 
-def config_cuts_a_model_without_a_plan(grid: DeviceMesh) -> None:
+def config_cuts_a_model_without_a_plan(grid):
     _cut(grid["dp"], tensor_parallel={"autotp_size": 2})
 
 
-def config_cuts_one_parameter_in_two_ways(grid: DeviceMesh) -> None:
+def config_cuts_one_parameter_in_two_ways(grid):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    model.tp_plan = {"0": "colwise", "1": "rowwise"}  # type: ignore[assignment]
+    model.tp_plan = {"0": "colwise", "1": "rowwise"}
     cut_by_its_plan(model, grid["tp"])
 
 
-def config_divides_two_axes(grid: DeviceMesh) -> None:
+def config_divides_two_axes(grid):
     split(grid, Cuts(sequence=2), {})
 
 
-def config_of_experts_that_are_not_placed(grid: DeviceMesh) -> None:
+def config_of_experts_that_are_not_placed(grid):
     _cut(grid, moe_expert_parallel_size=2)
 
 
-def config_of_wholes_that_are_not_there(one: DeviceMesh) -> None:
+def config_of_wholes_that_are_not_there(one):
     _cut(one["dp"], zero_optimization={"stage": 3, "leaf_module": {"classes": ["MixtralSparseMoeBlock"]}})
 
 
-def config_saves_in_the_middle_of_a_step(one: DeviceMesh) -> None:
+def config_saves_in_the_middle_of_a_step(one):
     config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "SGD"}}
     setup = zf.from_deepspeed(nn.Linear(2, 2), config, one["dp"])
     step_as_engine(setup)
     save_checkpoint(setup, "nowhere")
 
 
-def scale_of_the_loss_is_at_its_least() -> None:
+def scale_of_the_loss_is_at_its_least():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scaler = Scaler("cpu", first=1.0, window=1000, hysteresis=1, is_refilled=False, least=1.0)
     (scaler.scale(optimizer.param_groups[0]["params"][0].sum()) * torch.inf).backward()
@@ -922,27 +918,27 @@ def scale_of_the_loss_is_at_its_least() -> None:
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def _forged(path, change):
     """Changes JSON of a checkpoint, with a digest that is right."""
     body = json.loads(path.read_text())["body"]
     change(body)
     path.write_bytes(files._signed(json.dumps(body)))
 
 
-def cuda_of_one_queue() -> object:
+def cuda_of_one_queue():
     with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"), pretended(2, device_type="cuda") as mesh:
         return zf.zero3(nn.Linear(2, 2, device="meta"), mesh)
 
 
-def checkpoint_is_damaged(saved: Path) -> object:
+def checkpoint_is_damaged(saved):
     file = saved / "model" / "00000-0.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     return zf.load(saved, nn.Linear(2, 2))
 
 
-def checkpoint_of_two_tensors_of_one_name(saved: Path) -> object:
-    def add(body: dict[str, Any]) -> None:
+def checkpoint_of_two_tensors_of_one_name(saved):
+    def add(body):
         file = body["files"]["model"][0]
         other = {**file["tensors"]["bias"], "shape": [3], "sizes": [3], "offset": 0}
         body["files"]["model"].append({**file, "nbytes": file["begin"] + 12, "tensors": {"bias": other}})
@@ -951,27 +947,27 @@ def checkpoint_of_two_tensors_of_one_name(saved: Path) -> object:
     return zf.load(saved, nn.Linear(2, 2))
 
 
-def pretrained_of_two_stages(folder: Path) -> object:
+def pretrained_of_two_stages(folder):
     with mock.patch.object(RankMeeting, "agree", return_value=Agreement("", 0, 1, False)):
         return zf.save_pretrained(nn.Linear(2, 2), folder)
 
 
-def _with(**attributes: object) -> nn.Module:
+def _with(**attributes):
     model = nn.Linear(2, 2)
     vars(model).update(attributes)
     return model
 
 
-def checkpoint_of_two_values_for_a_tie(folder: Path) -> object:
+def checkpoint_of_two_values_for_a_tie(folder):
     apart, tied = (nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)}) for _ in range(2))
     tied["b"].weight = tied["a"].weight
     zf.save(folder / "step-1", apart)
     return zf.load(folder, tied)
 
 
-def _deepspeed_folder(change: Callable[[dict[str, Any]], object], *, also: str | None = None) -> object:
+def _deepspeed_folder(change, *, also=None):
     """Loads files as DeepSpeed names them, with what a test changes in those of the optimizer."""
-    said: dict[str, Any] = {
+    said = {
         "module": {"w": torch.ones(2)}, "buffer_names": [], "param_shapes": [], "shared_params": {}, "optimizer_state_dict": {
             "partition_count": 1, "single_partition_of_fp32_groups": [],
             "base_optimizer_state": {"state": {}, "param_groups": []},
@@ -986,14 +982,14 @@ def _deepspeed_folder(change: Callable[[dict[str, Any]], object], *, also: str |
         return zf.load(folder, model, torch.optim.SGD(model.parameters()))
 
 
-def deepspeed_without_correction_of_bias() -> object:
-    def change(said: dict[str, Any]) -> None:
+def deepspeed_without_correction_of_bias():
+    def change(said):
         said["base_optimizer_state"]["param_groups"].append({"lr": 0.1, "bias_correction": False, "params": []})
 
     return _deepspeed_folder(change)
 
 
-def checkpoint_of_torch_with_extensions(folder: Path) -> object:
+def checkpoint_of_torch_with_extensions(folder):
     model = nn.Linear(2, 2)
     dcp.save(model.state_dict(), checkpoint_id=folder / "a", no_dist=True)
     metadata = pickle.loads((folder / "a" / ".metadata").read_bytes())
@@ -1003,13 +999,13 @@ def checkpoint_of_torch_with_extensions(folder: Path) -> object:
     return zf.load(folder / "a", model)
 
 
-def conversion_of_what_ranks_have_saved_apart(saved: Path) -> object:
+def conversion_of_what_ranks_have_saved_apart(saved):
     source = opened(saved, lambda name: name)
     with mock.patch.object(Catalog, "differs_by_rank", return_value=True):
         return convert(source, saved.parent / "b", "dcp", dtype=None, only=("model", "extra"), tell=print)
 
 
-def checkpoint_is_being_saved(folder: Path) -> object:
+def checkpoint_is_being_saved(folder):
     (folder / ".step-1.saving").mkdir()
     lock = os.open(folder / ".step-1.saving", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -1019,22 +1015,22 @@ def checkpoint_is_being_saved(folder: Path) -> object:
         os.close(lock)
 
 
-def checkpoint_of_a_state_of_its_own(folder: Path) -> object:
+def checkpoint_of_a_state_of_its_own(folder):
     class Counting(nn.Linear):
-        def get_extra_state(self) -> int:
+        def get_extra_state(self):
             return 1
 
     return zf.save(folder / "step-1", Counting(2, 2))
 
 
-def checkpoint_of_a_state_in_parts(two: DeviceMesh, folder: Path) -> object:
+def checkpoint_of_a_state_in_parts(two, folder):
     model = zf.shard_params(nn.Linear(4, 4), two)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight] = {"rows": torch.zeros(3)}
     return zf.save(folder / "step-1", model, optimizer)
 
 
-def checkpoint_of_a_late_state(one: DeviceMesh, folder: Path) -> object:
+def checkpoint_of_a_late_state(one, folder):
     model = zf.shard_params(nn.Linear(4, 4), one)
     optimizer = zf.streamed(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), zf.cpu())
     model(_batch()).sum().backward()
@@ -1043,16 +1039,16 @@ def checkpoint_of_a_late_state(one: DeviceMesh, folder: Path) -> object:
     return zf.save(folder / "step-1", model, optimizer)
 
 
-def checkpoint_of_states_in_another_order(one: DeviceMesh, folder: Path) -> object:
-    model = zf.shard_params(nn.Sequential(nn.Conv2d(64, 64, 3)).to(memory_format=torch.channels_last), one)  # type: ignore[call-overload]
+def checkpoint_of_states_in_another_order(one, folder):
+    model = zf.shard_params(nn.Sequential(nn.Conv2d(64, 64, 3)).to(memory_format=torch.channels_last), one)
     optimizer = zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu(), buffer="64KiB")
     model(torch.ones(1, 64, 3, 3)).sum().backward()
     optimizer.step()
     return zf.save(folder / "step-1", model, optimizer)
 
 
-def checkpoint_of_ranks_that_differ(two: DeviceMesh, folder: Path) -> object:
-    def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
+def checkpoint_of_ranks_that_differ(two, folder):
+    def other(_group, message, _seconds):
         rows = message.repeat(2, 1)
         rows[1, 1:17] ^= 1
         return rows
@@ -1061,10 +1057,10 @@ def checkpoint_of_ranks_that_differ(two: DeviceMesh, folder: Path) -> object:
         return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
-def checkpoint_failed_on_another_rank() -> object:
+def checkpoint_failed_on_another_rank():
     with pretended(3), _a_folder() as folder:
 
-        def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
+        def other(_group, message, _seconds):
             rows = message.repeat(3, 1)
             text = b"1\nStorageError\nWriting head.weight failed.\n  path : runs/a\n  why  : ENOSPC: No space left on device"
             for rank, said in ((1, text), (2, b"2\nStorageError\nnot told: rank 1 is the first that failed")):
@@ -1076,28 +1072,28 @@ def checkpoint_failed_on_another_rank() -> object:
             return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
-def checkpoint_lost_a_rank(two: DeviceMesh, folder: Path) -> object:
+def checkpoint_lost_a_rank(two, folder):
     with mock.patch.object(dist.ProcessGroup, "recv", side_effect=RuntimeError("Connection closed by peer")):
         return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
-def checkpoint_in_a_folder_of_each_host(folder: Path) -> object:
+def checkpoint_in_a_folder_of_each_host(folder):
     with mock.patch.object(Draft, "make", lambda self: self.path.mkdir() or "made elsewhere"):
         return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
-def checkpoint_of_another_host(saved: Path) -> object:
+def checkpoint_of_another_host(saved):
     with mock.patch("zero_fn.checkpoint.loading.saved_as", side_effect=["0", "1"]):
         return zf.load(saved, nn.Linear(2, 2))
 
 
-def average_is_shown_in_a_step() -> None:
+def average_is_shown_in_a_step():
     model = nn.Linear(2, 2)
     with zf.ema(model).shown():
         torch.optim.SGD(model.parameters()).step()
 
 
-def average_of_a_model_that_was_transformed(one: DeviceMesh) -> None:
+def average_of_a_model_that_was_transformed(one):
     model = nn.Linear(2, 2)
     average = zf.ema(model)
     sharded = zf.shard_params(model, one)
@@ -1105,31 +1101,31 @@ def average_of_a_model_that_was_transformed(one: DeviceMesh) -> None:
     del sharded
 
 
-def _adam() -> torch.optim.Optimizer:
+def _adam():
     return torch.optim.AdamW(nn.Linear(2, 2).parameters())
 
 
-def profile_of_no_step() -> None:
+def profile_of_no_step():
     with alone() as mesh, zf.profile(zf.zero3(nn.Linear(2, 2), mesh)):
         pass
 
 
-def sink_without_its_library() -> object:
+def sink_without_its_library():
     with mock.patch.dict(sys.modules, {"wandb": None}):
         return sink_of("wandb")
 
 
-def sink_at_a_port_in_use() -> object:
+def sink_at_a_port_in_use():
     with mock.patch("prometheus_client.start_http_server", side_effect=OSError(98, "Address already in use")):
         return sink_of("prometheus:9400")
 
 
-def sink_in_the_file_of_another(folder: Path) -> object:
+def sink_in_the_file_of_another(folder):
     (folder / "run.csv").write_text("name,age\n")
     return sink_of(f"csv:{folder}/run.csv")
 
 
-def average_of_a_parameter_that_was_frozen() -> None:
+def average_of_a_parameter_that_was_frozen():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     average = zf.ema(model)
@@ -1137,7 +1133,7 @@ def average_of_a_parameter_that_was_frozen() -> None:
     average.update()
 
 
-def _planned_config(**entries: object) -> object:
+def _planned_config(**entries):
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(sys.modules, transformers=None):
         Path(folder, "config.json").write_text(json.dumps(entries))
         return model_of(folder, 4096, 1)
@@ -1150,20 +1146,20 @@ SRUN = {
 MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
-def _started_on_two_devices() -> None:
+def _started_on_two_devices():
     counts = {"is_available": lambda: True, "device_count": lambda: 2}
     with mock.patch.multiple(torch.accelerator, current_accelerator=lambda: torch.device("cuda"), **counts):
         address = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
         zf.from_environment({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", **address})
 
 
-def _started_alone() -> None:
+def _started_alone():
     with mock.patch.dict(os.environ):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         zf.from_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **address}).start(timeout_s=1)
 
 
-def _lost_by_a_flag() -> None:
+def _lost_by_a_flag():
     flag = Flag()
     flag._work = mock.Mock(
         wait=mock.Mock(side_effect=RuntimeError("Connection closed by peer [10.0.0.2]:41312\nat line"))
@@ -1171,7 +1167,7 @@ def _lost_by_a_flag() -> None:
     flag.is_raised(False)
 
 
-def _mirror_of_another() -> None:
+def _mirror_of_another():
     path = SharedFolder.path_of("mistake")
     path.symlink_to("/tmp")
     try:
@@ -1180,12 +1176,12 @@ def _mirror_of_another() -> None:
         path.unlink()
 
 
-def _mirror_named_wrongly(folder: Path) -> None:
+def _mirror_named_wrongly(folder):
     (folder / MARK).write_text("../../etc")
     zf.resume(folder, nn.Linear(2, 2))
 
 
-def _mirror_without_room(folder: Path) -> None:
+def _mirror_without_room(folder):
     mirror = zf.mirror(folder, nn.Linear(64, 64))
     try:
         with mock.patch("os.statvfs", return_value=mock.Mock(f_bavail=2, f_frsize=4096)):
@@ -1194,13 +1190,13 @@ def _mirror_without_room(folder: Path) -> None:
         mirror.close()
 
 
-def _mirror_that_is_closed(folder: Path) -> None:
+def _mirror_that_is_closed(folder):
     mirror = zf.mirror(folder, nn.Linear(2, 2))
     mirror.close()
     mirror.update()
 
 
-def _mirror_of_two_models(folder: Path) -> None:
+def _mirror_of_two_models(folder):
     mirror = zf.mirror(folder, nn.Linear(2, 2))
     try:
         zf.mirror(folder, nn.Linear(2, 2))
@@ -1208,15 +1204,15 @@ def _mirror_of_two_models(folder: Path) -> None:
         mirror.close()
 
 
-def _mirror_without_shared_memory() -> None:
+def _mirror_without_shared_memory():
     with mock.patch("zero_fn.local.shared_folder.ROOT", Path("/missing")):
         host_name()
 
 
-def _in_a_thread(act: Callable[[], object]) -> None:
-    raised: list[BaseException] = []
+def _in_a_thread(act):
+    raised = []
 
-    def run() -> None:
+    def run():
         try:
             act()
         except zf.ZeroError as error:
@@ -1228,7 +1224,7 @@ def _in_a_thread(act: Callable[[], object]) -> None:
     raise raised[0]
 
 
-ROWS: dict[str, Callable[..., object]] = {
+ROWS = {
     # the mesh
     "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
     "planned_disk_was_not_measured": lambda four: _planned(four, zf.nvme("/scratch"), disk_read=None),
@@ -1264,7 +1260,7 @@ ROWS: dict[str, Callable[..., object]] = {
         _placed(grid["tp"], Shard(0)), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
     ),
     "materialize_beside_the_mesh": lambda one, meta: zf.materialize(zf.shard_params(Model(), one), "cuda"),
-    "mesh_is_no_mesh": lambda: zf.shard_params(Model(), "dp"),  # type: ignore[arg-type]
+    "mesh_is_no_mesh": lambda: zf.shard_params(Model(), "dp"),
     "mesh_has_two_axes": lambda grid: zf.shard_grads(Model(), grid),
     "mesh_has_two_axes_without_names": lambda four: zf.replicate(Model(), init_device_mesh("cpu", (2, 2))),
     "planned_module_is_transformed": lambda four: zf.autoplan(zf.zero2(Model(), four), four, "1GiB", links=SPEEDS),
@@ -1277,7 +1273,7 @@ ROWS: dict[str, Callable[..., object]] = {
     # units
     "units_class_matches_nothing": lambda two: zf.shard_params(Model(), two, units=nn.TransformerEncoderLayer),
     "units_pattern_matches_nothing": lambda two: zf.shard_params(Model(), two, units=("layers.*", "blocks.*")),
-    "units_are_no_rule": lambda two: zf.shard_params(Model(), two, units=(3,)),  # type: ignore[arg-type]
+    "units_are_no_rule": lambda two: zf.shard_params(Model(), two, units=(3,)),
     "units_of_no_size": lambda: zf.by_size(nbytes=0),
     "units_differ_between_transforms": lambda two: zf.shard_params(
         zf.shard_grads(Model(), two, units="layers.*"), two, units=nn.Linear
@@ -1285,18 +1281,18 @@ ROWS: dict[str, Callable[..., object]] = {
     # options
     "where_pattern_matches_nothing": lambda two: zf.shard_params(Model(), two, where="blocks.*"),
     "persist_below_nothing": lambda two: zf.shard_params(Model(), two, persist_below=-1),
-    "reshard_after_no_moment": lambda two: zf.shard_params(Model(), two, reshard_after="step"),  # type: ignore[arg-type]
+    "reshard_after_no_moment": lambda two: zf.shard_params(Model(), two, reshard_after="step"),
     "precision_of_integers": lambda: zf.precision(Model(), compute=torch.int8),
-    "precision_output_is_no_dtype": lambda: zf.precision(Model(), output="float32"),  # type: ignore[arg-type]
+    "precision_output_is_no_dtype": lambda: zf.precision(Model(), output="float32"),
     "precision_with_wider_gradients": lambda: zf.precision(Model().bfloat16(), grads=torch.float32),
-    "precision_rounds_in_no_way": lambda: zf.precision(Model().bfloat16(), round="nearest"),  # type: ignore[arg-type]
+    "precision_rounds_in_no_way": lambda: zf.precision(Model().bfloat16(), round="nearest"),
     "precision_rounds_float32": lambda: zf.precision(Model(), round="stochastic"),
     "precision_seed_without_random_numbers": lambda: zf.precision(Model().bfloat16(), seed=3),
     "precision_seed_of_kahan": lambda: zf.precision(Model().bfloat16(), round="kahan", seed=3),
     "format_of_small_blocks": lambda: zf.int8(block=8),
     "format_of_other_floats": lambda: zf.float8(dtype=torch.float16),
     "format_that_is_none": lambda: zf.Wire("float8_e5m2", is_symmetric=False),
-    "precision_gathers_in_a_dtype": lambda: zf.precision(Model(), gather=torch.int8),  # type: ignore[arg-type]
+    "precision_gathers_in_a_dtype": lambda: zf.precision(Model(), gather=torch.int8),
     "precision_reduces_differences": lambda: zf.precision(Model(), reduce=zf.delta4()),
     "precision_twice_with_other_formats": lambda: zf.precision(
         zf.precision(Model(), gather=zf.int8()), gather=zf.int8(block=64)
@@ -1343,7 +1339,7 @@ ROWS: dict[str, Callable[..., object]] = {
     "unsharded_inside_unsharded": lambda model: _entered(zf.unsharded(model), zf.unsharded(model.layers[0])),
     "unshard_inside_accumulate": lambda model: _entered(zf.accumulate(model), zf.accumulate(model, unshard=True)),
     "guard_of_no_time": lambda: _entered(zf.guard(deadline_s=0)),
-    "guard_that_compares": lambda: _entered(zf.guard(compare=True)),  # type: ignore[arg-type]
+    "guard_that_compares": lambda: _entered(zf.guard(compare=True)),
     "describe_of_a_plain_module": lambda: zf.describe(Model()),
     "plan_of_a_plain_module": lambda: zf.plan(Model()),
     "refresh_of_a_plain_module": lambda: zf.refresh(Model()),
@@ -1362,11 +1358,11 @@ ROWS: dict[str, Callable[..., object]] = {
         _Sharing(Model().parameters(), lr=0.1), zf.cpu(), elementwise=True
     ),
     "checkpoints_of_nothing": lambda: zf.checkpoint_activations(nn.Linear(2, 2)),
-    "buffers_of_no_policy": lambda two: zf.shard_params(Model(), two, buffers="sync"),  # type: ignore[arg-type]
+    "buffers_of_no_policy": lambda two: zf.shard_params(Model(), two, buffers="sync"),
     "buffers_twice_with_other_policies": lambda two: zf.shard_grads(
         zf.shard_params(Model(), two, buffers="local"), two, buffers="broadcast"
     ),
-    "forward_is_traced": lambda one: torch.jit.trace(zf.shard_params(Model(), one), _batch()),  # type: ignore[no-untyped-call]
+    "forward_is_traced": lambda one: torch.jit.trace(zf.shard_params(Model(), one), _batch()),
     "forward_is_exported": lambda one: torch.export.export(zf.shard_params(Model(), one), (_batch(),)),
     "forward_is_pickled": lambda two: pickle.dumps(zf.shard_params(Model(), two).forward),
     # stale objects
@@ -1552,12 +1548,12 @@ ROWS: dict[str, Callable[..., object]] = {
     ),
     "streamed_until_no_moment": lambda: zf.streamed(
         torch.optim.AdamW(nn.Linear(2, 2).parameters()), zf.cpu(), finish="backward"
-    ),  # type: ignore[arg-type]
+    ),
     # configs of DeepSpeed
     "config_has_no_auto_where_one_is_filled_in": lambda: _from_config(
         gradient_clipping=0.5, auto={"gradient_clipping": 1.0}
     ),
-    "config_of_no_kind": lambda: config_of(7),  # type: ignore[arg-type]
+    "config_of_no_kind": lambda: config_of(7),
     "config_is_nowhere": lambda: config_of("nowhere/ds_config.json"),
     "config_has_a_comment": lambda: _from_file('{"bf16": {"enabled": true}} // on'),
     "config_is_a_list": lambda: _from_file("[1, 2]"),
@@ -1637,7 +1633,7 @@ ROWS: dict[str, Callable[..., object]] = {
 }
 
 # The functions that make mistakes; helpers are private.
-CASES: dict[str, Callable[..., object]] = ROWS | {
+CASES = ROWS | {
     name: value
     for name, value in globals().copy().items()
     if getattr(value, "__module__", None) == __name__ and inspect.isfunction(value) and not name.startswith("_")

@@ -5,8 +5,6 @@
 The cases are in `mistakes.py`. Line numbers and addresses are replaced, so that moving a line changes nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy
@@ -15,18 +13,17 @@ import pickle
 import re
 import tempfile
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.errors.mistakes import CASES, PLACES, Peeking
 from tests.support.groups import alone
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.snapshot import assert_matches, is_writing
 from zero_fn.errors import DisagreementError, LayoutError, StaleError, ZeroError
 
@@ -34,7 +31,7 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"
 
 
-def normalized(text: str) -> str:
+def normalized(text):
     """A message without what differs from one machine or one edit of a test to the next."""
     text = re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
     text = re.sub(r"checksum [0-9a-f]{16}", "checksum DIGEST", text)
@@ -42,7 +39,7 @@ def normalized(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "0xADDRESS", text)
 
 
-def assert_says(name: str, error: ZeroError) -> None:
+def assert_says(name, error):
     text = str(error)
     assert text.splitlines()[0] == error.summary
     assert text.splitlines()[-1].lstrip().startswith("fix") or "\n" in error.fix
@@ -51,7 +48,7 @@ def assert_says(name: str, error: ZeroError) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_message_is_the_snapshot(name: str) -> None:
+def test_message_is_the_snapshot(name):
     mistake = CASES[name]
     with contextlib.ExitStack() as stack, pytest.raises(ZeroError) as caught:
         mistake(*(stack.enter_context(PLACES[place]()) for place in inspect.signature(mistake).parameters))
@@ -62,7 +59,7 @@ def test_message_is_the_snapshot(name: str) -> None:
 # -- notes of errors that torch raises -------------------------------------------------------------------------------
 
 
-def test_an_operation_that_torch_refuses_in_a_forward_has_a_note() -> None:
+def test_an_operation_that_torch_refuses_in_a_forward_has_a_note():
     with alone() as mesh, pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor") as caught:
         zf.shard_params(nn.Sequential(Peeking(gathers=False)), mesh)(torch.ones(2, 4))
     assert caught.value.__notes__ == [
@@ -76,13 +73,13 @@ def test_an_operation_that_torch_refuses_in_a_forward_has_a_note() -> None:
 class CastingToParameters(nn.Module):
     """Casts its input to the dtype of its parameters, as `self.dtype` of transformers says it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.filter = nn.Linear(4, 4), nn.Conv1d(4, 4, 1)
 
-    def forward(self, x: Tensor, *, filters: bool) -> Tensor:
+    def forward(self, x, *, filters):
         x = x.to(next(self.parameters()).dtype)
-        output: Tensor = self.filter(x[..., None]) if filters else self.linear(x)
+        output = self.filter(x[..., None]) if filters else self.linear(x)
         return output
 
 
@@ -95,7 +92,7 @@ TWO_DTYPES = (
 
 
 @pytest.mark.parametrize("filters", [False, True])
-def test_two_dtypes_in_a_forward_have_a_note(filters: bool) -> None:
+def test_two_dtypes_in_a_forward_have_a_note(filters):
     """Where the forward computes in another dtype than the one at rest; else torch's words are all that can be said."""
     with alone() as mesh:
         for model, notes in (
@@ -109,7 +106,7 @@ def test_two_dtypes_in_a_forward_have_a_note(filters: bool) -> None:
             assert getattr(caught.value, "__notes__", []) == notes
 
 
-def test_another_error_in_a_forward_has_no_note() -> None:
+def test_another_error_in_a_forward_has_no_note():
     with alone() as mesh:
         model = zf.precision(zf.shard_params(nn.Linear(4, 4), mesh), compute=torch.bfloat16)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
@@ -120,23 +117,23 @@ def test_another_error_in_a_forward_has_no_note() -> None:
 # -- errors that need ranks ------------------------------------------------------------------------------------------
 
 
-def layouts_differ() -> None:
+def layouts_differ():
     width = 4 + dist.get_rank()
     zf.shard_params(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)), axis())(torch.ones(1, 4))
 
 
-def initial_values_differ() -> None:
+def initial_values_differ():
     torch.manual_seed(dist.get_rank())
     zf.shard_params(nn.Linear(4, 4), axis())(torch.ones(1, 4))
 
 
-def buffers_differ() -> None:
+def buffers_differ():
     model = nn.Linear(4, 4)
     model.register_buffer("table", torch.zeros(2 + dist.get_rank()))
     zf.shard_params(model, axis())(torch.ones(1, 4))
 
 
-def edits_differ() -> None:
+def edits_differ():
     model = zf.shard_params(nn.Linear(4, 4), axis())
     with zf.unsharded(model, writeback=True), torch.no_grad():
         model.bias.fill_(float(dist.get_rank()))
@@ -146,8 +143,8 @@ DISAGREEMENTS = (layouts_differ, initial_values_differ, buffers_differ, edits_di
 
 
 @pytest.mark.parametrize("mistake", DISAGREEMENTS, ids=lambda m: m.__name__)
-def test_disagreement_of_ranks_is_the_snapshot(ranks: Ranks, mistake: Callable[[], None]) -> None:
-    def messages() -> DisagreementError:
+def test_disagreement_of_ranks_is_the_snapshot(ranks, mistake):
+    def messages():
         try:
             mistake()
         except DisagreementError as error:
@@ -163,7 +160,7 @@ def test_disagreement_of_ranks_is_the_snapshot(ranks: Ranks, mistake: Callable[[
 # -- the whole set ---------------------------------------------------------------------------------------------------
 
 
-def summaries_in(source: str) -> list[str]:
+def summaries_in(source):
     """The first argument of every error a source raises, as a regular expression."""
     kinds = {name for name in dir(zf) if name.endswith("Error")}
     found = []
@@ -182,7 +179,7 @@ def summaries_in(source: str) -> list[str]:
 ELSEWHERE = {"local", "launch.py", "line.py"}
 
 
-def test_every_error_has_a_snapshot() -> None:
+def test_every_error_has_a_snapshot():
     known = [path.read_text().splitlines()[0].partition(": ")[2] for path in SNAPSHOTS.glob("*.txt")]
     for path in sorted(PACKAGE.rglob("*.py")):
         if not ELSEWHERE.isdisjoint(path.relative_to(PACKAGE).parts):
@@ -191,7 +188,7 @@ def test_every_error_has_a_snapshot() -> None:
             assert any(re.fullmatch(summary, line) for line in known), f"{path.name}: no snapshot of {summary!r}"
 
 
-def test_every_snapshot_has_a_case() -> None:
+def test_every_snapshot_has_a_case():
     cases = {*CASES, *(mistake.__name__ for mistake in DISAGREEMENTS)}
     assert {path.stem for path in SNAPSHOTS.glob("*.txt")} <= cases or is_writing()
 
@@ -199,18 +196,18 @@ def test_every_snapshot_has_a_case() -> None:
 # -- the base --------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_is_a_summary_aligned_facts_and_a_fix() -> None:
+def test_an_error_is_a_summary_aligned_facts_and_a_fix():
     error = LayoutError("It is wrong.", first=1, long_name="two", fix="do(this)")
     assert str(error) == "It is wrong.\n  first     : 1\n  long_name : two\n  fix       : do(this)"
     assert (error.summary, error.fix, error.facts) == ("It is wrong.", "do(this)", {"first": 1, "long_name": "two"})
 
 
 @pytest.mark.parametrize("kind", [value for name, value in sorted(vars(zf).items()) if name.endswith("Error")])
-def test_every_error_is_a_builtin_one_too(kind: type[ZeroError]) -> None:
+def test_every_error_is_a_builtin_one_too(kind):
     assert kind is ZeroError or issubclass(kind, ValueError | RuntimeError)
 
 
-def test_an_error_crosses_processes_with_its_facts() -> None:
+def test_an_error_crosses_processes_with_its_facts():
     error = StaleError("Old.", axis=torch.float32, fix="new")
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(twin) is StaleError

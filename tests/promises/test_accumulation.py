@@ -1,30 +1,26 @@
 """Gradients of several microbatches: reduced once in a block, or each time; what waits, and what an exception leaves."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.support.models import Language, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, loss_of
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, fulls
-from tests.support.worlds import Program, Run, World, as_replicas, differences, noise, trained
+from tests.support.worlds import as_replicas, differences, noise, trained
 
 
-def backward(model: Any, run: Run, seed: int) -> None:
+def backward(model, run, seed):
     run.backward(model(noise(3, 6, seed=seed)).square().mean())
 
 
-def _blocks_and_plain_backwards(model: Any, run: Run, number: int) -> None:
+def _blocks_and_plain_backwards(model, run, number):
     backward(model, run, 10 * number)
     with run.accumulate():
         backward(model, run, 10 * number + 1)
@@ -36,7 +32,7 @@ def _blocks_and_plain_backwards(model: Any, run: Run, number: int) -> None:
     backward(model, run, 10 * number + 4)
 
 
-def _frozen_in_a_block(model: Any, run: Run, number: int) -> None:
+def _frozen_in_a_block(model, run, number):
     """The reduction had no room for it: an assertion failed."""
     model.requires_grad_(True)
     with run.accumulate():
@@ -46,9 +42,9 @@ def _frozen_in_a_block(model: Any, run: Run, number: int) -> None:
         backward(model, run, 10 * number + 1)
 
 
-def _one_forward_one_backward(model: Any, run: Run, number: int) -> None:
+def _one_forward_one_backward(model, run, number):
     """The forward of a microbatch runs before the backward of the one before."""
-    losses: list[Tensor] = []
+    losses = []
     with run.accumulate():
         for microbatch in range(3):
             losses.append(model(noise(2, 6, seed=10 * number + microbatch)).square().mean() / 3)
@@ -57,8 +53,8 @@ def _one_forward_one_backward(model: Any, run: Run, number: int) -> None:
         run.backward(losses.pop())
 
 
-def _drops_what_waits(set_to_none: bool, by_model: bool) -> Program:
-    def program(model: Any, run: Run, number: int) -> None:
+def _drops_what_waits(set_to_none, by_model):
+    def program(model, run, number):
         backward(model, run, 1)
         with run.accumulate():
             backward(model, run, 10 * number + 2)
@@ -70,7 +66,7 @@ def _drops_what_waits(set_to_none: bool, by_model: bool) -> Program:
     return program
 
 
-PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
+PROGRAMS = {
     "blocks and plain backwards, no zero_grad": (_blocks_and_plain_backwards, {"zeroes": False}),
     "frozen in a block": (_frozen_in_a_block, {}),
     "one forward, one backward": (_one_forward_one_backward, {}),
@@ -80,7 +76,7 @@ PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_microbatches_add_up_as_in_replicas(ranks: Ranks, name: str) -> None:
+def test_microbatches_add_up_as_in_replicas(ranks, name):
     """Other units, more microbatches, and exceptions between them, are drawn by the laws."""
     program, how = PROGRAMS[name]
     assert ranks(2).run(differences, trained(Stack, program, **how)) == [[]] * 2
@@ -89,16 +85,14 @@ def test_microbatches_add_up_as_in_replicas(ranks: Ranks, name: str) -> None:
 class Fork(Stack):
     """Odd ranks leave out the middle layer."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         outputs = [layer(self.enter(x)) for layer in self.layers]
         return self.leave(outputs[0] + outputs[1 + axis().get_local_rank() % 2])
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @as_replicas(Fork)
-def test_zero_grad_drops_gradients_that_wait_on_some_ranks_only(
-    model: Any, run: Run, number: int, set_to_none: bool
-) -> None:
+def test_zero_grad_drops_gradients_that_wait_on_some_ranks_only(model, run, number, set_to_none):
     with run.accumulate():
         backward(model, run, 10 * number + 2)
         run.zero_grad(set_to_none=set_to_none)
@@ -107,9 +101,9 @@ def test_zero_grad_drops_gradients_that_wait_on_some_ranks_only(
 
 
 @as_replicas()
-def test_some_parts_may_accumulate(world: World) -> None:
+def test_some_parts_may_accumulate(world):
     """The others are reduced in each backward."""
-    model: Any = world.build(Stack)
+    model = world.build(Stack)
     parts = model.layers[0], model.layers[2]
     with world.accumulate(*parts):
         for microbatch in range(2):
@@ -118,16 +112,16 @@ def test_some_parts_may_accumulate(world: World) -> None:
     world.note_model(*parts)
 
 
-def _break(_: object) -> None:
+def _break(_):
     raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("breaks", [0, 1, 2])
 @pytest.mark.parametrize("unshard", [False, True])
 @as_replicas(stages=["replicate", "zero3"])
-def test_a_block_of_two_models_ends_for_both(world: World, unshard: bool, breaks: int) -> None:
+def test_a_block_of_two_models_ends_for_both(world, unshard, breaks):
     """Also if a hook of one raises when it ends: then neither is in a block any more."""
-    models: list[Any] = [world.build(lambda: nn.Linear(6, 6), seed=seed) for seed in range(2)]
+    models = [world.build(lambda: nn.Linear(6, 6), seed=seed) for seed in range(2)]
     if breaks and not world.is_replica:
         hook = models[breaks - 1].weight.register_post_accumulate_grad_hook(_break)
         with pytest.raises(ZeroDivisionError), zf.accumulate(*models, unshard=unshard):
@@ -144,9 +138,9 @@ def test_a_block_of_two_models_ends_for_both(world: World, unshard: bool, breaks
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_pending_gradients_cannot_be_stepped_or_read(stage: str) -> None:
+def test_pending_gradients_cannot_be_stepped_or_read(stage):
     seed_generator(0)
-    model: Any = STAGES[stage](Stack(), axis())
+    model = STAGES[stage](Stack(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = fulls(model.parameters())
     weight = model.enter.weight
@@ -156,7 +150,7 @@ def test_pending_gradients_cannot_be_stepped_or_read(stage: str) -> None:
         model(noise(3, 6, seed=2)).square().mean().backward()
         assert weight.grad is not None
         assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
-        reads: list[Callable[[], object]] = [
+        reads = [
             optimizer.step,
             lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
             lambda: weight.grad.full_tensor(),
@@ -179,7 +173,7 @@ def test_pending_gradients_cannot_be_stepped_or_read(stage: str) -> None:
     assert earlier.any()
 
 
-def _control_calls(stage: str) -> list[tuple[int, int]]:
+def _control_calls(stage):
     """Control messages and gathers of one accumulate block after another, the last with a block nested in it."""
     torch.manual_seed(0)
     model, found = STAGES[stage](Language(), axis()), []
@@ -193,7 +187,7 @@ def _control_calls(stage: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_only_the_first_forward_compares_layouts(ranks: Ranks, stage: str) -> None:
+def test_only_the_first_forward_compares_layouts(ranks, stage):
     """Every block of `accumulate` compared them once, and a nested block gathered kept parameters again."""
     for first, second, nested in ranks(2).run(_control_calls, stage):
         assert second[0] == 4 < first[0]  # one as each of two backwards begins, two as the block ends

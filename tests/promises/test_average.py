@@ -1,27 +1,21 @@
 """`zf.ema`: an average of the weights that is cut as they are equals one kept over replicas, to the bit."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks
 from tests.support.wholes import full
-from tests.support.worlds import ALL, DAILY, Tower, World, differences, noise
+from tests.support.worlds import ALL, DAILY, Tower, differences, noise
 from tests.units.checkpoint.worlds import WORLDS, differing, everything, made, stepped
 
 
-def decay(number: int) -> float:
+def decay(number):
     return min(0.9, number / (number + 2))
 
 
@@ -30,42 +24,40 @@ class ByHand:
 
     updates = 0
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.model = model
         named = {name: full(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
         self.tensors = {name: p.to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in named.items()}
 
-    def update(self) -> None:
+    def update(self):
         self.updates += 1
         for name, average in self.tensors.items():
             value = full(self.model.get_parameter(name).detach())
             average.sub_(value).mul_(decay(self.updates)).add_(value)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self):
         own = copy.deepcopy(self.model.state_dict())
         self.model.load_state_dict(self.tensors, strict=False)
         yield
         self.model.load_state_dict(own)
 
 
-def _trained(world: World, dtype: torch.dtype, rests: str, path: str) -> None:
-    model: nn.Module = Tower().to(dtype)
+def _trained(world, dtype, rests, path):
+    model = Tower().to(dtype)
     model.get_parameter("leave.bias").requires_grad_(False)
     model = world.place(model)
     is_away = rests == "away" and not world.is_replica
     if is_away:
         model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=0.125
-    )  # exact in bfloat16
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.125)  # exact in bfloat16
     if is_away:
         optimizer = zf.streamed(optimizer, zf.nvme(path), buffer="16MiB", finish="forward")
     tier = {"device": None, "host": zf.cpu()}.get(rests, zf.nvme(path))
-    average: Any = ByHand(model) if world.is_replica else zf.ema(model, decay, tier=tier)
+    average = ByHand(model) if world.is_replica else zf.ema(model, decay, tier=tier)
 
-    def loss(seed: int) -> Tensor:
-        found: Tensor = model(noise(4, 6, seed=seed, dtype=dtype)).float().square().mean()
+    def loss(seed):
+        found = model(noise(4, 6, seed=seed, dtype=dtype)).float().square().mean()
         return found
 
     for number in range(3):
@@ -97,14 +89,12 @@ def _trained(world: World, dtype: torch.dtype, rests: str, path: str) -> None:
         (3, torch.float32, "away", DAILY),
     ],
 )
-def test_an_average_is_that_of_replicas_to_the_bit(
-    ranks: Ranks, n: int, dtype: torch.dtype, rests: str, stages: tuple[str, ...], tmp_path: Path
-) -> None:
-    trial: Callable[[World], None] = lambda world: _trained(world, dtype, rests, str(tmp_path))  # noqa: E731
+def test_an_average_is_that_of_replicas_to_the_bit(ranks, n, dtype, rests, stages, tmp_path):
+    trial = lambda world: _trained(world, dtype, rests, str(tmp_path))  # noqa: E731
     assert ranks(n).run(differences, trial, stages=stages) == [[]] * n
 
 
-def _averaged(world: str, path: str) -> dict[str, Any]:
+def _averaged(world, path):
     """Whole averages of a run, which are those by hand; the run is saved."""
     model, optimizer = made(world, path, 0)
     average, expected = zf.ema(model, decay), ByHand(model)
@@ -118,7 +108,7 @@ def _averaged(world: str, path: str) -> dict[str, Any]:
     return found
 
 
-def _loaded(world: str, path: str, tier: str) -> dict[str, Any]:
+def _loaded(world, path, tier):
     model, optimizer = made(world, path, 7)
     average = zf.ema(model, decay, tier=zf.nvme(path) if tier == "disk" else None)
     expected = zf.load(f"{path}/saved", model, optimizer, extra={"average": average})
@@ -141,9 +131,7 @@ def _loaded(world: str, path: str, tier: str) -> dict[str, Any]:
         ("away", "plain", "disk"),
     ],
 )
-def test_an_average_is_saved_and_loaded_by_any_ranks(
-    ranks: Ranks, one: str, other: str, tier: str, tmp_path: Path
-) -> None:
+def test_an_average_is_saved_and_loaded_by_any_ranks(ranks, one, other, tier, tmp_path):
     expected = ranks(WORLDS[one].ranks).run(_averaged, one, str(tmp_path))[0]
     for found in ranks(WORLDS[other].ranks).run(_loaded, other, str(tmp_path), tier):
         assert differing(found, expected) == []
@@ -155,10 +143,10 @@ def test_an_average_is_saved_and_loaded_by_any_ranks(
 
 
 @pytest.mark.parametrize("stage", ["plain", *ALL])
-def test_an_average_refuses_what_it_cannot_follow_and_gives_parameters_back(stage: str) -> None:
+def test_an_average_refuses_what_it_cannot_follow_and_gives_parameters_back(stage):
     with alone() as mesh:
         plain = Tower()
-        model: Any = plain if stage == "plain" else STAGES[stage](plain, mesh)
+        model = plain if stage == "plain" else STAGES[stage](plain, mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         average, before = zf.ema(model, 0.5), ByHand(model).tensors
         other = nn.Linear(2, 2)

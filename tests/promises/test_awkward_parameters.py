@@ -1,25 +1,20 @@
 """Parameters of every awkward shape, stride and dtype. Random trees of them are in the laws."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from property_tests.programs import Leaf, Node, Tree, batch, build
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import named_fulls
-from tests.support.worlds import Run, as_replicas, differences, noise, trained
+from tests.support.worlds import as_replicas, differences, noise, trained
 
 
-def leaf(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, trained: bool = True, order: str = "") -> Leaf:
+def leaf(shape, dtype=torch.float32, trained=True, order=""):
     """A parameter whose dims lie in memory in this order."""
     return Leaf(shape, tuple(map(int, order)) if order else tuple(range(len(shape))), dtype, trained)
 
@@ -40,7 +35,7 @@ SHAPES = [
 """Scalars, uneven rows and fewer than ranks, no elements."""
 TURNED = [leaf((4, 3), order="10"), leaf((2, 3, 5), order="201"), leaf((5, 1, 4), order="120")]
 
-CASES: dict[str, tuple[int, list[Leaf]]] = {
+CASES = {
     "shapes": (3, [*SHAPES, *TURNED]),
     "shapes, reversed": (4, [*TURNED, *SHAPES[::-1]]),
     "nothing": (2, [leaf((0,))]),
@@ -50,17 +45,17 @@ CASES: dict[str, tuple[int, list[Leaf]]] = {
 }
 
 
-def odd(leaves: list[Leaf]) -> nn.Module:
+def odd(leaves):
     """A root and two units, all of whose parameters reach the loss."""
     return build(Tree(Node((leaves[0],), (Node(tuple(leaves)), Node(tuple(leaves))))))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parameters_of_any_kind_are_trained_as_in_replicas(ranks: Ranks, case: str) -> None:
+def test_parameters_of_any_kind_are_trained_as_in_replicas(ranks, case):
     n, leaves = CASES[case]
 
-    def program(model: Any, run: Run, number: int) -> Tensor:
-        output: Tensor = model(batch(number, axis().get_local_rank()))
+    def program(model, run, number):
+        output = model(batch(number, axis().get_local_rank()))
         run.backward(output.square().mean())
         return output
 
@@ -71,9 +66,9 @@ def test_parameters_of_any_kind_are_trained_as_in_replicas(ranks: Ranks, case: s
 SMALL = [leaf(shape, dtype) for shape in ((0,), (1,), (3, 5), (7, 1)) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def _small(stage: str, folder: str, *, is_saved: bool) -> dict[str, Tensor]:
+def _small(stage, folder, *, is_saved):
     torch.manual_seed(0 if is_saved else 5)
-    model: Any = STAGES[stage](odd(SMALL), axis())
+    model = STAGES[stage](odd(SMALL), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if not is_saved:
         zf.load(folder, model, optimizer)
@@ -86,7 +81,7 @@ def _small(stage: str, folder: str, *, is_saved: bool) -> dict[str, Tensor]:
     return named_fulls(dict(model.named_parameters()))
 
 
-def test_small_parameters_of_two_dtypes_have_the_same_bits_at_every_stage(ranks: Ranks, tmp_path: Path) -> None:
+def test_small_parameters_of_two_dtypes_have_the_same_bits_at_every_stage(ranks, tmp_path):
     """On three ranks, where sums in 16 bits are not those of replicas; and what they save loads on two."""
     found = [ranks(3).run(_small, stage, str(tmp_path), is_saved=True)[0] for stage in STAGES]
     found += ranks(2).run(_small, "zero2", f"{tmp_path}/zero3", is_saved=False)
@@ -94,12 +89,12 @@ def test_small_parameters_of_two_dtypes_have_the_same_bits_at_every_stage(ranks:
 
 
 @on_ranks(2)
-def test_state_dicts_keep_what_a_parameter_is(folder: str) -> None:
+def test_state_dicts_keep_what_a_parameter_is(folder):
     """Names, shapes, dtypes, strides and values, through a checkpoint too."""
     plain = odd(SHAPES)
     for stage in STAGES.values():
         dcp.save(stage(odd(SHAPES), axis()).state_dict(), checkpoint_id=folder)
-        other: Any = stage(odd(SHAPES), axis())
+        other = stage(odd(SHAPES), axis())
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
@@ -114,17 +109,17 @@ def test_state_dicts_keep_what_a_parameter_is(folder: str) -> None:
             assert torch.equal(whole, value), name
 
 
-def _turned() -> nn.Module:
+def _turned():
     turned = nn.Linear(6, 5)
     turned.weight = nn.Parameter(torch.randn(6, 5).t())
-    body: Any = nn.Sequential(
+    body = nn.Sequential(
         nn.Conv2d(3, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.ReLU(), nn.ConvTranspose2d(5, 6, 3, padding=1)
     )
     return nn.Sequential(body.to(memory_format=torch.channels_last), nn.AdaptiveAvgPool2d(1), nn.Flatten(), turned)
 
 
 @as_replicas(_turned)
-def test_channels_last_and_transposed_modules(model: Any, run: Run, number: int) -> object:
+def test_channels_last_and_transposed_modules(model, run, number):
     strides = []
     hook = model[0][0].register_forward_pre_hook(lambda module, _: strides.append(module.weight.stride()))
     run.backward(model(noise(2, 3, 4, 4, seed=number).to(memory_format=torch.channels_last)).square().mean())

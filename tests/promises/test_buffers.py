@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -28,14 +27,14 @@ class Normed(nn.Module):
 
     turned: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.BatchNorm1d(6)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6, affine=False))
             for _ in range(2)
         )
-        self.layers[1][3].num_batches_tracked = None  # type: ignore[index]
+        self.layers[1][3].num_batches_tracked = None
         self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("wave", torch.zeros(3, dtype=torch.complex64), persistent=False)
@@ -44,12 +43,12 @@ class Normed(nn.Module):
         self.register_buffer("turned", torch.zeros(4, 3).t())
         self.register_buffer("nothing", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             with torch.no_grad():
-                self.seen += x.abs().sum().long()  # type: ignore[operator]
-                self.wave += torch.complex(x[0, :3], x[0, 3:])  # type: ignore[operator]
-                self.flags ^= x[:2, :5] > 0  # type: ignore[operator]
+                self.seen += x.abs().sum().long()
+                self.wave += torch.complex(x[0, :3], x[0, 3:])
+                self.flags ^= x[:2, :5] > 0
                 self.turned = self.turned + x[:3, :4]  # replaced, not written
         x = self.first(x)
         for layer in self.layers:
@@ -60,20 +59,20 @@ class Normed(nn.Module):
 class Unseen(nn.Module):
     """Its buffers change in ways that count no version."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.register_buffer("mean", torch.zeros(6))
-        self.observed = FusedMovingAvgObsFakeQuantize()  # type: ignore[no-untyped-call]
+        self.observed = FusedMovingAvgObsFakeQuantize()
         self.observed.fake_quant_enabled[0] = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
-            self.mean.data.lerp_(x.detach().mean(0), 0.5)  # type: ignore[operator]
-        return self.linear(self.observed(x - self.mean))  # type: ignore[operator, no-any-return]
+            self.mean.data.lerp_(x.detach().mean(0), 0.5)
+        return self.linear(self.observed(x - self.mean))
 
 
-def stepped(model: Any, microbatches: int, then: str) -> list[dict[str, Tensor]]:
+def stepped(model, microbatches, then):
     """Buffers and parameters of this rank after each step, and what an evaluation after it gave."""
     is_ddp = isinstance(model, DistributedDataParallel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,12 +104,12 @@ def stepped(model: Any, microbatches: int, then: str) -> list[dict[str, Tensor]]
     ],
 )
 @on_ranks(2)
-def test_buffers_are_those_of_ddp_on_every_rank(module: type[nn.Module], microbatches: int, then: str) -> None:
+def test_buffers_are_those_of_ddp_on_every_rank(module, microbatches, then):
     """In evaluation, too, and where a model that has run is loaded."""
     histories, found = [], []
     for stage in (None, *STAGES):
         torch.manual_seed(0)
-        model: Any = DistributedDataParallel(module()) if stage is None else STAGES[stage](module(), axis())
+        model = DistributedDataParallel(module()) if stage is None else STAGES[stage](module(), axis())
         histories.append(stepped(model, microbatches, then))
     for stage, history in zip(STAGES, histories[1:], strict=True):
         for step, (one, other) in enumerate(zip(histories[0], history, strict=True)):
@@ -119,15 +118,15 @@ def test_buffers_are_those_of_ddp_on_every_rank(module: type[nn.Module], microba
     assert found == []
 
 
-def same_on_all_ranks(tensors: list[Tensor]) -> bool:
+def same_on_all_ranks(tensors):
     own, *others = from_all(tensors)
-    return all(torch.equal(*pair) for other in others for pair in zip(own, other, strict=True))  # type: ignore[arg-type]
+    return all(torch.equal(*pair) for other in others for pair in zip(own, other, strict=True))
 
 
 @on_ranks(2)
-def test_changes_are_looked_for_again_in_other_modes() -> None:
+def test_changes_are_looked_for_again_in_other_modes():
     """In evaluation nothing changed; in training something does, in a way that counts no version."""
-    model: Any = zf.shard_params(Unseen(), axis())
+    model = zf.shard_params(Unseen(), axis())
     model.eval()(noise(5, 6, seed=0)).square().mean().backward()
     model.train()(noise(5, 6, seed=1)).square().mean().backward()
     assert not same_on_all_ranks([model.mean])
@@ -137,9 +136,9 @@ def test_changes_are_looked_for_again_in_other_modes() -> None:
 
 
 @on_ranks(2)
-def test_a_change_that_begins_late_is_warned_of() -> None:
+def test_a_change_that_begins_late_is_warned_of():
     """No message is due in which ranks could tell one another."""
-    model: Any = zf.shard_params(Normed(), axis()).eval()
+    model = zf.shard_params(Normed(), axis()).eval()
     for is_late in (False, False, True):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -154,11 +153,11 @@ def test_a_change_that_begins_late_is_warned_of() -> None:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(3)
-def test_forwards_in_training_mode_that_no_backward_follows_count_too(stage: str) -> None:
+def test_forwards_in_training_mode_that_no_backward_follows_count_too(stage):
     """They calibrate: evaluation gives what rank 0 would have alone, on all ranks."""
     torch.manual_seed(0)
     alone = Normed()
-    model: Any = STAGES[stage](copy.deepcopy(alone), axis())
+    model = STAGES[stage](copy.deepcopy(alone), axis())
     with torch.no_grad():
         for number in range(3):
             x = noise(5, 6, seed=number)
@@ -172,10 +171,10 @@ def test_forwards_in_training_mode_that_no_backward_follows_count_too(stage: str
 
 @pytest.mark.parametrize("began", ["trained", "new", "frozen"])
 @on_ranks(2)
-def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(began: str) -> None:
+def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(began):
     """BatchNorm is calibrated anew by forwards in training mode whose outputs nobody wants, here with gradients enabled."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval())
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval())
     model = zf.shard_params(model, axis())
     if began == "frozen":
         model[1].eval()
@@ -184,10 +183,10 @@ def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(began: str) -> 
     model[1].train()
     held = [model(noise(5, 6, seed=number)) for number in (1, 2)]
 
-    def evaluated() -> Tensor:
+    def evaluated():
         model[1].eval()
         with torch.no_grad():
-            return model(torch.ones(5, 6))  # type: ignore[no-any-return]
+            return model(torch.ones(5, 6))
 
     if dist.get_rank() == 1:
         held.clear()
@@ -200,13 +199,13 @@ def test_statistics_of_forwards_whose_graph_was_dropped_are_sent(began: str) -> 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_local_buffers_stay_those_of_each_rank(stage: str) -> None:
+def test_local_buffers_stay_those_of_each_rank(stage):
     """Their shapes may differ."""
     torch.manual_seed(0)
     alone = nn.BatchNorm1d(6)
     plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
     plain.register_buffer("table", torch.zeros(2 + dist.get_rank()))
-    model: Any = STAGES[stage](plain, axis(), buffers="local")
+    model = STAGES[stage](plain, axis(), buffers="local")
     model = zf.precision(zf.shard_optimizer(model, axis()), compute=torch.float32)
     for number in range(3):
         alone(noise(5, 6, seed=number))
@@ -220,13 +219,13 @@ def test_local_buffers_stay_those_of_each_rank(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(3)
-def test_buffers_that_never_change_are_never_sent(stage: str) -> None:
+def test_buffers_that_never_change_are_never_sent(stage):
     sent = []
     for is_buffer in (False, True):
         torch.manual_seed(0)
         plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2)))
         plain.register_buffer("table", torch.randn(300, 6) if is_buffer else None)
-        model: Any = STAGES[stage](plain, axis())
+        model = STAGES[stage](plain, axis())
         for number in range(3):
             with zf.traffic() as counted:
                 model(noise(2, 6, seed=number)).sum().backward()
@@ -240,7 +239,7 @@ def test_buffers_that_never_change_are_never_sent(stage: str) -> None:
 
 
 @on_ranks(3)
-def test_rank_0_gives_the_values_at_the_first_forward() -> None:
+def test_rank_0_gives_the_values_at_the_first_forward():
     model, local = zf.shard_params(Normed(), axis()), zf.shard_params(Normed(), axis(), buffers="local")
     for each in (model, local):
         for buffer in each.buffers():
@@ -254,10 +253,10 @@ def test_rank_0_gives_the_values_at_the_first_forward() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_statistics_wait_while_graphs_do(stage: str) -> None:
+def test_statistics_wait_while_graphs_do(stage):
     """DDP writes buffers that a waiting backward has saved, and autograd refuses them."""
     alone = nn.BatchNorm1d(6)
-    model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
+    model = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
     for number in range(2):
         model(noise(5, 6, seed=number)).sum().backward()
         loss = model.eval()(noise(5, 6, seed=5)).square().sum()
@@ -271,7 +270,7 @@ def test_statistics_wait_while_graphs_do(stage: str) -> None:
 
 
 @on_ranks(2)
-def test_sync_batch_norm_is_that_of_torch() -> None:
+def test_sync_batch_norm_is_that_of_torch():
     """It takes the statistics of all ranks by collectives of its own, on accelerators only: on the CPU torch refuses."""
     plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
     model = zf.shard_params(nn.SyncBatchNorm.convert_sync_batchnorm(plain), axis())

@@ -4,16 +4,12 @@ To the bit that of replicas whose gradients are averaged in the order of the ran
 in `property_tests/test_owner_laws.py`, several axes in `tests/axes/`, who owns what in `tests/units/owners/`.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +29,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, fulls
-from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.support.worlds import ALL, WIDTH, Tower, differences, noise
 from tests.units.checkpoint.worlds import WORLDS, differing, everything, stepped
 from zero_fn.resting import local_of
 
@@ -43,7 +39,7 @@ pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the extra [
 class Shapes(Tower):
     """A tower, whose rows are uneven, beside fewer rows than ranks, a stack of matrices, strides of another order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.image = nn.Parameter(torch.randn(3, 2, 3, 2).to(memory_format=torch.channels_last))
         self.turned = nn.Parameter(torch.randn(18, 5).t())
@@ -51,20 +47,20 @@ class Shapes(Tower):
         self.row = nn.Parameter(torch.randn(1, 9))
         self.stack = nn.Parameter(torch.randn(3, 5, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         extra = [(each.reshape(-1) ** 2).mean() for each in (self.image, self.turned, self.row, self.stack)]
-        scaled: Tensor = super().forward(x) * self.single * sum(extra)
+        scaled = super().forward(x) * self.single * sum(extra)
         return scaled
 
 
 Make = Callable[[Sequence[nn.Parameter]], Optimizer]
 
 
-def _matrices(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def _matrices(parameters):
     return [parameter for parameter in parameters if parameter.ndim == 2]
 
 
-def _with_auxiliary(parameters: Sequence[nn.Parameter]) -> Optimizer:
+def _with_auxiliary(parameters):
     """Muon for matrices and AdamW for all else, in one optimizer."""
     others = [parameter for parameter in parameters if parameter.ndim != 2]
     groups = [{"params": _matrices(parameters), "use_muon": True}, {"params": others, "use_muon": False}]
@@ -74,14 +70,14 @@ def _with_auxiliary(parameters: Sequence[nn.Parameter]) -> Optimizer:
 class Slowing(torch.optim.SGD):
     """Its rate falls with a count of steps, a tensor in its group that it adds to in place."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             group["count"].add_(1)
             group["lr"] = 0.1 / float(group["count"])
         super().step()
 
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS = {
     "Adadelta": lambda ps: torch.optim.Adadelta(ps),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
@@ -108,12 +104,12 @@ OPTIMIZERS: dict[str, Make] = {
 """All of torch that step one parameter alone, and those of others that look at whole tensors."""
 
 
-def _owned(world: World, optimizer: Optimizer, **options: Any) -> Optimizer:
+def _owned(world, optimizer, **options):
     """The optimizer as this world steps it."""
     return optimizer if world.is_replica else zf.by_owner(optimizer, **options)
 
 
-def _note_states(world: World, optimizer: Optimizer) -> None:
+def _note_states(world, optimizer):
     for number, own in sorted(optimizer.state_dict()["state"].items()):
         for key, value in sorted(own.items()):
             for at, leaf in enumerate(tree_leaves(value)):
@@ -125,7 +121,7 @@ def _note_states(world: World, optimizer: Optimizer) -> None:
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _every_optimizer(names: Sequence[str], world: World) -> None:
+def _every_optimizer(names, world):
     for name in names:
         model = world.build(Shapes)
         optimizer = _owned(world, OPTIMIZERS[name](list(model.parameters())), batch=600)
@@ -135,14 +131,14 @@ def _every_optimizer(names: Sequence[str], world: World) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_optimizer_steps_as_over_replicas(ranks: Ranks, n: int) -> None:
+def test_every_optimizer_steps_as_over_replicas(ranks, n):
     names, stages = ([*OPTIMIZERS], ["zero3"]) if n == 3 else (["Muon with AdamW", "SOAP", "Adafactor"], ALL)
     assert ranks(n).run(differences, partial(_every_optimizer, names), stages=stages) == [[]] * n
 
 
 @pytest.mark.parametrize("stage", ALL)
 @on_ranks(3)
-def test_newton_schulz_runs_once_per_matrix_and_step_over_all_ranks(stage: str) -> None:
+def test_newton_schulz_runs_once_per_matrix_and_step_over_all_ranks(stage):
     model, steps = STAGES[stage](Shapes(), axis()), 3
     matrices = _matrices([*model.parameters()])
     optimizer = zf.by_owner(torch.optim.Muon(matrices), batch=600)
@@ -158,10 +154,10 @@ def test_newton_schulz_runs_once_per_matrix_and_step_over_all_ranks(stage: str) 
 # -- used as any optimizer --------------------------------------------------------------------------------------------
 
 
-def _groups(kind: str, world: World) -> None:
+def _groups(kind, world):
     """Groups with options, of which one comes later, schedules, hooks; frozen, toggled, unused, tied and plain parameters."""
 
-    def build() -> Shapes:
+    def build():
         model = Shapes()
         model.blocks[2].up.weight = model.blocks[0].up.weight
         return model
@@ -169,19 +165,19 @@ def _groups(kind: str, world: World) -> None:
     model, plain = world.build(build), nn.Linear(3, 2)
     first, second, third = (list(block.parameters()) for block in model.blocks)
     second = [p for p in second if p.numel() > 1]
-    groups: list[dict[str, Any]] = [{"params": first, "lr": 3e-2}, {"params": [*second, *plain.parameters()]}]
+    groups = [{"params": first, "lr": 3e-2}, {"params": [*second, *plain.parameters()]}]
     groups[1]["weight_decay"] = 0.3
     lr = torch.tensor(1e-2) if kind == "tensor lr" else 1e-2
-    make: Callable[[Any], Optimizer] = {
+    make = {
         "tensor lr": partial(torch.optim.AdamW, lr=lr, foreach=False),
         "foreach": partial(torch.optim.AdamW, lr=lr, foreach=True, amsgrad=True),
         "group numbers": partial(pytorch_optimizer.SOAP, lr=lr, precondition_frequency=1),
     }[kind]
     optimizer = _owned(world, make(groups), batch=400)
-    calls: list[str] = []
+    calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda e: 1 / (1 + e), lambda e: 0.5**e])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda e: 1 / (1 + e), lambda e: 0.5**e])
     for step in range(5):
         if step == 1:
             first[0].requires_grad_(False)
@@ -206,7 +202,7 @@ def _groups(kind: str, world: World) -> None:
     _note_states(world, optimizer)
 
 
-def _accumulated(world: World) -> None:
+def _accumulated(world):
     """Two microbatches, clipped over all."""
     model = world.build(Shapes)
     optimizer = _owned(world, _with_auxiliary([*model.parameters()]))
@@ -222,7 +218,7 @@ def _accumulated(world: World) -> None:
     world.note_model(model)
 
 
-def _scaled(world: World) -> None:
+def _scaled(world):
     """At step 1 one element overflows in the shard of one rank: all skip the step."""
     model = world.build(Shapes)
     optimizer = _owned(world, OPTIMIZERS["AdamW, fused"]([*model.parameters()]))
@@ -241,21 +237,21 @@ def _scaled(world: World) -> None:
     assert scaler.get_scale() == 2.0
 
 
-def _closure(world: World) -> None:
+def _closure(world):
     model = world.build(Shapes)
     optimizer = _owned(world, OPTIMIZERS["Adafactor"]([*model.parameters()]))
     calls = []
 
-    def closure() -> Tensor:
+    def closure():
         calls.append(torch.is_grad_enabled())
         optimizer.zero_grad()
-        loss: Tensor = model(noise(2, WIDTH, seed=0)).square().mean()
+        loss = model(noise(2, WIDTH, seed=0)).square().mean()
         loss.backward()
         world.reduce(model)
         return loss
 
     for _ in range(2):
-        world.note("loss", optimizer.step(closure))  # type: ignore[arg-type]
+        world.note("loss", optimizer.step(closure))
     assert calls == [True, True]
     world.note_model(model)
 
@@ -264,20 +260,20 @@ class Rebinding(torch.optim.SGD):
     """Gives a parameter other memory, and its gradient too."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.mul(1.5)
                 parameter.data = parameter - 0.1 * parameter.grad / parameter.grad.norm()
 
 
-def _rebound(world: World) -> None:
+def _rebound(world):
     model = world.build(Shapes)
     world.train(model, _owned(world, Rebinding(model.parameters())), 0, 1)
     world.note_model(model)
 
 
-TRIALS: dict[str, Callable[[World], None]] = {
+TRIALS = {
     **{f"groups, {kind}": partial(_groups, kind) for kind in ("tensor lr", "foreach", "group numbers")},
     "accumulated": _accumulated,
     "scaled": _scaled,
@@ -287,12 +283,12 @@ TRIALS: dict[str, Callable[[World], None]] = {
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_it_is_used_as_any_optimizer(ranks: Ranks, trial: str) -> None:
+def test_it_is_used_as_any_optimizer(ranks, trial):
     stages = ["replicate", "zero1", "zero3"]
     assert ranks(3).run(differences, TRIALS[trial], stages=stages) == [[]] * 3
 
 
-def _narrow(name: str, world: World) -> None:
+def _narrow(name, world):
     """Computed in bfloat16 over float32 at rest, with gradients in bfloat16."""
     model = zf.precision(world.build(Shapes), compute=torch.bfloat16, grads=torch.bfloat16)
     optimizer, is_stock = OPTIMIZERS[name]([*model.parameters()]), world.stage == "replicate" and name == "AdamW"
@@ -301,12 +297,12 @@ def _narrow(name: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SOAP"])
-def test_narrow_gradients_are_widened(ranks: Ranks, name: str) -> None:
+def test_narrow_gradients_are_widened(ranks, name):
     trial = partial(_narrow, name)
     assert ranks(2).run(differences, trial, beside="replicate", stages=["zero1", "zero3"]) == [[]] * 2
 
 
-def _away(folder: str, world: World) -> None:
+def _away(folder, world):
     for name, tier in (("SOAP", zf.cpu()), ("Muon with AdamW", zf.nvme(folder))):
         model = world.build(Shapes)
         model = model if world.is_replica else zf.offload(model, params=tier, grads=tier)
@@ -317,12 +313,12 @@ def _away(folder: str, world: World) -> None:
         _note_states(world, optimizer)
 
 
-def test_everything_may_rest_in_a_tier(ranks: Ranks, tmp_path: Path) -> None:
+def test_everything_may_rest_in_a_tier(ranks, tmp_path):
     assert ranks(3).run(differences, partial(_away, str(tmp_path)), stages=["zero1", "zero3"]) == [[]] * 3
 
 
 @on_ranks(1)
-def test_states_that_are_loaded_or_moved_again_take_no_more_room(folder: str) -> None:
+def test_states_that_are_loaded_or_moved_again_take_no_more_room(folder):
     """Each load took as much again: the places of the states before were never given back."""
     model = zf.zero3(Tower(), axis())
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
@@ -343,7 +339,7 @@ def test_states_that_are_loaded_or_moved_again_take_no_more_room(folder: str) ->
 
 @pytest.mark.parametrize("stage", ALL)
 @on_ranks(3)
-def test_shards_go_to_owners_and_new_values_come_back_and_nothing_else(stage: str) -> None:
+def test_shards_go_to_owners_and_new_values_come_back_and_nothing_else(stage):
     """(n-1)/n² of all bytes three times, up to the unevenness of owners: gradients, values, new values."""
     model = STAGES[stage](Shapes(), axis())
     optimizer = zf.by_owner(torch.optim.AdamW(model.parameters()), batch=600)
@@ -368,7 +364,7 @@ def test_shards_go_to_owners_and_new_values_come_back_and_nothing_else(stage: st
 PLACES = ("plain", "replicate", "zero1", "zero3 on 3", "hybrid", "tensor parallel", "away")
 
 
-def _made(world: str, name: str, path: str, seed: int, *, is_stock: bool = False) -> tuple[nn.Module, Optimizer]:
+def _made(world, name, path, seed, *, is_stock=False):
     """A seeded decoder and its optimizer."""
     seed_generator(seed)
     place = WORLDS[world]
@@ -378,14 +374,14 @@ def _made(world: str, name: str, path: str, seed: int, *, is_stock: bool = False
     return model, zf.streamed(optimizer, zf.nvme(path)) if world == "away" else optimizer
 
 
-def _known(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _known(model, optimizer):
     """Whole parameters, states and options of groups, leaf by leaf. All ranks call it."""
     named = everything(model, optimizer).items()
     found = {f"{key} {at}": leaf for key, value in named for at, leaf in enumerate(tree_leaves(value))}
     return {key: full(leaf) if isinstance(leaf, Tensor) else leaf for key, leaf in found.items()}
 
 
-def _first(folder: str, name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _first(folder, name):
     """A plain model that was trained; what is in it, and its state dicts."""
     model, optimizer = _made("plain", name, folder, seed=0)
     for number in range(2):
@@ -394,7 +390,7 @@ def _first(folder: str, name: str) -> tuple[dict[str, Any], dict[str, Any], dict
     return _known(model, optimizer), copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
 
 
-def _passed_on(world: str, name: str, folder: str, first: Any) -> list[str]:
+def _passed_on(world, name, folder, first):
     """Loads that over other values, saves it as it rests in this world, and hands over its state dict."""
     expected, states, _ = first
     model, optimizer = _made(world, name, folder, seed=7)
@@ -411,7 +407,7 @@ def _passed_on(world: str, name: str, folder: str, first: Any) -> list[str]:
     return found
 
 
-def _taken_back(world: str, name: str, folder: str, first: Any) -> list[str]:
+def _taken_back(world, name, folder, first):
     """What one process then loads."""
     model, optimizer = _made("plain", name, folder, seed=8)
     zf.load(f"{folder}/{world}", model, optimizer)
@@ -419,7 +415,7 @@ def _taken_back(world: str, name: str, folder: str, first: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["AdamW, fused", "Muon with AdamW", "SOAP", "Adafactor"])
-def test_states_pass_through_every_place_and_back_to_the_bit(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_states_pass_through_every_place_and_back_to_the_bit(ranks, name, tmp_path):
     (first,) = ranks(1).run(_first, str(tmp_path), name)
     for world in PLACES[1:]:
         n = WORLDS[world].ranks
@@ -427,7 +423,7 @@ def test_states_pass_through_every_place_and_back_to_the_bit(ranks: Ranks, name:
         assert ranks(1).run(_taken_back, world, name, str(tmp_path), first) == [[]], world
 
 
-def _between_stock_and_owners(world: str, name: str, folder: str) -> list[str]:
+def _between_stock_and_owners(world, name, folder):
     """From a stock optimizer over shards to owners and back, through files and through state dicts; then both go on."""
     runs = []
     for is_stock in (True, False):
@@ -452,20 +448,18 @@ def _between_stock_and_owners(world: str, name: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD"])
 @pytest.mark.parametrize("world", ["zero1", "zero3 on 3"])
-def test_states_are_those_of_the_stock_optimizer_over_shards(
-    ranks: Ranks, world: str, name: str, tmp_path: Path
-) -> None:
+def test_states_are_those_of_the_stock_optimizer_over_shards(ranks, world, name, tmp_path):
     n = WORLDS[world].ranks
     assert ranks(n).run(_between_stock_and_owners, world, name, str(tmp_path)) == [[]] * n
 
 
-def _saved_by_torch(world: str, name: str, folder: str, first: Any, full: bool) -> list[str]:
+def _saved_by_torch(world, name, folder, first, full):
     """Set from whole states, or from files that another place has written; got, written, and set into a fresh one."""
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
     found = []
     for seed in (1, 2):
         model, optimizer = _made(world, name, folder, seed=seed)
-        states: Any = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))  # never stepped
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))  # never stepped
         if seed == 1 and world == "zero1":
             zf.load(f"{folder}/plain", model, optimizer)
         elif full:
@@ -489,7 +483,7 @@ def _saved_by_torch(world: str, name: str, folder: str, first: Any, full: bool) 
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("name", ["AdamW", "Muon with AdamW"])
-def test_torch_saves_and_loads_its_states(ranks: Ranks, name: str, full: bool, tmp_path: Path) -> None:
+def test_torch_saves_and_loads_its_states(ranks, name, full, tmp_path):
     (first,) = ranks(1).run(_first, str(tmp_path), name)
     for world in ("zero1", "zero3 on 3"):
         n = WORLDS[world].ranks
@@ -503,7 +497,7 @@ class Coupled(torch.optim.SGD):
     """Divides by the norm of all gradients."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in found]).norm()
         for parameter in found:
@@ -512,7 +506,7 @@ class Coupled(torch.optim.SGD):
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, Coupled])
 @on_ranks(2)
-def test_an_optimizer_that_couples_parameters_is_refused_and_stays_as_it_was(make: Callable[[Any], Optimizer]) -> None:
+def test_an_optimizer_that_couples_parameters_is_refused_and_stays_as_it_was(make):
     model = zf.zero3(Tower(), axis())
     optimizer, before = make(model.parameters()), fulls(model.parameters())
     with pytest.raises(zf.PlacementError, match=f"The parameters of {make.__name__} cannot be stepped by their owners"):
@@ -522,7 +516,7 @@ def test_an_optimizer_that_couples_parameters_is_refused_and_stays_as_it_was(mak
 
 
 @on_ranks(1)
-def test_an_optimizer_has_one_place_and_no_copies() -> None:
+def test_an_optimizer_has_one_place_and_no_copies():
     model = zf.zero3(Tower(), axis())
     inner = torch.optim.Adagrad(model.parameters())
     optimizer = zf.by_owner(inner)
@@ -540,7 +534,7 @@ def test_an_optimizer_has_one_place_and_no_copies() -> None:
             act()
 
 
-def _torn(stage: str, has_none: bool) -> str:
+def _torn(stage, has_none):
     """Each rank has gradients of parameters of its own, which have the same shapes; or one rank has none."""
     model = STAGES[stage](Tower(), axis())
     optimizer = zf.by_owner(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -557,7 +551,7 @@ def _torn(stage: str, has_none: bool) -> str:
     return type(caught.value).__name__
 
 
-def _on_fresh_ranks(n: int, program: Callable[..., Any], *args: Any) -> list[Any]:
+def _on_fresh_ranks(n, program, *args):
     """What ranks return who have lost one another, and run nothing after it."""
     ranks = Ranks()
     try:
@@ -567,7 +561,7 @@ def _on_fresh_ranks(n: int, program: Callable[..., Any], *args: Any) -> list[Any
 
 
 @pytest.mark.parametrize(("stage", "has_none"), [("replicate", False), ("zero3", False), ("zero3", True)])
-def test_ranks_with_gradients_of_different_parameters_are_told(stage: str, has_none: bool) -> None:
+def test_ranks_with_gradients_of_different_parameters_are_told(stage, has_none):
     assert "DisagreementError" in _on_fresh_ranks(2, _torn, stage, has_none)
 
 
@@ -576,13 +570,13 @@ class Raising(torch.optim.SGD):
 
     is_armed = False
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if self.is_armed:
             raise ArithmeticError("of the user")
         return super().step(closure)
 
 
-def _lost(stage: str) -> list[str]:
+def _lost(stage):
     model = STAGES[stage](Tower(), axis())
     optimizer = zf.by_owner(inner := Raising(model.parameters(), lr=0.1), batch=600)
     told = []
@@ -600,13 +594,13 @@ def _lost(stage: str) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero3"])
-def test_an_optimizer_that_raises_on_one_rank_ends_the_step_of_all(stage: str) -> None:
+def test_an_optimizer_that_raises_on_one_rank_ends_the_step_of_all(stage):
     expected = [[name, "StateError"] for name in ("LostRankError", "ArithmeticError", "LostRankError")]
     assert _on_fresh_ranks(3, _lost, stage) == expected
 
 
 @on_ranks(1)
-def test_a_step_that_failed_is_not_saved_and_a_checkpoint_ends_it(folder: str) -> None:
+def test_a_step_that_failed_is_not_saved_and_a_checkpoint_ends_it(folder):
     model = zf.zero3(Tower(), axis())
     optimizer = zf.by_owner(inner := Raising(model.parameters(), lr=0.1))
     zf.save(f"{folder}/step-1", model, optimizer)

@@ -1,26 +1,22 @@
 """What is called in which order, and how often backward passes through it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.support.models import Layer, Stack
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import Ranks, axis
-from tests.support.worlds import Program, Run, World, as_replicas, differences, noise, trained
+from tests.support.ranks import axis
+from tests.support.worlds import as_replicas, differences, noise, trained
 
 
-def forward(model: Any, number: int) -> Tensor:
+def forward(model, number):
     return model(noise(3, 6, seed=number)).square().mean()
 
 
@@ -30,13 +26,13 @@ def forward(model: Any, number: int) -> Tensor:
 class Nested(nn.Module):
     """Stacks in a stack, in a plain list and a dict of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stacks = nn.ModuleList(Stack(4, 5, 2) for _ in range(2))
         self.named = nn.ModuleDict({"layer": Layer(4, 3), "linear": nn.Linear(4, 4)})
-        self.plain = [self.stacks[0].layers[1], self.named["layer"]]  # type: ignore[index]
+        self.plain = [self.stacks[0].layers[1], self.named["layer"]]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for module in (*self.stacks, *self.named.values(), *self.plain):
             x = torch.tanh(module(x))
         return x
@@ -52,10 +48,10 @@ ORDERS = [
 
 @pytest.mark.parametrize("units", ["*", "stacks.*"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_any_module_is_an_entry_in_any_order(ranks: Ranks, order: list[tuple[str, bool]], units: str) -> None:
+def test_any_module_is_an_entry_in_any_order(ranks, order, units):
     """Children before the root, alone, with gradients or without; what they give is used in one backward each."""
 
-    def program(model: Any, run: Run, number: int) -> object:
+    def program(model, run, number):
         outputs = []
         for i, (name, is_trained) in enumerate(order):
             with torch.set_grad_enabled(is_trained):
@@ -69,7 +65,7 @@ def test_any_module_is_an_entry_in_any_order(ranks: Ranks, order: list[tuple[str
     assert ranks(2).run(differences, trained(Nested, program, options={"units": units})) == [[]] * 2
 
 
-def _layers_taken_out(model: Any, run: Run, number: int) -> None:
+def _layers_taken_out(model, run, number):
     """Schedules were recorded with them, forward and backward."""
     if number == 2:
         del model.layers[1]
@@ -78,7 +74,7 @@ def _layers_taken_out(model: Any, run: Run, number: int) -> None:
     run.backward(forward(model, number))
 
 
-def _another_order(model: Any, run: Run, number: int) -> None:
+def _another_order(model, run, number):
     """In each step: what was gathered ahead is not what is needed."""
     x = model.enter(noise(2, 6, seed=number))
     for layer in ([0, 1, 2], [2, 1, 0], [1, 1, 0], [2], [0, 1, 2])[number]:
@@ -89,13 +85,13 @@ def _another_order(model: Any, run: Run, number: int) -> None:
 # -- several forwards -------------------------------------------------------------------------------------------------
 
 
-def _a_backward_each(model: Any, run: Run, number: int) -> None:
+def _a_backward_each(model, run, number):
     losses = [forward(model, 10 * number + i) for i in range(3)]
     for i in (1, 2, 0):
         run.backward(losses[i])
 
 
-def _interleaved(model: Any, run: Run, number: int) -> None:
+def _interleaved(model, run, number):
     first = forward(model, 10 * number)
     second = forward(model, 10 * number + 1)
     run.backward(first)
@@ -109,12 +105,12 @@ def _interleaved(model: Any, run: Run, number: int) -> None:
         run.backward(fourth)
 
 
-def _a_checkpointed_one_too(model: Any, run: Run, number: int) -> None:
+def _a_checkpointed_one_too(model, run, number):
     x = noise(3, 6, seed=number)
     run.backward((model(x) * checkpoint(model, 2 * x, use_reentrant=False)).mean())
 
 
-def _saved_on_the_host(model: Any, run: Run, number: int) -> None:
+def _saved_on_the_host(model, run, number):
     with torch.autograd.graph.save_on_cpu():
         run.backward(forward(model, number))
 
@@ -123,17 +119,17 @@ def _saved_on_the_host(model: Any, run: Run, number: int) -> None:
 
 
 class Heads(Stack):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x):
         hidden = self.layers[0](self.enter(x))
         return self.layers[1](hidden), self.leave(self.layers[2](hidden)), hidden
 
 
-def _two_of_the_outputs(model: Any, run: Run, number: int) -> None:
+def _two_of_the_outputs(model, run, number):
     outputs = model(noise(3, 6, seed=number))
-    run.backward(sum(outputs[(i + number) % 3].square().mean() for i in (1, 2)))  # type: ignore[arg-type]
+    run.backward(sum(outputs[(i + number) % 3].square().mean() for i in (1, 2)))
 
 
-def _retained(model: Any, run: Run, number: int) -> None:
+def _retained(model, run, number):
     losses = [output.square().mean() for output in model(noise(3, 6, seed=number))]
     for i in (1, 1, 0):
         run.backward(losses[i], retain_graph=True)
@@ -142,19 +138,19 @@ def _retained(model: Any, run: Run, number: int) -> None:
 class NoInputs(Stack):
     """Its root makes its own inputs, by a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(6))
 
-    def forward(self) -> Tensor:  # type: ignore[override]
+    def forward(self):
         return super().forward(self.scale * torch.ones(2, 6))
 
 
-def _without_inputs(model: Any, run: Run, number: int) -> None:
+def _without_inputs(model, run, number):
     run.backward((model() * noise(2, 6, seed=number)).mean())
 
 
-PROGRAMS: dict[str, tuple[type[nn.Module], Program, int]] = {
+PROGRAMS = {
     "layers are taken out": (Stack, _layers_taken_out, 5),
     "another order in each step": (Stack, _another_order, 5),
     "three forwards, a backward each, in another order": (Stack, _a_backward_each, 2),
@@ -168,7 +164,7 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Program, int]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_calls_and_backwards_of_any_order_are_those_of_replicas(ranks: Ranks, name: str) -> None:
+def test_calls_and_backwards_of_any_order_are_those_of_replicas(ranks, name):
     """In the order of the forwards, and by one output, they are drawn by the laws."""
     build, program, steps = PROGRAMS[name]
     assert ranks(2).run(differences, trained(build, program, steps=steps)) == [[]] * 2
@@ -181,7 +177,7 @@ class InChunks(torch.autograd.Function):
     """A loss whose chunks are backed through at once, so that one chunk of outputs exists at a time."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: nn.Module) -> Tensor:
+    def forward(ctx, hidden, head):
         leaf, total = hidden.detach().requires_grad_(), hidden.new_zeros(())
         with torch.enable_grad():
             for chunk in leaf.chunk(3):
@@ -192,23 +188,23 @@ class InChunks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, *grads):
         return ctx.saved_tensors[0] * grads[0], None
 
 
 class BacksInside(Stack):
     """Forwards that back through a part of their graph, and go on."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
         self.layers[1].requires_grad_("frozen" not in kind)
         self.double()
 
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def run(self, layer, x):
         return checkpoint(layer, x, use_reentrant=False) if "checkpointed" in self.kind else layer(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.kind.startswith("forces"):
             energy = super().forward(x.requires_grad_()).square().sum()
             (force,) = torch.autograd.grad(energy, x, create_graph=True)
@@ -217,9 +213,9 @@ class BacksInside(Stack):
         for layer in self.layers:
             hidden = self.run(layer, hidden)
         if self.kind == "a head":
-            return InChunks.apply(hidden, self.leave)  # type: ignore[no-any-return]
+            return InChunks.apply(hidden, self.leave)
         if self.kind == "a unit":
-            return InChunks.apply(self.layers[0](hidden), self.layers[2])  # type: ignore[no-any-return]
+            return InChunks.apply(self.layers[0](hidden), self.layers[2])
         if self.kind == "raises":
             first.register_hook(_fail_once())
             with suppress(ZeroDivisionError):
@@ -229,10 +225,10 @@ class BacksInside(Stack):
         return self.leave(self.layers[1](hidden)).square().mean()
 
 
-def _fail_once() -> Callable[[Tensor], None]:
+def _fail_once():
     still = [ZeroDivisionError]
 
-    def fail(_grad: Tensor) -> None:
+    def fail(_grad):
         if still:
             raise still.pop()
 
@@ -244,7 +240,7 @@ def _fail_once() -> Callable[[Tensor], None]:
     "kind", ["a head", "a unit", "all so far", "frozen", "checkpointed", "forces", "forces, checkpointed", "raises"]
 )
 @as_replicas(tolerance=1e-13)
-def test_a_forward_may_back_through_what_it_has_computed(world: World, kind: str, accumulates: bool) -> None:
+def test_a_forward_may_back_through_what_it_has_computed(world, kind, accumulates):
     """To the bit where each parameter has one sum. Where backwards are reduced one by one, their sum over ranks has another
     order than that of replicas."""
     model = world.build(lambda: BacksInside(kind))
@@ -264,12 +260,12 @@ def test_a_forward_may_back_through_what_it_has_computed(world: World, kind: str
 
 
 @as_replicas()
-def test_containers_may_be_roots(world: World) -> None:
+def test_containers_may_be_roots(world):
     """FSDP2 refuses lists and dicts: nobody calls them. A slice of a Sequential is one, of units."""
     torch.manual_seed(0)
-    listed: Any = world.place(nn.ModuleList(Layer() for _ in range(2)))
-    named: Any = world.place(nn.ModuleDict({"a": Layer(), "b": Layer()}))
-    chain: Any = world.place(nn.Sequential(Layer(), Layer(), Layer()))
+    listed = world.place(nn.ModuleList(Layer() for _ in range(2)))
+    named = world.place(nn.ModuleDict({"a": Layer(), "b": Layer()}))
+    chain = world.place(nn.Sequential(Layer(), Layer(), Layer()))
     x = chain[:2](noise(2, 6, seed=0))
     for module in (*listed, *named.values()):
         x = module(x)
@@ -281,20 +277,20 @@ def test_containers_may_be_roots(world: World) -> None:
 class Summed(nn.Module):
     """Communicates in its forward, beside the gathers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers, self.weight = nn.Sequential(Layer(), Layer()), nn.Parameter(torch.ones(6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         seen = x.detach().clone()
-        work: Any = dist.all_reduce(seen, async_op=True)
+        work = dist.all_reduce(seen, async_op=True)
         x = self.layers(x * self.weight)
         work.wait()
         return x + seen
 
 
 @on_ranks(2)
-def test_sharded_parts_train_inside_ddp_that_ignores_them() -> None:
+def test_sharded_parts_train_inside_ddp_that_ignores_them():
     losses = []
     for is_sharded in (False, True):
         torch.manual_seed(0)

@@ -1,19 +1,15 @@
 """What a forward changes: gathered weights are refused, in every stage and at every tier; what rests elsewhere, casts and
 parametrizations work as in replicas."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +18,9 @@ import zero_fn as zf
 from tests.axes.grids import batch, grid, parallelized
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
-from tests.support.worlds import WIDTH, World, as_replicas, noise
+from tests.support.worlds import WIDTH, as_replicas, noise
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
 
@@ -32,30 +28,30 @@ from zero_fn.runtime.groups import Phase
 class Clamped(nn.Sequential):
     """The weights of a critic are clamped where they are used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         layers = {"first": nn.Linear(WIDTH, 7), "tanh": nn.Tanh(), "last": nn.Linear(7, WIDTH)}
         super().__init__(OrderedDict(layers))
 
     @torch.no_grad()
-    def clamp(self) -> None:
+    def clamp(self):
         self.first.weight.mul_(0.98).clamp_(-0.2, 0.2)
         self.last.weight.mul_(0.98)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.clamp()
-        return super().forward(x)  # type: ignore[no-any-return]
+        return super().forward(x)
 
 
 class Codes(nn.Module):
     """The codes of a quantiser follow what they quantise, without gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.project = nn.Linear(WIDTH, WIDTH)
         self.codes = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.project(x)
+    def forward(self, x):
+        y = self.project(x)
         nearest = self.codes[torch.cdist(y.detach().flatten(0, 1), self.codes).argmin(1)].view_as(y)
         if self.training:
             self.codes.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)
@@ -65,27 +61,27 @@ class Codes(nn.Module):
 class Recomputing(nn.Module):
     """Computes a part of itself, or the whole of another module, again."""
 
-    def __init__(self, *, around: bool, reentrant: bool) -> None:
+    def __init__(self, *, around, reentrant):
         super().__init__()
         self.inner, self.around, self.reentrant = Clamped(), around, reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         function = self.inner if self.around else self.inner.forward
-        return checkpoint(function, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+        return checkpoint(function, x, use_reentrant=self.reentrant)
 
 
-def _shrink(module: Any, _args: object) -> None:
+def _shrink(module, _args):
     with torch.no_grad():
         module.weight.mul_(0.99)
 
 
-def _hooked() -> nn.Module:
+def _hooked():
     layer = nn.Linear(WIDTH, WIDTH)
     layer.register_forward_pre_hook(_shrink)
     return layer
 
 
-CHANGES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+CHANGES = {
     "max_norm": (lambda: nn.Embedding(11, WIDTH, max_norm=1.0), "weight"),
     "clamps": (Clamped, "first.weight"),
     "running means": (Codes, "codes"),
@@ -100,11 +96,11 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", CHANGES)
 @on_ranks(2)
-def test_what_a_forward_changes_in_place_is_refused(name: str, stage: str) -> None:
+def test_what_a_forward_changes_in_place_is_refused(name, stage):
     """In training, in evaluation and in inference; and the module trains on once it is put right."""
     build, parameter = CHANGES[name]
     torch.manual_seed(0)
-    model: Any = STAGES[stage](nn.Sequential(build(), nn.Linear(WIDTH, 2)), axis())
+    model = STAGES[stage](nn.Sequential(build(), nn.Linear(WIDTH, 2)), axis())
     before = {key: full(value) for key, value in model.named_parameters()}
     x = torch.arange(6).view(2, 3) if name == "max_norm" else torch.ones(2, 3, WIDTH, requires_grad=True)
     for mode in (nullcontext(), torch.no_grad(), torch.inference_mode()):
@@ -122,27 +118,27 @@ def test_what_a_forward_changes_in_place_is_refused(name: str, stage: str) -> No
 
 
 class Several(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Embedding(11, WIDTH, max_norm=1.0), Clamped(), Codes())
 
 
-def _tokens(seed: int) -> Tensor:
+def _tokens(seed):
     return torch.randint(0, 11, (2, 3), generator=torch.Generator().manual_seed(seed))
 
 
-def _require_refusal(model: Any, x: Tensor) -> None:
+def _require_refusal(model, x):
     with pytest.raises(zf.PlacementError, match="in place"):
         model(x)
 
 
-def _elsewhere(path: str) -> None:
+def _elsewhere(path):
     """Over two axes, below tensor parallelism, at tiers, and compiled."""
     mesh = grid("outer", "inner")
     _require_refusal(zf.hybrid(Several(), mesh), _tokens(0))
     _require_refusal(zf.shard_grads(zf.shard_params(Several(), mesh["inner"]), mesh["outer"]), _tokens(0))
     mesh = grid("dp", "tp")
     for place in (zf.shard_grads, zf.shard_params):
-        model: Any = place(parallelized(mesh["tp"]), mesh["dp"])
+        model = place(parallelized(mesh["tp"]), mesh["dp"])
         for block in model.blocks:
             block.up.register_forward_pre_hook(_shrink)
         _require_refusal(model, batch(0, 0)[0])
@@ -153,7 +149,7 @@ def _elsewhere(path: str) -> None:
         _require_refusal(model, _tokens(0))
 
 
-def test_changes_are_refused_on_all_axes_and_tiers(ranks: Ranks, tmp_path: object) -> None:
+def test_changes_are_refused_on_all_axes_and_tiers(ranks, tmp_path):
     ranks(4, deadline_s=120).run(_elsewhere, str(tmp_path))
 
 
@@ -162,11 +158,11 @@ def test_changes_are_refused_on_all_axes_and_tiers(ranks: Ranks, tmp_path: objec
     [("none", False), ("none", True), ("accumulate", False), ("accumulate", True), ("unsharded", False)],
 )
 @on_ranks(2)
-def test_a_change_of_a_copy_in_another_dtype_is_refused(block: str, infers: bool) -> None:
+def test_a_change_of_a_copy_in_another_dtype_is_refused(block, infers):
     """Also where whole parameters are registered: it is not they that change."""
     model = zf.precision(zf.zero1(Clamped(), axis()), compute=torch.bfloat16)
     before = [full(parameter) for parameter in model.parameters()]
-    blocks: dict[str, Callable[..., Any]] = {
+    blocks = {
         "none": nullcontext,
         "accumulate": partial(zf.accumulate, model, unshard=True),
         "unsharded": partial(zf.unsharded, model, writeback=True),
@@ -184,7 +180,7 @@ def test_a_change_of_a_copy_in_another_dtype_is_refused(block: str, infers: bool
 
 
 @as_replicas()
-def test_whole_parameters_in_a_block_may_be_changed(world: World) -> None:
+def test_whole_parameters_in_a_block_may_be_changed(world):
     model = world.build(Several)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for seed in range(2):
@@ -197,7 +193,7 @@ def test_whole_parameters_in_a_block_may_be_changed(world: World) -> None:
         model.zero_grad()
 
 
-AVERAGES: dict[str, Callable[[list[Any], list[Any]], object]] = {
+AVERAGES = {
     "in place": lambda averages, values: [a.lerp_(v, 0.25) for a, v in zip(averages, values, strict=True)],
     "copied": lambda averages, values: [a.copy_(a * 0.75 + v * 0.25) for a, v in zip(averages, values, strict=True)],
     "through .data": lambda averages, values: [
@@ -215,14 +211,14 @@ AVERAGES: dict[str, Callable[[list[Any], list[Any]], object]] = {
 class MomentumEncoder(nn.Module):
     """Moves the average of an encoder at rest in its forward, and uses it, as MoCo, ALBEF and BLIP do."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
         self.average, self.how = copy.deepcopy(self.encoder).requires_grad_(False), how
         self.moves = (False, True, False, True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.encoder(x)
+    def forward(self, x):
+        output = self.encoder(x)
         with torch.no_grad():
             for moves in self.moves:
                 if moves:
@@ -234,9 +230,9 @@ class MomentumEncoder(nn.Module):
 @pytest.mark.parametrize("how", AVERAGES)
 @pytest.mark.parametrize("units", [None, ["encoder", "average"]])
 @as_replicas()
-def test_averages_that_move_in_a_forward_are_those_of_replicas(world: World, how: str, units: list[str] | None) -> None:
+def test_averages_that_move_in_a_forward_are_those_of_replicas(world, how, units):
     """It went on with what was gathered before the change, in silence."""
-    model: Any = world.build(lambda: MomentumEncoder(how), units=units)
+    model = world.build(lambda: MomentumEncoder(how), units=units)
     optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=1e-1)
     for step in range(4):
         model.moves = model.moves[1:] + model.moves[:1]  # the order of a recorded schedule changes
@@ -251,23 +247,23 @@ def test_averages_that_move_in_a_forward_are_those_of_replicas(world: World, how
 class Router(nn.Module):
     """Casts modules in its forward, as routers of transformers do (Switch, NLLB-MoE)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.classifier, self.memory = nn.Linear(WIDTH, 5), nn.LSTM(5, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.classifier = self.classifier.to(torch.float32)
         self.memory.float().to("cpu")
-        output: Tensor = self.memory(self.classifier(x))[0]
+        output = self.memory(self.classifier(x))[0]
         return x + output
 
 
 class Plus(nn.Module):
-    def __init__(self, delta: Tensor) -> None:
+    def __init__(self, delta):
         super().__init__()
         self.delta = delta
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight * 1.5 + self.delta
 
 
@@ -275,18 +271,18 @@ class Adapted(nn.Module):
     """Adds factors to weights by parametrizations for one call, as PEFT does (`target_parameters`): of a frozen and a
     trained weight, and two of one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
         self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for base in (self.frozen, self.trained):
             is_trained = base.weight.requires_grad
             for _ in range(2):
                 parametrize.register_parametrization(base, "weight", Plus(self.up.weight @ self.down.weight))
-            base.parametrizations.weight.original.requires_grad_(is_trained)  # type: ignore[union-attr, operator]
+            base.parametrizations.weight.original.requires_grad_(is_trained)
             try:
                 with parametrize.cached():
                     x = base(x)
@@ -298,16 +294,14 @@ class Adapted(nn.Module):
 
 
 class Around(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return self[1](checkpoint(self[0], x, use_reentrant=False))  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self[1](checkpoint(self[0], x, use_reentrant=False))
 
 
 @pytest.mark.parametrize("is_around", [False, True])
 @pytest.mark.parametrize("kind", [Router, Adapted])
 @as_replicas()
-def test_casts_and_parametrizations_in_a_forward_are_those_of_replicas(
-    world: World, kind: type[nn.Module], is_around: bool
-) -> None:
+def test_casts_and_parametrizations_in_a_forward_are_those_of_replicas(world, kind, is_around):
     """torch swapped resting parameters under the forward, or found the gathered one in the way."""
     model = world.build(lambda: Around(kind(), nn.Linear(WIDTH, WIDTH)) if is_around else kind())
     names = [name for name, _ in model.named_parameters()]
@@ -324,13 +318,13 @@ def test_casts_and_parametrizations_in_a_forward_are_those_of_replicas(
 
 
 class Wide(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         assert self[0].weight.dtype == torch.bfloat16
-        return self[0].float()(x.float())  # type: ignore[no-any-return]
+        return self[0].float()(x.float())
 
 
 class Parametrized(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         parametrize.register_parametrization(self, "weight", Plus(torch.ones(1)))
         try:
             return super().forward(x)
@@ -339,17 +333,17 @@ class Parametrized(nn.Linear):
 
 
 class ThroughData(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.weight.data.clamp_(-0.1, 0.1)
         return super().forward(x)
 
 
 @on_ranks(2)
-def test_casts_parametrizations_data_and_stand_ins_keep_their_rules() -> None:
+def test_casts_parametrizations_data_and_stand_ins_keep_their_rules():
     torch.manual_seed(0)
     # Under `precision` a router sees its rounded weight in the dtype that it asks for, and the resting one is not cast.
-    plain: Any = Wide(nn.Linear(WIDTH, 5))
-    model: Any = zf.precision(zf.zero3(plain, axis()))
+    plain = Wide(nn.Linear(WIDTH, 5))
+    model = zf.precision(zf.zero3(plain, axis()))
     x, (weight, bias) = noise(3, WIDTH, seed=1).bfloat16(), plain.parameters()
     assert torch.equal(model(x), F.linear(x.float(), weight.bfloat16().float(), bias.bfloat16().float()))
     model(x).sum().backward()
@@ -372,16 +366,16 @@ def test_casts_parametrizations_data_and_stand_ins_keep_their_rules() -> None:
 
 
 class ChangedActivation(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self[0](x).exp()
-        z: Tensor = self[1](y)
+        z = self[1](y)
         y.mul_(2)
         return z
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_what_changed_after_it_was_saved_is_refused_as_without_a_transform(stage: str) -> None:
+def test_what_changed_after_it_was_saved_is_refused_as_without_a_transform(stage):
     """Where hooks for saved tensors are pushed torch looks no longer, and gave another gradient."""
     plain = ChangedActivation(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
     for model in (plain, STAGES[stage](plain, axis())):

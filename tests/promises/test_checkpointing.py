@@ -1,16 +1,12 @@
 """Activation checkpointing, around units and inside them, and what can go wrong in a recomputation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed._composable import checkpoint as checkpoint_by_hooks  # type: ignore[attr-defined]
+from torch import nn
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,28 +19,28 @@ import zero_fn as zf
 from tests.support.models import Layer, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
-from tests.support.worlds import Run, differences, noise, trained
+from tests.support.worlds import differences, noise, trained
 
 
 class Around(Stack):
     """Each layer, a unit, is a checkpoint."""
 
-    def __init__(self, reentrant: bool = False) -> None:
+    def __init__(self, reentrant=False):
         super().__init__()
         self.reentrant = reentrant
 
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def run(self, layer, x):
         return checkpoint(layer, x, use_reentrant=self.reentrant)
 
 
 class InnerLayer(Layer):
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)
         return x + checkpoint(self.second, torch.tanh(hidden), use_reentrant=self.reentrant)
 
@@ -52,19 +48,19 @@ class InnerLayer(Layer):
 class Inside(Stack):
     """Checkpoints inside units, and, if asked, around them too."""
 
-    def __init__(self, reentrant: bool = False, around: bool = False) -> None:
+    def __init__(self, reentrant=False, around=False):
         super().__init__()
         self.layers = nn.ModuleList(InnerLayer(reentrant) for _ in range(3))
         self.around = around
 
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def run(self, layer, x):
         return checkpoint(layer, x, use_reentrant=False) if self.around else super().run(layer, x)
 
 
 class OneOverAll(Stack):
     """One checkpoint over several units."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = checkpoint_sequential(self.layers, 2, self.enter(x), use_reentrant=False)
         return self.leave(x)
 
@@ -72,52 +68,52 @@ class OneOverAll(Stack):
 class AdaptedLayer(Layer):
     """A frozen norm and base, and a trained linear beside them, inside a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.trained = nn.LayerNorm(6), nn.Linear(6, 6)
         self.requires_grad_(False).trained.requires_grad_(True)
 
-    def adapted(self, x: Tensor) -> Tensor:
+    def adapted(self, x):
         return super().forward(self.norm(x)) + self.trained(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(self.adapted, x, use_reentrant=False)
 
 
 class Adapted(Around):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(AdaptedLayer() for _ in range(3))
 
 
-def _save_products(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+def _save_products(_context, operation, *_args, **_kwargs):
     is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _selected(function, x):
     contexts = partial(create_selective_checkpoint_contexts, _save_products)
-    return checkpoint(function, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+    return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
 
 
 class SelectiveLayer(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return _selected(self.second, torch.tanh(_selected(super().forward, x)))
 
 
 class SelectiveInside(Stack):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(SelectiveLayer(6, 6) for _ in range(3))
 
 
 class SelectiveAround(Stack):
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def run(self, layer, x):
         return _selected(layer, x)
 
 
 # A reentrant checkpoint does not stop early.
-MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+MODELS = {
     "around": (Around, True),
     "around, to the end": (Around, False),
     "around, reentrant": (lambda: Around(reentrant=True), True),
@@ -131,12 +127,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
-def backward(model: Any, run: Run, seed: int) -> None:
+def backward(model, run, seed):
     seed_generator(seed)
     run.backward(model(noise(3, 6, seed=seed).requires_grad_()).square().mean())
 
 
-def alone_and_accumulated(model: Any, run: Run, number: int) -> None:
+def alone_and_accumulated(model, run, number):
     backward(model, run, number)
     with run.accumulate():
         backward(model, run, number + 10)
@@ -144,10 +140,10 @@ def alone_and_accumulated(model: Any, run: Run, number: int) -> None:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_a_recomputed_model_trains(ranks: Ranks, case: str) -> None:
+def test_a_recomputed_model_trains(ranks, case):
     build, early_stop = MODELS[case]
 
-    def program(model: Any, run: Run, number: int) -> None:
+    def program(model, run, number):
         with set_checkpoint_early_stop(early_stop):
             alone_and_accumulated(model, run, number)
 
@@ -156,7 +152,7 @@ def test_a_recomputed_model_trains(ranks: Ranks, case: str) -> None:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_selective_checkpoints_around_units_are_refused(stage: str) -> None:
+def test_selective_checkpoints_around_units_are_refused(stage):
     """Where parameters are whole, nothing is gathered in them, and they work."""
     model, x = STAGES[stage](SelectiveAround(), axis()), noise(3, 6, seed=0).requires_grad_()
     with pytest.raises(zf.StateError, match="inside a selective checkpoint"):
@@ -174,7 +170,7 @@ PLACES = {
 }
 
 
-def by_hooks(places: str, model: Any) -> Any:
+def by_hooks(places, model):
     """Puts torch's composable checkpoints at modules of a model: two hooks at each."""
     for name in PLACES[places]:
         checkpoint_by_hooks(model.get_submodule(name))
@@ -183,13 +179,13 @@ def by_hooks(places: str, model: Any) -> Any:
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before the transform", "after it"])
 @pytest.mark.parametrize("places", PLACES)
-def test_composable_checkpoints_train(ranks: Ranks, places: str, is_first: bool) -> None:
-    def build() -> nn.Module:
+def test_composable_checkpoints_train(ranks, places, is_first):
+    def build():
         model = Inside(around=True) if places == "all at once" else Stack()
         return by_hooks(places, model) if is_first else model
 
-    def found() -> list[str]:
-        how: dict[str, Any] = {"transform": (lambda model: model) if is_first else partial(by_hooks, places)}
+    def found():
+        how = {"transform": (lambda model: model) if is_first else partial(by_hooks, places)}
         kept = trained(build, alone_and_accumulated, options={"reshard_after": "backward"}, **how)
         return differences(trained(build, alone_and_accumulated, **how)) + differences(kept, stages=["zero3"])
 
@@ -197,13 +193,13 @@ def test_composable_checkpoints_train(ranks: Ranks, places: str, is_first: bool)
 
 
 @pytest.mark.parametrize(("case", "where"), [("around", 2), ("inside, reentrant", 0), ("over all", 0)])
-def test_an_exception_in_a_recomputation_leaves_nothing_behind(ranks: Ranks, case: str, where: int) -> None:
+def test_an_exception_in_a_recomputation_leaves_nothing_behind(ranks, case, where):
     """Nor an interrupt, after which torch calls no hook: the unit seemed to run on, and was not entered again."""
 
-    def program(model: Any, run: Run, number: int) -> object:
+    def program(model, run, number):
         calls = []
 
-        def fail(module: nn.Module, args: object) -> None:
+        def fail(module, args):
             calls.append(module)
             if len(calls) == 2:
                 raise (ZeroDivisionError, KeyboardInterrupt)[number // 2]
@@ -220,9 +216,9 @@ def test_an_exception_in_a_recomputation_leaves_nothing_behind(ranks: Ranks, cas
 
 
 @pytest.mark.parametrize("case", ["around", "around, reentrant"])
-def test_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, case: str) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
-        counts: list[str] = []
+def test_hooks_of_modules_are_called_in_both_forwards(ranks, case):
+    def program(model, run, number):
+        counts = []
         handles = []
         for name in ("layers.0", "layers.1.first", "layers.2.second"):
             module = model.get_submodule(name)

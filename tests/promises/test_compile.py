@@ -1,29 +1,25 @@
 """`torch.compile` around, inside and before a transform gives what eager replicas give; several units are no one graph."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.utils
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import zero_fn as zf
 from tests.support.models import Recomputed
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import fulls
-from tests.support.worlds import WIDTH, Tower, World, differences, noise
+from tests.support.worlds import WIDTH, Tower, differences, noise
 
 
-def _short() -> nn.Module:
+def _short():
     """Few parameters: compilers take their time for each."""
     return nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, 2))
 
@@ -31,31 +27,31 @@ def _short() -> nn.Module:
 class Hooked(Tower):
     """The weight of one block is computed by a hook before its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self.blocks[1] = nn.utils.weight_norm(nn.Linear(7, 7))
 
 
-def _compile_blocks(model: Any, backend: str) -> Any:
+def _compile_blocks(model, backend):
     for i, block in enumerate(model.blocks):
         model.blocks[i] = torch.compile(block, backend=backend)
     return model
 
 
-def _compile_blocks_in_place(model: Any, backend: str) -> Any:
+def _compile_blocks_in_place(model, backend):
     for block in model.blocks:
         block.compile(backend=backend)
     return model
 
 
-def _compile_whole(model: Any, backend: str) -> Any:
+def _compile_whole(model, backend):
     return torch.compile(model, backend=backend)
 
 
 # What is done to a model before and after `place`.
-ORDERS: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = {
+ORDERS = {
     "the whole, after": (None, _compile_whole),
     "the whole, before": (_compile_whole, None),
     "blocks, after": (None, _compile_blocks),
@@ -64,13 +60,13 @@ ORDERS: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] =
 }
 
 
-def _compiled() -> tuple[int, int]:
+def _compiled():
     """How many graphs the compiler made, of how many calls."""
     counted = torch._dynamo.utils.counters["stats"]
     return counted["unique_graphs"], counted["calls_captured"]
 
 
-def _train(order: str, backend: str, build: Callable[[], nn.Module], world: World) -> None:
+def _train(order, backend, build, world):
     before, after = ORDERS[order]
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -97,13 +93,13 @@ def _train(order: str, backend: str, build: Callable[[], nn.Module], world: Worl
         zf.check(model, optimizer)
 
 
-def _compiled_step(world: World) -> None:
+def _compiled_step(world):
     """The user compiles a function that runs forward and backward."""
     torch._dynamo.reset()
     model = world.build(Tower)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
-    def forward_and_backward(x: Tensor) -> Tensor:
+    def forward_and_backward(x):
         loss = model(x).square().mean()
         loss.backward()
         return loss
@@ -118,19 +114,19 @@ def _compiled_step(world: World) -> None:
         optimizer.zero_grad()
 
 
-def _compiled_blocks(world: World) -> None:
+def _compiled_blocks(world):
     """The user compiles a function that accumulates, and one that edits whole parameters."""
     torch._dynamo.reset()
     is_replica = world.is_replica
     model = world.build(Tower)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def backwards(one: Tensor, other: Tensor) -> None:
+    def backwards(one, other):
         with nullcontext() if is_replica else zf.accumulate(model):  # a loop would make the compiler give up
             model(one).square().mean().backward()
             model(other).square().mean().backward()
 
-    def halve() -> None:
+    def halve():
         with nullcontext() if is_replica else zf.unsharded(model, writeback=True), torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
@@ -147,12 +143,12 @@ def _compiled_blocks(world: World) -> None:
     world.note_model(model)
 
 
-def _compiled_optimizer(make: Callable[..., torch.optim.Optimizer], world: World) -> None:
+def _compiled_optimizer(make, world):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = world.build(_short)
     optimizer = make(model.parameters())
-    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")  # type: ignore[method-assign]
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
     # ... of replicas too: its Adam rounds in another way
     world.train(model, optimizer, 0, 1, 2)
     assert _compiled()[0], "nothing was compiled"
@@ -161,17 +157,17 @@ def _compiled_optimizer(make: Callable[..., torch.optim.Optimizer], world: World
 class _Sign(torch.optim.Optimizer):
     """An optimizer that compiles the update of a tensor, as those of torchao do."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {})
         self._update = torch.compile(self._one, backend="aot_eager", fullgraph=True, dynamic=False)
 
     @staticmethod
-    def _one(parameter: Tensor, grad: Tensor, average: Tensor) -> None:
+    def _one(parameter, grad, average):
         average.lerp_(grad, 0.1)
         parameter.sub_(average.sign() * 0.01)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -181,7 +177,7 @@ class _Sign(torch.optim.Optimizer):
                     self._update(parameter.detach(), parameter.grad, state["average"])
 
 
-def _compiled_update(world: World) -> None:
+def _compiled_update(world):
     """The compiler raised at shards and gradients that begin inside the memory of their unit."""
     torch._dynamo.reset()
     model = world.build(_short)
@@ -192,25 +188,25 @@ class Windowed(nn.Module):
     """Attention to the last 40 tokens, which reads whole blocks of 32 keys or none. No gradient passes through it: torch's
     FlexAttention has no backward on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * 16).requires_grad_(False), nn.Linear(16, WIDTH)
         self.mask = create_block_mask(self.sees, None, None, 96, 96, device="cpu", BLOCK_SIZE=32)
 
     @staticmethod
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def sees(batch, head, query, key):
         return (key <= query) & (query - key < 40)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x.detach()).chunk(3, dim=-1))
-        y: Any = flex_attention(q, k, v, block_mask=self.mask)
+        y = flex_attention(q, k, v, block_mask=self.mask)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
-def _sparse_attention(backend: str | None, world: World) -> None:
+def _sparse_attention(backend, world):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model: Any = world.build(lambda: nn.Sequential(Windowed(), Windowed()), units=Windowed)
+    model = world.build(lambda: nn.Sequential(Windowed(), Windowed()), units=Windowed)
     if backend and not world.is_replica:
         for block in model:
             block.compile(backend=backend, fullgraph=True)
@@ -227,7 +223,7 @@ def _sparse_attention(backend: str | None, world: World) -> None:
     assert world.is_replica or not backend or _compiled()[0] <= 2
 
 
-TRIALS: dict[str, tuple[Callable[[World], None], tuple[str, ...]]] = {
+TRIALS = {
     "the whole": (partial(_train, "the whole, after", "aot_eager", Tower), ("zero1", "zero3")),
     **{order: (partial(_train, order, "eager", Tower), ("zero3",)) for order in ORDERS if order != "the whole, after"},
     "weights that hooks compute": (partial(_train, "the whole, after", "eager", Hooked), ("zero3",)),
@@ -245,7 +241,7 @@ TRIALS: dict[str, tuple[Callable[[World], None], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_what_is_compiled_trains_as_eager_replicas(ranks: Ranks, trial: str) -> None:
+def test_what_is_compiled_trains_as_eager_replicas(ranks, trial):
     function, stages = TRIALS[trial]
     assert ranks(2, deadline_s=200).run(differences, function, stages=stages) == [[]] * 2
 
@@ -253,18 +249,18 @@ def test_what_is_compiled_trains_as_eager_replicas(ranks: Ranks, trial: str) -> 
 class Link(nn.Linear):
     """torch compiles its own classes in another way."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.tanh(super().forward(x))
 
 
-def _chain(blocks: int) -> nn.Module:
+def _chain(blocks):
     """With ten, more blocks than the compiler compiles one function for (8)."""
     return nn.Sequential(*(Link(WIDTH, WIDTH) for _ in range(blocks)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2, deadline_s=200)
-def test_one_graph_of_several_units_is_refused(stage: str) -> None:
+def test_one_graph_of_several_units_is_refused(stage):
     """By the compiler, in our words, on every rank; the model goes on."""
     torch._dynamo.reset()
     found, x = [], noise(4, WIDTH, seed=0)
@@ -281,14 +277,14 @@ def test_one_graph_of_several_units_is_refused(stage: str) -> None:
 
 
 @on_ranks(2, deadline_s=200)
-def test_the_inside_of_a_unit_is_one_graph_that_blocks_share() -> None:
+def test_the_inside_of_a_unit_is_one_graph_that_blocks_share():
     """Entering a unit breaks the graph, its inside does not."""
     found = []
     for way in ("plain", "in place", "around"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
-        model: Any = zf.zero3(_chain(10), axis(), units=Link)
+        model = zf.zero3(_chain(10), axis(), units=Link)
         for i, block in enumerate(model):
             if way == "in place":
                 block.compile(backend="eager", fullgraph=True)

@@ -10,13 +10,7 @@ Pieces of all ranks are added from where they lie, autograd's gradients are read
 where they lie, and the optimizer steps in place.
 """
 
-from __future__ import annotations
-
-import ctypes
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from zero_fn.kernels import nontemporal
 
 WIDTH, LAYERS = 512, 3
@@ -38,14 +32,12 @@ COPYING = ("copy", "cat", "clone", "contiguous", "stack")
 class Copies(TorchDispatchMode):
     """Elements written by copies inside the block, of tensors of at least `least` elements, by operation."""
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least):
         super().__init__()
         self.least = least
-        self.numels: Counter[str] = Counter()
+        self.numels = Counter()
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         if any(word in name for word in COPYING):
@@ -54,10 +46,10 @@ class Copies(TorchDispatchMode):
             self.numels[name] += sum(numel for numel in numels.values() if numel >= self.least)
         return made
 
-    def counting_kernels(self) -> AbstractContextManager[object]:
+    def counting_kernels(self):
         """Copies in C are no operations of torch: inside the block they are counted too."""
 
-        def counted(functions: ctypes.CDLL, into: Tensor, source: Tensor) -> None:
+        def counted(functions, into, source):
             copied(functions, into, source)
             if into.numel() >= self.least:
                 self.numels["in C"] += into.numel()
@@ -66,7 +58,7 @@ class Copies(TorchDispatchMode):
         return patch.object(nontemporal, "_copy_in_c", counted)
 
 
-def _copies(transform: Callable[..., nn.Module], n: int) -> Counter[str]:
+def _copies(transform, n):
     torch.manual_seed(0)
     model = transform(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), axis(), units=nn.Linear)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -89,8 +81,6 @@ def _copies(transform: Callable[..., nn.Module], n: int) -> Counter[str]:
     ],
     ids=["zero3 on 2", "zero3 on 4", "zero2 on 4", "zero1 on 2", "replicate on 4"],
 )
-def test_a_step_copies_large_tensors_as_often_as_stated(
-    ranks: Ranks, transform: Callable[..., nn.Module], pieces: Callable[[int], int], n: int
-) -> None:
+def test_a_step_copies_large_tensors_as_often_as_stated(ranks, transform, pieces, n):
     for copied in ranks(n).run(_copies, transform, n):
         assert sum(copied.values()) == pieces(n) * PIECES[n], copied

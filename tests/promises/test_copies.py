@@ -1,18 +1,14 @@
 """Averages; a deep copy is an independent sharded model; pickling one refuses with advice."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import zero_fn as zf
@@ -20,12 +16,12 @@ from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
-from tests.support.worlds import ALL, WIDTH, Tower, World, as_replicas, noise
+from tests.support.worlds import ALL, WIDTH, Tower, as_replicas, noise
 from zero_fn.resting import local_of
 
 
 @as_replicas()
-def test_deep_copies_train_on_their_own(world: World) -> None:
+def test_deep_copies_train_on_their_own(world):
     model = world.build(Tower)
     fresh = copy.deepcopy(model)  # before the first forward
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -46,7 +42,7 @@ def test_deep_copies_train_on_their_own(world: World) -> None:
 
 
 @as_replicas()
-def test_a_deep_copy_of_a_part_trains_beside_the_whole(world: World) -> None:
+def test_a_deep_copy_of_a_part_trains_beside_the_whole(world):
     model = world.build(Tower)
     block = copy.deepcopy(model.blocks[1])
     optimizer = torch.optim.SGD([*model.parameters(), *block.parameters()], lr=1e-2)
@@ -61,7 +57,7 @@ def test_a_deep_copy_of_a_part_trains_beside_the_whole(world: World) -> None:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_single_parameters_and_gradients_are_copied_and_saved_without_their_unit(stage: str) -> None:
+def test_single_parameters_and_gradients_are_copied_and_saved_without_their_unit(stage):
     """They lie in the memory of a unit: torch raised, or took all of it along into each copy and file."""
     torch.manual_seed(0)
     model = STAGES[stage](Tower(), axis())
@@ -81,10 +77,10 @@ def test_single_parameters_and_gradients_are_copied_and_saved_without_their_unit
 
 
 @on_ranks(2)
-def test_pickle_and_torch_save_refuse_with_advice() -> None:
+def test_pickle_and_torch_save_refuse_with_advice():
     for stage in ALL:
         torch.manual_seed(0)
-        model: Any = STAGES[stage](Tower(), axis())
+        model = STAGES[stage](Tower(), axis())
         for refused in (model, {"model": model}, model.blocks[0]):
             with pytest.raises(zf.StateError, match=r"cannot be pickled[\s\S]*state_dict"):
                 pickle.dumps(refused)
@@ -96,12 +92,12 @@ def test_pickle_and_torch_save_refuse_with_advice() -> None:
 class Grouped(nn.Module):
     """Holds a process group, as layers of sequence and expert parallelism do, as an attribute and in a function."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.group = nn.Linear(3, 3), axis().get_group()
         self.add_up = partial(dist.all_reduce, group=self.group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         total = x.clone()
         self.add_up(total)
         dist.all_reduce(total, group=self.group)
@@ -109,7 +105,7 @@ class Grouped(nn.Module):
 
 
 @on_ranks(2)
-def test_process_groups_of_a_module_are_shared_by_its_copy() -> None:
+def test_process_groups_of_a_module_are_shared_by_its_copy():
     """It could not be copied."""
     model = Grouped()
     twin = zf.zero3(model, axis())
@@ -119,35 +115,35 @@ def test_process_groups_of_a_module_are_shared_by_its_copy() -> None:
 # -- averages ---------------------------------------------------------------------------------------------------------
 
 
-def _normed() -> nn.Module:
+def _normed():
     return nn.Sequential(nn.Linear(WIDTH, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
 
 
 class Shadow:
     """Averages parameters by `_foreach` operations, as the `EMAModel` of diffusers does."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.module = model  # which has the average at the end
         self.shadow = [p.detach().clone() for p in model.parameters()]
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
+    def update_parameters(self, model):
         parameters = [*model.parameters()]
-        torch._foreach_sub_(self.shadow, torch._foreach_sub(self.shadow, parameters), alpha=0.1)  # type: ignore[arg-type]
+        torch._foreach_sub_(self.shadow, torch._foreach_sub(self.shadow, parameters), alpha=0.1)
 
-    def end(self) -> None:
+    def end(self):
         torch._foreach_copy_([p.data for p in self.module.parameters()], self.shadow)
 
 
 class Ema(nn.Module):
     """Averages parameters and float buffers in one call, and copies the others, as the `ModelEmaV3` of timm does."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.module = copy.deepcopy(model).requires_grad_(False)
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
+    def update_parameters(self, model):
         pairs = [*zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)]
         for mine, theirs in pairs:
             if not mine.is_floating_point():
@@ -156,7 +152,7 @@ class Ema(nn.Module):
         torch._foreach_lerp_([mine for mine, _ in floats], [theirs for _, theirs in floats], weight=0.1)
 
 
-AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
+AVERAGES = {
     "shadow": Shadow,
     "ema": Ema,
     "swa": lambda model: AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn()),
@@ -167,7 +163,7 @@ AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("kind", AVERAGES)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_averages_of_parameters_and_buffers_are_those_of_a_plain_model(stage: str, kind: str) -> None:
+def test_averages_of_parameters_and_buffers_are_those_of_a_plain_model(stage, kind):
     torch.manual_seed(0)
     found = []
     for model in (plain := _normed(), STAGES[stage](copy.deepcopy(plain), axis())):

@@ -1,16 +1,12 @@
 """Edits between steps: of parameters and their data, casts, pruning; what comes late or is replaced. Of slices:
 `units/runtime/test_refused.py`."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
@@ -20,17 +16,17 @@ from tests.support.groups import alone
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, named_fulls
-from tests.support.worlds import WIDTH, Tower, World, differences, noise
+from tests.support.worlds import WIDTH, Tower, differences, noise
 
 # -- of values --------------------------------------------------------------------------------------------------------
 
 
-def _edits(world: World) -> None:
+def _edits(world):
     """Of the resting parameters, as whole-tensor operations and through their local shards."""
-    model: Any = world.build(Tower)
+    model = world.build(Tower)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     world.train(model, optimizer, 0)
     with torch.no_grad():
@@ -49,19 +45,19 @@ def _edits(world: World) -> None:
     world.note_model(model)
 
 
-MOVES: dict[str, Callable[[nn.Module], object]] = {
+MOVES = {
     "nothing": lambda model: None,
     "to": lambda model: model.to("cpu"),
     "float": lambda model: model.float(),
     "casts": lambda model: model.double().float(),
-    "apply": lambda model: model._apply(lambda t: t.clone()),  # type: ignore[no-untyped-call]
+    "apply": lambda model: model._apply(lambda t: t.clone()),
     "state_dict": lambda model: model.load_state_dict(model.state_dict()),
     "forward": lambda model: model(torch.ones(1, 4)),
 }
 """What is done to a model after data was assigned."""
 
 
-def _assigned(stage: str, use: Callable[[nn.Module], object], is_plain: bool) -> None:
+def _assigned(stage, use, is_plain):
     """Values of parameters and gradients that are assigned are those of a plain model; old values are kept and put back."""
     torch.manual_seed(0)
     plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
@@ -93,14 +89,14 @@ def _assigned(stage: str, use: Callable[[nn.Module], object], is_plain: bool) ->
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("move", MOVES)
 @on_ranks(2)
-def test_what_is_assigned_to_data_is_kept_through_the_next_use(move: str, is_plain: bool) -> None:
+def test_what_is_assigned_to_data_is_kept_through_the_next_use(move, is_plain):
     """torch drops the values of parameters and gradients, silently."""
     for stage in STAGES:
         _assigned(stage, MOVES[move], is_plain)
 
 
 @on_ranks(2)
-def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data() -> None:
+def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data():
     model = zf.zero3(nn.Linear(4, 6), axis())
     whole = full(model.weight)
     for value in (torch.ones(6, 3), torch.ones(6, 4).double(), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
@@ -112,7 +108,7 @@ def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data() -> None:
 # -- casts ------------------------------------------------------------------------------------------------------------
 
 
-def _cast(world: World) -> None:
+def _cast(world):
     """Before the first step, or with its states."""
     model = world.build(Tower)
     model(noise(2, WIDTH, seed=9))  # has run in the other dtype
@@ -131,9 +127,9 @@ def _cast(world: World) -> None:
     ("stage", "is_before_the_forward"), [("replicate", False), ("zero1", True), ("zero3", True), ("zero3", False)]
 )
 @on_ranks(2)
-def test_a_cast_under_states_raises_before_any_update(stage: str, is_before_the_forward: bool) -> None:
+def test_a_cast_under_states_raises_before_any_update(stage, is_before_the_forward):
     seed_generator(0)
-    model: Any = STAGES[stage](Tower(), axis())
+    model = STAGES[stage](Tower(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = noise(4, WIDTH, seed=0)
     model(x).square().mean().backward()
@@ -161,7 +157,7 @@ def test_a_cast_under_states_raises_before_any_update(stage: str, is_before_the_
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(stage: str, which: int) -> None:
+def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(stage, which):
     """torch swaps parameters that are DTensors, and refused: the transform referred to them weakly."""
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     first = zf.replicate(plain, axis())
@@ -174,7 +170,7 @@ def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_module_that_was_donated_holds_nothing_and_runs_no_more(stage: str) -> None:
+def test_a_module_that_was_donated_holds_nothing_and_runs_no_more(stage):
     """One that was not is left alone: the law of purity."""
     with alone() as mesh:
         plain = Tower()
@@ -189,15 +185,15 @@ def test_a_module_that_was_donated_holds_nothing_and_runs_no_more(stage: str) ->
 
 
 class Adapter(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.low = nn.Linear(7, 2, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.low(x) @ self.low.weight
 
 
-LATE: dict[str, tuple[Callable[[Any], object], str]] = {
+LATE = {
     "a parameter of the root": (lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3))), "extra"),
     "a parameter of a block": (lambda m: setattr(m.blocks[1], "extra", nn.Parameter(torch.ones(3))), "blocks.1.extra"),
     "register_parameter": (
@@ -224,12 +220,12 @@ LATE: dict[str, tuple[Callable[[Any], object], str]] = {
 class WithRoom(Tower):
     """With places where something may be added."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.none = nn.Linear(7, 7, bias=False)
         self.table = nn.ParameterList([torch.ones(3)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * (1 + 0 * self.none.weight.sum() + 0 * self.table[0].sum())
 
 
@@ -238,9 +234,9 @@ class WithRoom(Tower):
 )
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_what_comes_late_is_refused_by_the_next_forward_and_by_check(stage: str, case: str, is_twin: bool) -> None:
+def test_what_comes_late_is_refused_by_the_next_forward_and_by_check(stage, case, is_twin):
     add, name = LATE[case]
-    model: Any = STAGES[stage](WithRoom(), axis())
+    model = STAGES[stage](WithRoom(), axis())
     model = copy.deepcopy(model) if is_twin else model
     x = torch.ones(2, WIDTH)
     if stage != "zero1":  # before the first forward, too
@@ -253,9 +249,9 @@ def test_what_comes_late_is_refused_by_the_next_forward_and_by_check(stage: str,
 
 
 @on_ranks(2)
-def test_a_model_runs_on_without_what_came_late() -> None:
+def test_a_model_runs_on_without_what_came_late():
     seed_generator(0)
-    model: Any = zf.zero3(Tower(), axis())
+    model = zf.zero3(Tower(), axis())
     x = noise(2, WIDTH, seed=0)
     expected = model(x)
     model.adapter, model.extra = Adapter(), nn.Parameter(torch.ones(3))
@@ -275,9 +271,9 @@ def test_a_model_runs_on_without_what_came_late() -> None:
         model(x)
 
 
-def _allowed_late(world: World) -> None:
+def _allowed_late(world):
     """Modules without parameters, transformed modules, also in place of others, None, other models."""
-    model: Any = world.build(Tower)
+    model = world.build(Tower)
     model.dropout = nn.Sequential(nn.Tanh(), nn.Identity())
     register_parametrization(nn.Linear(2, 2), "weight", nn.Identity())  # of another model
     model.leave.register_parameter("none", None)
@@ -291,7 +287,7 @@ def _allowed_late(world: World) -> None:
 
 # -- pruning ----------------------------------------------------------------------------------------------------------
 
-PRUNINGS: dict[str, Callable[[nn.Module], object]] = {
+PRUNINGS = {
     "unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
     "structured": lambda m: prune.ln_structured(m, "weight", 0.5, n=2, dim=1),
     "mask": lambda m: prune.custom_from_mask(m, "weight", torch.arange(17 * 7).view(17, 7) % 2),
@@ -299,15 +295,15 @@ PRUNINGS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _pruned(kind: str, world: World) -> None:
+def _pruned(kind, world):
     """Before the transform the masks stay; after it, once or again, pruning is refused and changes nothing."""
 
-    def make() -> Any:
-        tower: Any = Tower()
+    def make():
+        tower = Tower()
         PRUNINGS[kind](tower.blocks[1].up)
         return tower
 
-    model: Any = world.build(make)
+    model = world.build(make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         for module in () if world.is_replica else (model.blocks[1].up, model.blocks[2].up):
@@ -317,7 +313,7 @@ def _pruned(kind: str, world: World) -> None:
     world.note_model(model)
 
 
-TRIALS: dict[str, Callable[[World], None]] = {
+TRIALS = {
     "edits": _edits,
     "casts": _cast,
     "what may come late": _allowed_late,
@@ -326,5 +322,5 @@ TRIALS: dict[str, Callable[[World], None]] = {
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_edits_that_are_allowed_are_those_of_replicas(ranks: Ranks, trial: str) -> None:
+def test_edits_that_are_allowed_are_those_of_replicas(ranks, trial):
     assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2

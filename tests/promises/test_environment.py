@@ -1,7 +1,5 @@
 """`python -m zero_fn env` says what is here and what is missing; `links` measures it, and leaves nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -12,7 +10,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
@@ -40,14 +37,14 @@ runpy.run_module("zero_fn", run_name="__main__")
 """
 
 
-def ran(*arguments: str, code: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+def ran(*arguments, code="", **environ):
     """A command in a process of its own; `code` in its place, if there is some."""
     what = ["-c", code] if code else ["-m", "zero_fn", *arguments]
     kept = {n: v for n, v in os.environ.items() if n != "CC"}
     return subprocess.run([sys.executable, *what], capture_output=True, text=True, env={**kept, **environ}, timeout=120)
 
 
-def test_env_is_a_page_of_json_that_names_nobody() -> None:
+def test_env_is_a_page_of_json_that_names_nobody():
     secrets = {"HOME": "/home/somebody", "USER": "somebody", "HF_TOKEN": "hf_0123", "MASTER_ADDR": "node17"}
     paths = {"XDG_CACHE_HOME": str(Path.home() / ".cache"), "NCCL_DEBUG_FILE": "/home/somebody/nccl", "TMPDIR": "/tmp"}
     done = ran("env", "--json", NCCL_SOCKET_IFNAME="eth0,lo", NCCL_COMM_ID="10.0.0.7:99", **secrets, **paths)
@@ -61,7 +58,7 @@ def test_env_is_a_page_of_json_that_names_nobody() -> None:
         assert name not in done.stdout
 
 
-def test_env_says_what_is_slower_without_a_compiler_io_uring_and_locked_memory() -> None:
+def test_env_says_what_is_slower_without_a_compiler_io_uring_and_locked_memory():
     done = ran(code=REFUSED, PATH="")
     page = json.loads(done.stdout)
     found = {what.partition(" (")[0].partition(":")[0]: kind for kind, what, _ in page["findings"]}
@@ -73,7 +70,7 @@ def test_env_says_what_is_slower_without_a_compiler_io_uring_and_locked_memory()
     assert page["uses"]["steps on the host"].startswith("torch, no kernels: no C compiler")
 
 
-def test_env_fails_where_training_would() -> None:
+def test_env_fails_where_training_would():
     """Where no file takes a byte, as on a full disk, and gloo is told to use an interface that is not there."""
     code = "import resource, runpy, sys, tempfile, zero_fn; tempfile.tempdir = None; sys.argv[1:] = ['env'];"
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); runpy.run_module('zero_fn', run_name='__main__')"
@@ -85,7 +82,7 @@ def test_env_fails_where_training_would() -> None:
     assert done.stdout.count("fix: ") == done.stdout.count("missing: ") + done.stdout.count("slower: ")
 
 
-def test_env_says_that_torch_cannot_use_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_env_says_that_torch_cannot_use_a_device(monkeypatch, tmp_path):
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23")
     monkeypatch.setattr(environment, "_NVIDIA", tmp_path / "version")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -96,7 +93,7 @@ def test_env_says_that_torch_cannot_use_a_device(monkeypatch: pytest.MonkeyPatch
     assert list(environment._with_devices({}, {})) == []
 
 
-def test_links_are_measured_beside_fio_and_read_by_autoplan(tmp_path: Path) -> None:
+def test_links_are_measured_beside_fio_and_read_by_autoplan(tmp_path):
     disk, tools, out = tmp_path / "disk", tmp_path / "tools", tmp_path / "links.json"
     disk.mkdir()
     tools.mkdir()
@@ -126,7 +123,7 @@ def test_links_are_measured_beside_fio_and_read_by_autoplan(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_links_are_those_of_the_ranks_of_torchrun() -> None:
+def test_links_are_those_of_the_ranks_of_torchrun():
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "zero_fn", "links"]
     done = subprocess.run(
         [sys.executable, *start, "--seconds", "2", "--json"], capture_output=True, text=True, timeout=120
@@ -135,8 +132,8 @@ def test_links_are_those_of_the_ranks_of_torchrun() -> None:
     assert (done.returncode, found["ranks"], found["between"]) == (0, 3, "shared memory")
 
 
-def test_links_say_why_a_place_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(path: Path, *more: str) -> str:
+def test_links_say_why_a_place_cannot_be_measured(tmp_path, capsys):
+    def told(path, *more):
         assert measured.main(["--path", str(path), "--seconds", "1", *more]) == 1
         return capsys.readouterr().err
 
@@ -156,8 +153,8 @@ def test_links_say_why_a_place_cannot_be_measured(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("moment", ["while a disk is measured", "while ranks are"])
-def test_links_leave_nothing_when_interrupted(moment: str, tmp_path: Path) -> None:
-    def heeds() -> None:
+def test_links_leave_nothing_when_interrupted(moment, tmp_path):
+    def heeds():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts jobs in the background with Ctrl-C ignored
 
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short name: it has sockets
@@ -168,7 +165,7 @@ def test_links_leave_nothing_when_interrupted(moment: str, tmp_path: Path) -> No
             command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True, preexec_fn=heeds
         )
 
-        def has_begun() -> bool:
+        def has_begun():
             if not path:
                 return any(Path(folder).glob("zero_fn-ranks-*"))
             try:
@@ -197,13 +194,13 @@ def test_links_leave_nothing_when_interrupted(moment: str, tmp_path: Path) -> No
         ("ext4", True, 0.1, "limit: the disk"),
     ],
 )
-def test_links_say_what_limits_a_disk(system: str, is_direct: bool, busy: float, limit: str, tmp_path: Path) -> None:
-    file: Any = SpillFile(str(tmp_path), "test")
+def test_links_say_what_limits_a_disk(system, is_direct, busy, limit, tmp_path):
+    file = SpillFile(str(tmp_path), "test")
     file.is_direct = is_direct
     assert _limit(system, file, busy).startswith(limit)
 
 
-def test_links_advise_settings_that_exist() -> None:
+def test_links_advise_settings_that_exist():
     ours, deeper = _ours(), Setting(_ours().engine, 8 * MIB, 16, 2.0, 2.0)
     assert "nothing else to set" in _advice("/disk", deeper, 1.05)
     assert f"buffer={128 * MIB}" in _advice("/disk", deeper, 1.3)

@@ -3,10 +3,8 @@
 torch calls our hook after an exception, and not after an interrupt, of which the next forward finds the traces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.simulation import Simulated
 from tests.simulation import axis as simulated_axis
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
-from tests.support.worlds import WIDTH, Run, Tower, World, as_replicas, noise
+from tests.support.worlds import WIDTH, Tower, as_replicas, noise
 
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -31,20 +28,20 @@ class Breakdown(Exception):
     """What the tests raise."""
 
 
-def _raise(*_: object) -> None:
+def _raise(*_):
     raise Breakdown
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(*_):
     raise KeyboardInterrupt
 
 
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
+def _adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _loss(model: nn.Module, seed: int) -> Tensor:
-    loss: Tensor = model(noise(4, WIDTH, seed=seed)).square().mean()
+def _loss(model, seed):
+    loss = model(noise(4, WIDTH, seed=seed)).square().mean()
     return loss
 
 
@@ -53,13 +50,13 @@ def _loss(model: nn.Module, seed: int) -> Tensor:
 Trap = Callable[[Tower], Any]
 
 
-def _in_backward_of(name: str) -> Trap:
+def _in_backward_of(name):
     return lambda model: model.get_submodule(name).register_forward_hook(
         lambda module, args, output: output.register_hook(_raise) and None
     )
 
 
-TRAPS: dict[str, Trap] = {
+TRAPS = {
     "a hook of a parameter": lambda model: model.get_parameter("blocks.1.up.weight").register_hook(_raise),
     "a post-accumulate hook": lambda model: model.get_parameter(
         "blocks.2.down.bias"
@@ -72,7 +69,7 @@ TRAPS: dict[str, Trap] = {
 interrupt: `test_checkpointing.py`."""
 
 
-def _require_names_of_resting_parameters(model: nn.Module) -> None:
+def _require_names_of_resting_parameters(model):
     """A gathered parameter stood under its name until the next forward; an edit of it was lost."""
     for name, parameter in model.named_parameters():
         owner, _, attribute = name.rpartition(".")
@@ -83,7 +80,7 @@ def _require_names_of_resting_parameters(model: nn.Module) -> None:
     ("case", "in_block"), [*((case, False) for case in TRAPS), *((case, True) for case in list(TRAPS)[:2])]
 )
 @as_replicas(Tower, steps=3, optimizer="adamw")
-def test_the_step_after_an_exception_is_exact(model: Any, run: Run, number: int, case: str, in_block: bool) -> None:
+def test_the_step_after_an_exception_is_exact(model, run, number, case, in_block):
     if number == 1:
         handle = TRAPS[case](model)
         with pytest.raises(Breakdown), run.accumulate() if in_block else nullcontext():
@@ -110,7 +107,7 @@ def test_the_step_after_an_exception_is_exact(model: Any, run: Run, number: int,
     ],
 )
 @as_replicas()
-def test_a_hook_that_raises_leaves_nothing(world: World, where: str, inside: str, error: Callable[..., None]) -> None:
+def test_a_hook_that_raises_leaves_nothing(world, where, inside, error):
     """A hook raises in the second forward; then two steps as if nothing was."""
     model = world.build(Tower)
     optimizer = _adam(model)
@@ -135,7 +132,7 @@ def test_a_hook_that_raises_leaves_nothing(world: World, where: str, inside: str
 
 @pytest.mark.parametrize("then", ["a backward of before", "a step", "an edit", "a load", "a child"])
 @as_replicas()
-def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(world: World, then: str) -> None:
+def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(world, then):
     model = world.build(Tower)
     optimizer = _adam(model)
     world.train(model, optimizer, 0)
@@ -170,7 +167,7 @@ class Failing(torch.optim.SGD):
     fails = False
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if not self.fails:
             return super().step(closure)
         parameters = self.param_groups[0]["params"]
@@ -180,7 +177,7 @@ class Failing(torch.optim.SGD):
 
 
 @as_replicas()
-def test_an_optimizer_that_raises_half_way_leaves_what_it_did(world: World) -> None:
+def test_an_optimizer_that_raises_half_way_leaves_what_it_did(world):
     model = world.build(Tower)
     optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
     for step in range(4):
@@ -194,19 +191,19 @@ def test_an_optimizer_that_raises_half_way_leaves_what_it_did(world: World) -> N
 
 
 @as_replicas()
-def test_a_closure_that_raises_leaves_nothing(world: World) -> None:
+def test_a_closure_that_raises_leaves_nothing(world):
     model = world.build(Tower)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(3):
 
-        def closure(step: int = step) -> float:
+        def closure(step=step):
             optimizer.zero_grad()
             loss = _loss(model, step)
             loss.backward()
             world.reduce(model)
             return loss.item()
 
-        def broken() -> float:
+        def broken():
             _loss(model, 99).backward()
             raise Breakdown
 
@@ -219,11 +216,11 @@ def test_a_closure_that_raises_leaves_nothing(world: World) -> None:
 class Recursive(nn.Module):
     """Calls itself, and once a call of itself fails."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+    def forward(self, x, times=2):
         x = torch.tanh(self.linear(x)) * self.gate
         if times == 1:
             try:
@@ -232,15 +229,13 @@ class Recursive(nn.Module):
                 return x
         if times < 0:
             raise Breakdown
-        y: Tensor = self(x, times - 1)
+        y = self(x, times - 1)
         return y + self.gate
 
 
 @pytest.mark.parametrize("build", [Recursive, Tower])
 @as_replicas()
-def test_exceptions_that_are_handled_in_and_around_a_forward_are_none_of_it(
-    world: World, build: Callable[[], nn.Module]
-) -> None:
+def test_exceptions_that_are_handled_in_and_around_a_forward_are_none_of_it(world, build):
     """A module that calls itself is left when the outermost call ends."""
     model = world.build(build)
     optimizer = _adam(model)
@@ -252,13 +247,13 @@ def test_exceptions_that_are_handled_in_and_around_a_forward_are_none_of_it(
 
 
 @on_ranks(2)
-def test_hooks_of_before_and_after_the_transform_see_whole_parameters() -> None:
+def test_hooks_of_before_and_after_the_transform_see_whole_parameters():
     """After the forward of a unit a hook reads them as the module around it may. (test_weight_reads.py)"""
     for registers_first in (True, False):
-        plain: Any = nn.Sequential(Block(7), Block(7))
-        found: list[bool] = []
+        plain = nn.Sequential(Block(7), Block(7))
+        found = []
 
-        def look(module: Any, *_: object, found: list[bool] = found) -> None:
+        def look(module, *_, found=found):
             found.append(type(module.gate) is Tensor)
 
         model = plain if registers_first else zf.zero3(plain, axis(), units=Block)
@@ -272,12 +267,12 @@ def test_hooks_of_before_and_after_the_transform_see_whole_parameters() -> None:
 class Detached(nn.Linear):
     """Has gradients on rank 0 only: the backward of rank 1 passes through it."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weight, bias = (each if dist.get_rank() == 0 else each.detach() for each in (self.weight, self.bias))
         return nn.functional.linear(x, weight, bias)
 
 
-def _passes(raises: bool) -> list[list[float]]:
+def _passes(raises):
     """A rank with gradients issues a reduction as they come; one without, when backward has come further, or has raised."""
     seed_generator(0)
     layers = nn.Sequential(nn.Linear(3, 3), Detached(3, 3), Detached(3, 3))
@@ -287,11 +282,11 @@ def _passes(raises: bool) -> list[list[float]]:
         middle = model[0](noise(2, 3, seed=1)).clone()  # so that backward raises between two units
         if raises_now:
             middle.register_hook(_raise)
-        context: AbstractContextManager[Any] = pytest.raises(Breakdown) if raises_now else nullcontext()
+        context = pytest.raises(Breakdown) if raises_now else nullcontext()
         with context:
             model[2](model[1](middle)).sum().backward()
     return [full(parameter.grad).flatten().tolist() for parameter in model.parameters()]
 
 
-def test_a_rank_without_gradients_issues_the_reductions_that_others_wait_for(simulated: Simulated) -> None:
+def test_a_rank_without_gradients_issues_the_reductions_that_others_wait_for(simulated):
     assert simulated(2).run(_passes, True) == simulated(2).run(_passes, False)

@@ -1,12 +1,8 @@
 """Double backward, `torch.autograd.grad`, and the functions of `torch.func`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.functional import jacobian
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, grad_and_value, jvp, vmap
@@ -18,13 +14,13 @@ from tests.support.profiles import SIZES
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import named_fulls
-from tests.support.worlds import Run, as_replicas, noise, one_backward
+from tests.support.worlds import as_replicas, noise, one_backward
 
 
 class Tied(Stack):
     """Its last linear has the weight of the first."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.leave.weight = self.enter.weight
 
@@ -32,7 +28,7 @@ class Tied(Stack):
 class Shared(Stack):
     """One layer runs twice."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.layers[0](self.layers[0](self.enter(x)))
         return self.leave(x)
 
@@ -40,7 +36,7 @@ class Shared(Stack):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
 @as_replicas(n=None)
-def test_a_gradient_penalty_on_the_input_trains(model: Any, run: Run, number: int) -> object:
+def test_a_gradient_penalty_on_the_input_trains(model, run, number):
     x = noise(4, 6, seed=number).requires_grad_()
     output = model(x)
     (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -51,16 +47,16 @@ def test_a_gradient_penalty_on_the_input_trains(model: Any, run: Run, number: in
 class Whole(nn.Module):
     """Shared and tied modules of small integers, so that no order of summation rounds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
         self.last = nn.Linear(3, 3)
-        self.last.weight = self.blocks[1].weight  # type: ignore[assignment]
+        self.last.weight = self.blocks[1].weight
         for number, parameter in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(number)
             parameter.data = torch.randint(-1, 2, parameter.shape, generator=generator).double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for i in (0, 1, 0):
             x = self.blocks[i](x).square()
         return self.last(x)
@@ -68,9 +64,7 @@ class Whole(nn.Module):
 
 @pytest.mark.parametrize("n", SIZES)
 @as_replicas(Whole, n=None, steps=1)
-def test_modules_that_run_several_times_are_differentiated_twice_and_added_up(
-    model: Any, run: Run, number: int
-) -> object:
+def test_modules_that_run_several_times_are_differentiated_twice_and_added_up(model, run, number):
     x = noise(2, 3, seed=number, dtype=torch.float64).sign().requires_grad_()
     output = model(x)
     (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -80,7 +74,7 @@ def test_modules_that_run_several_times_are_differentiated_twice_and_added_up(
 
 @pytest.mark.parametrize("n", [1, 2])
 @as_replicas(Stack, n=None)
-def test_a_penalty_on_the_gradient_of_parameters_trains(model: Any, run: Run, number: int) -> object:
+def test_a_penalty_on_the_gradient_of_parameters_trains(model, run, number):
     """The gradient in the graph is the mean over ranks; with one batch on all ranks, that of each."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
     loss = model(x).square().mean()
@@ -95,7 +89,7 @@ def test_a_penalty_on_the_gradient_of_parameters_trains(model: Any, run: Run, nu
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
 @as_replicas(n=None)
-def test_autograd_grad_gives_resting_gradients(model: Any, run: Run, number: int) -> object:
+def test_autograd_grad_gives_resting_gradients(model, run, number):
     """Of all parameters, and of some, which a backward may be for, too."""
     x = noise(4, 6, seed=number)
     grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), allow_unused=True)
@@ -109,20 +103,20 @@ def test_autograd_grad_gives_resting_gradients(model: Any, run: Run, number: int
     return [run.mean(value) for value in (*grads, *some)]
 
 
-def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
+def _values(model, *, scale):
     return {name: value * scale for name, value in named_fulls(dict(model.named_parameters())).items()}
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Tied, Shared])
 @as_replicas(n=None)
-def test_a_call_on_whole_tensors_is_that_of_a_plain_module(model: Any, run: Run, number: int) -> object:
+def test_a_call_on_whole_tensors_is_that_of_a_plain_module(model, run, number):
     """Of the model and of a unit alone: functional_call, its transforms and ensembles. Gradients are those of the rank."""
     x, layer = noise(4, 6, seed=number), model.layers[1]
     values = _values(model, scale=0.5)
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
 
-    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+    def loss(values, x):
         return functional_call(model, values, (x,)).square().mean()
 
     inner = loss(leaves, x)
@@ -145,10 +139,10 @@ def test_a_call_on_whole_tensors_is_that_of_a_plain_module(model: Any, run: Run,
 
 
 @on_ranks(2)
-def test_a_swap_leaves_units_and_parameters_as_they_were() -> None:
+def test_a_swap_leaves_units_and_parameters_as_they_were():
     for stage in STAGES.values():
         torch.manual_seed(0)
-        model: Any = stage(Tied(), axis())
+        model = stage(Tied(), axis())
         before = [id(parameter) for parameter in model.parameters()]
         x = noise(3, 6, seed=1)
         expected = model(x)
@@ -171,12 +165,12 @@ def test_a_swap_leaves_units_and_parameters_as_they_were() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_resting_tensors_and_some_of_the_tensors_are_refused(stage: str) -> None:
+def test_resting_tensors_and_some_of_the_tensors_are_refused(stage):
     """Inside torch.func and outside. In the block of the error's fix, parameters are whole, and a call takes any of them."""
     model = STAGES[stage](Stack(), axis())
     x = noise(3, 6, seed=1)
 
-    def loss(values: dict[str, Tensor]) -> Tensor:
+    def loss(values):
         return functional_call(model, values, (x,)).sum()
 
     some = {name: value for name, value in _values(model, scale=2.0).items() if "leave" in name}
@@ -192,16 +186,16 @@ def test_resting_tensors_and_some_of_the_tensors_are_refused(stage: str) -> None
         found = grad(loss)(whole)
         _, slope = jvp(loss, (whole,), (whole,))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert torch.allclose(slope, sum((whole[name] * value).sum() for name, value in expected.items()))  # type: ignore[arg-type]
+    assert torch.allclose(slope, sum((whole[name] * value).sum() for name, value in expected.items()))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_exact(stage: str) -> None:
+def test_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_exact(stage):
     torch.manual_seed(0)
     reference = Stack()
     torch.manual_seed(0)
-    model: Any = STAGES[stage](Stack(), axis())
+    model = STAGES[stage](Stack(), axis())
     x = noise(3, 6, seed=1)
     parameters = list(model.parameters())
     with pytest.raises(zf.StateError, match="at once"):
@@ -218,29 +212,29 @@ class _Fused(torch.autograd.Function):
     """Puts the gradient of the weight where it belongs itself, as fused accumulations do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Linear) -> Tensor:
+    def forward(ctx, x, weight, layer):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         return x @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         ctx.layer.weight.grad = grad.T @ x
         return grad @ weight, None, None
 
 
 class _FusedLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Fused.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+    def forward(self, x):
+        y = _Fused.apply(x, self.weight, self)
         return y + self.bias
 
 
-def _fused() -> nn.Module:
+def _fused():
     return nn.Sequential(nn.Linear(6, 5), nn.Sequential(_FusedLinear(5, 6), nn.Tanh()), _FusedLinear(6, 2))
 
 
 @pytest.mark.parametrize("n", SIZES)
 @as_replicas(_fused, n=None)
-def test_a_gradient_that_a_function_assigns_in_backward_is_reduced(model: Any, run: Run, number: int) -> None:
+def test_a_gradient_that_a_function_assigns_in_backward_is_reduced(model, run, number):
     one_backward(model, run, number)

@@ -5,42 +5,38 @@ gradient: the mean over ranks, as a DTensor placed as the parameter. DDP calls i
 for a hook that is linear the two orders are one, and exactly one if it scales by powers of two.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.support.models import Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import fulls
-from tests.support.worlds import Program, Run, as_replicas, differences, noise, one_backward, trained
+from tests.support.worlds import as_replicas, differences, noise, one_backward, trained
 
 
-def scaled(grad: Tensor) -> Tensor:
+def scaled(grad):
     return grad * 4
 
 
-def doubled(parameter: Tensor) -> None:
+def doubled(parameter):
     assert parameter.grad is not None
     parameter.grad.mul_(2)
 
 
-def hook_some(model: Any) -> list[Any]:
+def hook_some(model):
     return [
         model.enter.weight.register_hook(scaled),
         model.layers[0].second.weight.register_hook(scaled),
@@ -52,16 +48,16 @@ def hook_some(model: Any) -> list[Any]:
 
 
 class Hooked(Stack):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         hook_some(self)
 
 
-def loss_of(model: Any, seed: int) -> Tensor:
+def loss_of(model, seed):
     return model(noise(3, 6, seed=seed)).square().mean()
 
 
-def _come_and_go(model: Stack, run: Run, number: int) -> None:
+def _come_and_go(model, run, number):
     """At any time."""
     early = hook_some(model) if number != 1 else []
     loss = loss_of(model, number)
@@ -75,7 +71,7 @@ def _come_and_go(model: Stack, run: Run, number: int) -> None:
         run.backward(loss_of(model, 7))
 
 
-def _into_inputs(model: Stack, run: Run, number: int) -> object:
+def _into_inputs(model, run, number):
     """In `autograd.grad` and in a backward into inputs: a hooked parameter was "not used in the graph"."""
     handles = hook_some(model)
     grads = torch.autograd.grad(loss_of(model, number), list(model.parameters()))
@@ -85,7 +81,7 @@ def _into_inputs(model: Stack, run: Run, number: int) -> object:
     return [run.mean(grad) for grad in grads]
 
 
-def _on_sums(model: Any, run: Run, number: int) -> None:
+def _on_sums(model, run, number):
     """Of accumulated microbatches."""
     handles = [model.enter.weight.register_hook(scaled), model.layers[0].second.weight.register_hook(scaled)]
     with run.accumulate():
@@ -95,11 +91,11 @@ def _on_sums(model: Any, run: Run, number: int) -> None:
         handle.remove()
 
 
-def _of_modules(model: Any, run: Run, number: int) -> object:
-    seen: list[object] = []
+def _of_modules(model, run, number):
+    seen = []
     handles = []
 
-    def note(*values: object) -> None:
+    def note(*values):
         seen.extend(values)
 
     for module in (model, model.enter, model.layers[0], model.layers[1].first, model.layers[2]):
@@ -121,16 +117,16 @@ def _of_modules(model: Any, run: Run, number: int) -> object:
     return seen
 
 
-def _keeps_a_weight(model: Any, run: Run, number: int) -> None:
+def _keeps_a_weight(model, run, number):
     """A gathered weight enters the loss."""
-    weights: list[Tensor] = []
+    weights = []
     handle = model.layers[0].first.register_forward_hook(lambda module, args, output: weights.append(module.weight))
     loss = loss_of(model, number)
     handle.remove()
     run.backward(loss + weights[0].square().sum())
 
 
-PROGRAMS: dict[str, tuple[type[Stack], Program]] = {
+PROGRAMS = {
     "before the transform": (Hooked, one_backward),
     "come and go": (Stack, _come_and_go),
     "autograd.grad and inputs": (Stack, _into_inputs),
@@ -141,18 +137,18 @@ PROGRAMS: dict[str, tuple[type[Stack], Program]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_hooks_fire_as_in_replicas(ranks: Ranks, name: str) -> None:
+def test_hooks_fire_as_in_replicas(ranks, name):
     build, program = PROGRAMS[name]
     assert ranks(2).run(differences, trained(build, program, steps=3)) == [[]] * 2
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(3)
-def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage: str) -> None:
-    model: Any = STAGES[stage](Stack(), axis())
-    seen: list[tuple[str, Tensor]] = []
+def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage):
+    model = STAGES[stage](Stack(), axis())
+    seen = []
 
-    def watch(name: str, parameter: nn.Parameter) -> None:
+    def watch(name, parameter):
         parameter.register_hook(lambda grad: seen.append((name, grad)))
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append((f"{name} after", p.grad)))
 
@@ -160,7 +156,7 @@ def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage: s
         watch(name, parameter)
     names = sorted(name for key, _ in model.named_parameters() for name in (key, f"{key} after"))
 
-    def fired(run: Callable[[], object]) -> dict[str, Tensor]:
+    def fired(run):
         seen.clear()
         run()
         assert sorted(name for name, _ in seen) == names
@@ -174,7 +170,7 @@ def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage: s
         assert torch.equal(grad.to_local(), parameter.grad.to_local())
     model.zero_grad()
 
-    def two_microbatches() -> None:
+    def two_microbatches():
         with zf.accumulate(model):
             loss_of(model, 1).backward()
             loss_of(model, 2).backward()
@@ -193,12 +189,12 @@ def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage: s
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_hooks_of_several_parameters_come_and_go(stage: str) -> None:
-    model: Any = STAGES[stage](Stack(), axis())
+def test_hooks_of_several_parameters_come_and_go(stage):
+    model = STAGES[stage](Stack(), axis())
     some = [model.enter.weight, model.layers[1].first.bias, model.leave.bias]
-    seen: list[object] = []
+    seen = []
 
-    def fired() -> list[object]:
+    def fired():
         seen.clear()
         loss_of(model, 1).backward()
         return sorted(map(str, seen))
@@ -215,15 +211,15 @@ def test_hooks_of_several_parameters_come_and_go(stage: str) -> None:
     assert fired() == ["any"]
 
 
-def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+def _train_from_hooks(model, optimizer_of):
     """Every few layers have an optimizer that steps, and drops their gradients, once the last of these has come."""
 
-    def attach(*modules: nn.Module) -> None:
+    def attach(*modules):
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer, missing = optimizer_of(parameters), set(parameters)
 
-        def step(parameter: Tensor) -> None:
-            missing.remove(parameter)  # type: ignore[arg-type]
+        def step(parameter):
+            missing.remove(parameter)
             if not missing:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -245,9 +241,9 @@ def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], O
     [("replicate", "memory"), ("zero1", "disk"), ("zero2", "memory"), ("zero3", "memory"), ("zero3", "disk")],
 )
 @on_ranks(2)
-def test_optimizers_may_step_in_hooks_while_backward_runs(stage: str, where: str, folder: str) -> None:
+def test_optimizers_may_step_in_hooks_while_backward_runs(stage, where, folder):
     torch.manual_seed(0)
-    plain: Any = Stack()
+    plain = Stack()
     expected, model = (STAGES[stage](copy.deepcopy(plain), axis()) for _ in range(2))
     stock = AdamW(expected.parameters(), lr=0.01)
     for number in range(3):
@@ -265,8 +261,8 @@ def test_optimizers_may_step_in_hooks_while_backward_runs(stage: str, where: str
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_an_optimizer_that_steps_in_hooks_of_nodes_is_refused(stage: str) -> None:
-    model: Any = STAGES[stage](Stack(), axis())
+def test_an_optimizer_that_steps_in_hooks_of_nodes_is_refused(stage):
+    model = STAGES[stage](Stack(), axis())
     before = fulls(model.parameters())
     _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.01})
     with pytest.raises(zf.StateError, match="node that accumulates"):
@@ -277,7 +273,7 @@ def test_an_optimizer_that_steps_in_hooks_of_nodes_is_refused(stage: str) -> Non
 class Reparametrized(nn.Module):
     """Layers that are units, and whose weights are computed by hooks before their forward: old GANs, pruned models."""
 
-    def __init__(self, wrap: str = "") -> None:
+    def __init__(self, wrap=""):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -293,15 +289,15 @@ class Reparametrized(nn.Module):
             self.layers[2].bias = self.layers[0].bias  # of the root: called alone, these layers enter two units
         self.wrap = wrap
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(checkpoint(layer, x, use_reentrant=self.wrap == "reentrant") if self.wrap else layer(x))
         return x
 
 
 @pytest.mark.parametrize("wrap", ["", "checkpoint", "reentrant"])
-def test_hooks_before_a_forward_may_compute_weights(ranks: Ranks, wrap: str) -> None:
-    def program(model: Any, run: Run, number: int) -> object:
+def test_hooks_before_a_forward_may_compute_weights(ranks, wrap):
+    def program(model, run, number):
         x = noise(4, 6, seed=number).requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True) if not wrap else (x,)
@@ -313,13 +309,13 @@ def test_hooks_before_a_forward_may_compute_weights(ranks: Ranks, wrap: str) -> 
     assert ranks(2).run(differences, trained(lambda: Reparametrized(wrap), program)) == [[]] * 2
 
 
-def _refuse(_module: nn.Module, _args: object) -> None:
+def _refuse(_module, _args):
     raise InterruptedError
 
 
 @as_replicas(Reparametrized, steps=3)
-def test_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(model: Any, run: Run, number: int) -> None:
-    def fail(number: int) -> None:
+def test_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(model, run, number):
+    def fail(number):
         layer = model.layers[number]
         handle = layer.register_forward_pre_hook(_refuse)
         with pytest.raises(InterruptedError):
@@ -333,12 +329,12 @@ def test_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(model: An
     fail(2)  # the next forward comes after a step
 
 
-def _again(model: Any) -> nn.Module:
+def _again(model):
     loss_of(model, 5).backward()
     model.zero_grad()
     return zf.shard_params(model, axis())
 
 
 @as_replicas(Hooked, transform=_again)
-def test_a_transformed_model_can_be_transformed_with_its_hooks(model: Any, run: Run, number: int) -> None:
+def test_a_transformed_model_can_be_transformed_with_its_hooks(model, run, number):
     one_backward(model, run, number)

@@ -4,31 +4,24 @@ A tracer raises `KeyboardInterrupt` at a line of zero_fn in a step, a save or a 
 and what the model computes is compared with a plain model. One model is interrupted again and again, as in a notebook.
 """
 
-from __future__ import annotations
-
 import copy
 import linecache
 import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from pathlib import Path
-from types import FrameType
-from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.models import Layer, Stack
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 
 _ROOT = os.path.dirname(zf.__file__) + os.sep
@@ -41,7 +34,7 @@ Moment = tuple[Line, int]  # a line, and how often it had been run before
 
 
 @cache
-def _is_of_a_mode(file: str, line: int) -> bool:
+def _is_of_a_mode(file, line):
     """Whether a line enters and leaves a mode of torch: one that is interrupted as it leaves stays on, here as anywhere."""
     text = linecache.getline(file, line)
     return "with " in text and ("no_grad()" in text or "inference_mode(" in text)
@@ -50,16 +43,16 @@ def _is_of_a_mode(file: str, line: int) -> bool:
 class _Tracer:
     """Counts the lines of zero_fn that an action runs, and interrupts it at one of them."""
 
-    def __init__(self, moment: Moment | None = None) -> None:
-        self.counts: Counter[Line] = Counter()
+    def __init__(self, moment=None):
+        self.counts = Counter()
         self.is_hit = False
         self._moment = moment
 
-    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+    def __call__(self, frame, event, arg):
         code = frame.f_code
         return self._line if code.co_filename.startswith(_ROOT) and code.co_name != "__del__" else None
 
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+    def _line(self, frame, event, arg):
         if event == "line" and not self.is_hit and not _is_of_a_mode(frame.f_code.co_filename, frame.f_lineno):
             line = frame.f_code.co_filename[len(_ROOT) :], frame.f_lineno
             if (line, self.counts[line]) == self._moment:
@@ -68,7 +61,7 @@ class _Tracer:
             self.counts[line] += 1
         return self._line
 
-    def run(self, act: Callable[[], object]) -> None:
+    def run(self, act):
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -77,24 +70,24 @@ class _Tracer:
             sys.settrace(before)
 
 
-def _moments(act: Callable[[], object]) -> list[Moment]:
+def _moments(act):
     """Those of an action to which every rank comes: a loop that waits for a peer takes as many turns as it needs."""
     tracer = _Tracer()
     tracer.run(act)
-    rows: list[Counter[Line]] = [Counter()] * dist.get_world_size()
+    rows = [Counter()] * dist.get_world_size()
     dist.all_gather_object(rows, tracer.counts)
     lines = sorted(line for line in rows[0] if all(row[line] == rows[0][line] for row in rows))
     return [(line, number) for line in lines for number in range(rows[0][line])]
 
 
-def _batch(number: int) -> Tensor:
+def _batch(number):
     return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(number))
 
 
 class Patient:
     """A model that is interrupted, the optimizer that trains it, and a plain model that takes over its values."""
 
-    def __init__(self, where: str, folder: Path, mesh: Any) -> None:
+    def __init__(self, where, folder, mesh):
         torch.manual_seed(0)
         self.folder, self.saves, self.plain = folder, 0, Stack(_WIDTH, _WIDTH, 2)
         model, is_streamed = Stack(_WIDTH, _WIDTH, 2), where in ("disk", "waiting")
@@ -103,7 +96,7 @@ class Patient:
             tier = zf.nvme(folder) if where == "disk" else zf.cpu()
             model = zf.offload(model, params=tier, grads=tier, optim=tier)
         self.model = model
-        self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=is_streamed or None)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=is_streamed or None)
         if is_streamed:
             self.optimizer = zf.streamed(self.optimizer, finish="forward" if where == "waiting" else "step")
         for number in range(2):
@@ -114,49 +107,49 @@ class Patient:
 
     # -- what is interrupted -------------------------------------------------------------------------------------------
 
-    def step(self, number: int = 9) -> Tensor:
+    def step(self, number=9):
         self.optimizer.zero_grad()
         output = self.model(_batch(number))
         output.square().mean().backward()
         self.optimizer.step()
         return output.detach()
 
-    def accumulated(self, *, unshard: bool = False) -> None:
+    def accumulated(self, *, unshard=False):
         self.optimizer.zero_grad()
         with zf.accumulate(self.model, unshard=unshard):
             for number in range(2):
                 self.model(_batch(number)).square().mean().backward()
         self.optimizer.step()
 
-    def whole(self) -> None:
+    def whole(self):
         self.accumulated(unshard=True)
 
     @torch.no_grad()
-    def evaluate(self) -> None:
+    def evaluate(self):
         self.model(_batch(9))
 
-    def move(self) -> None:
+    def move(self):
         self.model.to(torch.float64).to(torch.float32)
         self.evaluate()
 
-    def edit(self) -> None:
+    def edit(self):
         with zf.unsharded(self.model, writeback=True), torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(0.5)
 
-    def save(self) -> None:
+    def save(self):
         self.saves += 1
         zf.save(self.folder / f"save-{self.saves}", self.model, self.optimizer)
 
-    def load(self, name: str = "first") -> None:
+    def load(self, name="first"):
         zf.load(self.folder / name, self.model, self.optimizer)
 
-    def load_states(self) -> None:
+    def load_states(self):
         model, optimizer = copy.deepcopy(self.first)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
 
-    def save_again(self) -> None:
+    def save_again(self):
         """Saves after an interrupted save: what is loaded is one or the other."""
         self.load()
         self.save()
@@ -164,7 +157,7 @@ class Patient:
 
     # -- what is asked afterwards --------------------------------------------------------------------------------------
 
-    def is_consistent(self) -> bool:
+    def is_consistent(self):
         """Whether the model computes what a plain one with its parameters computes."""
         with torch.no_grad():
             found = self.model(_batch(5))
@@ -172,12 +165,12 @@ class Patient:
                 own.copy_(full(parameter))
             return torch.equal(found, self.plain(_batch(5)))
 
-    def goes_on(self, then: str) -> bool:
+    def goes_on(self, then):
         """Whether the steps after a load are those of a run without interrupts."""
         getattr(self, then)()
         return all(torch.equal(self.step(number), wanted) for number, wanted in zip((2, 3), self.wanted, strict=True))
 
-    def is_right(self, then: str) -> bool:
+    def is_right(self, then):
         """Whether nothing is wrong in silence: as it is, the model is consistent or raises; one of three loads works."""
         if then == "nothing":
             if _found(self.is_consistent) is False:
@@ -190,7 +183,7 @@ class Patient:
         raise AssertionError(f"{then}: {found!r}")
 
 
-def _found(act: Callable[[], object]) -> object:
+def _found(act):
     """What an action gives, or raises, unless ranks are told that they are out of step."""
     try:
         return act()
@@ -205,7 +198,7 @@ ACTS = ("step", "accumulated", "evaluate", "edit", "whole", "save", "load", "loa
 THEN = ("load", "load_states", "save_again", "nothing")
 
 
-def interrupted(where: str, act: str, count: int, number: int, folder: Path) -> None:
+def interrupted(where, act, count, number, folder):
     """Interrupts an action so many times, on several ranks each at the same line, and asks what came of it.
 
     Raises:
@@ -233,7 +226,7 @@ def interrupted(where: str, act: str, count: int, number: int, folder: Path) -> 
 @pytest.mark.parametrize("count", [3, pytest.param(75, marks=pytest.mark.long)])
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("where", WHERE)
-def test_what_comes_after_an_interrupt_is_right(where: str, act: str, count: int, tmp_path: Path) -> None:
+def test_what_comes_after_an_interrupt_is_right(where, act, count, tmp_path):
     """In a module of the user: `test_exceptions.py`."""
     interrupted(where, act, count, count, tmp_path)
 
@@ -245,9 +238,7 @@ def test_what_comes_after_an_interrupt_is_right(where: str, act: str, count: int
         *(pytest.param(where, act, 10, marks=pytest.mark.long) for where in WHERE for act in ACTS),
     ],
 )
-def test_ranks_that_are_interrupted_alike_stay_in_step_or_are_told(
-    ranks: Ranks, where: str, act: str, times: int, tmp_path: Path
-) -> None:
+def test_ranks_that_are_interrupted_alike_stay_in_step_or_are_told(ranks, where, act, times, tmp_path):
     stayed = 0
     for number in range(times):
         (folder := tmp_path / str(number)).mkdir()
@@ -258,7 +249,7 @@ def test_ranks_that_are_interrupted_alike_stay_in_step_or_are_told(
 
 
 @pytest.mark.parametrize("stage", ["stage 1", "stage 3"])
-def test_parameters_that_are_taken_over_after_a_move_survive_an_interrupt(stage: str, tmp_path: Path) -> None:
+def test_parameters_that_are_taken_over_after_a_move_survive_an_interrupt(stage, tmp_path):
     with alone() as mesh:
         patient = Patient(stage, tmp_path, mesh)
         patient.evaluate()

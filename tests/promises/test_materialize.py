@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.support.wholes import named_fulls
 from zero_fn import errors
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+def _step(model, optimizer):
     loss = loss_of(model, 0)
     loss.backward()
     optimizer.step()
@@ -32,20 +31,20 @@ class Positions(nn.Module):
 
     angles: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("angles", torch.empty(5), persistent=False)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         if not self.angles.is_meta:
             torch.arange(5, out=self.angles)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.angles.unsqueeze(-1)
 
 
-def _on_meta(stage: str) -> nn.Module:
+def _on_meta(stage):
     with torch.device("meta"):
         blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 10)) for _ in range(3)))
         model = STAGES[stage](nn.Sequential(nn.Embedding(37, 10), Positions(), blocks, nn.Linear(10, 37)), axis())
@@ -55,7 +54,7 @@ def _on_meta(stage: str) -> nn.Module:
 
 
 @on_ranks(3)
-def test_materialize_gives_the_same_values_in_every_stage() -> None:
+def test_materialize_gives_the_same_values_in_every_stage():
     """With the optimizer built before and after."""
     found = []
     for stage in STAGES:
@@ -70,7 +69,7 @@ def test_materialize_gives_the_same_values_in_every_stage() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_cannot_follow_is_refused() -> None:
+def test_an_optimizer_that_cannot_follow_is_refused():
     """Which somebody refers to, so that the optimizer of before does not train what they become."""
     for stage in ("zero1", "zero3"):
         model = _on_meta(stage)
@@ -88,34 +87,34 @@ class Table(nn.Module):
     used: Tensor
     left_out: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, 4))
         self.register_buffer("used", torch.zeros(4), persistent=False)
         self.register_buffer("left_out", torch.zeros(4), persistent=False)
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         self.weight.data.normal_()
         self.used.fill_(1)
 
 
-def _shared() -> nn.Module:
+def _shared():
     """Two blocks whose linears share a weight: it belongs to the root, the biases to the blocks."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)))
-    blocks[1][0].weight = blocks[0][0].weight  # type: ignore[index]
+    blocks[1][0].weight = blocks[0][0].weight
     return blocks
 
 
 @on_ranks(2)
-def test_materialize_names_what_nobody_wrote() -> None:
+def test_materialize_names_what_nobody_wrote():
     """And what owns a parameter and cannot reset it: errors/mistakes.py."""
     with torch.device("meta"):
         table, shared = zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis()), zf.zero3(_shared(), axis())
     with pytest.raises(zf.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
         zf.materialize(table, "cpu")
-    table[1].left_out.fill_(2)  # type: ignore[operator]
+    table[1].left_out.fill_(2)
     zf.materialize(table, "cpu")  # what is in memory stays
-    assert table[1].left_out.tolist() == [2.0] * 4  # type: ignore[operator]
+    assert table[1].left_out.tolist() == [2.0] * 4
     zf.materialize(shared, "cpu")  # the unit that came second was left with the memory as it was
     for values in named_fulls(dict(shared.named_parameters())).values():
         assert values.abs().max() < 1
@@ -125,28 +124,28 @@ def test_materialize_names_what_nobody_wrote() -> None:
 class Rotary(nn.Module):
     """Owns a buffer that no state_dict holds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("inv_freq", self.frequencies(), persistent=False)
         self.out = nn.Linear(6, 6)
 
-    def frequencies(self) -> Tensor:
+    def frequencies(self):
         return 1 / 10 ** torch.arange(6.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(x * self.inv_freq)  # type: ignore[operator]
+    def forward(self, x):
+        return self.out(x * self.inv_freq)
 
 
 @pytest.mark.parametrize(
     ("stage", "twin", "around"), [("zero1", False, False), ("zero3", True, False), ("zero3", False, True)]
 )
 @on_ranks(2)
-def test_what_to_empty_left_without_values_is_refused_or_warned_of(stage: str, twin: bool, around: bool) -> None:
+def test_what_to_empty_left_without_values_is_refused_or_warned_of(stage, twin, around):
     """FSDP2's way: `to_empty`, then values; shards cannot be drawn one by one, and buffers have none. Of a copy, too, and
     where a module around the transformed one was emptied."""
     values = nn.Sequential(Rotary(), nn.Linear(6, 2)).state_dict()
     with torch.device("meta"):
-        model: Any = STAGES[stage](nn.Sequential(Rotary(), nn.Linear(6, 2)), axis())
+        model = STAGES[stage](nn.Sequential(Rotary(), nn.Linear(6, 2)), axis())
     if twin:
         model = copy.deepcopy(model)
     (nn.ModuleList([model]) if around else model).to_empty(device="cpu")

@@ -3,16 +3,11 @@
 The collector of garbage is off while it is counted, so that a cycle of references is growth too.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,7 +20,7 @@ from tests.support.models import Language, Layer, Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.profiles import PROFILE
 from tests.support.programs import OPTIMIZERS, STAGES, loss_of
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.storages import Storages
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
@@ -38,11 +33,11 @@ from zero_fn.runtime.group import Buffer
 
 
 @contextmanager
-def _watched() -> Iterator[list[weakref.ref[torch.UntypedStorage]]]:
+def _watched():
     """Every storage that the runtime allocates for parameters in this block, at rest and gathered."""
     seen, allocate = [], Buffer.allocate
 
-    def watched(of: Buffer) -> Tensor:
+    def watched(of):
         buffer = allocate(of)
         seen.append(weakref.ref(buffer.untyped_storage()))
         return buffer
@@ -51,17 +46,17 @@ def _watched() -> Iterator[list[weakref.ref[torch.UntypedStorage]]]:
         yield seen
 
 
-def _alive(storages: list[weakref.ref[torch.UntypedStorage]]) -> int:
+def _alive(storages):
     """How many still have memory."""
     return sum(1 for reference in storages if (storage := reference()) is not None and storage.nbytes())
 
 
-def _loss(model: nn.Module, seed: int = 0) -> Tensor:
-    loss: Tensor = model(noise(4, WIDTH, seed=seed)).square().mean()
+def _loss(model, seed=0):
+    loss = model(noise(4, WIDTH, seed=seed)).square().mean()
     return loss
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _train(model, optimizer):
     for step in range(2):
         with zf.accumulate(model) if step else nullcontext():
             _loss(model, step).backward()
@@ -69,7 +64,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def _fail(model: nn.Module, _: object) -> None:
+def _fail(model, _):
     try:
         model(noise(4, WIDTH + 1, seed=0))
     except RuntimeError:  # `pytest.raises` would keep its frames in a cycle
@@ -77,12 +72,12 @@ def _fail(model: nn.Module, _: object) -> None:
     raise AssertionError("nothing was raised")
 
 
-def _unshard(model: nn.Module, _: object) -> None:
+def _unshard(model, _):
     with zf.unsharded(model, writeback=True):
         _loss(model)
 
 
-PROGRAMS: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
+PROGRAMS = {
     "train": _train,
     "evaluate": torch.no_grad()(lambda model, _: _loss(model)),
     "fail": _fail,
@@ -95,13 +90,13 @@ PROGRAMS: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_memory_is_freed_after_a_step_and_with_the_model(program: str, stage: str) -> None:
+def test_memory_is_freed_after_a_step_and_with_the_model(program, stage):
     """After the first three programs nothing is gathered. After the others it is when the model is gone."""
     gc.collect()
     gc.disable()
     try:
         with _watched() as storages:
-            model: Any = STAGES[stage](Tower(), axis())
+            model = STAGES[stage](Tower(), axis())
             kept, resting = _alive(storages), zf.held(model).parameters
             assert kept == sum(len(unit.groups.members) for unit in units_of(model))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -111,7 +106,7 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program: str, stage: st
                 assert zf.held(model).parameters == resting
             if stage == "zero3" and program == "train":
                 assert len(storages) >= kept + 4, "nothing was gathered"
-            watched: dict[str, weakref.ref[Any]] = {"model": weakref.ref(model)}
+            watched = {"model": weakref.ref(model)}
             for name, p in model.named_parameters():
                 watched[f"parameter {name}"] = weakref.ref(p)
                 watched[name] = weakref.ref(local_of(p).untyped_storage())
@@ -128,10 +123,10 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program: str, stage: st
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_a_backward_may_outlive_the_model(stage: str) -> None:
+def test_a_backward_may_outlive_the_model(stage):
     """Only the loss is kept; a backward of it touches names of modules that are gone."""
     torch.manual_seed(0)
-    model: Any = STAGES[stage](Tower(), axis())
+    model = STAGES[stage](Tower(), axis())
     parameters = list(model.parameters())
     x = noise(4, WIDTH, seed=0).requires_grad_()
     loss = model(x).square().mean()
@@ -141,17 +136,17 @@ def test_a_backward_may_outlive_the_model(stage: str) -> None:
     assert all(parameter.grad is not None for parameter in parameters)
 
 
-def _fail_in_backward(*_: object) -> None:
+def _fail_in_backward(*_):
     raise ZeroDivisionError
 
 
 @on_ranks(2, deadline_s=20)
-def test_another_model_trains_after_one_that_failed_in_backward_was_dropped() -> None:
+def test_another_model_trains_after_one_that_failed_in_backward_was_dropped():
     """Receives that nobody had waited for died with the model, the next took their messages for its own, and all hung."""
     found = []
     for fails in (False, True, False):
         torch.manual_seed(0)
-        model: Any = zf.shard_params(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), axis())
+        model = zf.shard_params(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), axis())
         if fails:
             model[1].register_forward_hook(lambda *given: given[-1].register_hook(_fail_in_backward) and None)
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
@@ -168,31 +163,31 @@ WIDE = 128
 
 
 class Recomputed(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+    def forward(self, x):
+        y = checkpoint(super().forward, x, use_reentrant=True)
         return y
 
 
 class Adapted(Layer):
     """Recomputed, with a frozen base, whose weights are gathered for nothing but the gradient of the input."""
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *widths):
         super().__init__(*widths)
         self.requires_grad_(False)
         self.trained = nn.Linear(WIDE, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+    def forward(self, x):
+        y = checkpoint(super().forward, x, use_reentrant=False)
         return y + self.trained(x).sum()
 
 
-def _peak(layers: int, kind: type[Layer]) -> tuple[float, float]:
+def _peak(layers, kind):
     """Storages above the resting parameters and gradients, and arena blocks, at most, in units."""
     model = zf.zero3(nn.Sequential(*(kind(WIDE, 4 * WIDE) for _ in range(layers))), axis())
     unit_nbytes = sum(parameter.numel() for parameter in model[0].parameters()) * 4
     arena_nbytes, allocate = [0], Arena.allocate
 
-    def counted(arena: Arena, nbytes: int) -> int | None:
+    def counted(arena, nbytes):
         start = allocate(arena, nbytes)
         arena_nbytes.append(sum(end - begin for begin, end in arena._blocks))
         return start
@@ -210,9 +205,7 @@ def _peak(layers: int, kind: type[Layer]) -> tuple[float, float]:
     ("kind", "most"), [(Layer, lambda n: 4 - 1 / n), (Recomputed, lambda n: 4 + 1.1 / n), (Adapted, lambda n: 3)]
 )
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_zero3_step_needs_four_units_above_rest_whatever_the_depth(
-    ranks: Ranks, n: int, kind: type[Layer], most: Callable[[int], float]
-) -> None:
+def test_a_zero3_step_needs_four_units_above_rest_whatever_the_depth(ranks, n, kind, most):
     """Weights and gradients of one unit and of what is under way, of which a part rests; the arena, where messages lie until
     all peers read them, holds two units more at the most.
 
@@ -235,7 +228,7 @@ TOLERATED = {"files": 0, "arenas": 0, "tensors": 0, "objects": 20, "resident_nby
 """11 to 14 objects were seen, those of the first footprint among them; one more for every cycle would be too many."""
 
 
-def _footprint() -> dict[str, int]:
+def _footprint():
     """What this process holds: also open files and mappings of shared memory, of this rank and of peers."""
     import ctypes  # here, because it cannot be sent to ranks
 
@@ -251,11 +244,11 @@ def _footprint() -> dict[str, int]:
         return {**found, "arenas": maps.read().count("memfd:zero_fn"), "files": len(os.listdir("/proc/self/fd"))}
 
 
-def _footprints(stage: str, over: str) -> list[dict[str, int]]:
+def _footprints(stage, over):
     """Before and after many steps, every other of which accumulates: of one model, or of new ones, with transports."""
     warm_up, times = COUNTS[over]
-    found: list[dict[str, int]] = []
-    model: Any = None
+    found = []
+    model = None
     gc.collect()
     gc.disable()
     try:
@@ -265,7 +258,7 @@ def _footprints(stage: str, over: str) -> list[dict[str, int]]:
                 found.append(_footprint())
             if model is None:
                 model = STAGES[stage](Odd() if over == "models" else Language(blocks=1), axis())
-                optimizer: Any = OPTIMIZERS["adamw_foreach"]([p for p in model.parameters() if p.requires_grad])
+                optimizer = OPTIMIZERS["adamw_foreach"]([p for p in model.parameters() if p.requires_grad])
             with zf.accumulate(model) if number % 2 else nullcontext():
                 for seed in range(1 + number % 2):
                     loss_of(model, seed).backward()
@@ -284,13 +277,13 @@ def _footprints(stage: str, over: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize(
     "stage", ["zero1", "zero3", *(pytest.param(s, marks=pytest.mark.long) for s in ("replicate", "zero2"))]
 )
-def test_nothing_grows(ranks: Ranks, stage: str, over: str) -> None:
+def test_nothing_grows(ranks, stage, over):
     for before, after in ranks(2, deadline_s=1000).run(_footprints, stage, over):
         grown = {name: value - before[name] for name, value in after.items()}
         assert not {name: by for name, by in grown.items() if by > TOLERATED[name]}, (before, after)
 
 
-def _footprints_of_saves(folder: str) -> list[dict[str, int]]:
+def _footprints_of_saves(folder):
     torch.manual_seed(0)
     disk = zf.nvme(folder)
     model = zf.zero3(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), axis())
@@ -309,7 +302,7 @@ def _footprints_of_saves(folder: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_nothing_grows_with_the_number_of_saves(ranks: Ranks, tmp_path: Path) -> None:
+def test_nothing_grows_with_the_number_of_saves(ranks, tmp_path):
     for before, after in ranks(2).run(_footprints_of_saves, str(tmp_path)):
         grown = {name: value - before[name] for name, value in after.items() if name not in ("objects", "tensors")}
         assert not {name: by for name, by in grown.items() if by > (2**21 if "nbytes" in name else 0)}, (before, after)

@@ -1,14 +1,10 @@
 """Methods beside `forward`: those that are declared gather as it does; others work through modules, and raise at weights."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.support.models import Block
@@ -16,49 +12,49 @@ from tests.support.on_ranks import on_ranks
 from tests.support.programs import parameters
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
-from tests.support.worlds import WIDTH, Tower, World, as_replicas, noise
+from tests.support.worlds import WIDTH, Tower, as_replicas, noise
 
 
 class Half(Block):
-    def halved(self, x: Tensor) -> Tensor:
+    def halved(self, x):
         return x @ self.up.weight.T * self.gate
 
 
 class Coder(Tower):
     """Methods that call modules, methods that read weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Half(7) for _ in range(3))
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x):
         return self.blocks[0](x @ self.enter.weight.T + self.enter.bias)  # reads weights of the root's unit
 
-    def decode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    def decode(self, x, *, scale=1.0):
         for block in self.blocks[1:]:
             x = block(x)
         return self.leave(x) * scale
 
-    def generate(self, x: Tensor, steps: int) -> Tensor:
+    def generate(self, x, steps):
         for _ in range(steps):
             x = self(x)
         return x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.decode(self.encode(x), scale=2.0)
 
-    def stream(self, x: Tensor) -> Iterator[Tensor]:
+    def stream(self, x):
         yield x @ self.enter.weight.T
 
-    async def later(self, x: Tensor) -> Tensor:
+    async def later(self, x):
         return x @ self.enter.weight.T
 
 
 @pytest.mark.parametrize("order", ["before", "after", "between", "deepcopy"])
 @as_replicas()
-def test_declared_methods_gather_as_forward_does(world: World, order: str) -> None:
+def test_declared_methods_gather_as_forward_does(world, order):
     seed_generator(0)
-    model: Any = Coder()
+    model = Coder()
     if not world.is_replica:
         names = ("encode", "blocks.1.halved")
         if order == "before":
@@ -82,9 +78,9 @@ def test_declared_methods_gather_as_forward_does(world: World, order: str) -> No
 
 
 @on_ranks(2)
-def test_undeclared_methods_work_through_modules_and_raise_at_weights() -> None:
+def test_undeclared_methods_work_through_modules_and_raise_at_weights():
     seed_generator(0)
-    model: Any = zf.zero3(Coder(), axis())
+    model = zf.zero3(Coder(), axis())
     x = noise(4, WIDTH, seed=0)
     before = parameters(model)
     model.decode(noise(4, 7, seed=0)).sum().backward()  # calls modules only

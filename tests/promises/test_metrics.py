@@ -1,24 +1,20 @@
 """`zf.metrics`: the numbers of a run are what they say, and a step that goes wrong is named, skipped or undone."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
-from zero_fn.monitor import Numbers
 from zero_fn.monitor.names import NAMES
 from zero_fn.monitor.sink import split
 from zero_fn.monitor.spikes import Spike, Spikes
@@ -26,53 +22,53 @@ from zero_fn.values import watching
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(32, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
-        inner: Tensor = x + self.linear(x).tanh()
+    def forward(self, x):
+        inner = x + self.linear(x).tanh()
         return inner
 
 
 class Kept:
     """A sink that keeps what it is given."""
 
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, Numbers]] = []
+    def __init__(self):
+        self.rows = []
         self.is_closed = False
 
-    def log(self, step: int, numbers: Numbers) -> None:
+    def log(self, step, numbers):
         self.rows.append((step, numbers))
 
-    def close(self) -> None:
+    def close(self):
         self.is_closed = True
 
 
-def built(**offloaded: Any) -> tuple[nn.Module, Optimizer]:
+def built(**offloaded):
     torch.manual_seed(0)
-    model: nn.Module = zf.zero3(nn.Sequential(*(Block() for _ in range(4))), axis(), units=Block)
+    model = zf.zero3(nn.Sequential(*(Block() for _ in range(4))), axis(), units=Block)
     if offloaded:
         model = zf.offload(model, **offloaded)
-    optimizer: Optimizer = AdamW(model.parameters(), fused=True)
+    optimizer = AdamW(model.parameters(), fused=True)
     return model, zf.streamed(optimizer) if offloaded else optimizer
 
 
-def step(model: nn.Module, optimizer: Optimizer, x: Tensor | None = None) -> Tensor:
+def step(model, optimizer, x=None):
     x = torch.randn(8, 32) if x is None else x
-    loss: Tensor = model(x).square().mean()
+    loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
 
 
-def values_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.full_tensor().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+def values_of(model):
+    return [parameter.full_tensor().clone() for parameter in model.parameters()]
 
 
 @on_ranks(2)
-def test_numbers_are_what_they_say(folder: str) -> None:
+def test_numbers_are_what_they_say(folder):
     tier = zf.nvme(folder)
     model, optimizer = built(params=tier, optim=tier)
     sink = Kept()
@@ -98,7 +94,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     for name in ("step", "forward", "backward", "optimizer_step", "waiting", "tier_wait"):
         seconds = found[f"zero_fn_{name}_seconds"]
         assert isinstance(seconds, list) and len(seconds) == 5 and all(0 < each < took for each in seconds)
-    phases: Any = [found[f"zero_fn_{name}_seconds"] for name in ("forward", "backward", "optimizer_step", "step")]
+    phases = [found[f"zero_fn_{name}_seconds"] for name in ("forward", "backward", "optimizer_step", "step")]
     assert all(sum(parts) <= whole for *parts, whole in zip(*phases, strict=True)), "a phase is counted twice"
     gathers = found["zero_fn_gather_seconds"]
     assert isinstance(gathers, list) and len(gathers) == 5 * 7  # the last unit stays gathered into the backward
@@ -108,7 +104,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     planned = zf.plan(model, optimizer).moved[str(tier)]
     for way, nbytes in (("read", planned.read), ("written", planned.written)):
         assert found[f'zero_fn_tier_{way}_bytes_total{{tier="nvme"}}'] == pytest.approx(10 * nbytes, rel=0.1)
-        assert found[f'zero_fn_tier_{way}_bytes_per_second{{tier="nvme"}}'] > 0  # type: ignore[operator]
+        assert found[f'zero_fn_tier_{way}_bytes_per_second{{tier="nvme"}}'] > 0
     for name in ("host", "disk"):
         used, free, limit = (found[f'zero_fn_memory{what}_bytes{{tier="{name}"}}'] for what in ("", "_free", "_limit"))
         assert isinstance(used, float) and isinstance(free, float) and isinstance(limit, float)
@@ -119,7 +115,7 @@ def test_numbers_are_what_they_say(folder: str) -> None:
     assert isinstance(age, float) and 0 < age <= took
 
 
-def test_a_run_that_goes_on_counts_on() -> None:
+def test_a_run_that_goes_on_counts_on():
     with alone():
         sink, (model, optimizer) = Kept(), built()
         with zf.metrics(model, optimizer, sinks=[sink], every=2, step=120) as metrics:
@@ -130,7 +126,7 @@ def test_a_run_that_goes_on_counts_on() -> None:
 
 
 @on_ranks(2)
-def test_the_norm_is_that_of_all_gradients_and_the_age_that_of_the_last_save(folder: str) -> None:
+def test_the_norm_is_that_of_all_gradients_and_the_age_that_of_the_last_save(folder):
     model, optimizer = built()
     with zf.metrics(model, optimizer, every=1) as metrics:
         for _ in range(3):
@@ -139,7 +135,7 @@ def test_the_norm_is_that_of_all_gradients_and_the_age_that_of_the_last_save(fol
             optimizer.step()
             optimizer.zero_grad()
             found = metrics.step()
-            assert found["zero_fn_grad_norm"] == pytest.approx(float(norm.full_tensor()))  # type: ignore[attr-defined]
+            assert found["zero_fn_grad_norm"] == pytest.approx(float(norm.full_tensor()))
         time.sleep(0.5)
         step(model, optimizer)
         late = metrics.step(grad_norm=2.0)
@@ -152,7 +148,7 @@ def test_the_norm_is_that_of_all_gradients_and_the_age_that_of_the_last_save(fol
 
 
 @on_ranks(2)
-def test_a_scaler_that_skips_is_counted() -> None:
+def test_a_scaler_that_skips_is_counted():
     model, optimizer = built()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with zf.metrics(model, optimizer, every=1) as metrics:
@@ -169,17 +165,17 @@ def test_a_scaler_that_skips_is_counted() -> None:
 
 @pytest.mark.parametrize("answer", ["report", "skip", "load"])
 @on_ranks(2)
-def test_a_gradient_that_is_not_finite_is_named_and_answered(answer: str, folder: str) -> None:
+def test_a_gradient_that_is_not_finite_is_named_and_answered(answer, folder):
     """It begins in block 2 of rank 1: in backward the blocks after it are fine."""
     model, optimizer = built()
     zf.save(f"{folder}/step-0", model, optimizer, extra={"step": 0})
     saved = values_of(model)
     before = list[Tensor]()
-    records: list[str] = []
+    records = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zero_fn").addHandler(handler)
-    with zf.metrics(model, optimizer, every=1, on_spike=answer, checkpoints=folder) as metrics:  # type: ignore[arg-type]
+    with zf.metrics(model, optimizer, every=1, on_spike=answer, checkpoints=folder) as metrics:
         for number in range(3):
             before = values_of(model)
             if number == 2 and dist.get_rank() == 1:
@@ -204,12 +200,12 @@ def test_a_gradient_that_is_not_finite_is_named_and_answered(answer: str, folder
 
 
 @on_ranks(2)
-def test_a_spike_is_answered_by_a_function_alike_on_all_ranks() -> None:
+def test_a_spike_is_answered_by_a_function_alike_on_all_ranks():
     model, optimizer = built()
-    seen: list[Spike] = []
-    took: list[float] = []
+    seen = []
+    took = []
 
-    def answer(spike: Spike) -> Any:
+    def answer(spike):
         seen.append(spike)
         return "skip"
 
@@ -227,7 +223,7 @@ def test_a_spike_is_answered_by_a_function_alike_on_all_ranks() -> None:
     assert f"{seen[-1].value / seen[-1].usual:.0f} times the median" in str(seen[-1])
 
 
-def test_few_numbers_make_no_spike() -> None:
+def test_few_numbers_make_no_spike():
     spikes = Spikes()
     assert all(spikes.look_at(number, "loss", value) is None for number, value in enumerate([1.0] * 9 + [50.0]))
     found = spikes.look_at(10, "loss", 51.0)
@@ -235,14 +231,14 @@ def test_few_numbers_make_no_spike() -> None:
     assert spikes.look_at(11, "loss", math.inf) == Spike(11, "loss", math.inf, 1.0)
 
 
-def test_mistakes_are_refused() -> None:
+def test_mistakes_are_refused():
     with alone() as mesh:
         model = zf.zero3(Block(), mesh)
         optimizer = AdamW(model.parameters())
         with pytest.raises(zf.LayoutError, match="every is a number of steps"):
             zf.metrics(model, optimizer, every=0)
         with pytest.raises(zf.LayoutError, match="on_spike is none of its answers"):
-            zf.metrics(model, optimizer, on_spike="stop")  # type: ignore[arg-type]
+            zf.metrics(model, optimizer, on_spike="stop")
         with pytest.raises(zf.LayoutError, match="lacks a folder"):
             zf.metrics(model, optimizer, on_spike="load")
         with pytest.raises(zf.ConfigError, match="is no sink"):

@@ -4,8 +4,6 @@ What is in them, at every stage, tier and dtype: `test_resume.py`. Between hosts
 Of a run whose ranks are killed at random: `examples/benchmarks/kills.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -16,9 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,7 +40,7 @@ OWN = os.urandom(4).hex()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+def _nothing_is_left(tmp_path):
     yield
     for mark in tmp_path.rglob(MARK):
         shutil.rmtree(
@@ -52,25 +48,25 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
         )  # its keeper sees it, and ends
 
 
-def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(seed):
     torch.manual_seed(seed)
     model = zf.zero3(Tower(), axis())
     return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def trained(model, optimizer, step):
     """The same batch on every rank."""
     model(noise(4, WIDTH, seed=step)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def sums(model: nn.Module) -> list[float]:
+def sums(model):
     with zf.unsharded(model):
         return [parameter.detach().double().sum().item() for parameter in model.parameters()]
 
 
-def _copied(folder: str, steps: int, every: int = 1) -> tuple[dict[int, list[float]], str]:
+def _copied(folder, steps, every=1):
     """Trains, with a copy of each step; what the model was after each, and where the copies are."""
     (model, optimizer), found = made(0), {}
     mirror = zf.mirror(folder, model, optimizer, every=every)
@@ -82,25 +78,25 @@ def _copied(folder: str, steps: int, every: int = 1) -> tuple[dict[int, list[flo
     return found, str(mirror.path)
 
 
-def _resumed(folder: str) -> tuple[int, list[float]] | None:
+def _resumed(folder):
     model, optimizer = made(7)
     said = zf.resume(folder, model, optimizer)
     return None if said is None else (said["step"], sums(model))
 
 
-def copies(path: str) -> list[Path]:
+def copies(path):
     return sorted(each for each in Path(path).iterdir() if each.is_dir())
 
 
 # -- which state is resumed --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_there_at_first(ranks: Ranks, tmp_path: Path) -> None:
+def test_nothing_is_there_at_first(ranks, tmp_path):
     assert ranks(2).run(_resumed, str(tmp_path / "never made")) == [None, None]
     assert not (tmp_path / "never made").exists()
 
 
-def test_a_folder_that_holds_something_else_is_not_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_else_is_not_nothing(tmp_path):
     """A run that begins anew beside it would not be what is meant."""
     model = nn.Linear(2, 2)
     zf.save(tmp_path / "step-1", model)
@@ -117,14 +113,14 @@ def test_a_folder_that_holds_something_else_is_not_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (2, 4), (2, 1), (1, 3)])
-def test_a_copy_is_resumed_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
+def test_a_copy_is_resumed_on_any_number_of_ranks(ranks, tmp_path, before, after):
     found, path = ranks(before).run(_copied, str(tmp_path), 3)[0]
     assert len(copies(path)) == 1, "one copy stays"
     assert ranks(after).run(_resumed, str(tmp_path)) == [(3, found[3])] * after
 
 
-def test_the_newest_of_memory_and_disk_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
-    def run(folder: str) -> tuple[list[Any], list[Any]]:
+def test_the_newest_of_memory_and_disk_is_resumed(ranks, tmp_path):
+    def run(folder):
         model, optimizer = made(0)
         mirror = zf.mirror(folder, model, optimizer, every=1)
         expected, got = [], []
@@ -142,10 +138,10 @@ def test_the_newest_of_memory_and_disk_is_resumed(ranks: Ranks, tmp_path: Path) 
         assert got == expected
 
 
-def test_a_folder_that_was_copied_is_another_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_folder_that_was_copied_is_another_run(ranks, tmp_path):
     """It must not go on from the memory of the first one, which has gone on."""
 
-    def saved(folder: str) -> list[float]:
+    def saved(folder):
         model, optimizer = made(0)
         zf.save(f"{folder}/step-0", model, optimizer, extra={"step": 0})
         return sums(model)
@@ -162,8 +158,8 @@ def test_a_folder_that_was_copied_is_another_run(ranks: Ranks, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_copy_every_so_many_steps(ranks: Ranks, tmp_path: Path, every: int) -> None:
-    def run(folder: str) -> list[bool]:
+def test_a_copy_every_so_many_steps(ranks, tmp_path, every):
+    def run(folder):
         model, optimizer = made(0)
         mirror = zf.mirror(folder, model, optimizer, every=every)
         return [mirror.update() for _ in range(7)]
@@ -175,7 +171,7 @@ def test_a_copy_every_so_many_steps(ranks: Ranks, tmp_path: Path, every: int) ->
 # -- complete, or not used -------------------------------------------------------------------------------------------
 
 
-def _torn(kind: str, copy: Path) -> None:
+def _torn(kind, copy):
     part, tensors = copy / "rank-00001.json", next(copy.glob("model/00001-*"))
     if kind == "a part is missing":
         part.unlink()
@@ -197,14 +193,14 @@ TORN = ["a part is missing", "a part is torn", "a file is missing", "a file is t
 
 
 @pytest.mark.parametrize("kind", TORN)
-def test_a_copy_that_is_not_complete_is_not_used(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    def saved(folder: str) -> list[float]:
+def test_a_copy_that_is_not_complete_is_not_used(ranks, tmp_path, kind):
+    def saved(folder):
         model, optimizer = made(0)
         trained(model, optimizer, 1)
         zf.save(f"{folder}/step-1", model, optimizer, extra={"step": 1})
         return sums(model)
 
-    def resumed(folder: str) -> tuple[Any, list[str]]:
+    def resumed(folder):
         with pytest.warns(RuntimeWarning) if "part" not in kind and not dist.get_rank() else mock.MagicMock() as told:
             found = _resumed(folder)
         return found, [str(each.message)[:60] for each in told] if isinstance(told, list) else []
@@ -217,7 +213,7 @@ def test_a_copy_that_is_not_complete_is_not_used(ranks: Ranks, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("kind", TORN[:2])
-def test_before_a_copy_is_complete_the_one_before_it_counts(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_before_a_copy_is_complete_the_one_before_it_counts(ranks, tmp_path, kind):
     found, path = ranks(2).run(_copied, str(tmp_path), 1)[0]
     (before,) = copies(path)
     shutil.copytree(before, tmp_path / before.name)
@@ -230,10 +226,10 @@ def test_before_a_copy_is_complete_the_one_before_it_counts(ranks: Ranks, tmp_pa
 
 
 @pytest.mark.parametrize("kind", TORN[2:])
-def test_a_damaged_copy_without_a_checkpoint_is_an_error(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_a_damaged_copy_without_a_checkpoint_is_an_error(ranks, tmp_path, kind):
     """And no run that silently begins anew."""
 
-    def raised(folder: str) -> str:
+    def raised(folder):
         with pytest.raises((zf.CheckpointError, zf.StorageError)) as error:
             _resumed(folder)
         return type(error.value).__name__
@@ -243,10 +239,10 @@ def test_a_damaged_copy_without_a_checkpoint_is_an_error(ranks: Ranks, tmp_path:
     assert len(set(ranks(2).run(raised, str(tmp_path)))) == 1
 
 
-def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks, tmp_path):
     """All at once, while they make one copy after another: the last that was begun, or the one before it."""
 
-    def endless(folder: str, seconds: float) -> None:
+    def endless(folder, seconds):
         model, optimizer = made(0)
         said = zf.resume(folder, model, optimizer)
         mirror, first = zf.mirror(folder, model, optimizer, every=1), said["step"] if said else 0
@@ -274,16 +270,16 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks: Ranks, tm
     assert found == {step: undisturbed[step] for step in found}
 
 
-def test_a_rank_that_loses_another_while_they_agree_leaves_the_copy(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_loses_another_while_they_agree_leaves_the_copy(ranks, tmp_path):
     """The other may have heard that all have written, and have removed the copy before."""
 
-    def run(folder: str) -> tuple[Any, list[float]]:
+    def run(folder):
         model, optimizer = made(0)
         mirror = zf.mirror(folder, model, optimizer, every=1)
         trained(model, optimizer, 1)
         real, calls = RankMeeting.agree, []
 
-        def agree(self: RankMeeting, *args: Any, **options: Any) -> Any:
+        def agree(self, *args, **options):
             found = real(self, *args, **options)
             calls.append(found)
             if len(calls) == 3 and dist.get_rank():  # begin, room, end
@@ -301,8 +297,8 @@ def test_a_rank_that_loses_another_while_they_agree_leaves_the_copy(ranks: Ranks
         assert found == (1, expected)
 
 
-def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks: Ranks, tmp_path: Path) -> None:
-    def run(folder: str) -> str:
+def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks, tmp_path):
+    def run(folder):
         found, path = _copied(folder, 2)
         model, optimizer = made(0)
         mirror = zf.mirror(folder, model, optimizer, every=1)
@@ -321,8 +317,8 @@ def test_a_full_memory_is_an_error_on_every_rank_and_the_last_copy_stays(ranks: 
     assert len(copies(path)) == 1
 
 
-def test_too_little_room_is_an_error_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
-    def run(folder: str) -> list[str]:
+def test_too_little_room_is_an_error_before_anything_is_written(ranks, tmp_path):
+    def run(folder):
         model, optimizer = made(0)
         mirror = zf.mirror(folder, model, optimizer)
         small = os.statvfs_result((4096, 4096, 16, 1, 1, 9, 9, 9, 0, 255))
@@ -339,9 +335,7 @@ def test_too_little_room_is_an_error_before_anything_is_written(ranks: Ranks, tm
 @pytest.mark.parametrize(("step_s", "copy_s", "thread_s", "on_cpu", "steps"), [
     (0.5, 0.0499, 0.05, True, 10), (0.5, 0.0499, 0.05, False, 5), (10.0, 0.01, 0.0, True, 1), (0.01, 0.9999, 0.0, True, 5000),
 ])  # fmt: skip
-def test_copies_take_their_share_of_the_time(
-    step_s: float, copy_s: float, thread_s: float, on_cpu: bool, steps: int
-) -> None:
+def test_copies_take_their_share_of_the_time(step_s, copy_s, thread_s, on_cpu, steps):
     pace, counts, every = _Pace(), list[int](), 1
     with (
         mock.patch("time.perf_counter", return_value=0.0) as now,
@@ -358,8 +352,8 @@ def test_copies_take_their_share_of_the_time(
     assert counts == [1, 1, steps]
 
 
-def test_the_plan_says_its_bytes(ranks: Ranks, tmp_path: Path) -> None:
-    def run(folder: str) -> list[tuple[str, int, int]]:
+def test_the_plan_says_its_bytes(ranks, tmp_path):
+    def run(folder):
         found = []
         for name, place in {"0": zf.replicate, "1": zf.zero1, "2": zf.zero2, "3": zf.zero3}.items():
             model = place(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), axis())
@@ -382,15 +376,13 @@ def test_the_plan_says_its_bytes(ranks: Ranks, tmp_path: Path) -> None:
 # -- one mirror of a folder ----------------------------------------------------------------------------------------------
 
 
-def test_a_second_mirror_of_a_folder_is_refused_on_every_rank_until_the_first_is_gone(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_second_mirror_of_a_folder_is_refused_on_every_rank_until_the_first_is_gone(ranks, tmp_path):
     """The copies of two models would be taken for copies of one."""
 
-    def run(folder: str) -> list[str]:
+    def run(folder):
         found = []
 
-        def tried(model: nn.Module) -> zf.Mirror | None:
+        def tried(model):
             try:
                 mirror = zf.mirror(folder, model, every=1)
             except zf.StateError as error:
@@ -421,7 +413,7 @@ def test_a_second_mirror_of_a_folder_is_refused_on_every_rank_until_the_first_is
     assert said == [["", refused, refused, "", ""]] * 2
 
 
-def test_a_run_beside_it_in_the_same_folder_is_refused_and_one_after_it_is_not(tmp_path: Path) -> None:
+def test_a_run_beside_it_in_the_same_folder_is_refused_and_one_after_it_is_not(tmp_path):
     code = f"import zero_fn as zf; from torch import nn; m = zf.mirror({str(tmp_path)!r}, nn.Linear(2, 2)); "
     other = started(code + "import os; os.fork() or os.setsid(); print(1, flush=True); import time; time.sleep(60)")
     assert other.stdout is not None
@@ -434,16 +426,14 @@ def test_a_run_beside_it_in_the_same_folder_is_refused_and_one_after_it_is_not(t
 
 
 @pytest.mark.parametrize("then", ["mirror", "save_states", "profile"])
-def test_whatever_ranks_do_beside_a_save_in_the_background_it_is_complete(
-    ranks: Ranks, tmp_path: Path, then: str
-) -> None:
+def test_whatever_ranks_do_beside_a_save_in_the_background_it_is_complete(ranks, tmp_path, then):
     """Both send messages that differ in their order only."""
 
-    def run(folder: str) -> list[str]:
+    def run(folder):
         model, optimizer = made(0)
         real = Writing.write_rest
 
-        def late(writing: Writing) -> None:
+        def late(writing):
             time.sleep(0.5 * dist.get_rank())
             real(writing)
 
@@ -465,7 +455,7 @@ def test_whatever_ranks_do_beside_a_save_in_the_background_it_is_complete(
 # -- whose it is -------------------------------------------------------------------------------------------------------
 
 
-def _as_another_user(act: Callable[[], None]) -> str:
+def _as_another_user(act):
     """What came of it."""
     ours, theirs = os.pipe()
     if not (pid := os.fork()):
@@ -483,7 +473,7 @@ def _as_another_user(act: Callable[[], None]) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
-def test_another_user_can_neither_read_it_nor_make_it() -> None:
+def test_another_user_can_neither_read_it_nor_make_it():
     folder = SharedFolder(OWN + "a0")
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     (folder.path / "secret").write_text("of the first user")
@@ -509,7 +499,7 @@ def test_another_user_can_neither_read_it_nor_make_it() -> None:
 USES = "from zero_fn.local.shared_folder import SharedFolder; import time; f = SharedFolder('{}'); "
 
 
-def started(code: str, under: str = "") -> subprocess.Popen[bytes]:
+def started(code, under=""):
     """A process that uses a folder; with `under`, a launcher is between."""
     command = [sys.executable, "-c", code]
     if under:
@@ -517,14 +507,14 @@ def started(code: str, under: str = "") -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
-def until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(is_so, seconds=10.0):
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.02)
 
 
-def keepers(word: str) -> list[int]:
+def keepers(word):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -536,7 +526,7 @@ def keepers(word: str) -> list[int]:
     return found
 
 
-def test_it_outlives_its_processes_and_not_their_launcher() -> None:
+def test_it_outlives_its_processes_and_not_their_launcher():
     path = SharedFolder.path_of(OWN + "b0")
     launcher = started(USES.format(OWN + "b0") + "time.sleep(60)", under="sleep 60")
     assert launcher.stdout is not None
@@ -550,7 +540,7 @@ def test_it_outlives_its_processes_and_not_their_launcher() -> None:
     until(lambda: not path.exists() and not keepers(OWN + "b0"))
 
 
-def test_it_is_gone_once_all_have_closed_it() -> None:
+def test_it_is_gone_once_all_have_closed_it():
     first, second = SharedFolder(OWN + "b1"), SharedFolder(OWN + "b1")
     first.close()
     time.sleep(1.2)
@@ -559,7 +549,7 @@ def test_it_is_gone_once_all_have_closed_it() -> None:
     until(lambda: not second.path.exists() and not keepers(OWN + "b1"))
 
 
-def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
+def test_it_is_gone_if_nobody_has_used_it_for_long():
     """Though the launcher lives, as a shell does."""
     with mock.patch.object(shared_folder, "_start_keeper"):
         folder = SharedFolder(OWN + "b2")
@@ -575,7 +565,7 @@ def test_it_is_gone_if_nobody_has_used_it_for_long() -> None:
     assert not folder.path.exists()
 
 
-def test_the_next_start_removes_what_a_killed_keeper_has_left() -> None:
+def test_the_next_start_removes_what_a_killed_keeper_has_left():
     process = started(USES.format(OWN + "b3") + "time.sleep(60)")
     until(lambda: len(keepers(OWN + "b3")) == 1)
     os.kill(keepers(OWN + "b3")[0], signal.SIGKILL)
@@ -590,11 +580,11 @@ def test_the_next_start_removes_what_a_killed_keeper_has_left() -> None:
 
 
 @pytest.mark.parametrize("is_keeper", [True, False])
-def test_a_process_that_comes_while_it_is_removed_keeps_what_it_makes(is_keeper: bool) -> None:
+def test_a_process_that_comes_while_it_is_removed_keeps_what_it_makes(is_keeper):
     """Each start removes what others have left: ranks that start together would remove one another's."""
     word, came, real = OWN + "b6", list[SharedFolder](), shutil.rmtree
 
-    def removed(*args: Any, **options: Any) -> None:
+    def removed(*args, **options):
         with mock.patch("shutil.rmtree", real):  # the one that comes removes folders, too
             came.extend([SharedFolder(word)] if not came else [])
         real(*args, **options)
@@ -609,11 +599,11 @@ def test_a_process_that_comes_while_it_is_removed_keeps_what_it_makes(is_keeper:
     assert not [*shared_folder.ROOT.glob(f"*{word}*")]
 
 
-def test_processes_that_come_while_it_is_removed_get_a_whole_one() -> None:
+def test_processes_that_come_while_it_is_removed_get_a_whole_one():
     """Of threads that make, use and close it one has it alone, or all have the same one."""
-    failures: list[BaseException] = []
+    failures = []
 
-    def use() -> None:
+    def use():
         try:
             for _ in range(40):
                 folder = SharedFolder(OWN + "b5")

@@ -1,17 +1,13 @@
 """Kinds of models and of programs with several: GANs, dropout, uneven batches, recurrent and parametrized modules, one rank,
 parameters of another mesh, of subclasses, with sparse gradients."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
@@ -23,12 +19,12 @@ from tests.support.groups import pretended, pretended_grid
 from tests.support.models import Odd, Recomputed
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
-from tests.support.worlds import ALL, WIDTH, Tower, World, as_replicas, differences, noise
+from tests.support.worlds import ALL, WIDTH, Tower, as_replicas, differences, noise
 
 
-def _adversaries(world: World) -> None:
+def _adversaries(world):
     """A GAN: each model's loss runs through the other, which is frozen or whose gradients are thrown away."""
     generator, critic = world.build(Tower), world.build(Tower, seed=1)
     optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (generator, critic)]
@@ -52,7 +48,7 @@ def _adversaries(world: World) -> None:
             optimizer.zero_grad()
 
 
-def _one_loss_of_two_models(world: World) -> None:
+def _one_loss_of_two_models(world):
     student, teacher = world.build(Tower), world.build(Tower, seed=1)
     shared = torch.optim.AdamW([*student.parameters(), *teacher.parameters()], lr=1e-2)
     for step in range(3):
@@ -65,7 +61,7 @@ def _one_loss_of_two_models(world: World) -> None:
         shared.zero_grad()
 
 
-def _several_optimizers(world: World) -> None:
+def _several_optimizers(world):
     model = world.build(Tower)
     blocks = torch.optim.AdamW(model.blocks.parameters(), lr=1e-2)
     ends = torch.optim.SGD([*model.enter.parameters(), *model.leave.parameters()], lr=1e-2, momentum=0.9)
@@ -77,7 +73,7 @@ def _several_optimizers(world: World) -> None:
         model.zero_grad()
 
 
-def _dropout(build: type[Tower], world: World) -> None:
+def _dropout(build, world):
     """The stream of random numbers goes on through all steps."""
     model = world.build(lambda: build(dropout=0.3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -87,7 +83,7 @@ def _dropout(build: type[Tower], world: World) -> None:
         world.note("the stream", torch.rand(3))
 
 
-def _uneven_batches(world: World) -> None:
+def _uneven_batches(world):
     """Ranks with 1, 2, ... rows: scaled by the user, the mean over ranks is that over all rows."""
     model = world.build(Tower)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -101,18 +97,18 @@ def _uneven_batches(world: World) -> None:
 class Zeros(nn.Module):
     """A parametrization with a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([1.5]))
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight.triu() * self.scale
 
 
 class Awkward(nn.Module):
     """Attention, LSTM, weight norms of both kinds and the newer spectral norm are drawn by the laws."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rnn = nn.LSTM(WIDTH, 5, num_layers=2, batch_first=True, bidirectional=True, proj_size=3)
         self.gru = nn.GRU(WIDTH, 5, batch_first=True)
@@ -125,7 +121,7 @@ class Awkward(nn.Module):
         self.lists = nn.ParameterList([torch.randn(3, WIDTH), torch.randn(WIDTH)])
         self.pair = nn.ParameterDict({"a": torch.randn(WIDTH)})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x, _ = self.rnn(x)
         x, _ = self.gru(self.encoder(x))
         x = self.triangular(self.orthogonal(self.old_spectral(self.widen(x))))
@@ -133,29 +129,29 @@ class Awkward(nn.Module):
 
 
 class Doubled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("two", torch.tensor(2.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.two
 
 
 class Scripted(nn.Module):
     """Functions that TorchScript holds, with a buffer, beside a module whose parameters it does not hold."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter, self.leave = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
-        self.doubled: nn.Module = torch.jit.script(Doubled())
-        self.traced: nn.Module = torch.jit.trace(nn.ReLU(), torch.zeros(3))
+        self.doubled = torch.jit.script(Doubled())
+        self.traced = torch.jit.trace(nn.ReLU(), torch.zeros(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.leave(self.traced(self.doubled(self.enter(x))))
+    def forward(self, x):
+        output = self.leave(self.traced(self.doubled(self.enter(x))))
         return output
 
 
-def _trains_with_buffers(build: Callable[[], nn.Module], world: World, **options: object) -> None:
+def _trains_with_buffers(build, world, **options):
     model = world.build(build, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
@@ -170,7 +166,7 @@ def _trains_with_buffers(build: Callable[[], nn.Module], world: World, **options
         world.step(model, optimizer, model(noise(2, 3, WIDTH, seed=5)).square().mean())
 
 
-TRIALS: dict[str, Callable[[World], None]] = {
+TRIALS = {
     "adversaries": _adversaries,
     "one loss of two models": _one_loss_of_two_models,
     "several optimizers": _several_optimizers,
@@ -183,12 +179,12 @@ TRIALS: dict[str, Callable[[World], None]] = {
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_models_and_programs_of_any_kind_are_exact(ranks: Ranks, trial: str) -> None:
+def test_models_and_programs_of_any_kind_are_exact(ranks, trial):
     assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
 
 
 @as_replicas(n=1, stages=ALL)
-def test_one_rank_communicates_nothing_and_is_exact(world: World) -> None:
+def test_one_rank_communicates_nothing_and_is_exact(world):
     model = world.build(Odd)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with zf.traffic() as sent:
@@ -208,7 +204,7 @@ def test_one_rank_communicates_nothing_and_is_exact(world: World) -> None:
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
-def test_parameters_of_another_mesh_are_refused_and_left_as_they_are() -> None:
+def test_parameters_of_another_mesh_are_refused_and_left_as_they_are():
     """On one mesh each element counts once in a norm: `tests/axes/test_tensor_parallel.py`."""
     with pretended_grid(2, 2) as mesh:
         model = parallelized(mesh["tp"])
@@ -223,11 +219,11 @@ class Marked(nn.Parameter):
     """A parameter that only its class tells from others."""
 
 
-def _two() -> Tensor:
+def _two():
     return TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
 
 
-def test_parameters_of_subclasses_are_refused_by_name() -> None:
+def test_parameters_of_subclasses_are_refused_by_name():
     """They were taken for plain memory: one of two parts. As buffers they may stand beside what is transformed."""
     with pretended(2) as mesh:
         for make in (
@@ -251,11 +247,11 @@ def test_parameters_of_subclasses_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_sparse_gradients_are_refused_by_name(stage: str) -> None:
+def test_sparse_gradients_are_refused_by_name(stage):
     """Of an embedding, when it is transformed: errors/mistakes.py."""
     with pytest.raises(zf.PlacementError, match=r"module +: root: EmbeddingBag[\s\S]*sparse=False"):
         STAGES[stage](nn.EmbeddingBag(8, 4, sparse=True, mode="sum"), axis())
-    model: Any = STAGES[stage](nn.Sequential(SparseInFunction(), nn.Linear(4, 3)), axis())
+    model = STAGES[stage](nn.Sequential(SparseInFunction(), nn.Linear(4, 3)), axis())
     with pytest.raises(zf.PlacementError, match=r"table[\s\S]*sparse=False"):
         model(torch.tensor([[1, 2]])).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,19 +1,15 @@
 """`precision(grads=)`: gradients that rest in fewer bits, as if each reduced gradient had been rounded once by hand."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.optim import SGD, AdamW, Optimizer, RMSprop, Rprop
+from torch.optim import SGD, AdamW, RMSprop, Rprop
 
 import zero_fn as zf
 from tests.axes.grids import grid
@@ -27,36 +23,34 @@ from tests.support.wholes import fulls
 from zero_fn.runtime.norms import clip_grad_norm
 
 NARROW = torch.bfloat16
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+OPTIMIZERS = {
     "AdamW": partial(AdamW, lr=1e-2, fused=False),
     "SGD": partial(SGD, lr=1e-2, momentum=0.9),
     "RMSprop": partial(RMSprop, lr=1e-2),
 }
 
 
-def _narrow(model: nn.Module) -> nn.Module:
+def _narrow(model):
     return zf.precision(model, compute=torch.bfloat16, grads=NARROW)
 
 
-def _by_hand(model: nn.Module) -> None:
+def _by_hand(model):
     for parameter in model.parameters():
         if parameter.grad is not None and parameter.is_floating_point():
             parameter.grad.copy_(parameter.grad.to(NARROW))
 
 
-def _built(kind: Callable[[], nn.Module] = Odd) -> nn.Module:
+def _built(kind=Odd):
     torch.manual_seed(0)
     return kind()
 
 
-def _batch(seed: int) -> Tensor:
+def _batch(seed):
     torch.manual_seed(100 * seed + dist.get_rank())
     return torch.randint(0, 37, (4, 5))
 
 
-def _trained(
-    model: Any, optimizer: Any, round_grads: Callable[[nn.Module], None] = lambda model: None, microbatches: int = 1
-) -> list[Tensor]:
+def _trained(model, optimizer, round_grads=lambda model: None, microbatches=1):
     for step in range(3):
         with zf.accumulate(model):
             for part in range(microbatches):
@@ -68,19 +62,19 @@ def _trained(
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _require_same(found: list[Tensor], wanted: list[Tensor], what: object) -> None:
+def _require_same(found, wanted, what):
     assert all(map(torch.equal, found, wanted)), what
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
-def test_every_stage_steps_as_if_gradients_were_rounded_by_hand(name: str) -> None:
+def test_every_stage_steps_as_if_gradients_were_rounded_by_hand(name):
     make = OPTIMIZERS[name]
     for microbatches in (1, 2):
-        plain: Any = zf.precision(zf.replicate(_built(), axis()), compute=torch.bfloat16)
+        plain = zf.precision(zf.replicate(_built(), axis()), compute=torch.bfloat16)
         wanted = _trained(plain, make(plain.parameters()), _by_hand, microbatches)
         for stage, place in STAGES.items():
-            model: Any = place(_narrow(_built()), axis())
+            model = place(_narrow(_built()), axis())
             _require_same(_trained(model, make(model.parameters()), microbatches=microbatches), wanted, stage)
 
 
@@ -96,39 +90,39 @@ def test_every_stage_steps_as_if_gradients_were_rounded_by_hand(name: str) -> No
     ],
 )
 @on_ranks(2)
-def test_tiers_keep_the_bits(name: str, tiers: tuple[str, ...], folder: str) -> None:
+def test_tiers_keep_the_bits(name, tiers, folder):
     make = (OPTIMIZERS | {"fused": partial(AdamW, lr=1e-2, fused=True), "Rprop": Rprop})[name]
     kind = Language if name == "fused" else Odd  # which has complex parameters
-    plain: Any = zf.precision(zf.zero3(_built(kind), axis()), compute=torch.bfloat16)
+    plain = zf.precision(zf.zero3(_built(kind), axis()), compute=torch.bfloat16)
     # In pieces, too: torch's fused step rounds its last elements in another way.
     wanted = _trained(plain, zf.streamed(make(plain.parameters()), zf.cpu()), _by_hand)
     for finish in ("step", "forward") if len(tiers) == 3 else ("step",):
-        model: Any = _narrow(zf.zero3(_built(kind), axis()))
+        model = _narrow(zf.zero3(_built(kind), axis()))
         model = zf.offload(model, **dict.fromkeys(tiers, zf.nvme(folder))) if tiers else model
-        optimizer = zf.streamed(make(model.parameters()), finish=finish)  # type: ignore[arg-type]
+        optimizer = zf.streamed(make(model.parameters()), finish=finish)
         _require_same(_trained(model, optimizer), wanted, finish)
 
 
 @on_ranks(4)
-def test_two_axes_keep_the_bits() -> None:
+def test_two_axes_keep_the_bits():
     mesh = grid("outer", "inner")
-    plain: Any = zf.precision(zf.hybrid(_built(), mesh), compute=torch.bfloat16)
+    plain = zf.precision(zf.hybrid(_built(), mesh), compute=torch.bfloat16)
     wanted = _trained(plain, AdamW(plain.parameters()), _by_hand)
-    model: Any = _narrow(zf.hybrid(_built(), mesh))
+    model = _narrow(zf.hybrid(_built(), mesh))
     _require_same(_trained(model, AdamW(model.parameters())), wanted, "two axes")
 
 
-def _wide() -> nn.Module:
+def _wide():
     """So large that padding and biases do not show."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(4)))
 
 
 @on_ranks(2)
-def test_bytes_are_those_of_the_paper() -> None:
+def test_bytes_are_those_of_the_paper():
     psi = 4 * 256 * 256
     papers = {"replicate": 16 * psi, "zero1": 10 * psi, "zero2": 9 * psi, "zero3": 7 * psi}
     for stage, nbytes in papers.items():
-        model: Any = STAGES[stage](_narrow(_wide()), axis())
+        model = STAGES[stage](_narrow(_wide()), axis())
         optimizer = AdamW(model.parameters())
         x = torch.ones(2, 256)
         model(x).float().sum().backward()
@@ -142,15 +136,15 @@ def test_bytes_are_those_of_the_paper() -> None:
         assert plan.in_flight_nbytes >= 4 * psi // (1 if stage == "replicate" else 2), "a stock step widens them"
 
 
-def _grads(model: nn.Module) -> list[Tensor]:
+def _grads(model):
     return fulls(p.grad for p in model.parameters() if p.grad is not None)
 
 
 @on_ranks(2)
-def test_hooks_copies_and_checkpoints_see_them(folder: str) -> None:
-    model: Any = zf.zero3(_narrow(_built()), axis())
+def test_hooks_copies_and_checkpoints_see_them(folder):
+    model = zf.zero3(_narrow(_built()), axis())
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    seen: list[torch.dtype] = []
+    seen = []
     first = model.embedding.weight
     first.register_hook(lambda grad: seen.append(grad.dtype))
     first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
@@ -159,11 +153,11 @@ def test_hooks_copies_and_checkpoints_see_them(folder: str) -> None:
     assert set(seen) == {NARROW}
     _require_same(_trained(other, AdamW(other.parameters(), lr=1e-2)), wanted, "a copy")
     zf.save(f"{folder}/saved", model, optimizer)
-    resumed: Any = zf.zero1(_narrow(_built()), axis())
+    resumed = zf.zero1(_narrow(_built()), axis())
     again = AdamW(resumed.parameters(), lr=1e-2)
     zf.load(f"{folder}/saved", resumed, again)
     _require_same(_trained(resumed, again), _trained(model, optimizer), "resumed at another stage")
-    fresh: Any = zf.zero3(_narrow(_built()), axis())
+    fresh = zf.zero3(_narrow(_built()), axis())
     unstepped = AdamW(fresh.parameters())
     set_optimizer_state_dict(fresh, unstepped, get_optimizer_state_dict(fresh, unstepped))  # torch assigns wide zeros
     model(_batch(1)).float().sum().backward()
@@ -174,10 +168,10 @@ def test_hooks_copies_and_checkpoints_see_them(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_norms_are_taken_in_float32() -> None:
+def test_norms_are_taken_in_float32():
     norms = []
     for place in STAGES.values():
-        model: Any = place(_narrow(_built()), axis())
+        model = place(_narrow(_built()), axis())
         model(_batch(0)).float().square().sum().backward()
         grads = _grads(model)
         flat = [torch.view_as_real(g).flatten() if g.is_complex() else g.double().flatten() for g in grads]
@@ -191,9 +185,9 @@ def test_norms_are_taken_in_float32() -> None:
     assert max(norms) / min(norms) - 1 < 1e-6, norms
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_what_cannot_work_is_refused():
     with alone() as mesh:
-        model: Any = zf.zero3(_narrow(nn.Linear(4, 4)), mesh)
+        model = zf.zero3(_narrow(nn.Linear(4, 4)), mesh)
         model(torch.ones(2, 4)).float().sum().backward()
         with pytest.raises(zf.StateError, match="but for Rprop"):  # its states would rest in bfloat16
             Rprop(model.parameters()).step()
@@ -202,7 +196,7 @@ def test_what_cannot_work_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_other_dtypes_are_told() -> None:
+def test_ranks_with_other_dtypes_are_told():
     model = zf.zero3(zf.precision(_built(), grads=NARROW if dist.get_rank() else None), axis())
     with pytest.raises(zf.DisagreementError, match=r"fp32/bf16/fp32\n(.|\n)*fp32/bf16/fp32/bf16"):
         model(_batch(0))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,25 +16,25 @@ import zero_fn as zf
 from tests.support.models import Layer
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full, fulls
-from tests.support.worlds import ALL, WIDTH, Tower, World, as_replicas, differences, noise
+from tests.support.worlds import ALL, WIDTH, Tower, as_replicas, differences, noise
 from zero_fn.resting import local_of
 
 
-def _loss(model: nn.Module, seed: int) -> Tensor:
-    loss: Tensor = model(noise(4, WIDTH, seed=seed)).square().mean()
+def _loss(model, seed):
+    loss = model(noise(4, WIDTH, seed=seed)).square().mean()
     return loss
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _groups(kind: str, world: World) -> None:
+def _groups(kind, world):
     """Two groups, a third one added later, schedules that change them, and a learning rate that is a tensor."""
     model = world.build(Tower)
     first, second, third = (list(block.parameters()) for block in model.blocks)
-    groups: list[dict[str, Any]] = [{"params": first, "lr": 3e-2}, {"params": second, "weight_decay": 0.3}]
+    groups = [{"params": first, "lr": 3e-2}, {"params": second, "weight_decay": 0.3}]
     optimizer: torch.optim.Optimizer
     if kind == "tensor lr":
         groups[0]["lr"] = torch.tensor(3e-2)
@@ -45,9 +43,7 @@ def _groups(kind: str, world: World) -> None:
         optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=True, amsgrad=True)
     else:
         optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
-    schedules: list[torch.optim.lr_scheduler.LRScheduler] = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda e: 1 / (1 + e), lambda e: 0.5**e])
-    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda e: 1 / (1 + e), lambda e: 0.5**e])]
     if kind == "sgd":
         schedules.append(torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-2, step_size_up=2))
     for step in range(5):
@@ -62,13 +58,13 @@ def _groups(kind: str, world: World) -> None:
     _note_states(world, model, optimizer)
 
 
-def _note_states(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _note_states(world, model, optimizer):
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             world.note(f"{key} of {name}", value if isinstance(value, Tensor) else torch.tensor(value))
 
 
-def _scaled(world: World) -> None:
+def _scaled(world):
     """At step 2 one element in the shard of one rank overflows, and others have finite shards, or none: all skip it."""
     model = world.build(Tower)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -93,13 +89,13 @@ def _scaled(world: World) -> None:
 class Lookahead(torch.optim.Optimizer):
     """As that of timm (arXiv:1907.08610): it never calls `Optimizer.__init__`, and has the hooks of a step alone."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner):
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
         self.state, self.steps = defaultdict(dict), 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss, self.steps = self.inner.step(closure), self.steps + 1
         for parameter in self.param_groups[0]["params"] if self.steps % 2 == 0 else ():
             slow = self.inner.state[parameter].setdefault("slow", torch.empty_like(parameter).copy_(parameter))
@@ -108,7 +104,7 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
-def _looked_ahead(world: World) -> None:
+def _looked_ahead(world):
     """A hook of ours looked for what `Optimizer.__init__` makes, also in optimizers over plain models."""
     model = world.build(Tower)
     optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -118,7 +114,7 @@ def _looked_ahead(world: World) -> None:
     world.note_model(model)
 
 
-ELEMENTWISE: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+ELEMENTWISE = {
     "Adadelta": lambda ps: torch.optim.Adadelta(ps),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
     "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1),
@@ -131,7 +127,7 @@ ELEMENTWISE: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 }
 
 
-def _elementwise(world: World) -> None:
+def _elementwise(world):
     for name, make in ELEMENTWISE.items():
         model = world.build(Tower)
         world.train(model, make(list(model.parameters())), 0, 1)
@@ -139,26 +135,26 @@ def _elementwise(world: World) -> None:
             world.note(f"{name}: {fqn}", parameter)
 
 
-def _closures(world: World) -> None:
+def _closures(world):
     """LBFGS calls it several times, and flattens gradients and directions, of which a rank may hold nothing (of one row)."""
     for make in (torch.optim.SGD, torch.optim.LBFGS):
         model = world.build(lambda: nn.Sequential(Layer(6, 7), nn.Linear(6, 1))).double()
         optimizer = make(model.parameters(), lr=0.1)
 
-        def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
+        def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
-            loss: Tensor = model(noise(2, 6, seed=0, dtype=torch.float64)).square().mean()
+            loss = model(noise(2, 6, seed=0, dtype=torch.float64)).square().mean()
             loss.backward()
             world.reduce(model)
             dist.all_reduce(value := loss.detach().clone())
             return value / dist.get_world_size()
 
         for _ in range(2):
-            world.note("loss", optimizer.step(closure))  # type: ignore[call-overload]
+            world.note("loss", optimizer.step(closure))
         world.note_model(model)
 
 
-TRIALS: dict[str, tuple[int, Callable[[World], None]]] = {
+TRIALS = {
     **{f"groups, {kind}": (2, partial(_groups, kind)) for kind in ("sgd", "foreach", "tensor lr")},
     "scaled": (3, _scaled),
     "looks ahead": (2, _looked_ahead),
@@ -168,17 +164,17 @@ TRIALS: dict[str, tuple[int, Callable[[World], None]]] = {
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_optimizers_step_as_for_replicas(ranks: Ranks, trial: str) -> None:
+def test_optimizers_step_as_for_replicas(ranks, trial):
     n, program = TRIALS[trial]
     assert ranks(n).run(differences, program) == [[]] * n
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stage: str) -> None:
+def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stage):
     plain = Tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    model: Any = STAGES[stage](plain, axis())
+    model = STAGES[stage](plain, axis())
     with pytest.raises(zf.StaleError, match=r"replaced by \w+ at .*test_optimizers.py"):
         zf.check(model, optimizer)
     _loss(model, 0).backward()
@@ -198,7 +194,7 @@ def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stag
 
 
 @on_ranks(2)
-def test_a_norm_of_one_gradient_after_another_is_that_of_all_at_once() -> None:
+def test_a_norm_of_one_gradient_after_another_is_that_of_all_at_once():
     """The norm of any order, and what it clips, are those of replicas: the laws."""
     for stage in ALL:
         torch.manual_seed(0)
@@ -210,9 +206,9 @@ def test_a_norm_of_one_gradient_after_another_is_that_of_all_at_once() -> None:
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
 
 
-def _with_one_bad_element(stage: str, value: float, rank: int) -> Any:
+def _with_one_bad_element(stage, value, rank):
     """A model that has been backed through; the shard of one rank alone has the bad element."""
-    model: Any = STAGES[stage](Tower(), axis())
+    model = STAGES[stage](Tower(), axis())
     _loss(model, 0).backward()
     if dist.get_rank() == rank or stage == "replicate":
         model.enter.weight.grad.to_local()[0, 0] = value
@@ -221,7 +217,7 @@ def _with_one_bad_element(stage: str, value: float, rank: int) -> Any:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @on_ranks(2)
-def test_ranks_agree_that_a_norm_is_not_finite(value: float) -> None:
+def test_ranks_agree_that_a_norm_is_not_finite(value):
     for stage in ALL:
         model = _with_one_bad_element(stage, value, rank=1)
         before = fulls(parameter.grad for parameter in model.parameters())
@@ -252,12 +248,12 @@ class MyLamb(Lamb):
 class Cautious(torch.optim.SGD):
     """Known by an option: it scales updates by how many of the whole tensor agree in sign with the gradient."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], **options: Any) -> None:
+    def __init__(self, parameters, **options):
         super().__init__(parameters, **options)
         self.param_groups[0]["caution"] = True
 
 
-WHOLE_TENSOR: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+WHOLE_TENSOR = {
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
     "Lamb": lambda ps: Lamb(ps, lr=1e-2),
@@ -270,24 +266,24 @@ WHOLE_TENSOR: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer
 @pytest.mark.parametrize("kind", WHOLE_TENSOR)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(stage: str, kind: str) -> None:
-    model: Any = STAGES[stage](Tower(), axis())
+def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(stage, kind):
+    model = STAGES[stage](Tower(), axis())
     optimizer = WHOLE_TENSOR[kind](list(model.parameters()))
     _loss(model, 0).backward()
     before = fulls(model.parameters())
     for refused in (optimizer.step, lambda: zf.check(model, optimizer)):
         with pytest.raises(zf.PlacementError, match=rf"{kind} looks at whole tensors, and 'enter.weight' is sharded"):
-            refused()  # type: ignore[operator]
+            refused()
     assert all(map(torch.equal, fulls(model.parameters()), before))
     assert not optimizer.state
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @as_replicas(n=3, stages=["replicate"])
-def test_an_optimizer_over_whole_tensors_is_exact_over_those_that_are_replicated(world: World, kind: str) -> None:
+def test_an_optimizer_over_whole_tensors_is_exact_over_those_that_are_replicated(world, kind):
     """As the error advises: matrices are replicated, all else is sharded under AdamW."""
     torch.manual_seed(0)
-    model: nn.Module = Tower()
+    model = Tower()
     if not world.is_replica:
         model = zf.replicate(zf.shard_params(model, axis(), where=lambda name, p: p.ndim < 2), axis())
     whole = WHOLE_TENSOR[kind]([p for p in model.parameters() if p.ndim == 2])
@@ -304,7 +300,7 @@ def test_an_optimizer_over_whole_tensors_is_exact_over_those_that_are_replicated
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _as_owner(optimizer: Any, odd: Tensor) -> Any:
+def _as_owner(optimizer, odd):
     """`by_owner` refuses a sum that is still to be taken."""
     optimizer.param_groups[0]["params"].append(odd)
     try:
@@ -313,12 +309,12 @@ def _as_owner(optimizer: Any, odd: Tensor) -> Any:
         optimizer.param_groups[0]["params"].pop()
 
 
-def _with_a_group(optimizer: Any, odd: Tensor) -> Any:
+def _with_a_group(optimizer, odd):
     optimizer.add_param_group({"params": [odd], "lr": 1.0})
 
 
 SMALL = zf.cpu(limit="4KiB")
-REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any], type[zf.ZeroError]]] = {
+REFUSED = {
     "by_owner": (lambda own: own, _as_owner, zf.PlacementError),
     "a group": (zf.by_owner, _with_a_group, zf.PlacementError),
     "a tier for states at owners": (zf.by_owner, lambda own, _: zf.streamed(own, SMALL), zf.TierError),
@@ -329,11 +325,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any], typ
 
 @pytest.mark.parametrize("row", REFUSED)
 @on_ranks(2)
-def test_an_optimizer_that_is_refused_stays_as_it_was(row: str) -> None:
+def test_an_optimizer_that_is_refused_stays_as_it_was(row):
     """It says the same of itself, has the same groups and states, and steps as one that was never taken over."""
     make, take, error = REFUSED[row]
     odd = nn.Parameter(DTensor.from_local(torch.ones(3), axis(), [Partial()], run_check=False))
-    seen: list[list[Tensor]] = []
+    seen = []
     for is_refused in (False, True):
         torch.manual_seed(0)
         model = zf.zero3(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 40)), axis())
@@ -359,7 +355,7 @@ class Own(torch.optim.AdamW):
     """An optimizer that is none of torch's."""
 
 
-MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+MAKERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.1),
     "own": partial(Own, lr=0.1),
@@ -370,14 +366,14 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_whole_gradients_that_are_assigned_are_cut(stage: str, kind: str) -> None:
+def test_whole_gradients_that_are_assigned_are_cut(stage, kind):
     """A whole plain gradient is cut by the optimizer, and by the next backward, which adds to it."""
     torch.manual_seed(0)
     plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
     model = STAGES[stage](plain, axis())
     pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
     own, other = MAKERS[kind](model.parameters()), MAKERS[kind](plain.parameters())
-    optimizers: list[Any] = [zf.streamed(own, zf.cpu()) if kind == "streamed" else own, other]
+    optimizers = [zf.streamed(own, zf.cpu()) if kind == "streamed" else own, other]
     for step in range(3):
         for p, q in pairs:
             q.grad = torch.randn(q.shape)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.models import Layer, Stack
-from tests.support.ranks import Ranks
-from tests.support.worlds import Run, as_replicas, differences, noise, trained
+from tests.support.worlds import as_replicas, differences, noise, trained
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
 
@@ -41,28 +39,28 @@ class Frozen:
 class Opaque:
     """No container that anyone knows."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self._hidden = value
 
 
 class Slotted:
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self.value = value
 
 
 class Lazy:
     """Gives its tensor when called."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self._give = lambda: value
 
-    def __call__(self) -> Any:
+    def __call__(self):
         return self._give()
 
 
-WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+WAYS = {
     "tuple": (lambda x: (x, None, 3), lambda x: x[0]),
     "list": (lambda x: ["a", x], lambda x: x[1]),
     "dict": (lambda x: {"key": x, 7: "b"}, lambda x: x["key"]),
@@ -78,39 +76,39 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 """How a value is put into a container, and taken out."""
 
 
-def wrapped(nesting: list[str], value: Any) -> Any:
+def wrapped(nesting, value):
     for kind in nesting:
         value = WAYS[kind][0](value)
     return value
 
 
-def unwrapped(nesting: list[str], value: Any) -> Any:
+def unwrapped(nesting, value):
     for kind in reversed(nesting):
         value = WAYS[kind][1](value)
     return value
 
 
 class WrappedLayer(Layer):
-    def __init__(self, nesting: list[str]) -> None:
+    def __init__(self, nesting):
         super().__init__()
         self.nesting = nesting
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return wrapped(self.nesting, super().forward(unwrapped(self.nesting, x)))
 
 
 class Wrapped(Stack):
     """Inputs and outputs of the root and of every layer are wrapped."""
 
-    def __init__(self, outer: list[str], inner: list[str]) -> None:
+    def __init__(self, outer, inner):
         super().__init__()
         self.outer, self.inner = outer, inner
         self.layers = nn.ModuleList(WrappedLayer(inner) for _ in range(3))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return wrapped(self.outer, super().forward(unwrapped(self.outer, x)))
 
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def run(self, layer, x):
         return unwrapped(self.inner, layer(wrapped(self.inner, x)))
 
 
@@ -119,12 +117,10 @@ NESTS.append((["lazy", "typed", "slotted", "list"], ["ordered", "frozen"]))
 
 
 @pytest.mark.parametrize(("outer", "inner"), NESTS)
-def test_outputs_of_the_root_and_of_units_may_be_nested_in_anything(
-    ranks: Ranks, outer: list[str], inner: list[str]
-) -> None:
+def test_outputs_of_the_root_and_of_units_may_be_nested_in_anything(ranks, outer, inner):
     """In FSDP2 gradients of a root that returns an opaque object stay local, and the optimizer does nothing."""
 
-    def program(model: Any, run: Run, number: int) -> Tensor:
+    def program(model, run, number):
         with run.accumulate():
             for i in range(1 + number % 2):
                 output = unwrapped(outer, model(wrapped(outer, noise(3, 6, seed=10 * number + i))))
@@ -135,13 +131,13 @@ def test_outputs_of_the_root_and_of_units_may_be_nested_in_anything(
 
 
 class WithLoss(Stack):
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         output = super().forward(x)
         return Opaque({"loss": output.square().mean(), "logits": output.detach(), "hidden": [output * 2]})
 
 
 @as_replicas(WithLoss)
-def test_a_loss_made_inside_and_returned_in_an_object(model: Any, run: Run, number: int) -> object:
+def test_a_loss_made_inside_and_returned_in_an_object(model, run, number):
     outputs = model(noise(3, 6, seed=number))._hidden
     run.backward(outputs["loss"], retain_graph=True)
     run.backward(outputs["hidden"][0].sum())
@@ -149,21 +145,21 @@ def test_a_loss_made_inside_and_returned_in_an_object(model: Any, run: Run, numb
 
 
 class Hidden(nn.Module):
-    def __init__(self, note: Callable[[Tensor], None]) -> None:
+    def __init__(self, note):
         super().__init__()
         self.linear, self.note = nn.Linear(4, 4), note
 
-    def forward(self, x: Opaque) -> Opaque:
+    def forward(self, x):
         y = self.linear(x._hidden).tanh()
         y.register_hook(self.note)
         return Opaque(y)
 
 
-def test_two_frozen_units_at_most_are_whole_whatever_their_outputs_are_in() -> None:
+def test_two_frozen_units_at_most_are_whole_whatever_their_outputs_are_in():
     """No gradient of theirs tells that backward has left them; only their outputs do."""
-    whole: list[int] = []
+    whole = []
 
-    def note(_: Tensor) -> None:
+    def note(_):
         whole.append(sum(unit.groups.phase is Phase.GATHERED for unit in units_of(model)))
 
     with pretended(2) as mesh:

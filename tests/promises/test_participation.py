@@ -6,9 +6,7 @@ The laws draw all of it in combination, frozen and evaluated between steps. Here
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +16,10 @@ import zero_fn as zf
 from tests.support.models import Language, Layer, Stack, batch
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.worlds import (
     WIDTH,
-    Program,
-    Run,
     Tower,
-    World,
     as_replicas,
     differences,
     noise,
@@ -35,7 +30,7 @@ from tests.support.worlds import (
 # -- frozen, and evaluated --------------------------------------------------------------------------------------------
 
 
-def _frozen_after_the_forward(model: Any, run: Run, number: int) -> object:
+def _frozen_after_the_forward(model, run, number):
     """A gradient had no place to rest, and an assertion failed. Inputs have their gradients, also of a frozen model."""
     draw, xs = random.Random(number), [noise(3, 6, seed=number).requires_grad_() for _ in range(2)]
     model.requires_grad_(True)
@@ -53,22 +48,22 @@ def _frozen_after_the_forward(model: Any, run: Run, number: int) -> object:
 class Adding(nn.Module):
     """A frozen branch is added in place, without a graph, between uses of a trained one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.frozen, self.trained = Layer().requires_grad_(False), nn.ModuleList(Layer() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             x += self.frozen(x)
         for layer in self.trained:
             x = layer(x)
         with torch.no_grad():
             y = self.frozen(x)
-        z: Tensor = self.trained[0](x) + y
+        z = self.trained[0](x) + y
         return z
 
 
-def _evaluated(model: Any, run: Run, number: int) -> object:
+def _evaluated(model, run, number):
     """Before the very first forward, between a forward and its backward, and under `enable_grad`, which changes nothing."""
     outputs = []
     for mode in (torch.inference_mode, torch.no_grad):
@@ -84,7 +79,7 @@ def _evaluated(model: Any, run: Run, number: int) -> object:
 
 @pytest.mark.parametrize("moves", [False, True])
 @as_replicas()
-def test_a_model_that_is_transformed_or_moved_before_inference_trains_later(world: World, moves: bool) -> None:
+def test_a_model_that_is_transformed_or_moved_before_inference_trains_later(world, moves):
     """As in a server: transformed inside `inference_mode`, or moved before it."""
     torch.manual_seed(0)
     model = world.place(Tower()).double() if moves else Tower()
@@ -100,19 +95,19 @@ def test_a_model_that_is_transformed_or_moved_before_inference_trains_later(worl
 class Unused(Stack):
     """A parameter of the root and one inside a unit are never used, one whole layer never runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.spare, self.turn = nn.Parameter(torch.randn(5, 3)), 0
         self.layers[1].spare = nn.Parameter(torch.randn(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.leave(self.layers[1](self.layers[0](self.enter(x))))
 
 
 class SomeRanks(Unused):
     """All ranks run all layers; which outputs reach the loss depends on the rank and on the step."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.enter(x)
         outputs = [layer(x) for layer in self.layers]
         number = (axis().get_local_rank() + self.turn) % 4
@@ -122,7 +117,7 @@ class SomeRanks(Unused):
         return self.leave(outputs[number] if number < 3 else x)
 
 
-def _other_numbers_of_batches(model: Any, run: Run, number: int) -> None:
+def _other_numbers_of_batches(model, run, number):
     """In place of `Join`: a block takes what there is on each rank."""
     with run.accumulate(unshard=True):
         for microbatch in range(1 + 2 * axis().get_local_rank()):
@@ -132,11 +127,11 @@ def _other_numbers_of_batches(model: Any, run: Run, number: int) -> None:
 class Sighted(Stack):
     """A frozen tower in front, which ranks call as often as they have images: a unit of its own was refused."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tower = nn.ModuleList(Layer() for _ in range(2)).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(1 + 2 * axis().get_local_rank()):
             y = x
             for layer in self.tower:
@@ -148,16 +143,16 @@ class Sighted(Stack):
 class Heads(Stack):
     """Each rank has data for another head, and runs no other."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.heads[axis().get_local_rank()](super().forward(x))
+    def forward(self, x):
+        output = self.heads[axis().get_local_rank()](super().forward(x))
         return output
 
 
-def _in_one_block(model: Any, run: Run, number: int) -> None:
+def _in_one_block(model, run, number):
     with run.accumulate(unshard=True):
         one_backward(model, run, number)
 
@@ -165,7 +160,7 @@ def _in_one_block(model: Any, run: Run, number: int) -> None:
 _BLOCKS = {"options": {"units": "layers.?"}}  # what ranks run unlike one another belongs to the unit of the root
 
 
-def _one_of_two_losses(model: Any, run: Run, number: int) -> None:
+def _one_of_two_losses(model, run, number):
     """Each rank picks one of two losses, or backs through a head that others leave out.
 
     A kept unit was gathered again between two uses, on the ranks that ran the second: the others hung.
@@ -183,17 +178,17 @@ def _one_of_two_losses(model: Any, run: Run, number: int) -> None:
 class Branches(Stack):
     """Two layers side by side. A parameter of the root scales the first on even ranks, the second on odd ones."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(6))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x):
         inputs = [x, x * self.scale]
         odd = axis().get_local_rank() % 2
         return self.layers[0](inputs[1 - odd]), self.layers[1](inputs[odd])
 
 
-def _one_by_one(model: Any, run: Run, number: int) -> None:
+def _one_by_one(model, run, number):
     """What a rank would use only in the second backward was forgotten after the first, which other ranks ran it in."""
     outputs = [output for turn in range(2) for output in model(noise(3, 6, seed=10 * number + turn))]
     with run.accumulate():
@@ -210,7 +205,7 @@ class Shared(Stack):
 
     scale: Tensor
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width, width)
         self.layers[0].second.weight = self.layers[0].first.weight
         self.layers[1].first.weight, self.layers[1].second.weight = self.layers[0].first.weight, self.leave.weight
@@ -220,23 +215,23 @@ class Shared(Stack):
             layer.register_buffer("scale", self.scale)
             layer.again = layer.second
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         assert self.layers[0].scale is self.scale
         for layer in (self.enter, *self.layers, self.layers[0], self.leave):
             x = layer(x * self.scale)
         return self.leave(x)
 
 
-def _tokens_backward(model: Any, run: Run, number: int) -> None:
+def _tokens_backward(model, run, number):
     tokens, targets = batch(number, axis().get_local_rank())
     run.backward(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
 
 
-def _wide_backward(model: Any, run: Run, number: int) -> None:
+def _wide_backward(model, run, number):
     run.backward(model(noise(3, len(model.scale), seed=number)).square().mean())
 
 
-PROGRAMS: dict[str, tuple[int, Callable[[], nn.Module], Program, dict[str, Any]]] = {
+PROGRAMS = {
     "frozen late": (2, Stack, _frozen_after_the_forward, {"steps": 3, "optimizer": "adamw", "options": {"units": "*"}}),
     "frozen late, gradients stay": (2, Stack, _frozen_after_the_forward, {"steps": 3, "zeroes": False}),
     "a frozen branch between uses of a trained one": (2, Adding, one_backward, {}),
@@ -257,32 +252,32 @@ PROGRAMS: dict[str, tuple[int, Callable[[], nn.Module], Program, dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_takes_part_and_what_does_not_is_as_in_replicas(ranks: Ranks, name: str) -> None:
+def test_what_takes_part_and_what_does_not_is_as_in_replicas(ranks, name):
     n, build, program, how = PROGRAMS[name]
     assert ranks(n).run(differences, trained(build, program, **how)) == [[]] * n
 
 
 @pytest.mark.parametrize("build", [Sighted, Heads])
-def test_units_that_ranks_run_unlike_one_another_are_refused(ranks: Ranks, build: Callable[[], nn.Module]) -> None:
+def test_units_that_ranks_run_unlike_one_another_are_refused(ranks, build):
     with pytest.raises(zf.DisagreementError, match=r"unit (tower|heads|layers)\.\d"):
         ranks(2).run(differences, trained(build, one_backward), stages=["zero3"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(stage: str) -> None:
+def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(stage):
     """Transformed again, they rest as the whole was asked to: they were replicated, without a word."""
     torch.manual_seed(0)
-    model: Any = zf.precision(STAGES[stage](Language(), axis()), output=torch.float64)
+    model = zf.precision(STAGES[stage](Language(), axis()), output=torch.float64)
     placements = [p.placements for p in model.blocks.parameters()]
-    part: Any = zf.precision(model.blocks)  # repeated: as it was asked for
+    part = zf.precision(model.blocks)  # repeated: as it was asked for
     assert [p.placements for p in part.parameters()] == placements
     assert part[0](torch.ones(2, 4, 10)).dtype == torch.bfloat16
-    again: Any = STAGES[stage](nn.Sequential(part), axis())
+    again = STAGES[stage](nn.Sequential(part), axis())
     assert [p.placements for p in again.parameters()] == placements
-    tied: Any = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10, bias=False))
+    tied = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10, bias=False))
     tied[1].weight = tied[0].weight
-    whole: Any = STAGES[stage](tied, axis())
-    head: Any = zf.precision(whole[1], compute=torch.float32)
-    alone: Any = STAGES[stage](nn.Linear(10, 10), axis())
+    whole = STAGES[stage](tied, axis())
+    head = zf.precision(whole[1], compute=torch.float32)
+    alone = STAGES[stage](nn.Linear(10, 10), axis())
     assert head.weight.placements == alone.weight.placements

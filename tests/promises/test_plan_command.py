@@ -1,21 +1,17 @@
 """`python -m zero_fn plan` says what a real run needs: bytes, operations, and the code, without ranks and without values."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from zero_fn.__main__ import main
 from zero_fn.looking.activations import activations_of, live_bytes
 from zero_fn.looking.autoplan import on_meta
@@ -70,22 +66,22 @@ def looks():
 
     return Looks(), torch.zeros(4, 32, dtype=torch.long)
 """
-NAMES: dict[str, Any] = {"__name__": "of_a_user"}
+NAMES = {"__name__": "of_a_user"}
 exec(MODEL, NAMES)
 
 
-def made(depth: int = 6, dim: int = 64, device: str = "meta") -> PlannedModel:
+def made(depth=6, dim=64, device="meta"):
     with torch.device(device):
         tokens = torch.zeros(4, 32, dtype=torch.long)
         return PlannedModel(NAMES["Net"](depth, dim), (tokens,), tokens.numel(), "", "")
 
 
-def training(ranks: int, **options: Any) -> Training:
+def training(ranks, **options):
     return Training(ranks, Machine(DEVICES["h100"]), **options)
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def program(tmp_path, monkeypatch):
     """A file with the model, in the current folder. Its name."""
     (tmp_path / "of_a_user.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
@@ -93,13 +89,13 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "of_a_user"
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def said(capsys, *arguments):
     """The exit status of the command, and what it prints."""
     status = main(["plan", *arguments])
     return status, capsys.readouterr().out
 
 
-def test_fake_tensors_need_what_real_ones_do() -> None:
+def test_fake_tensors_need_what_real_ones_do():
     """Bytes of a forward and backward, counted with values and without; operations, beside torch's own counter."""
     real = made(device="cpu")
     found = live_bytes(real.module, real.inputs or ())
@@ -117,7 +113,7 @@ def test_fake_tensors_need_what_real_ones_do() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_few_layers_tell_of_all(recompute: bool) -> None:
+def test_a_few_layers_tell_of_all(recompute):
     model = made(depth=9)
     (stack,) = stacks_of(model.module)
     assert stack == ("blocks", 0, 9)
@@ -131,7 +127,7 @@ def test_a_few_layers_tell_of_all(recompute: bool) -> None:
         assert few == activations_of(whole.module, whole.inputs or (), torch.bfloat16, (), recompute=False)
 
 
-def test_layers_of_two_kinds_are_run_again_once() -> None:
+def test_layers_of_two_kinds_are_run_again_once():
     """The first layers dense, the others wider, as in models of experts."""
     model = made(depth=5)
     with torch.device("meta"):
@@ -146,7 +142,7 @@ def test_layers_of_two_kinds_are_run_again_once() -> None:
     assert with_.flops == without.flops + product * (5 * 256 + 6 * 512), "the last product of a block is not run again"
 
 
-def test_layers_that_differ_are_no_stack() -> None:
+def test_layers_that_differ_are_no_stack():
     mixed = nn.Module()
     mixed.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
     mixed.others = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
@@ -157,7 +153,7 @@ def test_layers_that_differ_are_no_stack() -> None:
 
 @pytest.mark.parametrize("name", [*_OVER_ONE, *_OVER_TWO])
 @pytest.mark.parametrize("codes", [False, True])
-def test_a_placement_needs_what_the_plan_of_all_layers_says(name: str, codes: bool) -> None:
+def test_a_placement_needs_what_the_plan_of_all_layers_says(name, codes):
     model, ranks = made(depth=7, dim=56), 12
     mesh = (("dp", 12),) if name in _OVER_ONE else (("outer", 4), ("inner", 3))
     place = _OVER_ONE.get(name) or _OVER_TWO[name]
@@ -167,14 +163,14 @@ def test_a_placement_needs_what_the_plan_of_all_layers_says(name: str, codes: bo
         over = torch.distributed.DeviceMesh("cuda", devices, mesh_dim_names=tuple(n for n, _ in mesh))
         links = dataclasses.replace(Machine(DEVICES["h100"]).links(*((n, size, 1) for n, size in mesh)))
 
-        def bare(depths: Any) -> nn.Module:
+        def bare(depths):
             few = on_meta(model.module)
             cut_to(few, depths)
             return zf.precision(few)
 
         ways = _Ways(bare, stacks_of(model.module), lambda module: place(module, mesh=over), wanted, links)
         ((_, few),), placed = ways._in_memory, place(zf.precision(on_meta(model.module)), mesh=over)
-        whole = zf.plan(placed, wanted.optimizer(placed.parameters()), backwards=2)  # type: ignore[arg-type]
+        whole = zf.plan(placed, wanted.optimizer(placed.parameters()), backwards=2)
     assert few["sent"] == whole.sent_nbytes and few["in_flight"] == whole.in_flight_nbytes
     assert few["parameters"] + few["gradients"] == sum(
         (whole.held.parameters, whole.held.gradients, whole.padding.parameters, whole.padding.gradients)
@@ -183,12 +179,12 @@ def test_a_placement_needs_what_the_plan_of_all_layers_says(name: str, codes: bo
     assert few["latency"] == pytest.approx(sum(links.latency[n] * count for n, count in whole.collectives.items()))
 
 
-def test_what_does_not_fit_goes_to_the_nearest_tier_and_no_further() -> None:
+def test_what_does_not_fit_goes_to_the_nearest_tier_and_no_further():
     model = made(depth=4, dim=512)
     needed = compute_of(model, training(2))
     states = 8 * sum(p.numel() for p in model.module.parameters())
 
-    def best(memory: int, **tiers: int) -> Any:
+    def best(memory, **tiers):
         machine = Machine(dataclasses.replace(DEVICES["h100"], memory=memory), per_node=2)
         return configurations(model, Training(2, machine, reserved=0, **tiers), needed, [(("dp", 2),)])[0].proposal
 
@@ -202,7 +198,7 @@ def test_what_does_not_fit_goes_to_the_nearest_tier_and_no_further() -> None:
     assert not best(small // 2, host=1000, disk=1000).fits
 
 
-def test_speeds_are_those_between_the_ranks_of_an_axis() -> None:
+def test_speeds_are_those_between_the_ranks_of_an_axis():
     """NCCL's ring by hand: nodes of 8 H100, eight cards of 400 Gbit/s a node."""
     links = Machine(DEVICES["h100"]).links(("outer", 16, 8), ("inner", 8, 1))
     assert links.sent == {"outer": 0.8 * 50e9, "inner": 0.8 * 450e9}
@@ -218,7 +214,7 @@ def test_speeds_are_those_between_the_ranks_of_an_axis() -> None:
     assert dataclasses.replace(found, latency={}) == measured
 
 
-def test_more_ranks_cost_latency_and_padding_and_two_axes_answer() -> None:
+def test_more_ranks_cost_latency_and_padding_and_two_axes_answer():
     model = made(depth=4, dim=600)
     counts = rank_counts(4096)
     assert counts == [8, 64, 256, 1024, 4096] and rank_counts(1000) == [8, 64, 256, 1000] and rank_counts(8) == [8]
@@ -237,9 +233,7 @@ def test_more_ranks_cost_latency_and_padding_and_two_axes_answer() -> None:
     assert said_[0].startswith("latency: from 8 ranks on a step of ZeRO-3"), "of a small model, at once"
 
 
-def test_the_command_prints_the_table_the_code_and_a_page(
-    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_table_the_code_and_a_page(program, tmp_path, capsys):
     options = ["--ranks", "4", "--per-node", "2", "--usd-per-hour", "2", "--precision", "fp32"]
     status, text = said(capsys, f"{program}:small", *options, "--html", "plan.html")
     assert status == 0
@@ -256,7 +250,7 @@ def test_the_command_prints_the_table_the_code_and_a_page(
     assert row["device_bytes"] == row["at_rest_bytes"] + row["in_flight_bytes"] + row["activations_bytes"]
 
 
-def test_what_the_command_cannot_know_it_says(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_cannot_know_it_says(program, capsys):
     _, text = said(capsys, f"{program}:bare")
     assert "activations are not counted: nobody said what goes in" in text
     _, text = said(capsys, f"{program}:looks")
@@ -267,7 +261,7 @@ def test_what_the_command_cannot_know_it_says(program: str, capsys: pytest.Captu
     assert "AttributeError" in capsys.readouterr().err
 
 
-def test_the_command_runs_as_a_module_and_reads_measured_links(program: str, tmp_path: Path) -> None:
+def test_the_command_runs_as_a_module_and_reads_measured_links(program, tmp_path):
     links = {"links": dataclasses.asdict(zf.LinkSpeeds(1e9, 2e9, 3e9, {"dp": 4e5}, 5e9, 6e9, 7e9))}
     (tmp_path / "links.json").write_text(json.dumps(links))
     command = [sys.executable, "-m", "zero_fn", "plan", f"{program}:small", "--ranks", "2", "--json", "--all"]
@@ -277,7 +271,7 @@ def test_the_command_runs_as_a_module_and_reads_measured_links(program: str, tmp
     assert slow["bound_by"] == "collectives" and slow["step_seconds"] > slow["sent_bytes"] / 4e5
 
 
-def test_bytes_of_a_row_are_held_by_a_run(program: str, ranks: Ranks) -> None:
+def test_bytes_of_a_row_are_held_by_a_run(program, ranks):
     """ZeRO-3 on two ranks: what the command says is there is there."""
     found = planned([f"{program}:small", "--ranks", "2", "--precision", "fp32", "--all"])
     (row,) = [each for each in found.rows if each.proposal.transform == "shard_params" and not each.recompute]
@@ -287,12 +281,12 @@ def test_bytes_of_a_row_are_held_by_a_run(program: str, ranks: Ranks) -> None:
     assert sent <= row.sent <= 1.001 * sent, "collectives of accelerators send padding, too"
 
 
-def _run() -> tuple[int, int]:
-    names: dict[str, Any] = {"__name__": "of_a_user"}
+def _run():
+    names = {"__name__": "of_a_user"}
     exec(MODEL, names)
     model = zf.shard_params(names["Net"](), axis())
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens: Tensor = torch.zeros(4, 32, dtype=torch.long)
+    tokens = torch.zeros(4, 32, dtype=torch.long)
     for _ in range(2):
         optimizer.zero_grad()
         with zf.traffic() as sent:

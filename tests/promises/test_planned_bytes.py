@@ -1,7 +1,5 @@
 """Bytes held and sent are those of the paper; and those of the plan, by the laws (`property_tests/test_plan_laws.py`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -13,14 +11,14 @@ from tests.support.ranks import axis
 from zero_fn.resting import local_of
 
 
-def _even() -> nn.Module:
+def _even():
     """Every parameter divides evenly, and into aligned shards: no padding."""
     return nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(4)
-def test_bytes_follow_the_formulas_of_the_paper(stage: str) -> None:
+def test_bytes_follow_the_formulas_of_the_paper(stage):
     n = axis().size()
     model = STAGES[stage](_even(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -45,7 +43,7 @@ def test_bytes_follow_the_formulas_of_the_paper(stage: str) -> None:
 
 
 @on_ranks(3)
-def test_resting_bytes_are_those_of_the_shards() -> None:
+def test_resting_bytes_are_those_of_the_shards():
     """A rank rests with its shards, each padded by less than a row and a cache line."""
     for stage in STAGES:
         model = STAGES[stage](nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), axis())
@@ -57,7 +55,7 @@ def test_resting_bytes_are_those_of_the_shards() -> None:
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 @on_ranks(2)
-def test_only_adapters_are_reduced_and_a_frozen_base_is_sharded_in_its_dtype(stage: str) -> None:
+def test_only_adapters_are_reduced_and_a_frozen_base_is_sharded_in_its_dtype(stage):
     """LoRA, Hu et al. 2021, beside a base of 8 bits."""
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 2, False), nn.Linear(2, 6, False)) for _ in range(3)))
     for layer in layers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -33,11 +32,11 @@ class Batch:
 class Masked(nn.Module):
     """Takes and gives a dataclass, or an object of attrs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.layer, self.seen = nn.Linear(6, 6), []  # type: ignore[var-annotated]
+        self.layer, self.seen = nn.Linear(6, 6), []
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         self.seen.append(batch)
         x = self.layer(batch.x) * batch.mask + batch.inner[0]
         return replace(batch, x=x) if isinstance(batch, Batch) else x
@@ -45,11 +44,11 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize(("stage", "library"), [("zero1", "dataclasses"), ("zero3", "dataclasses"), ("zero3", "attrs")])
 @on_ranks(2)
-def test_tensors_in_records_are_cast(stage: str, library: str) -> None:
-    kind: Any = Batch
+def test_tensors_in_records_are_cast(stage, library):
+    kind = Batch
     if library == "attrs":
         kind = pytest.importorskip("attrs").make_class("AttrsBatch", ["x", "mask", "inner"], frozen=True, slots=True)
-    model: Any = zf.precision(STAGES[stage](Masked(), axis()), compute=torch.bfloat16, output=torch.float64)
+    model = zf.precision(STAGES[stage](Masked(), axis()), compute=torch.bfloat16, output=torch.float64)
     given = kind(torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), [torch.ones(2, 6)])
     output = model(given)
     (seen,) = model.seen
@@ -64,10 +63,10 @@ def test_tensors_in_records_are_cast(stage: str, library: str) -> None:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_transformed(stage: str) -> None:
-    model: Any = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Identity(), nn.Linear(6, 6))
+def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_transformed(stage):
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Identity(), nn.Linear(6, 6))
     model[0] = zf.precision(model[0], compute=torch.bfloat16, output=torch.float32)
-    seen: list[torch.dtype] = []
+    seen = []
     model[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     model = STAGES[stage](model, axis())
     model = zf.precision(model, compute=torch.float32, where="2.*", output=torch.float16)
@@ -84,30 +83,30 @@ def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_tr
 class Normed(nn.Module):
     """Norms with weights and a buffer that stays in float32, and an input that comes past the model's own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList((nn.LayerNorm(6), nn.GroupNorm(2, 6)))
         self.body, self.outside = Layer(), torch.ones(6)
         self.register_buffer("offset", torch.ones(6))
-        self.seen: set[torch.dtype] = set()
+        self.seen = set()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         assert self.offset.dtype == torch.float32
         for norm in self.norms:
             x = norm(x)
         self.seen.add(x.dtype)
-        y: Tensor = self.body(x + self.outside.to(x.dtype))
+        y = self.body(x + self.outside.to(x.dtype))
         return y
 
 
 @pytest.mark.parametrize(("stage", "compute"), [("zero1", torch.bfloat16), ("zero3", torch.float16)])
 @on_ranks(2)
-def test_dtypes_are_those_that_were_asked_for(stage: str, compute: torch.dtype) -> None:
+def test_dtypes_are_those_that_were_asked_for(stage, compute):
     """Also of a model that was frozen at first, whose sums have the dtype asked for all the same."""
     found = []
     for is_frozen_first in (False, True):
         torch.manual_seed(0)
-        model: Any = zf.precision(STAGES[stage](Normed(), axis()), compute=compute, reduce=torch.float32)
+        model = zf.precision(STAGES[stage](Normed(), axis()), compute=compute, reduce=torch.float32)
         if is_frozen_first:
             model.requires_grad_(False)
             model(noise(2, 6, seed=5))
@@ -125,7 +124,7 @@ def test_dtypes_are_those_that_were_asked_for(stage: str, compute: torch.dtype) 
 # -- masters ----------------------------------------------------------------------------------------------------------
 
 
-def _in_16_bits() -> Any:
+def _in_16_bits():
     """Tied, with a buffer that stays as it is."""
     torch.manual_seed(0)
     model = Language().bfloat16()
@@ -133,7 +132,7 @@ def _in_16_bits() -> Any:
     return model
 
 
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _trained(model, optimizer):
     found = []
     for seed in range(3):
         loss = loss_of(model, seed)
@@ -149,19 +148,19 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     ("stage", "order"), [("zero1", "before"), ("zero1", "away"), ("zero2", "after"), ("zero3", "away")]
 )
 @on_ranks(2)
-def test_masters_are_those_of_weights_widened_before(stage: str, order: str, folder: str) -> None:
+def test_masters_are_those_of_weights_widened_before(stage, order, folder):
     disk = zf.nvme(folder)
 
-    def sharded(module: nn.Module) -> nn.Module:
+    def sharded(module):
         return STAGES[stage](module, axis())
 
-    def masters(module: nn.Module) -> nn.Module:
+    def masters(module):
         return zf.precision(module, rest=torch.float32)
 
-    def away(module: nn.Module) -> nn.Module:
+    def away(module):
         return zf.offload(module, params=disk, optim=disk) if order == "away" else module
 
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
+    def adam(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         return zf.streamed(optimizer) if order == "away" else optimizer
 
@@ -169,7 +168,7 @@ def test_masters_are_those_of_weights_widened_before(stage: str, order: str, fol
     for parameter in widened.parameters():
         parameter.data = parameter.data.float()
     expected = away(sharded(zf.precision(widened)))
-    model: Any = sharded(masters(loaded)) if order == "before" else masters(away(sharded(loaded)))
+    model = sharded(masters(loaded)) if order == "before" else masters(away(sharded(loaded)))
     assert all(parameter.dtype == torch.bfloat16 for parameter in loaded.parameters()), "the input is unchanged"
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert model.scale.dtype == torch.bfloat16
@@ -179,7 +178,7 @@ def test_masters_are_those_of_weights_widened_before(stage: str, order: str, fol
 
 
 @on_ranks(2)
-def test_masters_are_made_where_it_is_asked() -> None:
+def test_masters_are_made_where_it_is_asked():
     model = zf.precision(zf.zero3(_in_16_bits(), axis()), rest=torch.float32, where=lambda name, _: name[:4] != "norm")
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"norm.weight", "norm.bias"}

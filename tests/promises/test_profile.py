@@ -1,18 +1,15 @@
 """`zf.profile`: the parts of a step add up to it, a fault is named, bytes are those of the plan, nobody looks on later."""
 
-from __future__ import annotations
-
 import json
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import nn
+from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,7 +21,6 @@ from zero_fn.profiling import ranks as meeting
 from zero_fn.profiling.analysis import RankRecord, carried_of, wait_for_last
 from zero_fn.profiling.clock import Collective, Mark
 from zero_fn.profiling.operations import peak_of
-from zero_fn.profiling.profile import Profile
 from zero_fn.profiling.spans import Span, spans_of, steps_of
 from zero_fn.storage import Transfer
 from zero_fn.values import watching
@@ -36,31 +32,31 @@ SLEEP_S = 0.02
 class Block(nn.Module):
     """Two layers, which may sleep before them."""
 
-    def __init__(self, dim: int = 64) -> None:
+    def __init__(self, dim=64):
         super().__init__()
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
         self.sleep_s = 0.0
         self.checkpoints = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.sleep_s:
             time.sleep(self.sleep_s)
         if self.checkpoints:
             return x + checkpoint(self._inner, x, use_reentrant=False)
         return x + self._inner(x)
 
-    def _inner(self, x: Tensor) -> Tensor:
-        inner: Tensor = self.down(self.up(x).relu())
+    def _inner(self, x):
+        inner = self.down(self.up(x).relu())
         return inner
 
 
-def built(stage: str = "zero3", blocks: int = 5, **offloaded: Any) -> tuple[nn.Module, Optimizer, list[Block]]:
+def built(stage="zero3", blocks=5, **offloaded):
     torch.manual_seed(0)
     plain = [Block() for _ in range(blocks)]
     model = getattr(zf, stage)(nn.Sequential(*plain), axis(), units=Block)
     if offloaded:
         model = zf.offload(model, **offloaded)
-    optimizer: Optimizer = AdamW(model.parameters(), fused=True)
+    optimizer = AdamW(model.parameters(), fused=True)
     return (
         model,
         zf.streamed(optimizer) if offloaded else optimizer,
@@ -68,13 +64,13 @@ def built(stage: str = "zero3", blocks: int = 5, **offloaded: Any) -> tuple[nn.M
     )
 
 
-def step(model: nn.Module, optimizer: Optimizer) -> None:
+def step(model, optimizer):
     model(torch.randn(16, 64)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def profiled(model: nn.Module, optimizer: Optimizer, steps: int = 10, **options: Any) -> Profile:
+def profiled(model, optimizer, steps=10, **options):
     for _ in range(2):
         step(model, optimizer)
     with zf.profile(model, optimizer, **options) as profile:
@@ -84,7 +80,7 @@ def profiled(model: nn.Module, optimizer: Optimizer, steps: int = 10, **options:
 
 
 @on_ranks(2)
-def test_the_parts_of_a_step_add_up_to_what_a_clock_shows() -> None:
+def test_the_parts_of_a_step_add_up_to_what_a_clock_shows():
     model, optimizer, _ = built()
     loader = iter(DataLoader(TensorDataset(torch.randn(320, 64)), batch_size=8))
     step(model, optimizer)
@@ -109,7 +105,7 @@ def test_the_parts_of_a_step_add_up_to_what_a_clock_shows() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @on_ranks(2)
-def test_a_unit_that_is_slow_on_one_rank_is_named(phase: str) -> None:
+def test_a_unit_that_is_slow_on_one_rank_is_named(phase):
     model, optimizer, blocks = built()
     if dist.get_rank() == 1 and phase == "forward":
         blocks[3].sleep_s = SLEEP_S
@@ -127,7 +123,7 @@ def test_a_unit_that_is_slow_on_one_rank_is_named(phase: str) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_are_slow_in_different_units_are_both_named() -> None:
+def test_ranks_that_are_slow_in_different_units_are_both_named():
     """Rank 0 is the slower one of a whole step, yet both make the other wait."""
     model, optimizer, blocks = built()
     blocks[3 if dist.get_rank() else 1].sleep_s = SLEEP_S if dist.get_rank() else 1.5 * SLEEP_S
@@ -144,21 +140,21 @@ def test_ranks_that_are_slow_in_different_units_are_both_named() -> None:
 
 
 @on_ranks(2)
-def test_a_slow_disk_is_named(folder: str) -> None:
+def test_a_slow_disk_is_named(folder):
     """The parameters of rank 1 come late from its disk."""
     model, optimizer, _ = built(params=zf.nvme(folder), optim=zf.nvme(folder))
     wait = Transfer.wait
 
-    def late(transfer: Transfer) -> None:
+    def late(transfer):
         if transfer._requests:
             inner = transfer._backend
 
             class Late:
-                def wait(self, requests: Any) -> None:
+                def wait(self, requests):
                     time.sleep(0.002)
                     inner.wait(requests)
 
-            transfer._backend = Late()  # type: ignore[assignment]
+            transfer._backend = Late()
         wait(transfer)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +172,7 @@ def test_a_slow_disk_is_named(folder: str) -> None:
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])
 @on_ranks(2)
-def test_bytes_are_those_of_the_plan(stage: str) -> None:
+def test_bytes_are_those_of_the_plan(stage):
     model, optimizer, _ = built(stage)
     profile = profiled(model, optimizer, steps=3)
     assert profile.numbers["sent"] == profile.numbers["planned"]["sent"] == zf.plan(model, optimizer).sent_by_axis
@@ -192,7 +188,7 @@ def test_bytes_are_those_of_the_plan(stage: str) -> None:
 
 
 @on_ranks(2)
-def test_bytes_of_accumulated_microbatches_are_those_of_the_plan() -> None:
+def test_bytes_of_accumulated_microbatches_are_those_of_the_plan():
     model, optimizer, _ = built()
     with zf.profile(model, optimizer) as profile:
         for _ in range(3):
@@ -206,7 +202,7 @@ def test_bytes_of_accumulated_microbatches_are_those_of_the_plan() -> None:
 
 
 @on_ranks(2)
-def test_operations_and_tokens_are_counted() -> None:
+def test_operations_and_tokens_are_counted():
     model, optimizer, blocks = built()
     profile = profiled(model, optimizer, steps=4, flops=True, tokens=16, peak=1e12)
     forward = 2 * 16 * 2 * 64 * 256 * len(blocks)
@@ -224,7 +220,7 @@ def test_operations_and_tokens_are_counted() -> None:
 
 
 @on_ranks(2)
-def test_the_files_say_what_the_profile_says(folder: str) -> None:
+def test_the_files_say_what_the_profile_says(folder):
     model, optimizer, _ = built()
     profile = profiled(model, optimizer, steps=3, out=f"{folder}/out")
     dist.barrier()
@@ -237,7 +233,7 @@ def test_the_files_say_what_the_profile_says(folder: str) -> None:
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(tracks.values()) >= {"steps", "computation", "axis dp"}
-    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    slices = {}
     names = set()
     for event in (event for event in events if event["ph"] == "X"):
         slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
@@ -249,7 +245,7 @@ def test_the_files_say_what_the_profile_says(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_clocks_of_two_hosts_are_set_right() -> None:
+def test_clocks_of_two_hosts_are_set_right():
     """Rank 1 has a clock of its own, 5 s ahead."""
     shift = 5_000_000_000 * dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
@@ -260,7 +256,7 @@ def test_clocks_of_two_hosts_are_set_right() -> None:
 
 
 @on_ranks(2)
-def test_a_profile_that_saw_no_step_raises_on_all_ranks() -> None:
+def test_a_profile_that_saw_no_step_raises_on_all_ranks():
     model, optimizer, _ = built()
     with pytest.raises(zf.StateError, match="has seen no step"), zf.profile(model) as profile:
         if dist.get_rank() == 0:
@@ -273,7 +269,7 @@ def test_a_profile_that_saw_no_step_raises_on_all_ranks() -> None:
 
 
 @on_ranks(2)
-def test_two_that_look_on_have_their_own_steps_and_close_in_any_order() -> None:
+def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
     """Clocks that were closed in the order of opening left the DataLoader patched, and marks were collected for ever."""
     model, optimizer, _ = built()
     loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8)
@@ -281,7 +277,7 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order() -> None:
     wanted = profiled(model, optimizer, 2)
     metrics = zf.metrics(model, optimizer, every=2)
     profile = zf.profile(model, optimizer).__enter__()
-    found: Any = {}
+    found = {}
     for _, x in zip(range(2), loader, strict=False):
         step(model, optimizer)
         found = metrics.step()
@@ -313,14 +309,14 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order() -> None:
         ("NVIDIA B200", 2250e12),
     ],
 )
-def test_a_device_is_known_by_its_name(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_known_by_its_name(name, peak, monkeypatch):
     """The H100 of PCIe counted as that of SXM."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert peak_of("cuda", torch.bfloat16) == peak
 
 
 @on_ranks(2)
-def test_nobody_looks_on_after_a_block_that_raised() -> None:
+def test_nobody_looks_on_after_a_block_that_raised():
     model, optimizer, _ = built()
     step(model, optimizer)
     with pytest.raises(ZeroDivisionError), zf.profile(model, optimizer, flops=True):
@@ -334,12 +330,12 @@ def test_nobody_looks_on_after_a_block_that_raised() -> None:
     assert watching.watchers == () and inner.numbers["sent"] == outer.numbers["sent"]
 
 
-def test_a_model_that_was_not_transformed_is_refused() -> None:
+def test_a_model_that_was_not_transformed_is_refused():
     with pytest.raises(zf.StateError, match="profile was given a module that no transform returned"):
         zf.profile(nn.Linear(2, 2))
 
 
-def test_one_rank_alone_is_profiled() -> None:
+def test_one_rank_alone_is_profiled():
     with alone() as mesh:
         model = zf.zero3(nn.Sequential(Block(), Block()), mesh, units=Block)
         optimizer = AdamW(model.parameters())
@@ -349,7 +345,7 @@ def test_one_rank_alone_is_profiled() -> None:
     assert {row.unit for row in profile.units} >= {"0", "1"}
 
 
-def test_two_collectives_at_once_share_a_link() -> None:
+def test_two_collectives_at_once_share_a_link():
     """Of 10 ms with a collective under way 6 have two; rank 1 began the last at 14 ms."""
     records = []
     for rank in range(2):
@@ -364,7 +360,7 @@ def test_two_collectives_at_once_share_a_link() -> None:
 # -- spans ---------------------------------------------------------------------------------------------------------------
 
 
-def marks(*rows: tuple[Moment, str]) -> list[Mark]:
+def marks(*rows):
     """One millisecond apart, of which the process has run half."""
     one = Collective("gather", "all-gather", "g", "dp", 2, 8, 0)
     waits = (Moment.ISSUED, Moment.WAIT, Moment.WAITED)
@@ -374,7 +370,7 @@ def marks(*rows: tuple[Moment, str]) -> list[Mark]:
     ]
 
 
-def test_time_belongs_to_the_innermost() -> None:
+def test_time_belongs_to_the_innermost():
     rows = [
         (Moment.STEPPED, ""), (Moment.ENTER, ""), (Moment.ENTER, "a"), (Moment.WAIT, ""), (Moment.WAITED, ""),
         (Moment.LEAVE, "a"), (Moment.LEAVE, ""), (Moment.BACKWARD, ""), (Moment.NEED, "a"), (Moment.NEED, ""),
@@ -395,12 +391,12 @@ def test_time_belongs_to_the_innermost() -> None:
     assert steps_of(marks(*rows)) == [(0, 19)]
 
 
-def test_an_exception_leaves_nothing_open() -> None:
+def test_an_exception_leaves_nothing_open():
     rows = [(Moment.ENTER, "a"), (Moment.ENTER, "a.b"), (Moment.WAIT, ""), (Moment.LEAVE, "a"), (Moment.STEPPED, "")]
     assert [span.part for span in spans_of(marks(*rows), on_device=False)][-1] == "other"
 
 
-def test_a_device_that_keeps_up_with_the_host_is_idle() -> None:
+def test_a_device_that_keeps_up_with_the_host_is_idle():
     late = [
         mark._replace(device_ns=mark.at_ns + at * 40_000) for at, mark in enumerate(marks(*[(Moment.BACKWARD, "")] * 4))
     ]

@@ -3,18 +3,14 @@
 They had no entry any more: verbs found no transformed module, and another transform gave one that ran the old one.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from functools import partial, update_wrapper, wraps
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,42 +19,42 @@ from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from tests.support.worlds import WIDTH, Tower, World, as_replicas, noise
+from tests.support.worlds import WIDTH, Tower, as_replicas, noise
 
 
 class Model(Tower):
     """Blocks that are units, a weight that is tied across them, and a head that computes its weight in a hook."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[2].up.weight = self.blocks[0].up.weight  # the unit of the root holds it: two entries in one module
         self.leave = nn.utils.spectral_norm(nn.Linear(7, 2))
 
 
-calls: list[str] = []
+calls = []
 
 
-def time(model: nn.Module) -> None:
+def time(model):
     """As profilers do: every forward is called by a function around it."""
     for name, module in model.named_modules():
         old = module.forward
 
         @wraps(old)
-        def timed(*args: Any, _old: Callable[..., Any] = old, _name: str = name, **kwargs: Any) -> Any:
+        def timed(*args, _old=old, _name=name, **kwargs):
             calls.append(_name)
             return _old(*args, **kwargs)
 
-        module.forward = timed  # type: ignore[method-assign]
+        module.forward = timed
 
 
-def double(model: nn.Module) -> None:
+def double(model):
     """As accelerate and `MethodType` patches do: other code for some modules, which does not call the old one."""
 
-    def doubled(self: nn.Linear, x: Tensor) -> Tensor:
+    def doubled(self, x):
         return F.linear(x, 2 * self.weight, self.bias)
 
-    def negated(self: Block, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.tanh(self.up(x)))
+    def negated(self, x):
+        y = self.down(torch.tanh(self.up(x)))
         return x - self.gate * y
 
     model.enter.forward = MethodType(doubled, model.enter)
@@ -67,23 +63,23 @@ def double(model: nn.Module) -> None:
     model.blocks[2].forward = update_wrapper(partial(negated, model.blocks[2]), model.blocks[2].forward)
 
 
-def hook(model: nn.Module) -> None:
+def hook(model):
     """As accelerate does: the old one is an attribute, and a partial function that holds the module is in its place."""
 
-    def hooked(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def hooked(module, *args, **kwargs):
         calls.append(type(module).__name__)
         return module._old_forward(*args, **kwargs)
 
     for module in model.modules():
         old = module.forward
-        module._old_forward = old  # type: ignore[assignment]
-        module.forward = update_wrapper(partial(hooked, module), old)  # type: ignore[method-assign]
+        module._old_forward = old
+        module.forward = update_wrapper(partial(hooked, module), old)
 
 
-WAYS: dict[str, Callable[[nn.Module], None]] = {"timed": time, "doubled": double, "hooked": hook}
+WAYS = {"timed": time, "doubled": double, "hooked": hook}
 
 
-def _train(world: World, model: nn.Module, *, steps: int = 2, seed: int = 0) -> None:
+def _train(world, model, *, steps=2, seed=0):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         calls.clear()
@@ -93,7 +89,7 @@ def _train(world: World, model: nn.Module, *, steps: int = 2, seed: int = 0) -> 
 
 @pytest.mark.parametrize("way", WAYS)
 @as_replicas()
-def test_a_forward_replaced_after_the_transform_gathers(world: World, way: str) -> None:
+def test_a_forward_replaced_after_the_transform_gathers(world, way):
     """After steps, called alone, and in a model that is transformed again; the one of before goes on."""
     model = world.build(Model)
     _train(world, model)
@@ -114,7 +110,7 @@ def test_a_forward_replaced_after_the_transform_gathers(world: World, way: str) 
 
 @pytest.mark.parametrize(("way", "unshard"), [("doubled", False), ("hooked", True)])
 @as_replicas()
-def test_a_replaced_forward_in_a_block_gathers(world: World, way: str, unshard: bool) -> None:
+def test_a_replaced_forward_in_a_block_gathers(world, way, unshard):
     """In one that accumulates, and after one that edits."""
     model = world.build(Model)
     WAYS[way](model)
@@ -131,7 +127,7 @@ def test_a_replaced_forward_in_a_block_gathers(world: World, way: str, unshard: 
 
 
 @as_replicas()
-def test_forwards_may_be_replaced_and_put_back_in_each_step(world: World) -> None:
+def test_forwards_may_be_replaced_and_put_back_in_each_step(world):
     """In the end what stood there is put back, or nothing is."""
     model = world.build(Model)
     before = {name: module.forward for name, module in model.named_modules()}
@@ -142,13 +138,13 @@ def test_forwards_may_be_replaced_and_put_back_in_each_step(world: World) -> Non
             if step == 1 and name:
                 vars(module).pop("forward", None)
             else:
-                module.forward = before[name]  # type: ignore[method-assign]
+                module.forward = before[name]
         _train(world, model, steps=1, seed=step + 10)
 
 
 @pytest.mark.parametrize(("way", "use_reentrant"), [("hooked", False), ("timed", True)])
 @as_replicas()
-def test_a_replaced_forward_is_computed_again(world: World, way: str, use_reentrant: bool) -> None:
+def test_a_replaced_forward_is_computed_again(world, way, use_reentrant):
     model = world.build(Model)
     WAYS[way](model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -161,7 +157,7 @@ def test_a_replaced_forward_is_computed_again(world: World, way: str, use_reentr
 
 
 @as_replicas()
-def test_a_replaced_forward_stays_in_a_copy(world: World) -> None:
+def test_a_replaced_forward_stays_in_a_copy(world):
     """Bound methods are copied; a partial function holds the original."""
     model = world.build(Model)
     double(model)
@@ -175,17 +171,17 @@ def test_a_replaced_forward_stays_in_a_copy(world: World) -> None:
 class Switching(nn.Linear):
     """Takes another forward when it is first called."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.forward = self._again  # type: ignore[method-assign]
+    def forward(self, x):
+        self.forward = self._again
         return super().forward(x)
 
-    def _again(self, x: Tensor) -> Tensor:
+    def _again(self, x):
         return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize("units", [Switching, nn.Sequential])
 @as_replicas()
-def test_a_forward_that_a_unit_replaces_stays(world: World, units: Any) -> None:
+def test_a_forward_that_a_unit_replaces_stays(world, units):
     """The one that was put there inside a unit was overwritten when the unit ended."""
     model = world.build(lambda: nn.Sequential(Switching(WIDTH, 7), nn.Tanh(), Switching(7, 2)), units=units)
     _train(world, model, steps=4)
@@ -193,49 +189,47 @@ def test_a_forward_that_a_unit_replaces_stays(world: World, units: Any) -> None:
 
 
 @as_replicas()
-def test_a_replaced_forward_of_the_root_stays(world: World) -> None:
+def test_a_replaced_forward_of_the_root_stays(world):
     """Its entry does not run before somebody has seen that it was replaced."""
 
-    def other(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = 3 * self.leave(self.enter(x)) + self.enter.weight.sum()
+    def other(self, x):
+        y = 3 * self.leave(self.enter(x)) + self.enter.weight.sum()
         return y
 
     model = world.build(Model, units=Block)
-    model.forward = MethodType(other, model)  # type: ignore[method-assign]
+    model.forward = MethodType(other, model)
     if not world.is_replica:
         zf.refresh(model)
     _train(world, model)
 
 
-def _fused(self: Tower, x: Tensor) -> Tensor:
+def _fused(self, x):
     """As trl's `add_fused_lm_head`: it never calls the old forward, nor the head, and takes the whole weight by itself."""
     x = self.blocks[0](self.enter(x))
-    weight: Any = self.leave.weight
+    weight = self.leave.weight
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
-    output: Tensor = x @ weight.t()
+    output = x @ weight.t()
     return output
 
 
 @pytest.mark.parametrize("runs_before", [False, True])
 @pytest.mark.parametrize("units", [Block, [], [Block, nn.Linear]])
 @as_replicas()
-def test_a_replaced_forward_that_takes_the_whole_weight_has_the_gradients_of_all_ranks(
-    world: World, units: Any, runs_before: bool
-) -> None:
+def test_a_replaced_forward_that_takes_the_whole_weight_has_the_gradients_of_all_ranks(world, units, runs_before):
     """The gradient of the head was that of one rank, silently."""
     model = world.build(Tower, units=units)
     if runs_before:
         _train(world, model)
-    model.forward = MethodType(_fused, model)  # type: ignore[method-assign]
+    model.forward = MethodType(_fused, model)
     _train(world, model, seed=10)
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage: str) -> None:
+def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage):
     """Nothing at all is entered past the call. The gradient was that of one rank, silently."""
-    model: Any = STAGES[stage](Tower(), axis(), units=Block)
+    model = STAGES[stage](Tower(), axis(), units=Block)
     model.forward = MethodType(_fused, model)
     x = noise(4, WIDTH, seed=0)
     for _ in range(2):
@@ -245,9 +239,9 @@ def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage: str) -> N
         model.forward(x)
 
 
-def _in_another_dtype(way: str, *, replaced_first: bool, unshard: bool) -> list[Tensor]:
+def _in_another_dtype(way, *, replaced_first, unshard):
     torch.manual_seed(0)
-    model: Any = Model()
+    model = Model()
     model.leave = nn.Linear(7, 2)  # the buffers of a norm would keep their dtype
     if replaced_first:
         WAYS[way](model)
@@ -262,6 +256,6 @@ def _in_another_dtype(way: str, *, replaced_first: bool, unshard: bool) -> list[
 
 @pytest.mark.parametrize(("way", "unshard"), [("doubled", False), ("hooked", True)])
 @on_ranks(2)
-def test_a_replaced_forward_computes_in_the_same_dtype(way: str, unshard: bool) -> None:
+def test_a_replaced_forward_computes_in_the_same_dtype(way, unshard):
     one, other = (_in_another_dtype(way, replaced_first=first, unshard=unshard) for first in (False, True))
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(one, other, strict=True))

@@ -7,11 +7,7 @@ Elsewhere: checkpoints of other libraries in `tests/units/checkpoint/test_of_*.p
 `property_tests/test_checkpoint_laws.py`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,10 +37,10 @@ class Run:
     For torch.distributed.checkpoint without batch statistics: it saves buffers of one rank, and each rank has its own.
     """
 
-    def __init__(self, stage: str, dtype: torch.dtype, path: str, how: str, seed: int) -> None:
+    def __init__(self, stage, dtype, path, how, seed):
         torch.manual_seed(seed)
         last = nn.Identity() if "dcp" in how else nn.BatchNorm1d(WIDTH)
-        model: nn.Module = nn.Sequential(Tower(dropout=0.2), last).to(dtype)
+        model = nn.Sequential(Tower(dropout=0.2), last).to(dtype)
         if stage == "away":
             model = zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.nvme(path))
         elif stage == "local buffers":
@@ -55,17 +51,17 @@ class Run:
         self.options = StateDictOptions(flatten_optimizer_state_dict="flat" in how)
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2 and "two" in how]
         others = [parameter for parameter in model.parameters() if parameter.ndim != 2 or "two" not in how]
-        self.optimizer: Any = torch.optim.AdamW(others, lr=1e-2, amsgrad=True)
+        self.optimizer = torch.optim.AdamW(others, lr=1e-2, amsgrad=True)
         self.schedule = lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
         if stage == "away":
             self.optimizer = zf.streamed(self.optimizer, zf.nvme(path), buffer="16MiB", finish="forward")
         if "two" in how:
-            muon: Any = zf.by_owner(torch.optim.Muon(matrices, lr=0.02))
+            muon = zf.by_owner(torch.optim.Muon(matrices, lr=0.02))
             muon = zf.streamed(muon, zf.nvme(path)) if stage == "away" else muon
             self.optimizer = ChainedOptimizer([muon, self.optimizer])
         torch.manual_seed(100 + dist.get_rank())
 
-    def train(self, steps: int = STEPS) -> None:
+    def train(self, steps=STEPS):
         for _ in range(steps):
             self.model(noise(4, WIDTH, seed=self.step, dtype=self.dtype)).square().mean().backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -74,12 +70,12 @@ class Run:
             self.schedule.step()
             self.step += 1
 
-    def save_and_go_on(self, folder: str, how: str) -> None:
+    def save_and_go_on(self, folder, how):
         own = {"schedule": self.schedule, "random": torch.get_rng_state(), "step": self.step}
-        wait: Callable[[], object] = lambda: None  # noqa: E731
+        wait = lambda: None  # noqa: E731
         if how == "dcp, async":
             own_group = dist.new_group(backend="gloo")  # its thread communicates while this one trains
-            wait = dcp.async_save(self._states(), checkpoint_id=folder, process_group=own_group).result  # type: ignore[union-attr]
+            wait = dcp.async_save(self._states(), checkpoint_id=folder, process_group=own_group).result
         elif "dcp" in how:
             dcp.save(self._states(), checkpoint_id=folder)
         elif "mirror" in how:
@@ -90,9 +86,9 @@ class Run:
         self.train()  # changes everything that is being saved
         wait()
 
-    def load(self, folder: str, how: str) -> None:
+    def load(self, folder, how):
         if "dcp" in how:
-            states: Any = self._states()
+            states = self._states()
             dcp.load(states, checkpoint_id=folder)
             weights, moments = states["model"], states["optimizer"]
             values = {"model_state_dict": weights, "optim_state_dict": moments}
@@ -100,17 +96,17 @@ class Run:
             found = states[f"rank {dist.get_rank()}"]
             self.schedule.load_state_dict(found["schedule"])
         else:
-            load: Callable[..., Any] = zf.resume if "mirror" in how else zf.load
+            load = zf.resume if "mirror" in how else zf.load
             found = load(folder, self.model, self.optimizer, extra={"schedule": self.schedule})
         torch.set_rng_state(found["random"])
         self.step = found["step"]
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self):
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
         own = {"random": torch.get_rng_state(), "step": self.step, "schedule": self.schedule.state_dict()}
         return {"model": model, "optimizer": optimizer, f"rank {dist.get_rank()}": own}
 
-    def result(self) -> dict[str, Any]:
+    def result(self):
         return {
             **everything(self.model, self.optimizer),
             "random": torch.get_rng_state(),
@@ -118,14 +114,14 @@ class Run:
         }
 
 
-def _uninterrupted(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Any]:
+def _uninterrupted(folder, stage, dtype, how):
     run = Run(stage, dtype, folder, how, seed=0)
     run.train()
     run.save_and_go_on(folder, how)
     return run.result()
 
 
-def _resumed(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Any]:
+def _resumed(folder, stage, dtype, how):
     run = Run(stage, dtype, folder, how, seed=7)
     if "dcp" not in how:  # what has been stepped is replaced, too
         run.train(1)
@@ -159,9 +155,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("stage", "n", "dtype", "how"), RUNS)
-def test_n7_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
-    ranks: Ranks, stage: str, n: int, dtype: torch.dtype, how: str, tmp_path: Path
-) -> None:
+def test_n7_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(ranks, stage, n, dtype, how, tmp_path):
     fresh = Ranks()  # other processes than those of the session
     try:
         expected = ranks(n).run(_uninterrupted, str(tmp_path), stage, dtype, how)
@@ -175,7 +169,7 @@ def test_n7_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
 # -- between worlds ----------------------------------------------------------------------------------------------------
 
 
-def _first(folder: str) -> dict[str, Any]:
+def _first(folder):
     """A model that was trained, saved by one process."""
     model, optimizer = made("plain", folder, seed=0)
     for number in range(2):
@@ -184,7 +178,7 @@ def _first(folder: str) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
-def _passed_on(world: str, folder: str, expected: dict[str, Any]) -> list[str]:
+def _passed_on(world, folder, expected):
     """Loads that over other values, and saves it as it rests in this world."""
     model, optimizer = made(world, folder, seed=7)
     stepped(model, optimizer, 3)
@@ -193,7 +187,7 @@ def _passed_on(world: str, folder: str, expected: dict[str, Any]) -> list[str]:
     return differing(expected, everything(model, optimizer))
 
 
-def _taken_back(world: str, folder: str, expected: dict[str, Any]) -> list[str]:
+def _taken_back(world, folder, expected):
     """What one process then loads."""
     model, optimizer = made("plain", folder, seed=8)
     zf.load(f"{folder}/{world}", model, optimizer)
@@ -201,7 +195,7 @@ def _taken_back(world: str, folder: str, expected: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def saved(ranks, tmp_path_factory):
     """A folder with a checkpoint of a plain model, and what is in it."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     (expected,) = ranks(1).run(_first, folder)
@@ -209,9 +203,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 
 @pytest.mark.parametrize("world", [name for name in WORLDS if name != "plain"])
-def test_every_world_passes_on_what_it_has_loaded_to_the_bit(
-    ranks: Ranks, world: str, saved: tuple[str, dict[str, Any]]
-) -> None:
+def test_every_world_passes_on_what_it_has_loaded_to_the_bit(ranks, world, saved):
     assert ranks(WORLDS[world].ranks).run(_passed_on, world, *saved) == [[]] * WORLDS[world].ranks
     assert ranks(1).run(_taken_back, world, *saved) == [[]]
     if world == "replicate":
@@ -223,7 +215,7 @@ def test_every_world_passes_on_what_it_has_loaded_to_the_bit(
 # -- optimizers and schedules ------------------------------------------------------------------------------------------
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     **ELEMENTWISE,
     "Adafactor": lambda ps: torch.optim.Adafactor(ps),
     "Adam, fused": lambda ps: torch.optim.Adam(ps, fused=True),
@@ -232,17 +224,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def _trained(model, optimizer, seed):
     model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _stepped_on(name: str, folder: Path, is_sharded: bool) -> list[str]:
+def _stepped_on(name, folder, is_sharded):
     runs = []
     for number in range(2):
         seed_generator(number)
-        model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
         model = zf.zero3(model, axis()) if is_sharded else model
         optimizer = OPTIMIZERS[name](list(model.parameters()))
         _trained(model, optimizer, 0)
@@ -256,22 +248,22 @@ def _stepped_on(name: str, folder: Path, is_sharded: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_every_optimizer_goes_on(ranks, name, tmp_path):
     assert _stepped_on(name, tmp_path, is_sharded=False) == []
     is_sharded = name != "Adafactor"  # refused over shards: it looks at whole tensors
     assert ranks(2).run(_stepped_on, name, tmp_path / "ranks", is_sharded=is_sharded) == [[], []]
 
 
-def test_a_parameter_that_passes_through_buffers_in_pieces_goes_on(tmp_path: Path) -> None:
+def test_a_parameter_that_passes_through_buffers_in_pieces_goes_on(tmp_path):
     """Its pieces had one count of steps in common after a load, and each of them counted it up."""
 
-    def made() -> tuple[nn.Linear, zf.Streamed]:
+    def made():
         torch.manual_seed(0)
         model = nn.Linear(64, 64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         return model, zf.streamed(optimizer, zf.nvme(tmp_path), buffer="16KiB")
 
-    def train(model: nn.Linear, optimizer: zf.Streamed) -> None:
+    def train(model, optimizer):
         for number in range(2):
             model(torch.full((1, 64), 1.0 + number)).square().mean().backward()
             optimizer.step()
@@ -289,10 +281,10 @@ def test_a_parameter_that_passes_through_buffers_in_pieces_goes_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_backward_of_a_forward_before_a_load_is_refused(tmp_path: Path, is_sharded: bool) -> None:
+def test_a_backward_of_a_forward_before_a_load_is_refused(tmp_path, is_sharded):
     """It would compute gradients with the weights that were loaded: torch refuses it, too, after `load_state_dict`."""
     with alone() as mesh:
-        model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model = zf.zero3(model, mesh) if is_sharded else model
         zf.save(tmp_path / "a", model)
         output = model(torch.ones(1, 3))
@@ -301,7 +293,7 @@ def test_a_backward_of_a_forward_before_a_load_is_refused(tmp_path: Path, is_sha
             output.sum().backward()
 
 
-SCHEDULES: dict[str, dict[str, Any]] = {
+SCHEDULES = {
     "ChainedScheduler": {},
     "ConstantLR": {"total_iters": 3},
     "CosineAnnealingLR": {"T_max": 5},
@@ -321,7 +313,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 """Every schedule of torch, by its arguments."""
 
 
-def _schedule(name: str, optimizer: torch.optim.Optimizer) -> Any:
+def _schedule(name, optimizer):
     """A schedule; one that is made of others has all that torch lets be in it."""
     simple = [each for each, arguments in SCHEDULES.items() if arguments and each != "ReduceLROnPlateau"]
     if name == "SequentialLR":
@@ -332,23 +324,23 @@ def _schedule(name: str, optimizer: torch.optim.Optimizer) -> Any:
     return getattr(lr_scheduler, name)(optimizer, **SCHEDULES[name])
 
 
-def _scheduled(name: str) -> tuple[torch.optim.Optimizer, Any]:
+def _scheduled(name):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
     return optimizer, _schedule(name, optimizer)
 
 
-def _rates(optimizer: torch.optim.Optimizer, schedule: Any, loss: float) -> list[float]:
+def _rates(optimizer, schedule, loss):
     """A step; what it leaves the groups with."""
     optimizer.step()
     schedule.step(*[loss] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
     return [value for group in optimizer.param_groups for value in group.values() if isinstance(value, float)]
 
 
-def test_every_schedule_goes_on_wherever_it_was_saved(tmp_path: Path) -> None:
+def test_every_schedule_goes_on_wherever_it_was_saved(tmp_path):
     """Also those that are made of others: each keeps what it knows in a state of its own kind (MultiStepLR in a Counter)."""
     assert {*SCHEDULES} == {*lr_scheduler.__all__} - {"LRScheduler"}, "torch has others"
     runs, steps = {name: _scheduled(name) for name in SCHEDULES}, 13
-    wanted: dict[str, list[list[float]]] = {name: [] for name in SCHEDULES}
+    wanted = {name: [] for name in SCHEDULES}
     for step in range(steps):
         extra = {f"{name}/{at}": part for name, run in runs.items() for at, part in enumerate(run)}
         zf.save(tmp_path / f"step-{step}", extra=extra)
@@ -363,28 +355,28 @@ def test_every_schedule_goes_on_wherever_it_was_saved(tmp_path: Path) -> None:
             assert found == wanted[name][start:], f"{name}, saved at step {start}"
 
 
-def _statistics(folder: str) -> None:
+def _statistics(folder):
     """Each rank sees other rows, and keeps its own statistics of them."""
     model = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
     model(noise(4, WIDTH, seed=dist.get_rank()))
     zf.save(f"{folder}/step-1", model)
 
 
-def _elsewhere(folder: str) -> list[float]:
+def _elsewhere(folder):
     """The statistics of rank 0, where they are asked for."""
-    model: Any = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
+    model = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
     before = model[1].running_mean.clone()
     with pytest.raises(zf.CheckpointError, match=r"running_mean: 2 ranks have saved different values of a buffer"):
         zf.load(folder, model)
     assert torch.equal(model[1].running_mean, before), "a refused load has changed something"
-    asked: Any = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis())
+    asked = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis())
     zf.load(folder, asked)
-    found: list[float] = asked[1].running_mean.tolist()
+    found = asked[1].running_mean.tolist()
     return found
 
 
-def test_buffers_of_ranks_are_not_those_of_rank_0_in_silence(ranks: Ranks, tmp_path: Path) -> None:
+def test_buffers_of_ranks_are_not_those_of_rank_0_in_silence(ranks, tmp_path):
     ranks(2).run(_statistics, str(tmp_path))
-    plain: Any = nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH))
+    plain = nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH))
     zf.load(tmp_path, plain)
     assert ranks(3).run(_elsewhere, str(tmp_path)) == [plain[1].running_mean.tolist()] * 3

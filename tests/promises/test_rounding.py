@@ -1,11 +1,9 @@
 """`precision(round=)`: parameters in bfloat16 without a master are what a step in float32, rounded by hand, would make them:
 on any number of ranks, at any stage, in any tier, stepped in pieces or by owners."""
 
-from __future__ import annotations
-
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -14,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
@@ -26,12 +23,12 @@ from tests.support.groups import alone
 from tests.support.models import Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full, fulls
 
 SEED = 5
 MODES = {"stochastic": {"round": "stochastic", "seed": SEED}, "kahan": {"round": "kahan"}}
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+OPTIMIZERS = {
     "AdamW": partial(AdamW, lr=1e-2, fused=False),
     "SGD": partial(SGD, lr=1e-2),  # without states of its own
     "RMSprop": partial(RMSprop, lr=1e-2, momentum=0.5),
@@ -43,13 +40,13 @@ BOTH = pytest.mark.parametrize("mode", MODES)
 # -- a step by hand ----------------------------------------------------------------------------------------------------
 
 
-def _mixed(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def _mixed(x):
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return np.asarray(x ^ (x >> np.uint32(16)))
 
 
-def _by_chance(values: Tensor, name: str, step: int) -> Tensor:
+def _by_chance(values, name, step):
     """Finite values, rounded as the numbers of their elements, their name and the step say."""
     key = np.uint32(crc32(f"{SEED} {name}".encode())) ^ _mixed(np.array([step + 0x9E3779B9], np.uint32))
     numbers = np.arange(values.numel(), dtype=np.uint32)
@@ -62,7 +59,7 @@ def _by_chance(values: Tensor, name: str, step: int) -> Tensor:
 class ByHand:
     """Whole parameters, each with a stock optimizer that steps it in float32."""
 
-    def __init__(self, model: nn.Module, make: Callable[..., Optimizer], mode: str) -> None:
+    def __init__(self, model, make, mode):
         self.mode, self.count = mode, dict.fromkeys(dict(model.named_parameters()), 0)
         self.values = {name: full(p).detach().clone() for name, p in model.named_parameters()}
         self.lost = {name: torch.zeros_like(value) for name, value in self.values.items()}
@@ -70,7 +67,7 @@ class ByHand:
         self.wide = {name: nn.Parameter(value.float()) for name, value in trained.items()}
         self.optimizer = make([*self.wide.values()])
 
-    def step(self, model: nn.Module) -> None:
+    def step(self, model):
         """With the gradients of the model."""
         grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         for name, wide in self.wide.items():
@@ -86,21 +83,21 @@ class ByHand:
                 self.values[name] = _by_chance(wide, name, self.count[name])
             self.count[name] += 1
 
-    def require_same(self, model: nn.Module, what: object = "") -> None:
+    def require_same(self, model, what=""):
         wholes = [full(p) for p in model.parameters()]
         for (name, _), whole in zip(model.named_parameters(), wholes, strict=True):
             assert torch.equal(whole, self.values[name]), (what, name, whole, self.values[name])
 
 
-def _built(mode: str) -> nn.Module:
+def _built(mode):
     torch.manual_seed(0)
     model = Odd()
     model.wave.requires_grad_(False)  # complex: it is not rounded, and sums of four are not exact
     model.wide = nn.Parameter(0.1 * torch.randn(90, 61))  # several pieces
-    return zf.precision(model, rest=torch.bfloat16, **MODES[mode])  # type: ignore[arg-type]
+    return zf.precision(model, rest=torch.bfloat16, **MODES[mode])
 
 
-def _backward(model: nn.Module, step: int) -> None:
+def _backward(model, step):
     """The same on all ranks, so that means are exact, and gradients do not depend on their number."""
     generator = torch.Generator().manual_seed(step)
     for part in range(2):
@@ -108,7 +105,7 @@ def _backward(model: nn.Module, step: int) -> None:
         assert part or step != 1 or model.zero_grad() is None
 
 
-def _train(model: nn.Module, optimizer: Any, steps: range, by_hand: ByHand | None = None) -> None:
+def _train(model, optimizer, steps, by_hand=None):
     for step in steps:
         _backward(model, step)
         if step == 2:
@@ -125,16 +122,16 @@ Placed = Callable[[nn.Module, str], nn.Module]
 Stepped = Callable[[Optimizer, str], Any]
 
 
-def _offloaded(*states: str, tier: Callable[[str], Any] = zf.nvme) -> Placed:
+def _offloaded(*states, tier=zf.nvme):
     return lambda model, folder: zf.offload(zf.zero3(model, axis()), **dict.fromkeys(states, tier(folder)))
 
 
-def _streamed(optimizer: Optimizer, _: str, **options: Any) -> Any:
+def _streamed(optimizer, _, **options):
     return zf.streamed(optimizer, **options)
 
 
-WORLDS: dict[str, tuple[Placed, Stepped]] = {
-    **{stage: (lambda m, _, place=place: place(m, axis()), _streamed) for stage, place in STAGES.items()},  # type: ignore[misc]
+WORLDS = {
+    **{stage: (lambda m, _, place=place: place(m, axis()), _streamed) for stage, place in STAGES.items()},
     "on disk": (_offloaded("params", "grads", "optim"), _streamed),
     "finished in the forward": (_offloaded("params", "grads", "optim"), partial(_streamed, finish="forward")),
     "on the host": (_offloaded("params", "optim", tier=lambda _: zf.cpu()), _streamed),
@@ -147,13 +144,13 @@ WORLDS: dict[str, tuple[Placed, Stepped]] = {
 }
 
 
-def _placed(world: str, mode: str, optimizer: str, folder: str) -> tuple[nn.Module, Any]:
+def _placed(world, mode, optimizer, folder):
     place, stepped = WORLDS[world]
     model = place(_built(mode), folder)
     return model, stepped(OPTIMIZERS[optimizer](model.parameters()), folder)
 
 
-def _as_by_hand(mode: str, optimizer: str, worlds: Sequence[str], folder: str) -> list[list[Tensor]]:
+def _as_by_hand(mode, optimizer, worlds, folder):
     ends = []
     for world in worlds:
         model, stepping = _placed(world, mode, optimizer, folder)
@@ -168,7 +165,7 @@ SOME = {1: ["zero1", "of no mesh"], 2: [*WORLDS], 4: ["zero2", "zero3", "by owne
 
 
 @BOTH
-def test_no_bit_depends_on_ranks_stages_tiers_or_owners(ranks: Ranks, mode: str, tmp_path: Any) -> None:
+def test_no_bit_depends_on_ranks_stages_tiers_or_owners(ranks, mode, tmp_path):
     rows = [ranks(n).run(_as_by_hand, mode, "AdamW", worlds, str(tmp_path)) for n, worlds in SOME.items()]
     first, *others = [end for row in rows for on_rank in row for end in on_rank]
     assert all(all(map(torch.equal, end, first)) for end in others)
@@ -177,17 +174,17 @@ def test_no_bit_depends_on_ranks_stages_tiers_or_owners(ranks: Ranks, mode: str,
 @BOTH
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad"])
 @on_ranks(2)
-def test_other_optimizers_step_in_float32(mode: str, optimizer: str, folder: str) -> None:
+def test_other_optimizers_step_in_float32(mode, optimizer, folder):
     _as_by_hand(mode, optimizer, ["zero2", "on disk", "in pieces", "by owners"], folder)
 
 
 @BOTH
 @on_ranks(4)
-def test_numbers_are_those_of_the_whole_tensor_over_all_axes(mode: str) -> None:
+def test_numbers_are_those_of_the_whole_tensor_over_all_axes(mode):
     mesh = grid("dp", "tp")
     for stage, place in STAGES.items():
         model = place(parallelized(mesh["tp"]), mesh["dp"])
-        model = zf.precision(model, compute=torch.float32, rest=torch.bfloat16, **MODES[mode])  # type: ignore[arg-type]
+        model = zf.precision(model, compute=torch.float32, rest=torch.bfloat16, **MODES[mode])
         assert isinstance(model, Decoder)
         optimizer = zf.streamed(AdamW(model.parameters(), lr=1e-2, fused=False))
         by_hand = ByHand(model, OPTIMIZERS["AdamW"], mode)
@@ -202,13 +199,13 @@ def test_numbers_are_those_of_the_whole_tensor_over_all_axes(mode: str) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def _saved(world: str, mode: str, folder: str) -> None:
+def _saved(world, mode, folder):
     model, optimizer = _placed(world, mode, "AdamW", folder)
     _train(model, optimizer, range(2))
     zf.save(f"{folder}/saved", model, optimizer)
 
 
-def _resumed(world: str, mode: str, folder: str) -> list[Tensor]:
+def _resumed(world, mode, folder):
     model, optimizer = _placed(world, mode, "AdamW", folder)
     zf.load(f"{folder}/saved", model, optimizer)
     states = {"optimizer": optimizer.state_dict()}
@@ -218,7 +215,7 @@ def _resumed(world: str, mode: str, folder: str) -> list[Tensor]:
     return fulls(model.parameters())
 
 
-def _undisturbed(mode: str, folder: str) -> list[Tensor]:
+def _undisturbed(mode, folder):
     model, optimizer = _placed("replicate", mode, "AdamW", folder)
     _train(model, optimizer, range(4))
     return fulls(model.parameters())
@@ -234,9 +231,7 @@ def _undisturbed(mode: str, folder: str) -> list[Tensor]:
         (("on the host", 1), ("on disk", 2)),
     ],
 )
-def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
-    ranks: Ranks, mode: str, one: tuple[str, int], other: tuple[str, int], tmp_path: Any
-) -> None:
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(ranks, mode, one, other, tmp_path):
     folder = str(tmp_path)
     ranks(one[1]).run(_saved, one[0], mode, folder)
     expected = ranks(1).run(_undisturbed, mode, folder)[0]
@@ -246,7 +241,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
 
 @BOTH
 @on_ranks(2)
-def test_a_torch_state_dict_brings_everything(mode: str, folder: str) -> None:
+def test_a_torch_state_dict_brings_everything(mode, folder):
     model, optimizer = _placed("zero3", mode, "AdamW", folder)
     _train(model, optimizer, range(2))
     states = get_optimizer_state_dict(model, optimizer)
@@ -265,16 +260,16 @@ def test_a_torch_state_dict_brings_everything(mode: str, folder: str) -> None:
 # -- bytes, words, refusals --------------------------------------------------------------------------------------------
 
 
-def _wide() -> nn.Module:
+def _wide():
     return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
 
 
 @BOTH
 @on_ranks(2)
-def test_bytes_are_two_and_the_states(mode: str) -> None:
+def test_bytes_are_two_and_the_states(mode):
     psi, beside = 4 * 256 * 256, 2 if mode == "kahan" else 0
     for stage, place in STAGES.items():
-        model = place(zf.precision(_wide(), rest=torch.bfloat16, **MODES[mode]), axis())  # type: ignore[arg-type]
+        model = place(zf.precision(_wide(), rest=torch.bfloat16, **MODES[mode]), axis())
         stock = AdamW(model.parameters(), lr=1e-3, fused=True)
         plans = [zf.plan(model), zf.plan(model, stock)]
         optimizer = zf.streamed(stock)
@@ -291,13 +286,13 @@ def test_bytes_are_two_and_the_states(mode: str) -> None:
     assert f"bf16 ({'kahan' if mode == 'kahan' else f'stochastic, seed {SEED}'})/bf16/fp32" in str(zf.describe(model))
 
 
-def _drifting(mode: str | None) -> Tensor:
+def _drifting(mode):
     """Weights of one after 500 steps of a tenth of a thousandth."""
     options = {} if mode is None else MODES[mode]
-    model = zf.precision(nn.Linear(1, 4096, bias=False), rest=torch.bfloat16, **options)  # type: ignore[arg-type]
+    model = zf.precision(nn.Linear(1, 4096, bias=False), rest=torch.bfloat16, **options)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    optimizer: Any = SGD(model.parameters(), lr=1e-4)
+    optimizer = SGD(model.parameters(), lr=1e-4)
     optimizer = optimizer if mode is None else zf.streamed(optimizer)
     for _ in range(500):
         model.weight.grad = torch.ones_like(model.weight)
@@ -305,7 +300,7 @@ def _drifting(mode: str | None) -> Tensor:
     return model.weight.detach().float()
 
 
-def test_small_steps_are_taken_which_plain_rounding_takes_none_of() -> None:
+def test_small_steps_are_taken_which_plain_rounding_takes_none_of():
     assert _drifting(None).eq(1).all()
     assert (_drifting("kahan") - 0.95).abs().max() < 2**-8
     found = _drifting("stochastic")
@@ -315,7 +310,7 @@ def test_small_steps_are_taken_which_plain_rounding_takes_none_of() -> None:
     assert 0.8 * sigma < float(found.std()) < 1.1 * sigma
 
 
-def test_a_skipped_step_is_not_counted() -> None:
+def test_a_skipped_step_is_not_counted():
     for mode in MODES:
         with alone() as mesh:
             model = zf.zero3(_built(mode), mesh)
@@ -324,7 +319,7 @@ def test_a_skipped_step_is_not_counted() -> None:
             for step in range(3):
                 scaler.scale(model(torch.full((2, 5), step)).float().square().mean()).backward()
                 if step == 1:
-                    model.scale.grad.fill_(torch.inf)  # type: ignore[union-attr, operator]
+                    model.scale.grad.fill_(torch.inf)
                 scaler.unscale_(optimizer)
                 if step != 1:
                     by_hand.step(model)
@@ -345,16 +340,16 @@ def test_a_skipped_step_is_not_counted() -> None:
         ({"round": "stochastic"}, "rest in bfloat16"),
     ],
 )
-def test_what_rounds_nothing_is_refused(options: dict[str, Any], said: str) -> None:
+def test_what_rounds_nothing_is_refused(options, said):
     with pytest.raises(zf.LayoutError, match=said):
         zf.precision(nn.Linear(4, 4), **options)
     model = zf.precision(nn.Linear(4, 4).bfloat16(), round="stochastic")
     for other in ({"round": "kahan"}, {"round": "stochastic", "seed": 1}, {"rest": torch.float32}):
         with pytest.raises(zf.LayoutError, match=r"roundings of the same parameter|rest in bfloat16"):
-            zf.precision(model, **other)  # type: ignore[arg-type]
+            zf.precision(model, **other)
 
 
-def test_an_optimizer_that_would_round_by_itself_is_refused() -> None:
+def test_an_optimizer_that_would_round_by_itself_is_refused():
     for mode in MODES:
         with alone() as mesh, warnings.catch_warnings():
             warnings.simplefilter("error")  # nor is anything said of masters
@@ -375,7 +370,7 @@ def test_an_optimizer_that_would_round_by_itself_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_other_seeds_are_told() -> None:
+def test_ranks_with_other_seeds_are_told():
     model = zf.zero3(zf.precision(Odd(), rest=torch.bfloat16, round="stochastic", seed=dist.get_rank()), axis())
     with pytest.raises(zf.DisagreementError, match="stochastic, seed 1"):
         _backward(model, 0)

@@ -1,9 +1,5 @@
 """Ranks that begin with different values, or come to have different replicas, get the same error, and nothing is changed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,15 +9,15 @@ import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.worlds import WIDTH, Tower, noise
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_different_values_at_first_or_loaded_raise_on_every_rank(ranks: Ranks, stage: str) -> None:
-    def other_values() -> str:
+def test_different_values_at_first_or_loaded_raise_on_every_rank(ranks, stage):
+    def other_values():
         torch.manual_seed(dist.get_rank())
-        model: Any = STAGES[stage](Tower(), axis())
+        model = STAGES[stage](Tower(), axis())
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         for _ in range(2):  # the second forward ran, with shards of different tensors
             with pytest.raises(zf.DisagreementError, match="initial values") as caught:
@@ -41,7 +37,7 @@ def test_different_values_at_first_or_loaded_raise_on_every_rank(ranks: Ranks, s
     assert "torch.manual_seed" in message
 
 
-REPLICAS: dict[str, Any] = {
+REPLICAS = {
     "replicate": lambda model: zf.replicate(model, axis()),
     "hybrid": lambda model: zf.hybrid(model, grid("outer", "inner")),
     "persist_below": lambda model: zf.zero3(model, axis(), persist_below=40),
@@ -49,14 +45,14 @@ REPLICAS: dict[str, Any] = {
 }
 
 
-def _stack(device: str) -> nn.Sequential:
+def _stack(device):
     with torch.device(device):
         return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
 
 
 @pytest.mark.parametrize("case", ["zero3", *REPLICAS])
 @on_ranks(4)
-def test_what_ranks_draw_from_meta_must_be_the_same(case: str) -> None:
+def test_what_ranks_draw_from_meta_must_be_the_same(case):
     """It was compared as it was on meta: without values."""
     model = zf.zero3(_stack("meta"), axis()) if case == "zero3" else REPLICAS[case](_stack("meta"))
     torch.manual_seed(dist.get_rank())
@@ -68,25 +64,25 @@ def test_what_ranks_draw_from_meta_must_be_the_same(case: str) -> None:
     zf.materialize(model, "cpu")(noise(2, WIDTH, seed=0)).sum().backward()
 
 
-def _emptied_and_drawn(model: nn.Module) -> None:
+def _emptied_and_drawn(model):
     model.to_empty(device="cpu")
     torch.manual_seed(7 if dist.get_rank() < 3 else 8)
     for parameter in model.parameters():
-        parameter.to_local().detach().normal_()  # type: ignore[operator]
+        parameter.to_local().detach().normal_()
 
 
-def _filled(model: nn.Module) -> None:
+def _filled(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.1 if dist.get_rank() < 3 else 0.2)
 
 
-def _copied_to_local(model: nn.Module) -> None:
+def _copied_to_local(model):
     for parameter in model.parameters():
-        parameter.to_local().detach().mul_(1 if dist.get_rank() < 3 else 2)  # type: ignore[operator]
+        parameter.to_local().detach().mul_(1 if dist.get_rank() < 3 else 2)
 
 
-def _loaded(model: nn.Module) -> None:
+def _loaded(model):
     entries = {key: value.clone() for key, value in model.state_dict().items()}
     for value in entries.values():
         value.to_local().add_(dist.get_rank() == 3)
@@ -101,7 +97,7 @@ EDITS = {edit.__name__: edit for edit in (_emptied_and_drawn, _filled, _copied_t
     [*(("hybrid", edit) for edit in EDITS), *zip([case for case in REPLICAS if case != "hybrid"], EDITS, strict=False)],
 )
 @on_ranks(4)
-def test_replicas_that_differ_at_the_first_forward_raise_on_every_rank(case: str, edit: str) -> None:
+def test_replicas_that_differ_at_the_first_forward_raise_on_every_rank(case, edit):
     """Of two axes, ranks 0 and 2 hold alike what rank 3 has nothing to do with; they are told, too."""
     torch.manual_seed(0)
     model = REPLICAS[case](_stack("meta" if edit == "_emptied_and_drawn" else "cpu"))
@@ -113,7 +109,7 @@ def test_replicas_that_differ_at_the_first_forward_raise_on_every_rank(case: str
 
 
 @on_ranks(4)
-def test_replicas_that_differ_after_loading_raise() -> None:
+def test_replicas_that_differ_after_loading_raise():
     torch.manual_seed(0)
     model = zf.offload(zf.replicate(_stack("cpu"), axis()), params=zf.cpu())
     model(noise(2, WIDTH, seed=0)).sum().backward()
@@ -123,10 +119,10 @@ def test_replicas_that_differ_after_loading_raise() -> None:
 
 
 @on_ranks(2)
-def test_values_that_are_equal_again_or_of_one_rank_alone_are_taken() -> None:
+def test_values_that_are_equal_again_or_of_one_rank_alone_are_taken():
     """Shards that one rank holds may be edited there; raw collectives give the values of rank 0 to all replicas."""
     torch.manual_seed(0)
-    model: Any = zf.zero3(_stack("cpu"), axis())
+    model = zf.zero3(_stack("cpu"), axis())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().add_(dist.get_rank())

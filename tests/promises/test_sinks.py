@@ -3,8 +3,6 @@
 Sinks over libraries that the tests of every day lack are in `tests/outside/integrations/test_monitoring.py`.
 """
 
-from __future__ import annotations
-
 import csv
 import http.server
 import json
@@ -13,7 +11,6 @@ import re
 import resource
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,12 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.units.storage.disks import limited
 from zero_fn import errors
 from zero_fn.errors import ConfigError
-from zero_fn.monitor import Csv, JsonLines, Numbers, Prometheus, Sink, sink_of
+from zero_fn.monitor import Csv, JsonLines, Prometheus, sink_of
 from zero_fn.monitor.names import COUNTERS, GAUGES, HISTOGRAMS, NAMES
 from zero_fn.monitor.prometheus import BUCKETS
-from zero_fn.monitor.sink import Outlet, flat, split
+from zero_fn.monitor.sink import flat, split
 
-NUMBERS: dict[str, float | list[float]] = {
+NUMBERS = {
     "zero_fn_steps_total": 3,
     "zero_fn_loss": 2.5,
     'zero_fn_sent_bytes_total{axis="dp"}': 1e9,
@@ -44,15 +41,15 @@ FLAT = {
     "zero_fn/step_seconds/mean": 0.5,
     "zero_fn/step_seconds/max": 0.75,
 }
-FILES: list[Callable[[Path], Outlet]] = [Csv, JsonLines]
+FILES = [Csv, JsonLines]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_was_said(monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
 
 
-def _rows(path: Path) -> list[dict[str, float]]:
+def _rows(path):
     """What a reader finds: numbers by name."""
     text = path.read_text()
     assert text.endswith("\n"), "a torn line"
@@ -63,11 +60,11 @@ def _rows(path: Path) -> list[dict[str, float]]:
     ]
 
 
-def _path(make: Callable[[Path], Outlet], folder: Path) -> Path:
+def _path(make, folder):
     return folder / ("run.csv" if make is Csv else "run.jsonl")
 
 
-def _scraped(text: str) -> dict[tuple[str, str], float]:
+def _scraped(text):
     """Values by name and one label, of what Prometheus is shown."""
     return {
         (sample.name, ",".join(sample.labels.values())): sample.value
@@ -76,16 +73,16 @@ def _scraped(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-def _answer(sink: Prometheus) -> str:
+def _answer(sink):
     with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
-        text: str = answer.read().decode()
+        text = answer.read().decode()
     return text
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_names_are_those_of_prometheus_and_say_their_kind() -> None:
+def test_names_are_those_of_prometheus_and_say_their_kind():
     assert len(NAMES) == len(COUNTERS) + len(GAUGES) + len(HISTOGRAMS)
     assert all(name.startswith("zero_fn_") and split(name) == (name, {}) for name in NAMES)
     assert {name for name in NAMES if name.endswith("_total")} == COUNTERS.keys()
@@ -93,7 +90,7 @@ def test_names_are_those_of_prometheus_and_say_their_kind() -> None:
     assert all(text.endswith(".") for text in NAMES.values())
 
 
-def test_rules_and_the_dashboard_ask_for_these_names_alone() -> None:
+def test_rules_and_the_dashboard_ask_for_these_names_alone():
     for name in ("rules.yml", "dashboard.json"):
         text = (Path(__file__).parents[2] / "examples" / "monitoring" / name).read_text()
         asked = {re.sub("(_seconds)_(bucket|sum|count)$", r"\1", each) for each in re.findall(r"\bzero_fn_\w+", text)}
@@ -104,19 +101,19 @@ def test_rules_and_the_dashboard_ask_for_these_names_alone() -> None:
         )
 
 
-def test_the_guide_has_each_name_and_no_other() -> None:
+def test_the_guide_has_each_name_and_no_other():
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "monitoring.md").read_text()
     assert sorted(re.findall(r"^\| `(zero_fn_\w+)", guide, re.MULTILINE)) == sorted(NAMES)
 
 
-def test_a_key_is_a_name_and_labels() -> None:
+def test_a_key_is_a_name_and_labels():
     assert split('a_total{tier="nvme",x="1, 2"}') == ("a_total", {"tier": "nvme", "x": "1, 2"})
     for wrong in ("", "a b", "1a", "a{", "a{b}", 'a{b="c"', 'a{b="c" }', 'a{b="c";d="e"}', 'a{b="\\""}', "a\n"):
         with pytest.raises(ConfigError, match="cannot be named"):
             split(wrong)
 
 
-def test_labels_and_histograms_become_numbers_of_their_own() -> None:
+def test_labels_and_histograms_become_numbers_of_their_own():
     assert flat(NUMBERS) == FLAT
     assert flat({"eval_loss": 1}) == {"eval_loss": 1.0}
 
@@ -125,7 +122,7 @@ def test_labels_and_histograms_become_numbers_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_a_file_has_a_row_for_each_step(make: Callable[[Path], Outlet], tmp_path: Path) -> None:
+def test_a_file_has_a_row_for_each_step(make, tmp_path):
     path = _path(make, tmp_path / "new" / "folder")
     with make(path) as sink:
         sink.log(10, NUMBERS)
@@ -138,8 +135,8 @@ def test_a_file_has_a_row_for_each_step(make: Callable[[Path], Outlet], tmp_path
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_json_that_is_not_finite_is_json(value: float, tmp_path: Path) -> None:
-    def refuse(text: str) -> None:
+def test_json_that_is_not_finite_is_json(value, tmp_path):
+    def refuse(text):
         raise AssertionError(f"{text} is not JSON")
 
     with JsonLines(tmp_path / "run.jsonl") as sink:
@@ -148,7 +145,7 @@ def test_json_that_is_not_finite_is_json(value: float, tmp_path: Path) -> None:
     assert repr(float(found["zero_fn/loss"])) == repr(value)
 
 
-def test_a_column_that_appears_later_leaves_the_rows_before(tmp_path: Path) -> None:
+def test_a_column_that_appears_later_leaves_the_rows_before(tmp_path):
     path = tmp_path / "run.csv"
     with Csv(path) as sink:
         sink.log(1, {"zero_fn_loss": 3.0})
@@ -164,7 +161,7 @@ def test_a_column_that_appears_later_leaves_the_rows_before(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("make", FILES)
 @pytest.mark.parametrize("torn", [0, 1, 7])
-def test_a_line_that_a_crash_tore_hides_no_other(make: Callable[[Path], Outlet], torn: int, tmp_path: Path) -> None:
+def test_a_line_that_a_crash_tore_hides_no_other(make, torn, tmp_path):
     path = _path(make, tmp_path)
     with make(path) as sink:
         sink.log(1, NUMBERS)
@@ -177,7 +174,7 @@ def test_a_line_that_a_crash_tore_hides_no_other(make: Callable[[Path], Outlet],
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_a_file_that_is_torn_in_its_first_line_begins_anew(make: Callable[[Path], Outlet], tmp_path: Path) -> None:
+def test_a_file_that_is_torn_in_its_first_line_begins_anew(make, tmp_path):
     path = _path(make, tmp_path)
     path.write_text("step,ti")
     with make(path) as sink:
@@ -186,7 +183,7 @@ def test_a_file_that_is_torn_in_its_first_line_begins_anew(make: Callable[[Path]
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_a_full_disk_costs_rows_and_one_warning(make: Callable[[Path], Outlet], tmp_path: Path) -> None:
+def test_a_full_disk_costs_rows_and_one_warning(make, tmp_path):
     path = _path(make, tmp_path)
     with make(path) as sink:
         sink.log(1, NUMBERS)
@@ -207,7 +204,7 @@ def test_a_full_disk_costs_rows_and_one_warning(make: Callable[[Path], Outlet], 
 # -- Prometheus ------------------------------------------------------------------------------------------------------
 
 
-def test_prometheus_is_shown_counters_gauges_and_histograms() -> None:
+def test_prometheus_is_shown_counters_gauges_and_histograms():
     with Prometheus(0, address="127.0.0.1", labels={"job_name": "llama"}) as sink:
         sink.log(3, NUMBERS)
         sink.log(4, NUMBERS | {"zero_fn_steps_total": 4, "zero_fn_loss": math.nan})
@@ -227,32 +224,32 @@ def test_prometheus_is_shown_counters_gauges_and_histograms() -> None:
     assert [found["zero_fn_step_seconds_bucket", f"llama,{le}"] for le in ("0.2", "0.5", "1.0", "+Inf")] == [0, 2, 4, 4]
 
 
-def test_buckets_are_seconds_from_a_millisecond_to_a_thousand() -> None:
+def test_buckets_are_seconds_from_a_millisecond_to_a_thousand():
     assert (BUCKETS[0], BUCKETS[-1], len(BUCKETS)) == (0.001, 1000.0, 19)
     assert sorted(BUCKETS) == BUCKETS
     assert {1.0, 5.0} <= set(BUCKETS), "the bounds of alerts"
 
 
-def test_a_counter_of_another_run_begins_at_nothing() -> None:
+def test_a_counter_of_another_run_begins_at_nothing():
     with Prometheus(0, address="127.0.0.1") as sink:
         for steps in (5, 9, 2, 3):
             sink.log(steps, {"zero_fn_steps_total": steps})
         assert _scraped(_answer(sink))["zero_fn_steps_total", ""] == 3
 
 
-def test_a_port_in_use_raises_at_once() -> None:
+def test_a_port_in_use_raises_at_once():
     with Prometheus(0) as sink, pytest.raises(ConfigError, match=f"Port {sink.port} cannot be opened"):
         Prometheus(sink.port)
 
 
-def test_a_closed_sink_gives_its_port_back() -> None:
+def test_a_closed_sink_gives_its_port_back():
     with Prometheus(0) as sink:
         pass
     with Prometheus(sink.port):
         pass
 
 
-def test_a_text_file_is_whole_at_every_moment(tmp_path: Path) -> None:
+def test_a_text_file_is_whole_at_every_moment(tmp_path):
     with Prometheus(textfile=tmp_path / "zero_fn.prom", labels={"rank": "1"}) as sink:
         sink.log(3, NUMBERS)
         before = (tmp_path / "zero_fn.prom").read_text()
@@ -266,17 +263,17 @@ def test_a_text_file_is_whole_at_every_moment(tmp_path: Path) -> None:
 
 
 @contextmanager
-def _gateway(port: int = 0) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+def _gateway(port=0):
     """A pushgateway: its port, and what was pushed, with the path."""
-    pushed: list[tuple[str, str]] = []
+    pushed = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
+        def do_PUT(self):
             pushed.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None: ...
+        def log_message(self, *_): ...
 
     server = http.server.HTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
@@ -289,7 +286,7 @@ def _gateway(port: int = 0) -> Iterator[tuple[int, list[tuple[str, str]]]]:
         thread.join()
 
 
-def test_numbers_are_pushed_to_the_group_of_their_labels() -> None:
+def test_numbers_are_pushed_to_the_group_of_their_labels():
     with _gateway() as (port, pushed):
         Prometheus(gateway=f"http://127.0.0.1:{port}", labels={"job_name": "llama"}).log(3, NUMBERS)
     ((path, text),) = pushed
@@ -297,7 +294,7 @@ def test_numbers_are_pushed_to_the_group_of_their_labels() -> None:
     assert _scraped(text)["zero_fn_loss", ""] == 2.5
 
 
-def test_a_gateway_that_is_away_is_left_alone_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_that_is_away_is_left_alone_for_a_minute(monkeypatch):
     now = 1000.0
     monkeypatch.setattr("zero_fn.monitor.sink.time.monotonic", lambda: now)
     with _gateway() as (port, _):
@@ -318,27 +315,27 @@ def test_a_gateway_that_is_away_is_left_alone_for_a_minute(monkeypatch: pytest.M
 # -- any sink --------------------------------------------------------------------------------------------------------
 
 
-def test_any_object_with_log_is_a_sink_and_so_are_ours(tmp_path: Path) -> None:
+def test_any_object_with_log_is_a_sink_and_so_are_ours(tmp_path):
     class Mine:
-        def log(self, step: int, numbers: Numbers) -> None:
+        def log(self, step, numbers):
             self.last = step, numbers
 
     mine = Mine()
     with Csv(tmp_path / "run.csv") as ours:
-        sinks: list[Sink] = [mine, ours]
+        sinks = [mine, ours]
         for sink in sinks:
             sink.log(7, NUMBERS)
     assert mine.last == (7, NUMBERS)
     assert [row["step"] for row in _rows(tmp_path / "run.csv")] == [7]
 
 
-def test_a_name_that_cannot_be_one_raises_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_name_that_cannot_be_one_raises_and_writes_nothing(tmp_path):
     with JsonLines(tmp_path / "run.jsonl") as sink, pytest.raises(ConfigError, match="'eval/loss'"):
         sink.log(1, NUMBERS | {"eval/loss": 1.0})
     assert (tmp_path / "run.jsonl").read_text() == ""
 
 
-def test_words_of_a_command_line_are_sinks(tmp_path: Path) -> None:
+def test_words_of_a_command_line_are_sinks(tmp_path):
     with sink_of(f"csv:{tmp_path}/a.csv") as made:
         assert isinstance(made, Csv)
     with sink_of(f"jsonl:{tmp_path}/a.jsonl") as made:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -32,9 +30,9 @@ from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.profiles import SIZES
 from tests.support.programs import STAGES, loss_of, parameters
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full, named_fulls
-from tests.support.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.support.worlds import ALL, WIDTH, Tower, differences, noise
 from zero_fn.checkpoint.live.load_plan import keeps_every_bit
 from zero_fn.resting import local_of
 
@@ -46,16 +44,16 @@ class Normalized(Tower):
 
     scale: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("scale", torch.ones(1), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.norm(x)) * self.scale
 
 
-def _saved_and_loaded(world: World) -> None:
+def _saved_and_loaded(world):
     """Saved before the first forward; loaded before it, and between steps, where kept gathered parameters are stale."""
     saved = {key: value.clone() for key, value in world.build(Normalized).state_dict().items()}
     for key, value in saved.items():
@@ -67,7 +65,7 @@ def _saved_and_loaded(world: World) -> None:
         world.train(model, optimizer, step)
 
 
-def _aliasing(world: World) -> None:
+def _aliasing(world):
     """As torch documents: entries share memory with the model, so that they follow it; `clone` keeps a moment."""
     model = world.build(Tower)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -85,12 +83,12 @@ def _aliasing(world: World) -> None:
 
 @pytest.mark.parametrize("stage", [*ALL, "hybrid"])
 @on_ranks(4)
-def test_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(stage: str) -> None:
+def test_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(stage):
     """As those who keep the best epoch in memory, and the last one in a file of each rank.
 
     torch 2.13 takes a DTensor whose local tensor begins inside its memory for a plain one, and raised.
     """
-    place: Any = STAGES.get(stage, zf.hybrid)
+    place = STAGES.get(stage, zf.hybrid)
     mesh = axis() if stage in STAGES else grid("outer", "inner")
     model = place(Odd(), mesh)
     for module in (model, model if stage == "hybrid" else place(model, mesh)):  # hooks are there once
@@ -117,7 +115,7 @@ def test_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(stage: str) -> 
 # -- loaded -----------------------------------------------------------------------------------------------------------
 
 
-def _whole(build: Callable[[], nn.Module] = Tower, seed: int = 5) -> dict[str, Tensor]:
+def _whole(build=Tower, seed=5):
     torch.manual_seed(seed)
     return build().state_dict()
 
@@ -125,10 +123,10 @@ def _whole(build: Callable[[], nn.Module] = Tower, seed: int = 5) -> dict[str, T
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("loaded", ["replicate", "zero1", "zero3"])
 @on_ranks(3)
-def test_shards_of_another_layout_are_redistributed_on_load(loaded: str, assign: bool) -> None:
+def test_shards_of_another_layout_are_redistributed_on_load(loaded, assign):
     """Of other stages, and of another mesh, cut along another dim. Assigned ones are cut as the parameter is."""
     model = STAGES[loaded](Odd(), axis())
-    placements = {name: parameter.placements for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+    placements = {name: parameter.placements for name, parameter in model.named_parameters()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for saved in ("replicate", "zero1", "zero3", "by columns"):
         plain = Odd()
@@ -142,10 +140,10 @@ def test_shards_of_another_layout_are_redistributed_on_load(loaded: str, assign:
         found = dict(model.named_parameters())  # of a tie, more than plain names, until the next forward ties it again
         wholes = named_fulls(found)
         assert all(torch.equal(wholes[name], value) for name, value in plain.named_parameters()), saved
-        assert all(found[name].placements == placement for name, placement in placements.items()), saved  # type: ignore[attr-defined]
+        assert all(found[name].placements == placement for name, placement in placements.items()), saved
 
 
-REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+REFUSED = {
     "size mismatch for norm.bias": lambda t: t[:3],  # the last of the parameters
     "size mismatch for blocks.2.gate": lambda t: t.expand(2),  # a scalar
     "size mismatch for norm.running_mean": lambda t: t[:1],  # a buffer
@@ -160,11 +158,11 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("said", REFUSED)
 @on_ranks(2)
-def test_another_shape_or_mesh_raises_and_nothing_is_written(said: str) -> None:
+def test_another_shape_or_mesh_raises_and_nothing_is_written(said):
     (key,) = [word for word in said.split() if "." in word]
     for stage in ALL:
         torch.manual_seed(0)
-        model: Any = STAGES[stage](Normalized(), axis())
+        model = STAGES[stage](Normalized(), axis())
         before = named_fulls(model.state_dict())
         entries = _whole(Normalized)
         with pytest.raises(zf.CheckpointError, match=said):
@@ -173,7 +171,7 @@ def test_another_shape_or_mesh_raises_and_nothing_is_written(said: str) -> None:
             assert torch.equal(value, before[name]), f"{stage}: {name} was written"
 
 
-def _casts(world: World) -> None:
+def _casts(world):
     model = world.build(Tower)
     entries = {key: value.to(torch.bfloat16) for key, value in _whole().items()}
     entries["leave.weight"] = _whole()["leave.weight"].double() * (1 + 2**-40)  # is rounded, as torch does
@@ -189,7 +187,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-def _extremes(dtype: torch.dtype) -> Tensor:
+def _extremes(dtype):
     """Values that a cast to too small a dtype changes."""
     if dtype == torch.bool:
         return torch.tensor([False, True])
@@ -201,14 +199,14 @@ def _extremes(dtype: torch.dtype) -> Tensor:
     return torch.tensor([whole.min, whole.max, whole.max - 1, 1], dtype=dtype)
 
 
-def _numbers(values: Tensor) -> list[complex]:
+def _numbers(values):
     """As Python's numbers, whose comparison is exact."""
     return (values.double() if values.is_floating_point() else values).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("source", DTYPES, ids=str)
-def test_a_dtype_keeps_every_bit_if_it_keeps_the_extremes(source: torch.dtype) -> None:
+def test_a_dtype_keeps_every_bit_if_it_keeps_the_extremes(source):
     values = _extremes(source)
     for target in DTYPES:
         survive = _numbers(values.to(target)) == _numbers(values)
@@ -216,7 +214,7 @@ def test_a_dtype_keeps_every_bit_if_it_keeps_the_extremes(source: torch.dtype) -
 
 
 @on_ranks(2)
-def test_missing_and_unexpected_keys_are_named() -> None:
+def test_missing_and_unexpected_keys_are_named():
     torch.manual_seed(0)
     model = zf.zero3(Tower(), axis())
     entries = _whole()
@@ -227,7 +225,7 @@ def test_missing_and_unexpected_keys_are_named() -> None:
     assert (found.missing_keys, found.unexpected_keys) == (["leave.bias"], ["extra"])
 
 
-def _assigned(world: World) -> None:
+def _assigned(world):
     model = world.build(Tower)
     model.load_state_dict(_whole(), assign=True)
     twin = copy.deepcopy(model)  # raised where this rank's part begins inside the tensor that was loaded
@@ -240,24 +238,22 @@ TRIALS = [_saved_and_loaded, _aliasing, _casts, _assigned]
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("trial", TRIALS)
-def test_state_dicts_are_whole_alias_and_load_as_those_of_replicas(
-    ranks: Ranks, trial: Callable[[World], None], n: int
-) -> None:
+def test_state_dicts_are_whole_alias_and_load_as_those_of_replicas(ranks, trial, n):
     assert ranks(n).run(differences, trial) == [[]] * n
 
 
 class Tied(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(OrderedDict(enter=nn.Linear(WIDTH, WIDTH), tanh=nn.Tanh(), leave=nn.Linear(WIDTH, WIDTH)))
         self.leave.weight = self.enter.weight
 
 
 @pytest.mark.parametrize("stage", ALL)
 @on_ranks(2)
-def test_two_values_for_a_tied_parameter_are_not_assigned(stage: str) -> None:
+def test_two_values_for_a_tied_parameter_are_not_assigned(stage):
     """The second was dropped. Every rank raises, also those on which both shards are the same."""
     torch.manual_seed(0)
-    model: Any = STAGES[stage](Tied(), axis())
+    model = STAGES[stage](Tied(), axis())
     x = noise(2, WIDTH, seed=0)
     before = model(x).detach()
     whole = {key: value + 1 for key, value in named_fulls(model.state_dict()).items()}
@@ -285,14 +281,14 @@ def test_two_values_for_a_tied_parameter_are_not_assigned(stage: str) -> None:
 class Renaming(nn.Linear):
     """Rewrites the entries of its state dict, as modules that read those of an older version do."""
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *others):
         state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
-def test_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before_anything_is_written() -> None:
+def test_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before_anything_is_written():
     with pretended(2) as mesh:
-        model: Any = zf.shard_params(nn.Sequential(nn.Linear(4, 4), Renaming(4, 4), nn.Linear(4, 4)), mesh)
+        model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), Renaming(4, 4), nn.Linear(4, 4)), mesh)
     entries = {key: torch.ones(4, 4) if "weight" in key else torch.ones(4) for key in model.state_dict()}
     entries["1.kernel"] = entries.pop("1.weight")
     before = local_of(model[0].weight).clone()
@@ -309,20 +305,20 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def _built(stage: str, build: type[Language], streamed: bool = False) -> tuple[Any, Any]:
+def _built(stage, build, streamed=False):
     torch.manual_seed(0)
     model = STAGES[stage](build(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, zf.streamed(optimizer, zf.cpu()) if streamed else optimizer
 
 
-def _step(model: nn.Module, optimizer: Any, seed: int) -> None:
+def _step(model, optimizer, seed):
     loss_of(model, seed).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _same(one: nn.Module, other: nn.Module) -> bool:
+def _same(one, other):
     ours, theirs = parameters(one), parameters(other)
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -330,7 +326,7 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("what", ["model", "optimizer", "first", "streamed"])
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_shards_of_another_rank_are_refused(stage: str, what: str, folder: str) -> None:
+def test_shards_of_another_rank_are_refused(stage, what, folder):
     """Of a file of the own rank, and of rank 0's; before a first step, too."""
     model, optimizer = _built(stage, Odd, what == "streamed")
     _step(model, optimizer, 0)
@@ -349,7 +345,7 @@ def test_shards_of_another_rank_are_refused(stage: str, what: str, folder: str) 
         dist.barrier()
 
 
-def _whole_states(optimizer: Any) -> dict[str, Any]:
+def _whole_states(optimizer):
     state_dict = optimizer.state_dict()
     states = {number: {name: full(value) for name, value in of.items()} for number, of in state_dict["state"].items()}
     return {**state_dict, "state": states}
@@ -360,9 +356,7 @@ def _whole_states(optimizer: Any) -> dict[str, Any]:
     ("stage", "build", "kind"), [("zero1", Language, torch.optim.NAdam), ("zero3", Odd, torch.optim.AdamW)]
 )
 @on_ranks(2)
-def test_states_that_were_loaded_go_on(
-    stage: str, build: type[Language], kind: Callable[..., torch.optim.Optimizer], whole: bool
-) -> None:
+def test_states_that_were_loaded_go_on(stage, build, kind, whole):
     """As they rest, or whole as those of plain modules: in memory, and streamed, before they are loaded or after."""
     models = []
     for loads, streams in ((False, False), (True, False), (True, True)):
@@ -383,7 +377,7 @@ def test_states_that_were_loaded_go_on(
 
 @pytest.mark.parametrize("stage", ["replicate", "zero2"])
 @on_ranks(2)
-def test_states_of_rank_0_go_to_other_stages_whole(stage: str) -> None:
+def test_states_of_rank_0_go_to_other_stages_whole(stage):
     """The state of rank 0, whole and on the host, given to another stage, and to plain modules."""
     first, optimizer = _built("zero3", Language)
     for number in range(2):

@@ -5,19 +5,16 @@ is compared with blocks that are coded one after the other from a sorted table. 
 `tests/units/kernels/test_codes.py`; drawn shapes and ranks are in `property_tests/test_coded_laws.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,10 +24,10 @@ import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
-from tests.support.worlds import ALL, World, differences, noise
+from tests.support.worlds import ALL, differences, noise
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.kernels.codes import decode_by
 from zero_fn.resting import local_of
@@ -42,22 +39,22 @@ WIDTH = 48
 class Blocks(nn.Module):
     """Rows that are whole blocks, rows that are none, a vector, and an image whose channels lie last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter, self.middle = nn.Linear(WIDTH, 252), nn.Linear(252, 256)  # a cut falls into a block
         self.whole = nn.Linear(256, 32)  # rows of one block; the bias has fewer elements than are coded
         self.vector = nn.Parameter(torch.randn(5000))
         self.image = nn.Parameter(torch.randn(64, 16, 2, 3).to(memory_format=torch.channels_last))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         extra = (self.vector * torch.arange(5000).sin()).mean() + (self.image**2).mean()
-        scaled: Tensor = self.whole(torch.tanh(self.middle(torch.tanh(self.enter(x))))) * extra
+        scaled = self.whole(torch.tanh(self.middle(torch.tanh(self.enter(x))))) * extra
         return scaled
 
 
 Make = Callable[[Sequence[nn.Parameter]], Optimizer]
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS = {
     "Adadelta": lambda ps: torch.optim.Adadelta(ps),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.1),
     "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1, amsgrad=True, foreach=False),
@@ -71,7 +68,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def _note_states(world: World, optimizer: Optimizer) -> None:
+def _note_states(world, optimizer):
     for number, own in sorted(optimizer.state_dict()["state"].items()):
         for name, value in sorted(own.items()):
             world.note(f"{name} of parameter {number}", torch.as_tensor(value))
@@ -80,7 +77,7 @@ def _note_states(world: World, optimizer: Optimizer) -> None:
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-def _nearest(values: Tensor, *, is_signed: bool) -> Tensor:
+def _nearest(values, *, is_signed):
     """Values as they come back from 8 bits: the nearest of a sorted table, block by block of a whole tensor."""
     table = decode_by(torch.arange(256, dtype=torch.uint8), torch.ones(256), is_signed).unique()
     found = torch.empty(values.numel())
@@ -94,7 +91,7 @@ def _nearest(values: Tensor, *, is_signed: bool) -> Tensor:
     return found.view(values.shape)
 
 
-def test_a_step_is_decoded_stepped_and_coded() -> None:
+def test_a_step_is_decoded_stepped_and_coded():
     seed_generator(0)
     weight = nn.Parameter(torch.randn(64, 65))
     stepped = nn.Parameter(weight.detach().clone())
@@ -116,7 +113,7 @@ def test_a_step_is_decoded_stepped_and_coded() -> None:
     assert optimizer.tier_nbytes() == {None: 2 * (64 * 65) + 2 * 4 * 17}
 
 
-def _steps(names: Sequence[str], world: World) -> None:
+def _steps(names, world):
     for name in names:
         model = world.build(Blocks)
         optimizer = zf.states8bit(OPTIMIZERS[name]([*model.parameters()]))
@@ -127,30 +124,30 @@ def _steps(names: Sequence[str], world: World) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_optimizer_steps_as_over_replicas(ranks: Ranks, n: int) -> None:
+def test_every_optimizer_steps_as_over_replicas(ranks, n):
     names, stages = ([*OPTIMIZERS], ["zero3"]) if n == 2 else (["AdamW", "SGD"], ALL)
     names = [name for name in names if name != "AdamW, fused" or n == 1]  # it rounds the ends of shards otherwise
     assert ranks(n).run(differences, partial(_steps, names), stages=stages) == [[]] * n
 
 
 class _Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(64, 384, bias=False), nn.Linear(384, 64, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.relu(self.up(x)))
+    def forward(self, x):
+        out = self.down(torch.relu(self.up(x)))
         return out
 
 
 @pytest.mark.parametrize("stage", ["", "zero1", "zero3"])
 @on_ranks(4)
-def test_columns_that_tensor_parallelism_cuts_share_blocks(stage: str) -> None:
+def test_columns_that_tensor_parallelism_cuts_share_blocks(stage):
     seed_generator(0)
     plain = _Wide()
     seed_generator(0)
     mesh, style = grid("dp", "tp"), {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    model: nn.Module = parallelize_module(_Wide(), mesh["tp"], style)
+    model = parallelize_module(_Wide(), mesh["tp"], style)
     model = STAGES[stage](model, mesh["dp"]) if stage else model
     stock, optimizer = (zf.states8bit(OPTIMIZERS["AdamW"]([*each.parameters()])) for each in (plain, model))
     for step in range(3):
@@ -165,7 +162,7 @@ def test_columns_that_tensor_parallelism_cuts_share_blocks(stage: str) -> None:
         assert torch.equal(full(resting), whole), fqn
 
 
-def _away(folder: str, world: World) -> None:
+def _away(folder, world):
     for tier, away, options in (
         (zf.cpu(), {}, {}),
         (zf.nvme(folder), {}, {"buffer": "24KiB", "fraction": 0.5}),
@@ -182,11 +179,11 @@ def _away(folder: str, world: World) -> None:
             _note_states(world, optimizer)
 
 
-def test_they_may_rest_in_any_tier(ranks: Ranks, tmp_path: Path) -> None:
+def test_they_may_rest_in_any_tier(ranks, tmp_path):
     assert ranks(2).run(differences, partial(_away, str(tmp_path)), stages=["zero1", "zero3"]) == [[]] * 2
 
 
-def _beside_rounded_parameters(folder: str, mode: Any, world: World) -> None:
+def _beside_rounded_parameters(folder, mode, world):
     """2.03 bytes of states beside 2 of a parameter (and 2 of what rounding has cut off)."""
     for tier in (None, zf.nvme(folder)):
         model = zf.precision(world.build(Blocks), rest=torch.bfloat16, round=mode)
@@ -199,12 +196,12 @@ def _beside_rounded_parameters(folder: str, mode: Any, world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stochastic", "kahan"])
-def test_they_go_with_parameters_in_bfloat16(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+def test_they_go_with_parameters_in_bfloat16(ranks, tmp_path, mode):
     trial = partial(_beside_rounded_parameters, str(tmp_path), mode)
     assert ranks(2).run(differences, trial, beside="replicate", stages=["zero1", "zero3"]) == [[]] * 2
 
 
-def _scaled(world: World) -> None:
+def _scaled(world):
     """At step 1 a gradient overflows on one rank: all skip the step, and states stay what they are."""
     model = world.build(Blocks)
     optimizer = zf.states8bit(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
@@ -221,12 +218,12 @@ def _scaled(world: World) -> None:
         _note_states(world, optimizer)
 
 
-def test_a_step_that_is_skipped_leaves_them(ranks: Ranks) -> None:
+def test_a_step_that_is_skipped_leaves_them(ranks):
     assert ranks(2).run(differences, _scaled, stages=["zero1", "zero3"]) == [[]] * 2
 
 
 @on_ranks(2)
-def test_what_is_no_number_shows_on_every_rank_that_has_a_part_of_the_block() -> None:
+def test_what_is_no_number_shows_on_every_rank_that_has_a_part_of_the_block():
     model = zf.shard_params(Blocks(), axis())
     optimizer = zf.states8bit(OPTIMIZERS["AdamW"]([*model.parameters()]))
     model(noise(4, WIDTH, seed=0)).sum().backward()
@@ -244,14 +241,14 @@ def test_what_is_no_number_shows_on_every_rank_that_has_a_part_of_the_block() ->
 # -- saved and loaded --------------------------------------------------------------------------------------------------
 
 
-def _made(place: str, folder: str) -> tuple[nn.Module, Optimizer]:
+def _made(place, folder):
     seed_generator(len(place))
-    model: nn.Module = Blocks()
+    model = Blocks()
     if place.startswith("zero"):
         model = STAGES[place.partition(",")[0]](model, axis())
     if place.endswith("kahan"):
         model = zf.precision(model, rest=torch.bfloat16, round="kahan")
-    optimizer: Optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
+    optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
     if not place.endswith("float"):
         optimizer = zf.states8bit(optimizer)
     if place.endswith("disk"):
@@ -259,7 +256,7 @@ def _made(place: str, folder: str) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def _train(model: nn.Module, optimizer: Optimizer, *steps: int) -> None:
+def _train(model, optimizer, *steps):
     for step in steps:
         seed_generator(step)
         model(torch.randn(4, WIDTH)).square().mean().backward()
@@ -267,7 +264,7 @@ def _train(model: nn.Module, optimizer: Optimizer, *steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _now(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def _now(model, optimizer):
     states = optimizer.state_dict()["state"]
     found = {
         f"{number}.{name}": full(torch.as_tensor(each)) for number, own in states.items() for name, each in own.items()
@@ -277,7 +274,7 @@ def _now(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def _saved(place: str, folder: str) -> list[dict[str, Tensor]]:
+def _saved(place, folder):
     model, optimizer = _made(place, folder)
     _train(model, optimizer, 0, 1)
     zf.save(Path(folder) / "saved", model, optimizer)
@@ -286,7 +283,7 @@ def _saved(place: str, folder: str) -> list[dict[str, Tensor]]:
     return [before, _now(model, optimizer)]
 
 
-def _loaded(place: str, folder: str) -> list[dict[str, Tensor]]:
+def _loaded(place, folder):
     model, optimizer = _made(place, folder)
     zf.load(Path(folder) / "saved", model, optimizer)
     before = _now(model, optimizer)
@@ -294,7 +291,7 @@ def _loaded(place: str, folder: str) -> list[dict[str, Tensor]]:
     return [before, _now(model, optimizer)]
 
 
-def _saved_by_torch(place: str, folder: str) -> list[dict[str, Tensor]]:
+def _saved_by_torch(place, folder):
     model, optimizer = _made(place, folder)
     _train(model, optimizer, 0, 1, 2)
     dcp.save(_states(model, optimizer), checkpoint_id=folder)
@@ -303,7 +300,7 @@ def _saved_by_torch(place: str, folder: str) -> list[dict[str, Tensor]]:
     return [before, _now(model, optimizer)]
 
 
-def _loaded_by_torch(place: str, folder: str) -> list[dict[str, Tensor]]:
+def _loaded_by_torch(place, folder):
     model, optimizer = _made(place, folder)
     states = _states(model, optimizer)
     dcp.load(states, checkpoint_id=folder)
@@ -313,12 +310,12 @@ def _loaded_by_torch(place: str, folder: str) -> list[dict[str, Tensor]]:
     return [before, _now(model, optimizer)]
 
 
-def _states(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _states(model, optimizer):
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 @pytest.mark.parametrize(("save", "load"), [(_saved, _loaded), (_saved_by_torch, _loaded_by_torch)])
-def test_codes_beside_rounded_parameters_go_on_to_the_bit(ranks: Ranks, tmp_path: Path, save: Any, load: Any) -> None:
+def test_codes_beside_rounded_parameters_go_on_to_the_bit(ranks, tmp_path, save, load):
     """Also by torch's checkpoints, and on fewer ranks."""
     (expected, _) = ranks(2).run(save, "zero3, kahan", str(tmp_path))
     for count in (2, 1):
@@ -326,13 +323,13 @@ def test_codes_beside_rounded_parameters_go_on_to_the_bit(ranks: Ranks, tmp_path
             assert [_unequal(*pair) for pair in zip(expected, found, strict=True)] == [[], []], count
 
 
-def _unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def _unequal(one, other):
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 @pytest.mark.parametrize("source", ["plain", "zero1", "zero3", "zero3, disk"])
-def test_a_checkpoint_holds_codes_and_loads_anywhere(ranks: Ranks, tmp_path: Path, source: str) -> None:
+def test_a_checkpoint_holds_codes_and_loads_anywhere(ranks, tmp_path, source):
     n = 1 if source == "plain" else 2
     expected = ranks(n).run(_saved, source, str(tmp_path))[0]
     files = sum(file.stat().st_size for file in (tmp_path / "saved").glob("optimizer/*"))
@@ -345,7 +342,7 @@ def test_a_checkpoint_holds_codes_and_loads_anywhere(ranks: Ranks, tmp_path: Pat
         assert _unequal(expected[0], found[0]) == []
 
 
-def test_states_in_float32_become_codes_as_they_are_loaded(ranks: Ranks, tmp_path: Path) -> None:
+def test_states_in_float32_become_codes_as_they_are_loaded(ranks, tmp_path):
     ranks(2).run(_saved, "zero3, float", str(tmp_path))
     (expected,) = ranks(1).run(_loaded, "plain", str(tmp_path))
     for place, count in (("zero3", 4), ("zero3, disk", 2)):
@@ -354,7 +351,7 @@ def test_states_in_float32_become_codes_as_they_are_loaded(ranks: Ranks, tmp_pat
 
 
 @on_ranks(2)
-def test_a_state_dict_goes_to_and_from_a_stock_optimizer() -> None:
+def test_a_state_dict_goes_to_and_from_a_stock_optimizer():
     model, optimizer = _made("zero3", "")
     _train(model, optimizer, 0, 1)
     other, stock = _made("zero3, float", "")
@@ -372,7 +369,7 @@ def test_a_state_dict_goes_to_and_from_a_stock_optimizer() -> None:
 
 
 @on_ranks(2)
-def test_bytes_are_those_of_the_plan(folder: str) -> None:
+def test_bytes_are_those_of_the_plan(folder):
     for tier in (None, zf.nvme(folder)):
         model = zf.shard_params(Blocks(), axis())
         optimizer = zf.states8bit(torch.optim.AdamW(model.parameters(), foreach=True))
@@ -387,8 +384,8 @@ def test_bytes_are_those_of_the_plan(folder: str) -> None:
         assert sent.calls["all-to-all"] == 2
 
 
-def test_a_step_moves_at_most_half_the_bytes_of_a_disk(tmp_path: Path) -> None:
-    def moved(make: Callable[[Optimizer], Any]) -> int:
+def test_a_step_moves_at_most_half_the_bytes_of_a_disk(tmp_path):
+    def moved(make):
         model = zf.precision(nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
         stock = torch.optim.AdamW(model.parameters(), fused=True)
         plan = zf.plan(model, zf.streamed(make(stock), zf.nvme(tmp_path)))
@@ -400,7 +397,7 @@ def test_a_step_moves_at_most_half_the_bytes_of_a_disk(tmp_path: Path) -> None:
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_has_no_form_in_8_bits_is_refused() -> None:
+def test_what_has_no_form_in_8_bits_is_refused():
     weight = nn.Parameter(torch.randn(64, 64))
     with pytest.raises(PlacementError, match="looks at whole tensors"):
         zf.states8bit(torch.optim.Muon([weight]))
@@ -414,7 +411,7 @@ def test_what_has_no_form_in_8_bits_is_refused() -> None:
         zf.by_owner(zf.states8bit(torch.optim.AdamW([weight], fused=True)))
 
 
-def test_small_parameters_keep_float32() -> None:
+def test_small_parameters_keep_float32():
     small, large = nn.Parameter(torch.randn(4095)), nn.Parameter(torch.randn(4096))
     optimizer = zf.states8bit(torch.optim.SGD([small, large], momentum=0.9))
     small.grad, large.grad = torch.randn(4095), torch.randn(4096)
@@ -429,20 +426,20 @@ def test_small_parameters_keep_float32() -> None:
 # -- how near to float32 ----------------------------------------------------------------------------------------------
 
 
-def _streams() -> dict[str, tuple[Callable[[torch.Generator], Tensor], float]]:
+def _streams():
     """Gradients of a step, 256 a row, and how far from float32's updates those in 8 bits may be, as a part of their norm."""
 
-    def normal(generator: torch.Generator) -> Tensor:
+    def normal(generator):
         return torch.randn(64, 256, generator=generator)
 
     scales = torch.exp(1.5 * normal(torch.Generator().manual_seed(1)))
     signs = normal(torch.Generator().manual_seed(2)).sign()
 
-    def of_tokens(generator: torch.Generator) -> Tensor:
+    def of_tokens(generator):
         is_there = torch.rand(64, 4, 1, generator=generator) < 0.125
         return (normal(generator).view(64, 4, 64) * is_there).view(64, 256)
 
-    def smaller(share: float) -> Callable[[torch.Generator], Tensor]:
+    def smaller(share):
         values = torch.full((64, 256), share)
         values[:, 0] = 1
         return lambda _: signs * values
@@ -459,15 +456,13 @@ def _streams() -> dict[str, tuple[Callable[[torch.Generator], Tensor], float]]:
 
 
 @pytest.mark.parametrize("stream", _streams())
-def test_updates_are_nearer_to_those_of_float32_than_with_dynamic_codes(
-    stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_are_nearer_to_those_of_float32_than_with_dynamic_codes(stream, monkeypatch):
     """Those of torchao, as of bitsandbytes, have decimal decades down to 1e-7: a smaller second moment becomes zero."""
-    theirs: Any = pytest.importorskip("torchao.optim").AdamW8bit
+    theirs = pytest.importorskip("torchao.optim").AdamW8bit
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # what it compiles for each tensor
     make, most = _streams()[stream]
-    options: dict[str, Any] = {"weight_decay": 0.0}
-    ways: dict[str, Callable[[nn.Parameter], Optimizer]] = {
+    options = {"weight_decay": 0.0}
+    ways = {
         "float32": lambda p: torch.optim.AdamW([p], lr=1e-3, fused=True, **options),
         "ours": lambda p: zf.states8bit(torch.optim.AdamW([p], lr=1e-3, fused=True, **options)),
         "theirs": lambda p: theirs([p], lr=torch.tensor(1e-3), **options),

@@ -1,31 +1,27 @@
 """Inference with weights that memory does not hold: read from a disk or where a folder has them, however ranks cut them, in
 as many bits as asked, with two units in memory at most."""
 
-from __future__ import annotations
-
 import math
 import runpy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.models import Language
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 from zero_fn.runtime import parcels
 from zero_fn.runtime.door import units_of
 from zero_fn.storage import pool
 from zero_fn.storage.host_memory import map_memory
 
-PLACES: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
+PLACES = {
     "one rank": (1, lambda model: model),
     "replicas": (2, lambda model: zf.replicate(model, axis())),
     "shards": (3, lambda model: zf.zero3(model, axis())),
@@ -33,17 +29,17 @@ PLACES: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
 }
 
 
-def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def model_of(dtype=torch.bfloat16):
     torch.manual_seed(0)
     return Language(vocabulary=67, dim=34).to(dtype).requires_grad_(False)
 
 
-def on_meta(dtype: torch.dtype = torch.bfloat16) -> Any:
+def on_meta(dtype=torch.bfloat16):
     with torch.device("meta"):
         return model_of(dtype)
 
 
-def written(folder: Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def written(folder, dtype=torch.bfloat16):
     """A model, and its weights in two files of a folder. The tied one is there once."""
     model = model_of(dtype)
     values = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
@@ -53,11 +49,11 @@ def written(folder: Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return model
 
 
-def tokens(seed: int, rows: int = 2) -> Tensor:
+def tokens(seed, rows=2):
     return torch.randint(67, (rows, 5), generator=torch.Generator().manual_seed(seed))
 
 
-def require_same_outputs(model: nn.Module, expected: nn.Module) -> None:
+def require_same_outputs(model, expected):
     """In the first pass, and in the next, which follow a schedule; under both modes, with other numbers of sequences."""
     for seed, mode in enumerate((torch.no_grad, torch.inference_mode, torch.inference_mode)):
         with mode():
@@ -68,16 +64,14 @@ def require_same_outputs(model: nn.Module, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("name", "resident"), [*((name, 0.0) for name in PLACES), ("one rank", 0.4), ("shards", 0.4)])
-def test_weights_are_read_where_a_folder_has_them(
-    ranks: Callable[..., Ranks], tmp_path: Path, name: str, resident: float
-) -> None:
+def test_weights_are_read_where_a_folder_has_them(ranks, tmp_path, name, resident):
     """On any number of ranks, of which each reads its own rows; beside others that stay in memory."""
     written(tmp_path)
     ranks(PLACES[name][0]).run(reads_in_place, str(tmp_path), name, resident)
 
 
-def reads_in_place(folder: str, name: str, resident: float) -> None:
-    model: Any = zf.offload(PLACES[name][1](on_meta()), params=zf.nvme(folder), resident=resident)
+def reads_in_place(folder, name, resident):
+    model = zf.offload(PLACES[name][1](on_meta()), params=zf.nvme(folder), resident=resident)
     expected = model_of()
     zf.load_pretrained(model, folder, copy=False)
     require_same_outputs(model, expected)
@@ -95,7 +89,7 @@ def reads_in_place(folder: str, name: str, resident: float) -> None:
     assert sum(nbytes for tier, nbytes in zf.held(again).tiers.items() if tier.startswith("nvme")) > 0
 
 
-def test_what_is_read_in_place_is_not_changed(tmp_path: Path) -> None:
+def test_what_is_read_in_place_is_not_changed(tmp_path):
     written(tmp_path)
     before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
     model = zf.offload(on_meta(), params=zf.nvme(tmp_path))
@@ -114,7 +108,7 @@ def test_what_is_read_in_place_is_not_changed(tmp_path: Path) -> None:
     require_same_outputs(model, model_of())
 
 
-def test_what_is_trained_or_has_values_is_not_read_in_place(tmp_path: Path) -> None:
+def test_what_is_trained_or_has_values_is_not_read_in_place(tmp_path):
     written(tmp_path)
     trained, filled = (zf.offload(on_meta(), params=zf.nvme(tmp_path)) for _ in range(2))
     trained.requires_grad_()
@@ -126,7 +120,7 @@ def test_what_is_trained_or_has_values_is_not_read_in_place(tmp_path: Path) -> N
             zf.load_pretrained(model, tmp_path, copy=False)
 
 
-def test_a_file_that_changes_under_a_model_is_found(tmp_path: Path, landing: list[int]) -> None:
+def test_a_file_that_changes_under_a_model_is_found(tmp_path, landing):
     written(tmp_path)
     model = zf.offload(on_meta(), params=zf.nvme(tmp_path))
     zf.load_pretrained(model, tmp_path, copy=False)
@@ -144,11 +138,11 @@ def test_a_file_that_changes_under_a_model_is_found(tmp_path: Path, landing: lis
 
 
 @pytest.fixture
-def landing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def landing(monkeypatch):
     """Bytes of each mapping that is made for what a disk fills. Small units are read like large ones."""
-    made: list[int] = []
+    made = []
 
-    def noted(nbytes: int, what: str, **options: bool) -> Any:
+    def noted(nbytes, what, **options):
         made.append(nbytes)
         return map_memory(nbytes, what, **options)
 
@@ -158,7 +152,7 @@ def landing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_two_units_are_in_memory_at_most(tmp_path: Path, landing: list[int], copy: bool) -> None:
+def test_two_units_are_in_memory_at_most(tmp_path, landing, copy):
     """However often the model runs; the memory of one unit serves the next."""
     written(tmp_path)
     model = zf.offload(on_meta(), params=zf.nvme(tmp_path))
@@ -172,7 +166,7 @@ def test_two_units_are_in_memory_at_most(tmp_path: Path, landing: list[int], cop
 
 
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.9])
-def test_the_part_that_stays_is_spread_evenly(tmp_path: Path, part: float) -> None:
+def test_the_part_that_stays_is_spread_evenly(tmp_path, part):
     model = zf.offload(model_of(), params=zf.nvme(tmp_path), resident=part)
     stays, all_nbytes, largest = 0, 0, 0
     for unit in units_of(model):
@@ -188,22 +182,22 @@ def test_the_part_that_stays_is_spread_evenly(tmp_path: Path, part: float) -> No
 class Scaled(nn.Module):
     """Autograd saves the second parameter, which lies after more than a parcel."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(900, 900, bias=False), nn.Linear(900, 901, bias=False)
         self.scale = nn.Parameter(torch.randn(901))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (self.second(self.first(x)) * self.scale)[..., :900]
 
 
 @pytest.mark.parametrize("dtypes", [{}, {"rest": torch.bfloat16, "compute": torch.float32}])
-def test_what_autograd_remembers_is_there_however_it_came(tmp_path: Path, dtypes: dict[str, Any]) -> None:
+def test_what_autograd_remembers_is_there_however_it_came(tmp_path, dtypes):
     """After an edit, copies in bfloat16 are made anew by the forward, and read straight to their place by the backward."""
     torch.manual_seed(0)
     plain = nn.Sequential(Scaled(), Scaled())
-    cast: Any = zf.precision(plain, **dtypes)
-    models: tuple[Any, Any] = cast, zf.offload(cast, params=zf.nvme(tmp_path), units=Scaled)
+    cast = zf.precision(plain, **dtypes)
+    models = cast, zf.offload(cast, params=zf.nvme(tmp_path), units=Scaled)
     x = torch.randn(2, 900)
     for _ in range(2):
         for model in models:
@@ -218,16 +212,16 @@ def test_what_autograd_remembers_is_there_however_it_came(tmp_path: Path, dtypes
 # -- fewer bits ----------------------------------------------------------------------------------------------------------
 
 
-def test_codes_rest_in_the_tier_and_a_pass_reads_them_alone(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_codes_rest_in_the_tier_and_a_pass_reads_them_alone(ranks, tmp_path):
     written(tmp_path)
     for n in (1, 3):
         ranks(n).run(reads_codes, str(tmp_path), "shards" if n > 1 else "one rank")
 
 
-def reads_codes(folder: str, name: str) -> None:
+def reads_codes(folder, name):
     """The bits are those of the same format in memory, at first and later; after an edit the codes are made anew."""
     for wire in (zf.int8(), zf.int4(block=32)):
-        placed: Callable[[nn.Module], Any] = lambda model: zf.precision(PLACES[name][1](model), gather=wire)  # noqa: B023, E731
+        placed = lambda model: zf.precision(PLACES[name][1](model), gather=wire)  # noqa: B023, E731
         expected = placed(model_of())
         for copy in (True, False):
             model = zf.offload(placed(on_meta()), params=zf.nvme(folder))
@@ -244,13 +238,13 @@ def reads_codes(folder: str, name: str) -> None:
                     expected.blocks[0].up.weight.div_(2)
 
 
-def test_a_trained_model_writes_as_well_in_fewer_bits(tmp_path: Path) -> None:
+def test_a_trained_model_writes_as_well_in_fewer_bits(tmp_path):
     """Perplexity within 1 % in int8 and 3 % in int4, of text that it has not seen."""
     root = Path(__file__).parents[2]
     text = b"".join(page.read_bytes() for page in sorted((root / "docs" / "guides").glob("*.md")))
     rows = torch.tensor(list(text[: len(text) // 128 * 128])).view(-1, 128)
     torch.manual_seed(0)
-    model: nn.Module = runpy.run_path(str(root / "examples" / "generate.py"))["GPT"](2, 128, 4, 128)
+    model = runpy.run_path(str(root / "examples" / "generate.py"))["GPT"](2, 128, 4, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(60):
         seen = rows[torch.randint(len(rows) - 64, (16,))]
@@ -258,7 +252,7 @@ def test_a_trained_model_writes_as_well_in_fewer_bits(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    def perplexity(model: nn.Module) -> float:
+    def perplexity(model):
         with torch.inference_mode():
             logits = model(rows[-64:, :-1])
         return math.exp(F.cross_entropy(logits.flatten(0, 1), rows[-64:, 1:].flatten()).item())

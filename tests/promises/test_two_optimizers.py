@@ -4,16 +4,13 @@ Elsewhere: checkpoints in `test_resume.py` and `property_tests/test_checkpoint_l
 trainers in `tests/outside/integrations/`.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 import zero_fn as zf
@@ -26,36 +23,36 @@ from zero_fn.values.chained_optimizer import ChainedOptimizer, as_one
 Two = tuple[Optimizer, Optimizer]
 
 
-def made(stage: str = "zero3", **tiers: Any) -> tuple[nn.Module, Two]:
+def made(stage="zero3", **tiers):
     """A tower, Muon for its matrices, and AdamW for its biases."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(zf, stage)(Tower(), axis())
+    model = getattr(zf, stage)(Tower(), axis())
     model = zf.offload(model, **tiers) if tiers else model
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    muon: Optimizer = zf.by_owner(torch.optim.Muon(matrices, lr=0.02))
-    adamw: Optimizer = torch.optim.AdamW(others, lr=0.01)
+    muon = zf.by_owner(torch.optim.Muon(matrices, lr=0.02))
+    adamw = torch.optim.AdamW(others, lr=0.01)
     return model, (zf.streamed(muon), zf.streamed(adamw)) if tiers else (muon, adamw)
 
 
-def backward(model: nn.Module, seed: int = 0) -> None:
+def backward(model, seed=0):
     model(noise(4, WIDTH, seed=seed)).square().mean().backward()
 
 
-def step(optimizers: Two) -> None:
+def step(optimizers):
     for optimizer in optimizers:
         optimizer.step()
     for optimizer in optimizers:
         optimizer.zero_grad()
 
 
-def wholes(model: nn.Module) -> list[Tensor]:
-    return [parameter.full_tensor().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+def wholes(model):
+    return [parameter.full_tensor().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("tiers", [{}, {"optim": zf.cpu()}], ids=["in memory", "on the host"])
 @on_ranks(2)
-def test_what_is_planned_is_what_is_held_and_sent(tiers: dict[str, Any]) -> None:
+def test_what_is_planned_is_what_is_held_and_sent(tiers):
     model, two = made(**tiers)
     planned = zf.plan(model, two)
     alone = [zf.plan(model, each) for each in two]
@@ -76,10 +73,10 @@ def test_what_is_planned_is_what_is_held_and_sent(tiers: dict[str, Any]) -> None
 
 
 @on_ranks(2)
-def test_a_check_wants_all_parameters_in_one_of_them() -> None:
+def test_a_check_wants_all_parameters_in_one_of_them():
     model, two = made()
     zf.check(model, two)
-    zf.check(model, [two])  # type: ignore[list-item]
+    zf.check(model, [two])
     with pytest.raises(zf.StaleError, match="lacks 17 trained parameters"):
         zf.check(model, two[0])
     twice = torch.optim.SGD([next(model.parameters())], lr=0.1)
@@ -87,13 +84,13 @@ def test_a_check_wants_all_parameters_in_one_of_them() -> None:
         with pytest.raises(
             zf.StateError, match=r"A parameter is in two optimizers(.|\n)*number 0, ByOwner; number 2, SGD"
         ):
-            call(model, (*two, twice))  # type: ignore[operator]
+            call(model, (*two, twice))
     with pytest.raises(zf.StateError, match="An empty sequence of optimizers"):
         zf.check(model, [])
 
 
 @on_ranks(2)
-def test_metrics_measure_all_gradients_before_the_first_steps() -> None:
+def test_metrics_measure_all_gradients_before_the_first_steps():
     model, two = made()
     with zf.metrics(model, two, every=1) as metrics:
         for seed in range(3):
@@ -101,14 +98,14 @@ def test_metrics_measure_all_gradients_before_the_first_steps() -> None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
             step(two)
             found = metrics.step()
-            assert found["zero_fn_grad_norm"] == pytest.approx(float(norm.full_tensor()), rel=1e-5)  # type: ignore[attr-defined]
+            assert found["zero_fn_grad_norm"] == pytest.approx(float(norm.full_tensor()), rel=1e-5)
     assert found["zero_fn_steps_total"] == 3 and found["zero_fn_skipped_steps_total"] == 0
     assert [found[f'zero_fn_learning_rate{{group="{at}"}}'] for at in range(2)] == [0.02, 0.01]
     assert isinstance(seconds := found["zero_fn_optimizer_step_seconds"], list) and len(seconds) == 1
 
 
 @on_ranks(2)
-def test_a_step_that_is_skipped_is_skipped_by_all(folder: str) -> None:
+def test_a_step_that_is_skipped_is_skipped_by_all(folder):
     model, two = made()
     with zf.metrics(model, two, every=1, on_spike="load", checkpoints=folder) as metrics:
         backward(model)
@@ -118,7 +115,7 @@ def test_a_step_that_is_skipped_is_skipped_by_all(folder: str) -> None:
         before = wholes(model)
         backward(model)
         for parameter in model.parameters():
-            parameter.grad.mul_(float("nan"))  # type: ignore[union-attr]
+            parameter.grad.mul_(float("nan"))
         step(two)
         found = metrics.step()
     assert found["zero_fn_skipped_steps_total"] == 1
@@ -127,18 +124,18 @@ def test_a_step_that_is_skipped_is_skipped_by_all(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_a_step_of_a_profile_ends_once_each_has_stepped() -> None:
+def test_a_step_of_a_profile_ends_once_each_has_stepped():
     model, two = made()
     with zf.profile(model, two) as profile:
         for seed, order in enumerate((two, two[::-1], two)):
             backward(model, seed)
-            step(order)  # type: ignore[arg-type]
+            step(order)
     assert len(profile.steps) == 3 * 2, "of each rank"
     assert all(0 < each.parts["optimizer"] < each.seconds for each in profile.steps)
 
 
 @on_ranks(2)
-def test_an_evicted_model_is_stepped_by_none() -> None:
+def test_an_evicted_model_is_stepped_by_none():
     model, two = made()
     evicted = zf.evict(model, two, to=zf.cpu())
     for optimizer in two:
@@ -150,7 +147,7 @@ def test_an_evicted_model_is_stepped_by_none() -> None:
 
 
 @on_ranks(2)
-def test_one_schedule_moves_the_rates_of_all() -> None:
+def test_one_schedule_moves_the_rates_of_all():
     """As one optimizer, for a scheduler or a trainer: the numbers of a loop over both."""
     results = []
     for is_one in (False, True):
@@ -164,7 +161,7 @@ def test_one_schedule_moves_the_rates_of_all() -> None:
                 one.zero_grad()
             else:
                 step(two)
-                one._opt_called = True  # type: ignore[attr-defined]
+                one._opt_called = True
             schedule.step()
         results.append(wholes(model))
         assert [group["lr"] for group in one.param_groups] == [0.0025, 0.00125]
@@ -182,7 +179,7 @@ def test_one_schedule_moves_the_rates_of_all() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_a_save_leaves_out_is_named_once(folder: str) -> None:
+def test_an_optimizer_that_a_save_leaves_out_is_named_once(folder):
     model, (muon, adamw) = made()
     backward(model)
     step((muon, adamw))
@@ -205,9 +202,9 @@ def test_an_optimizer_that_a_save_leaves_out_is_named_once(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_about_optimizers_are_told(folder: str) -> None:
+def test_ranks_that_disagree_about_optimizers_are_told(folder):
     model, two = made()
-    mine: Any = (two[0], two[0]) if dist.get_rank() else two
+    mine = (two[0], two[0]) if dist.get_rank() else two
     with pytest.raises(zf.StateError, match="A parameter is in two optimizers"):
         zf.save(f"{folder}/step-1", model, mine)
     assert not Path(folder, "step-1").exists()
@@ -216,10 +213,10 @@ def test_ranks_that_disagree_about_optimizers_are_told(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_two_models_that_train_together_are_one_checkpoint_and_one_copy(folder: str) -> None:
+def test_two_models_that_train_together_are_one_checkpoint_and_one_copy(folder):
     """An actor and a critic, each with its optimizer: one schedule of copies, and both go back to one step."""
 
-    def parts() -> tuple[nn.Module, Two]:
+    def parts():
         torch.manual_seed(0)
         both = nn.ModuleDict({"actor": zf.zero3(Tower(), axis()), "critic": zf.zero2(nn.Linear(WIDTH, 1), axis())})
         actor, critic = both.values()
@@ -228,7 +225,7 @@ def test_two_models_that_train_together_are_one_checkpoint_and_one_copy(folder: 
     both, two = parts()
     with_copies = zf.mirror(folder, both, two)
     for seed in range(9):
-        both["critic"](both["actor"](noise(4, WIDTH, seed=seed))).square().mean().backward()  # type: ignore[index]
+        both["critic"](both["actor"](noise(4, WIDTH, seed=seed))).square().mean().backward()
         step(two)
         if with_copies.update(extra={"step": seed}):
             last, expected = seed, wholes(both)

@@ -1,9 +1,5 @@
 """`unsharded`: whole parameters in a block, written back on request; backwards that meet it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +13,14 @@ from tests.support.programs import STAGES, gradients, loss_of, parameters
 from tests.support.ranks import axis
 
 
-def _built(stage: str) -> Any:
+def _built(stage):
     torch.manual_seed(0)
     return STAGES[stage](Odd(), axis())
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(3)
-def test_the_first_forward_may_be_that_of_one_rank_inside(stage: str) -> None:
+def test_the_first_forward_may_be_that_of_one_rank_inside(stage):
     """It waited for the others, to compare what ranks hold: `unsharded` does that."""
     model = _built(stage)
     with zf.unsharded(model):
@@ -41,7 +37,7 @@ def test_the_first_forward_may_be_that_of_one_rank_inside(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(3)
-def test_unsharded_gives_whole_parameters_and_writes_back_on_request(stage: str) -> None:
+def test_unsharded_gives_whole_parameters_and_writes_back_on_request(stage):
     model = _built(stage)
     torch.manual_seed(0)
     plain = {name: parameter.detach() for name, parameter in Odd().named_parameters()}
@@ -81,7 +77,7 @@ def test_unsharded_gives_whole_parameters_and_writes_back_on_request(stage: str)
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_a_backward_gives_the_gradients_of_the_forward_before_and_none_that_would_be_lost(stage: str) -> None:
+def test_a_backward_gives_the_gradients_of_the_forward_before_and_none_that_would_be_lost(stage):
     expected, model = _built(stage), _built(stage)
     loss_of(expected, 0).backward()
     loss = loss_of(model, 0)
@@ -103,9 +99,9 @@ def test_a_backward_gives_the_gradients_of_the_forward_before_and_none_that_woul
 
 
 @on_ranks(2)
-def test_parts_without_parameters_are_passed_over() -> None:
+def test_parts_without_parameters_are_passed_over():
     for stage in ("zero1", "zero3"):
-        model: Any = STAGES[stage](nn.Sequential(nn.Linear(6, 6), nn.Dropout()), axis())
+        model = STAGES[stage](nn.Sequential(nn.Linear(6, 6), nn.Dropout()), axis())
         for part in model:
             with zf.unsharded(part):
                 pass

@@ -3,17 +3,13 @@
 trl, Liger, Cut Cross Entropy and Unsloth do so. Every real vocabulary makes the head a unit.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,30 +17,30 @@ import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from tests.support.worlds import ALL, Run, World, as_replicas, noise, trained
+from tests.support.worlds import ALL, as_replicas, noise, trained
 
 _VOCABULARY, _WIDTH = 11, 4
 _UNITS = ["layers.?", "table", "head"]
 
 
 class _Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mix = nn.Linear(_WIDTH, _WIDTH)
-        self.others: list[nn.Module] = []  # a plain list: no children
+        self.others = []  # a plain list: no children
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for other in self.others:
-            weight: Any = other.weight
+            weight = other.weight
             x = x + 0.1 * F.linear(F.linear(x, weight).tanh(), weight.t())
-        y: Tensor = x + self.mix(x).tanh()
+        y = x + self.mix(x).tanh()
         return y
 
 
 class _Language(nn.Module):
     """A language model whose loss is computed in chunks of two tokens."""
 
-    def __init__(self, ways: str, chunk: int = 2) -> None:
+    def __init__(self, ways, chunk=2):
         super().__init__()
         self.ways, self.chunk = ways.split(", "), chunk
         self.table = nn.Embedding(_VOCABULARY, _WIDTH)
@@ -52,26 +48,26 @@ class _Language(nn.Module):
         self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
         self.head.weight.requires_grad_("frozen" not in self.ways)
         for layer in self.layers if "in blocks" in self.ways else ():
-            layer.others = [self.head]  # type: ignore[assignment]
+            layer.others = [self.head]
 
-    def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        weight: Any = self.head.weight
+    def _loss(self, x, labels):
+        weight = self.head.weight
         return F.cross_entropy(F.linear(x, weight), labels, reduction="sum")
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, tokens, labels):
         ways = self.ways
-        weight: Any = self.head.weight if "early" in ways else None
+        weight = self.head.weight if "early" in ways else None
         if "without gradients" in ways:
             with torch.no_grad():
                 total = self.head.weight.norm()
-        x: Any = F.embedding(tokens, self.table.weight) if "looked up" in ways else self.table(tokens)
+        x = F.embedding(tokens, self.table.weight) if "looked up" in ways else self.table(tokens)
         total = 0.0 * x.sum() + (total if "without gradients" in ways else 0.0)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if "recomputed blocks" in ways else layer(x)
             if weight is not None:
                 total = total + F.linear(x, weight).square().mean()
         if "penalty" in ways:
-            total = total + sum(layer.mix.weight.square().sum() for layer in self.layers)  # type: ignore[union-attr]
+            total = total + sum(layer.mix.weight.square().sum() for layer in self.layers)
         if "called, too" in ways:
             total = total + self.head(x).square().mean()
         for some, targets in zip(x[labels > 0].split(self.chunk), labels[labels > 0].split(self.chunk), strict=True):
@@ -84,7 +80,7 @@ class _Language(nn.Module):
         return total
 
 
-def _batch(number: int) -> tuple[Tensor, Tensor]:
+def _batch(number):
     """Tokens and labels of this rank: the second rank has no label in the second batch, so no chunk at all."""
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     tokens, labels = torch.randint(1, _VOCABULARY, (2, 2, 5), generator=generator)
@@ -92,7 +88,7 @@ def _batch(number: int) -> tuple[Tensor, Tensor]:
     return tokens, labels * (dist.get_rank() != 1 or number != 1)
 
 
-def _program(model: Any, run: Run, number: int) -> object:
+def _program(model, run, number):
     loss = model(*_batch(number))
     run.backward(loss)
     with run.accumulate():
@@ -117,12 +113,12 @@ def _program(model: Any, run: Run, number: int) -> object:
     ],
 )
 @as_replicas(stages=ALL, tolerance=1e-12)
-def test_a_weight_that_a_forward_reads_by_name_is_whole(world: World, ways: str) -> None:
+def test_a_weight_that_a_forward_reads_by_name_is_whole(world, ways):
     """Torch's error about mixed tensors at stages 1 and 3, also where ranks had different numbers of chunks."""
     trained(lambda: _Language(ways).double(), _program, steps=3, options={"units": _UNITS})(world)
 
 
-_PLACES: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+_PLACES = {
     "freed after backward": lambda model, _: zf.zero3(model, axis(), units=_UNITS, reshard_after="backward"),
     "two stages": lambda model, _: zf.zero1(zf.zero3(model, axis(), where="head.*", units=_UNITS), axis()),
     "host": lambda model, _: zf.offload(zf.zero3(model, axis(), units=_UNITS), params=zf.cpu()),
@@ -133,12 +129,12 @@ _PLACES: dict[str, Callable[[nn.Module, str], nn.Module]] = {
 
 @pytest.mark.parametrize("place", _PLACES)
 @on_ranks(2)
-def test_a_weight_is_read_from_every_place(place: str, tmp_path: Any) -> None:
+def test_a_weight_is_read_from_every_place(place, tmp_path):
     """Beside the same model in units that hold what they read."""
 
-    def gradients(make: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+    def gradients(make):
         torch.manual_seed(0)
-        model: Any = make(_Language("recomputed, looked up"))
+        model = make(_Language("recomputed, looked up"))
         found = []
         for number in range(2):
             loss = model(*_batch(number))
@@ -156,10 +152,10 @@ def test_a_weight_is_read_from_every_place(place: str, tmp_path: Any) -> None:
 
 
 @on_ranks(2)
-def test_a_head_is_gathered_as_often_as_if_it_were_called_whatever_the_chunks() -> None:
-    def sent(ways: str, chunk: int) -> object:
+def test_a_head_is_gathered_as_often_as_if_it_were_called_whatever_the_chunks():
+    def sent(ways, chunk):
         torch.manual_seed(0)
-        model: Any = zf.zero3(_Language(ways, chunk), axis(), units=_UNITS)
+        model = zf.zero3(_Language(ways, chunk), axis(), units=_UNITS)
         for _ in range(2):
             with zf.traffic() as traffic:
                 model(torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)).backward()
@@ -171,26 +167,26 @@ def test_a_head_is_gathered_as_often_as_if_it_were_called_whatever_the_chunks() 
 class _Reading(nn.Module):
     """Reads the weight of a block, and then does what the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
-        self.then: Callable[[Tensor], object] = lambda weight: None
+        self.then = lambda weight: None
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.blocks[1].weight
+    def forward(self, x):
+        weight = self.blocks[1].weight
         self.then(weight)
-        y: Tensor = self.blocks[1](F.linear(self.blocks[0](x), weight))
+        y = self.blocks[1](F.linear(self.blocks[0](x), weight))
         return y
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
-def test_what_was_read_is_at_rest_after_the_forward_however_it_ends(stage: str) -> None:
+def test_what_was_read_is_at_rest_after_the_forward_however_it_ends(stage):
     torch.manual_seed(0)
-    model: Any = STAGES[stage](_Reading(), axis())
+    model = STAGES[stage](_Reading(), axis())
     expected = model(noise(2, _WIDTH, seed=0))
 
-    def fail(weight: Tensor) -> None:
+    def fail(weight):
         raise ValueError("in the forward")
 
     model.then = fail
@@ -208,9 +204,9 @@ def test_what_was_read_is_at_rest_after_the_forward_however_it_ends(stage: str) 
 
 
 @on_ranks(2)
-def test_a_weight_that_is_read_has_the_compute_dtype_also_in_a_block_that_gathers_once() -> None:
-    model: Any = zf.precision(zf.zero3(_Reading(), axis()))
-    dtypes: list[torch.dtype] = []
+def test_a_weight_that_is_read_has_the_compute_dtype_also_in_a_block_that_gathers_once():
+    model = zf.precision(zf.zero3(_Reading(), axis()))
+    dtypes = []
     model.then = lambda weight: dtypes.append(weight.dtype)
     model(noise(2, _WIDTH, seed=0)).sum().backward()
     with zf.accumulate(model, unshard=True):

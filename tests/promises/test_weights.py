@@ -1,17 +1,12 @@
 """`weights`: what another engine is given is what the model has, to the bit; and a loop that ends early hangs nobody."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.axes.grids import Decoder, composed
@@ -19,7 +14,7 @@ from tests.axes.grids import loss_of as loss_on_axes
 from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES, loss_of
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.storages import Storages
 from tests.units.storage.disks import failing
@@ -29,17 +24,17 @@ from zero_fn.handover import _differing
 class Counting(Odd):
     """Beside all awkward parameters a buffer that is saved, and one that is not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.arange(5.0))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
 
-def _away(tier: Callable[[str], Any]) -> Callable[[str], nn.Module]:
+def _away(tier):
     return lambda folder: zf.offload(zf.zero3(Counting(), axis()), params=tier(folder))
 
 
-WORLDS: dict[str, Callable[[str], nn.Module]] = {
+WORLDS = {
     "plain": lambda _: Counting(),
     **{stage: lambda _, stage=stage: STAGES[stage](Counting(), axis()) for stage in ("replicate", "zero2", "zero3")},
     "mixed": lambda _: zf.precision(zf.shard_params(zf.zero1(Counting(), axis()), axis(), where="*.up.*")),
@@ -49,24 +44,24 @@ WORLDS: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
-def _built(world: str, folder: str) -> Any:
+def _built(world, folder):
     seed_generator(0)
     return WORLDS[world](folder)
 
 
-def _expected(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def _expected(model, dtype=None):
     """Parameters and persistent buffers of a plain model, each once."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    found = {}
     for name, value in model.state_dict(keep_vars=True).items():
         found.setdefault(id(value), (name, value.detach()))
     return {n: value.to(dtype) if dtype and value.is_floating_point() else value for n, value in found.values()}
 
 
-def _bits(tensor: Tensor) -> list[int]:
+def _bits(tensor):
     return list(tensor.contiguous().flatten().view(torch.uint8).tolist())
 
 
-def _differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def _differ(one, other):
     assert sorted(one) == sorted(other)
     return [
         name
@@ -75,14 +70,14 @@ def _differ(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     ]
 
 
-def _all(items: Iterable[Any]) -> list[Any]:
+def _all(items):
     """What all ranks were given."""
-    found: list[Any] = [None] * dist.get_world_size()
+    found = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(items))
     return [item for each in found for item in each]
 
 
-def _trained(model: nn.Module) -> None:
+def _trained(model):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     loss_of(model, 0).backward()
     optimizer.step()
@@ -90,7 +85,7 @@ def _trained(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 @on_ranks(3)
-def test_weights_are_those_of_the_model_whole_and_in_parts(world: str, folder: str) -> None:
+def test_weights_are_those_of_the_model_whole_and_in_parts(world, folder):
     model = _built(world, folder)
     for dtype, bucket in ((None, "64MiB"), (torch.bfloat16, 1), (None, 2000)):
         plain = _expected(_built("plain", folder), dtype)
@@ -104,7 +99,7 @@ def test_weights_are_those_of_the_model_whole_and_in_parts(world: str, folder: s
 
 
 @on_ranks(2)
-def test_names_are_those_of_save_pretrained_or_those_that_are_asked_for(folder: str) -> None:
+def test_names_are_those_of_save_pretrained_or_those_that_are_asked_for(folder):
     seed_generator(0)
     model = zf.zero3(Language(), axis())
     zf.save_pretrained(model, folder, dtype=torch.bfloat16)
@@ -117,7 +112,7 @@ def test_names_are_those_of_save_pretrained_or_those_that_are_asked_for(folder: 
 @pytest.mark.parametrize("composition", ["hybrid", "hpz", "tp"])
 @pytest.mark.parametrize("is_away", [False, True])
 @on_ranks(4)
-def test_weights_over_two_axes(composition: str, is_away: bool, folder: str) -> None:
+def test_weights_over_two_axes(composition, is_away, folder):
     """Also: one rank that ends early, whole tensors of tensor parallelism, a disk that fails on one rank, and changes."""
     model, row = composed(composition)
     model = zf.offload(model, params=zf.nvme(folder)) if is_away else model
@@ -129,7 +124,7 @@ def test_weights_over_two_axes(composition: str, is_away: bool, folder: str) -> 
     for name, _ in zf.weights(model, bucket=500):
         if dist.get_rank() == 2 and name == "mix.weight":
             break
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = zf.streamed(optimizer, zf.cpu()) if is_away else optimizer
     loss_on_axes(model, 0, row).backward()
     optimizer.step()
@@ -143,12 +138,12 @@ def test_weights_over_two_axes(composition: str, is_away: bool, folder: str) -> 
 @pytest.mark.parametrize("world", ["replicate", "zero3", "disk"])
 @pytest.mark.parametrize("ends", [{1: 3}, {0: 2, 1: 5, 2: 2}, {0: 0, 1: 0, 2: 0}, {0: 1, 2: 0}])
 @on_ranks(3)
-def test_a_loop_that_ends_early_hangs_nobody(world: str, ends: dict[int, int], folder: str) -> None:
+def test_a_loop_that_ends_early_hangs_nobody(world, ends, folder):
     """By `break`, by an exception, and by an iterator that nobody asks for anything."""
     model, last = _built(world, folder), ends.get(dist.get_rank(), 1000)
     whole = [name for name, _ in zf.weights(model)]
 
-    def loop(items: Iterable[Any]) -> list[str]:
+    def loop(items):
         found = []
         for name, _ in items:
             found.append(name)
@@ -176,7 +171,7 @@ def test_a_loop_that_ends_early_hangs_nobody(world: str, ends: dict[int, int], f
 
 
 @on_ranks(2)
-def test_until_it_has_ended_forwards_and_other_passes_are_refused() -> None:
+def test_until_it_has_ended_forwards_and_other_passes_are_refused():
     model = _built("zero3", "")
     items = zf.weights(model, keep=True)
     next(items)
@@ -194,8 +189,8 @@ def test_until_it_has_ended_forwards_and_other_passes_are_refused() -> None:
         zf.weights(model, bucket=1000 + dist.get_rank())
 
 
-def _in_place(write: Callable[[nn.Parameter], object]) -> Callable[[Any, Any, str], None]:
-    def edit(model: Any, optimizer: Any, folder: str) -> None:
+def _in_place(write):
+    def edit(model, optimizer, folder):
         with torch.no_grad():
             for parameter in model.parameters():
                 write(parameter)
@@ -203,23 +198,23 @@ def _in_place(write: Callable[[nn.Parameter], object]) -> Callable[[Any, Any, st
     return edit
 
 
-def _all_at_once(model: Any, optimizer: Any, folder: str) -> None:
+def _all_at_once(model, optimizer, folder):
     with torch.no_grad():
         torch._foreach_mul_([parameter for parameter in model.parameters() if parameter.is_floating_point()], 2.0)
 
 
-def _whole(model: Any, optimizer: Any, folder: str) -> None:
+def _whole(model, optimizer, folder):
     with zf.unsharded(model, writeback=True), torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
 
 
-def _merge(model: Any, optimizer: Any, folder: str) -> None:
+def _merge(model, optimizer, folder):
     for parameter in model.parameters():
         parameter.data += 1
 
 
-EDITS: dict[str, Callable[[Any, Any, str], object]] = {
+EDITS = {
     "step": lambda model, optimizer, folder: optimizer.step(),
     "load_state_dict": lambda model, optimizer, folder: model.load_state_dict(_expected_of_shards(model)),
     "load": lambda model, optimizer, folder: zf.load(folder, model),
@@ -231,23 +226,23 @@ EDITS: dict[str, Callable[[Any, Any, str], object]] = {
 }
 
 
-def _expected_of_shards(model: Any) -> dict[str, Tensor]:
+def _expected_of_shards(model):
     return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("world", ["replicate", "zero3", "disk"])
 @pytest.mark.parametrize("edit", EDITS)
 @on_ranks(2)
-def test_weights_that_change_in_the_loop_are_refused_on_all_ranks(world: str, edit: str, folder: str) -> None:
+def test_weights_that_change_in_the_loop_are_refused_on_all_ranks(world, edit, folder):
     """Before the loop or in it; of whole tensors, parts and changes; also where one rank alone changes them."""
     if world == "disk" and edit in ("merged", "all at once"):
         return  # refused; written one after the other
     model = _built(world, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
     optimizer = zf.streamed(optimizer, zf.cpu()) if world == "disk" else optimizer
     zf.save(f"{folder}/runs/step-1", model)
-    version: Any = None
+    version = None
     for options in ({"keep": True}, {"whole": False}, {}, {"bucket": 1}, {"since": 1}):
         options = {**options, "since": version} if "since" in options else options
         for begun in (0, 1) if options.get("since") is None or "load" not in edit else (0,):
@@ -275,7 +270,7 @@ def test_weights_that_change_in_the_loop_are_refused_on_all_ranks(world: str, ed
 
 
 @on_ranks(2)
-def test_a_pass_of_one_model_does_not_see_steps_of_another() -> None:
+def test_a_pass_of_one_model_does_not_see_steps_of_another():
     model, other = _built("zero3", ""), _built("zero3", "")
     optimizer = torch.optim.AdamW([parameter for parameter in other.parameters() if parameter.requires_grad])
     for _ in zf.weights(model, bucket=1):
@@ -286,7 +281,7 @@ def test_a_pass_of_one_model_does_not_see_steps_of_another() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
-def test_a_pass_takes_the_memory_of_a_bucket(dtype: torch.dtype) -> None:
+def test_a_pass_takes_the_memory_of_a_bucket(dtype):
     model = zf.zero3(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16))), axis())
     model(torch.ones(1, 64))
     bucket = 4 * 64 * 64 * dtype.itemsize
@@ -299,7 +294,7 @@ def test_a_pass_takes_the_memory_of_a_bucket(dtype: torch.dtype) -> None:
     assert items.version.nbytes == 16 * 64 * 64 * dtype.itemsize // 2
 
 
-def _edit(model: nn.Module, seed: int, share: float) -> None:
+def _edit(model, seed, share):
     """Gives elements of a whole model other bits: also zeros of the other sign, and other NaN."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -317,7 +312,7 @@ def _edit(model: nn.Module, seed: int, share: float) -> None:
 _INT = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
 
 
-def _followed(world: str, folder: str, dtype: torch.dtype | None, bucket: int, edits: list[tuple[int, float]]) -> None:
+def _followed(world, folder, dtype, bucket, edits):
     """A receiver that is given changes alone has what one has that is given everything."""
     model = _built(world, folder)
     items = zf.weights(model, dtype=dtype, bucket=bucket, keep=True)
@@ -335,7 +330,7 @@ def _followed(world: str, folder: str, dtype: torch.dtype | None, bucket: int, e
     assert list(zf.weights(model, since=version)) == [], "nothing has changed since"
 
 
-def _words(tensor: Tensor) -> Tensor:
+def _words(tensor):
     return tensor.contiguous().view(-1, 1).view(torch.uint8)
 
 
@@ -347,14 +342,12 @@ def _words(tensor: Tensor) -> Tensor:
     bucket=st.sampled_from([1, 700, 1 << 26]),
     edits=st.lists(st.tuples(st.integers(0, 99), st.sampled_from([0.01, 0.3, 0.0, 1.0])), min_size=1, max_size=2),
 )
-def test_changes_make_a_receiver_what_the_model_is(
-    ranks: Ranks, tmp_path: Any, world: str, n: int, dtype: Any, bucket: int, edits: Any
-) -> None:
+def test_changes_make_a_receiver_what_the_model_is(ranks, tmp_path, world, n, dtype, bucket, edits):
     ranks(n).run(_followed, world, str(tmp_path), dtype, bucket, edits)
 
 
 @given(st.integers(0, 70), st.integers(0, 9), st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]))
-def test_differing_elements_are_found_at_any_length_and_offset(numel: int, offset: int, dtype: torch.dtype) -> None:
+def test_differing_elements_are_found_at_any_length_and_offset(numel, offset, dtype):
     now = torch.arange(numel + offset).to(dtype)[offset:]
     before, chosen = now.clone(), torch.arange(numel)[torch.randperm(numel)[: numel // 3]]
     before[chosen] += 1
@@ -362,7 +355,7 @@ def test_differing_elements_are_found_at_any_length_and_offset(numel: int, offse
 
 
 @on_ranks(2)
-def test_what_was_not_yielded_is_yielded_by_the_next_pass() -> None:
+def test_what_was_not_yielded_is_yielded_by_the_next_pass():
     model = _built("zero3", "")
     items = zf.weights(model, keep=True, dtype=torch.bfloat16)
     received, version = dict(items), items.version
@@ -391,14 +384,14 @@ def test_what_was_not_yielded_is_yielded_by_the_next_pass() -> None:
 
 
 @on_ranks(2)
-def test_log_probabilities_of_trainer_and_generator_are_equal_to_the_bit() -> None:
+def test_log_probabilities_of_trainer_and_generator_are_equal_to_the_bit():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     sizes.tie_word_embeddings = True
     seed_generator(0)
-    model: Any = zf.zero3(LlamaForCausalLM(sizes), axis())
-    generator: Any = LlamaForCausalLM(sizes).share_memory()
+    model = zf.zero3(LlamaForCausalLM(sizes), axis())
+    generator = LlamaForCausalLM(sizes).share_memory()
     addresses = [value.data_ptr() for value in generator.state_dict().values()]
     optimizer, version = torch.optim.AdamW(model.parameters(), lr=1e-2), None
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -1,13 +1,10 @@
 """`accumulate(unshard=True)`: gathered once, reduced once, plain leaves in between; and what is refused inside."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
@@ -24,35 +21,35 @@ from tests.support.worlds import noise
 class Mixed(Stack):
     """Ties across units, a frozen layer, a parameter that nothing uses, and statistics."""
 
-    def __init__(self, *, has_statistics: bool = True) -> None:
+    def __init__(self, *, has_statistics=True):
         super().__init__(5, 5)
         self.norm = nn.BatchNorm1d(5) if has_statistics else nn.LayerNorm(5)
         self.leave.weight = self.layers[2].first.weight = self.enter.weight
         self.layers[1].requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.norm(x))
 
 
 class Gated(nn.Module):
     """A block that owns a parameter and recomputes itself, or lies in a checkpoint."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         self.way, self.up, self.gate = way, nn.Linear(5, 5), nn.Parameter(torch.tensor(0.7))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.way in ("reentrant", "other"):
-            y: Tensor = checkpoint(self._inner, x, use_reentrant=self.way == "reentrant")
+            y = checkpoint(self._inner, x, use_reentrant=self.way == "reentrant")
             return y
         return self._inner(x)
 
-    def _inner(self, x: Tensor) -> Tensor:
+    def _inner(self, x):
         return x + self.gate * torch.tanh(nn.functional.linear(x, self.up.weight, self.up.bias))
 
 
-def _built(stage: str, kind: str) -> Any:
+def _built(stage, kind):
     torch.manual_seed(0)
     if kind == "mixed":
         return STAGES[stage](Mixed(), axis())
@@ -74,7 +71,7 @@ def _built(stage: str, kind: str) -> Any:
     ],
 )
 @on_ranks(2)
-def test_gathering_once_gives_the_gradients_of_gathering_each_time(stage: str, kind: str) -> None:
+def test_gathering_once_gives_the_gradients_of_gathering_each_time(stage, kind):
     """Buffers too; and what is computed again sees what the forward saw."""
     found = []
     for unshard in (False, True):
@@ -88,12 +85,12 @@ def test_gathering_once_gives_the_gradients_of_gathering_each_time(stage: str, k
     assert differing(*found) == []
 
 
-def _raising(_grad: object) -> None:
+def _raising(_grad):
     raise ZeroDivisionError
 
 
 @on_ranks(2)
-def test_casts_are_hidden_again_after_a_backward_that_raised() -> None:
+def test_casts_are_hidden_again_after_a_backward_that_raised():
     """Its engine forgets what was to be done at the end: casts are hidden again all the same."""
     model = _built("zero3", "other")
     with zf.accumulate(model, unshard=True):
@@ -112,7 +109,7 @@ def test_casts_are_hidden_again_after_a_backward_that_raised() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_gradients_may_be_taken_and_edited_in_any_way(stage: str) -> None:
+def test_gradients_may_be_taken_and_edited_in_any_way(stage):
     """As zero-bubble schedules take them: by `torch.autograd.grad`, added up by hand, scaled, and some of them dropped."""
     torch.manual_seed(0)
     plain = Odd()
@@ -134,7 +131,7 @@ def test_gradients_may_be_taken_and_edited_in_any_way(stage: str) -> None:
     assert differing(dict(zip(gradients(model), expected, strict=True)), gradients(model)) == []
 
 
-def test_a_single_edit_of_a_whole_parameter_stays() -> None:
+def test_a_single_edit_of_a_whole_parameter_stays():
     with alone() as mesh:
         model = zf.zero3(nn.Linear(3, 2), mesh)
         with zf.accumulate(model, unshard=True), torch.no_grad():
@@ -144,7 +141,7 @@ def test_a_single_edit_of_a_whole_parameter_stays() -> None:
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_what_is_refused_inside_changes_nothing(stage: str) -> None:
+def test_what_is_refused_inside_changes_nothing(stage):
     model = _built(stage, "mixed")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     before, x = parameters(model), noise(3, 5, seed=0)
@@ -152,7 +149,7 @@ def test_what_is_refused_inside_changes_nothing(stage: str) -> None:
         assert all(type(p) is nn.Parameter for p in model.parameters())
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         model(x).sum().backward()
-        attempts: dict[str, Any] = {
+        attempts = {
             r"optimizer.step\(\) was called inside accumulate\(\)": optimizer.step,
             "unsharded was called while": lambda: zf.unsharded(model).__enter__(),
             r"accumulate\(unshard=True\) was called while": lambda: zf.accumulate(model, unshard=True).__enter__(),

@@ -1,17 +1,13 @@
 """`precision(gather=, reduce=)`: what travels in fewer bits is what it would be if replicas coded it by hand, at every stage,
 on any number of ranks and axes, in every tier, and as many bytes as were planned."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
@@ -21,12 +17,12 @@ from tests.axes.grids import grid
 from tests.support.groups import alone, pretended
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 from zero_fn.kernels.records import decode, decode_mean, encode
-from zero_fn.values.wire import Wire, row_numel
+from zero_fn.values.wire import row_numel
 
-FORMATS: dict[str, dict[str, Any]] = {
+FORMATS = {
     "int8": {"gather": zf.int8()},
     "int8, int4": {"gather": zf.int8(symmetric=False, block=64), "reduce": zf.int4()},
     "int4, both": {"gather": zf.int4(rotate=True), "reduce": zf.int4(symmetric=False, block=48, rotate=True)},
@@ -39,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 class Model(nn.Module):
     """Matrices whose rows ranks share unevenly, one that lies the other way round in memory, a tied one, and small ones."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(41, 64)
         self.up = nn.Linear(64, 301)
@@ -53,20 +49,20 @@ class Model(nn.Module):
         self.head = nn.Linear(64, 41)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.frozen(self.embedding(tokens) * self.scale)
         x = self.down(F.gelu(self.norm(self.up(x))) @ self.turned)
         x = x + self.filter(x.view(-1, 16, 4)).mean()
-        logits: Tensor = self.head(x)
+        logits = self.head(x)
         return logits
 
 
-def _built() -> Model:
+def _built():
     torch.manual_seed(0)
     return Model()
 
 
-def _loss(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
+def _loss(model, step, rank=None):
     rank = dist.get_rank() if rank is None else rank
     tokens = torch.randint(0, 41, (2, 6), generator=torch.Generator().manual_seed(100 * step + rank))
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
@@ -75,14 +71,14 @@ def _loss(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(values: Tensor) -> Tensor | None:
+def _rows(values):
     """What shares blocks, in the order of memory; None of what travels as it is."""
     order = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
     row = row_numel(values.shape, order) if values.dim() else 0
     return values.permute(order).reshape(-1, row) if row else None
 
 
-def _like(rows: Tensor, values: Tensor) -> Tensor:
+def _like(rows, values):
     """The values that rows stand for."""
     order = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
     back = [order.index(dim) for dim in range(values.dim())]
@@ -92,11 +88,11 @@ def _like(rows: Tensor, values: Tensor) -> Tensor:
 class ByHand:
     """Replicas that compute with what would have travelled, and average what would have come."""
 
-    def __init__(self, model: nn.Module, gather: Wire | None, reduce: Wire | None, compute: torch.dtype) -> None:
+    def __init__(self, model, gather, reduce, compute):
         self.model, self.gather, self.reduce, self.compute = model, gather, reduce, compute
-        self.held: dict[str, Tensor] = {}
+        self.held = {}
 
-    def seen(self) -> nn.Module:
+    def seen(self):
         """A copy with the values that a forward sees."""
         seen = copy.deepcopy(self.model).to(self.compute)
         with torch.no_grad():
@@ -104,7 +100,7 @@ class ByHand:
                 parameter.copy_(self._travelled(name, parameter.detach()))
         return seen
 
-    def _travelled(self, name: str, values: Tensor) -> Tensor:
+    def _travelled(self, name, values):
         rows = _rows(values)
         if self.gather is None or rows is None:
             return values
@@ -119,7 +115,7 @@ class ByHand:
         decode(coded, records, out, add=self.gather.is_difference)
         return _like(out, values)
 
-    def mean(self, grad: Tensor) -> Tensor:
+    def mean(self, grad):
         """What the addends of all ranks become at rest."""
         addends = [torch.empty(grad.shape, dtype=grad.dtype) for _ in range(dist.get_world_size())]
         dist.all_gather(addends, grad.contiguous())
@@ -137,7 +133,7 @@ class ByHand:
         decode_mean(parts, records, out)
         return _like(out, grad)
 
-    def step(self, optimizer: torch.optim.Optimizer, number: int) -> float:
+    def step(self, optimizer, number):
         seen = self.seen()
         loss = _loss(seen, number)
         loss.backward()
@@ -151,7 +147,7 @@ class ByHand:
         return loss.item()
 
 
-def _by_hand(wires: Mapping[str, Wire], compute: torch.dtype, steps: int = 3) -> tuple[list[float], list[Tensor]]:
+def _by_hand(wires, compute, steps=3):
     model = _built()
     hand = ByHand(model, wires.get("gather"), wires.get("reduce"), compute)
     optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -159,7 +155,7 @@ def _by_hand(wires: Mapping[str, Wire], compute: torch.dtype, steps: int = 3) ->
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-def _step(model: nn.Module, optimizer: Any, number: int) -> float:
+def _step(model, optimizer, number):
     loss = _loss(model, number)
     loss.backward()
     optimizer.step()
@@ -167,20 +163,18 @@ def _step(model: nn.Module, optimizer: Any, number: int) -> float:
     return loss.item()
 
 
-def _trained(model: nn.Module, optimizer: Any = None, steps: int = 3) -> tuple[list[float], list[Tensor]]:
+def _trained(model, optimizer=None, steps=3):
     optimizer = AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer
     losses = [_step(model, optimizer, number) for number in range(steps)]
     return losses, [full(parameter) for parameter in model.parameters()]
 
 
-def _require_same(
-    found: tuple[list[float], list[Tensor]], wanted: tuple[list[float], list[Tensor]], what: object
-) -> None:
+def _require_same(found, wanted, what):
     assert found[0] == wanted[0], (what, found[0], wanted[0])
     assert all(map(torch.equal, found[1], wanted[1])), what
 
 
-def _stages(wires: Mapping[str, Wire]) -> list[str]:
+def _stages(wires):
     """Those at which something is kept, for differences."""
     differs = "gather" in wires and wires["gather"].is_difference
     return [stage for stage in STAGES if not (differs and stage == "zero3")]
@@ -191,11 +185,11 @@ def _stages(wires: Mapping[str, Wire]) -> list[str]:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_every_stage_computes_what_replicas_code_by_hand(ranks: Callable[..., Ranks], name: str, n: int) -> None:
+def test_every_stage_computes_what_replicas_code_by_hand(ranks, name, n):
     ranks(n, deadline_s=120).run(_every_stage, name)
 
 
-def _every_stage(name: str) -> None:
+def _every_stage(name):
     wires = FORMATS[name]
     for compute in DTYPES:
         wanted = _by_hand(wires, compute)
@@ -204,7 +198,7 @@ def _every_stage(name: str) -> None:
             _require_same(_trained(model), wanted, (stage, compute))
 
 
-GRIDS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+GRIDS = {
     "shard_params twice": lambda m, mesh: zf.shard_params(zf.shard_params(m, mesh["inner"]), mesh["outer"]),
     "hpZ": lambda m, mesh: zf.shard_grads(zf.shard_params(m, mesh["inner"]), mesh["outer"]),
     "shard_optimizer twice": lambda m, mesh: zf.shard_optimizer(zf.shard_optimizer(m, mesh["inner"]), mesh["outer"]),
@@ -215,14 +209,14 @@ GRIDS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @on_ranks(4, deadline_s=120)
-def test_all_mixtures_over_two_axes_have_the_same_bits_and_send_what_was_planned(name: str) -> None:
+def test_all_mixtures_over_two_axes_have_the_same_bits_and_send_what_was_planned(name):
     wires, mesh = FORMATS[name], grid("outer", "inner")
-    wanted: Any = None
+    wanted = None
     for mixture, place in GRIDS.items():
         differs = wires["gather"].is_difference
         if differs and mixture in ("shard_params twice", "hybrid"):
             continue
-        model: nn.Module = place(zf.precision(_built(), **wires), mesh)  # transforms come in any order
+        model = place(zf.precision(_built(), **wires), mesh)  # transforms come in any order
         optimizer = AdamW(model.parameters(), lr=1e-2)
         found = _trained(model, optimizer)
         wanted = found if wanted is None else wanted
@@ -237,22 +231,22 @@ def test_all_mixtures_over_two_axes_have_the_same_bits_and_send_what_was_planned
 class Wide(nn.Module):
     """Rows of parts on a model axis are long enough to be coded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(64, 130), nn.Linear(130, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(x)))
         return y
 
 
 @on_ranks(4)
-def test_parts_on_a_model_axis_travel_alike_at_every_stage() -> None:
+def test_parts_on_a_model_axis_travel_alike_at_every_stage():
     mesh, found = grid("dp", "tp"), []
     for stage in ("zero1", "zero3"):
         torch.manual_seed(0)
         wide = parallelize_module(Wide(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        model: Any = zf.precision(getattr(zf, stage)(wide, mesh["dp"]), **FORMATS["int8, int4"])
+        model = zf.precision(getattr(zf, stage)(wide, mesh["dp"]), **FORMATS["int8, int4"])
         optimizer = SGD(model.parameters(), lr=0.1)
         for number in range(3):
             x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * number + mesh["dp"].get_local_rank()))
@@ -265,7 +259,7 @@ def test_parts_on_a_model_axis_travel_alike_at_every_stage() -> None:
     assert all(map(torch.equal, *found))
 
 
-def _program(model: Any, optimizer: Any) -> list[float]:
+def _program(model, optimizer):
     """Microbatches, a recomputed forward, gradients that torch returns, clipping, and copies."""
     losses = []
     for number in range(2):
@@ -286,7 +280,7 @@ def _program(model: Any, optimizer: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", FORMATS)
 @on_ranks(2)
-def test_programs_of_every_day_compute_the_same_at_every_stage(name: str) -> None:
+def test_programs_of_every_day_compute_the_same_at_every_stage(name):
     wires, found = FORMATS[name], []
     for stage in _stages(wires):
         model = zf.precision(STAGES[stage](_built(), axis(), units=nn.Linear), **wires)
@@ -297,7 +291,7 @@ def test_programs_of_every_day_compute_the_same_at_every_stage(name: str) -> Non
 
 @pytest.mark.parametrize("compute", DTYPES)
 @on_ranks(2)
-def test_tiers_keep_the_bits(compute: torch.dtype, folder: str) -> None:
+def test_tiers_keep_the_bits(compute, folder):
     wires = FORMATS["int8, int4"]
     wanted = _trained(zf.precision(zf.zero3(_built(), axis()), compute=compute, **wires))
     for tiers in ({"optim": zf.cpu()}, dict.fromkeys(("params", "grads", "optim"), zf.nvme(folder))):
@@ -310,13 +304,13 @@ def test_tiers_keep_the_bits(compute: torch.dtype, folder: str) -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _matrices() -> nn.Module:
+def _matrices():
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(4)))
 
 
 PSI = 4 * 256 * 256
 AGAIN = 7 / 4  # gathers of a step of ZeRO-3: the last of four units stays from the forward to the backward
-BYTES: dict[str, tuple[str, dict[str, Any], float]] = {  # of a step, for each element of which a rank sends a part
+BYTES = {  # of a step, for each element of which a rank sends a part
     "bf16": ("zero3", {}, AGAIN * 2 + 2),
     "int8, int4": ("zero3", {"gather": zf.int8(), "reduce": zf.int4()}, AGAIN * 260 / 256 + 132 / 256),
     "asymmetric": ("zero3", {"gather": zf.int8(symmetric=False)}, AGAIN * 264 / 256 + 2),
@@ -328,9 +322,9 @@ BYTES: dict[str, tuple[str, dict[str, Any], float]] = {  # of a step, for each e
 
 @pytest.mark.parametrize("name", BYTES)
 @on_ranks(2)
-def test_as_many_bytes_travel_as_the_format_has(name: str) -> None:
+def test_as_many_bytes_travel_as_the_format_has(name):
     stage, wires, each = BYTES[name]
-    model: Any = zf.precision(STAGES[stage](_matrices(), axis(), units=nn.Linear), **wires)
+    model = zf.precision(STAGES[stage](_matrices(), axis(), units=nn.Linear), **wires)
     x = torch.ones(2, 256)
     for _ in range(3):
         with zf.traffic() as sent:
@@ -338,7 +332,7 @@ def test_as_many_bytes_travel_as_the_format_has(name: str) -> None:
     assert sent.nbytes == zf.plan(model).sent_nbytes == each * PSI / 2
 
 
-def test_records_are_in_flight_beside_what_they_are_made_of() -> None:
+def test_records_are_in_flight_beside_what_they_are_made_of():
     with pretended(2) as mesh:
         found = []
         for wires in ({}, {"gather": zf.int8()}, {"gather": zf.int8(), "reduce": zf.int4()}):
@@ -350,9 +344,9 @@ def test_records_are_in_flight_beside_what_they_are_made_of() -> None:
 
 
 @on_ranks(4)
-def test_a_part_that_is_kept_inside_a_node_is_kept_as_it_travelled() -> None:
+def test_a_part_that_is_kept_inside_a_node_is_kept_as_it_travelled():
     mesh = grid("outer", "inner")
-    model: Any = zf.shard_grads(zf.shard_params(_matrices(), mesh["inner"]), mesh["outer"])
+    model = zf.shard_grads(zf.shard_params(_matrices(), mesh["inner"]), mesh["outer"])
     model = zf.precision(model, gather=zf.int8(), reduce=zf.int4())
     x = torch.ones(2, 256)
     for _ in range(3):
@@ -363,7 +357,7 @@ def test_a_part_that_is_kept_inside_a_node_is_kept_as_it_travelled() -> None:
     assert zf.held(model).parameters == PSI // 4 * 4 + PSI // 2 * 260 // 256
 
 
-def test_a_table_and_the_digest_of_ranks_name_formats() -> None:
+def test_a_table_and_the_digest_of_ranks_name_formats():
     with pretended(2) as mesh:
         model = zf.precision(
             zf.zero3(_built(), mesh), gather=zf.int8(block=64, symmetric=False), reduce=zf.int4(rotate=True)
@@ -378,26 +372,26 @@ def test_a_table_and_the_digest_of_ranks_name_formats() -> None:
 
 @pytest.mark.parametrize("spoilt", [torch.inf, -torch.inf, torch.nan])
 @on_ranks(2)
-def test_a_gradient_that_is_no_number_on_one_rank_is_none_on_any(spoilt: float) -> None:
+def test_a_gradient_that_is_no_number_on_one_rank_is_none_on_any(spoilt):
     """A loss scaler must see it: where DeepSpeed quantises gradients, norms became zero (#6926)."""
     for stage in STAGES:
-        model: Any = zf.precision(STAGES[stage](_built(), axis()), **FORMATS["int8, int4"])
+        model = zf.precision(STAGES[stage](_built(), axis()), **FORMATS["int8, int4"])
         (_loss(model, 0) * (spoilt if dist.get_rank() else 1.0)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert not full(norm).isfinite(), stage
 
 
 @on_ranks(2)
-def test_small_and_odd_parameters_travel_as_they_are() -> None:
+def test_small_and_odd_parameters_travel_as_they_are():
     class Small(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.narrow, self.norm = nn.Linear(31, 50), nn.LayerNorm(50)
             self.turn = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
             self.table = nn.Parameter(torch.arange(128).view(2, 64), requires_grad=False)
             self.exact = nn.Linear(64, 64, dtype=torch.float64)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = (
                 self.norm(self.narrow(x.to(self.narrow.weight.dtype))).float().sum()
                 + (self.turn.abs() * self.table.sum()).mean()
@@ -408,7 +402,7 @@ def test_small_and_odd_parameters_travel_as_they_are() -> None:
     for wires in ({}, FORMATS["int8, int4"]):
         torch.manual_seed(0)
         # Not `exact`, which is computed in its own dtype.
-        model: Any = zf.precision(zf.zero3(Small(), axis()), where=lambda name, _: "exact" not in name, **wires)
+        model = zf.precision(zf.zero3(Small(), axis()), where=lambda name, _: "exact" not in name, **wires)
         model = zf.precision(model, where="exact.*", compute=torch.float64, **wires)
         optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         for _ in range(2):
@@ -421,9 +415,9 @@ def test_small_and_odd_parameters_travel_as_they_are() -> None:
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
-def _seen(model: Any) -> Tensor:
+def _seen(model):
     """What a forward computes with."""
-    seen: list[Tensor] = []
+    seen = []
     with torch.no_grad():
         hook = model.up.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
         model(torch.arange(12).view(2, 6))
@@ -432,8 +426,8 @@ def _seen(model: Any) -> Tensor:
 
 
 @on_ranks(2)
-def test_what_coding_rounds_away_is_sent_later() -> None:
-    model: Any = zf.precision(zf.zero2(_built(), axis()), compute=torch.float32, gather=zf.delta4())
+def test_what_coding_rounds_away_is_sent_later():
+    model = zf.precision(zf.zero2(_built(), axis()), compute=torch.float32, gather=zf.delta4())
     optimizer = SGD(model.parameters(), lr=1.0)
     _loss(model, 0).backward()
     before = full(model.up.weight)
@@ -446,10 +440,10 @@ def test_what_coding_rounds_away_is_sent_later() -> None:
 
 
 @on_ranks(2)
-def test_values_that_were_loaded_come_in_full_and_a_run_goes_on_as_if_it_had_not_ended(folder: str) -> None:
+def test_values_that_were_loaded_come_in_full_and_a_run_goes_on_as_if_it_had_not_ended(folder):
     wires = FORMATS["differences"]
 
-    def made() -> tuple[Any, Any]:
+    def made():
         model = zf.precision(zf.zero2(_built(), axis()), **wires)
         return model, AdamW(model.parameters(), lr=1e-2)
 
@@ -469,7 +463,7 @@ def test_values_that_were_loaded_come_in_full_and_a_run_goes_on_as_if_it_had_not
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_differences_need_a_copy_that_they_can_be_added_to() -> None:
+def test_differences_need_a_copy_that_they_can_be_added_to():
     with alone() as mesh:
         for place in (zf.zero3, lambda m, axis: zf.offload(zf.zero2(m, axis), params=zf.nvme("/tmp"))):
             model = zf.precision(place(_built(), mesh), gather=zf.delta4())
@@ -479,7 +473,7 @@ def test_differences_need_a_copy_that_they_can_be_added_to() -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_other_formats_are_told_so() -> None:
+def test_ranks_with_other_formats_are_told_so():
     block = 64 if dist.get_rank() else 256
     model = zf.precision(zf.zero3(_built(), axis()), gather=zf.int8(block=block))
     with pytest.raises(zf.DisagreementError, match="block 64"):

@@ -268,8 +268,9 @@ def _plans(
 ) -> tuple[Any, Any]:
     """The plans of all-gathers of some segments beside those of groups that travel in a format."""
     both = [[*segments, *(each for pair in coded for each in pair[at])] for at in (False, True)]
-    plan = line.gather_plan(both[0]) if both[0] else None
-    return plan, plan if both[0] == both[1] else line.gather_plan(both[1])
+    with torch.inference_mode(False):  # a message's memory outlives the forward, too
+        plan = line.gather_plan(both[0]) if both[0] else None
+        return plan, plan if both[0] == both[1] else line.gather_plan(both[1])
 
 
 def _segment(group: Group, slot: Slot, buffer: Tensor, start: int) -> Segment:

@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -29,7 +28,7 @@ class Said(NamedTuple):
     ended: int | str
 
 
-def run_on_a_rank(program: str, name: str, folder: str, *arguments: str) -> str:
+def run_on_a_rank(program, name, folder, *arguments):
     """Runs a program on a rank of a pool, as torchrun would, in a folder of its own for all ranks; what it prints."""
     before, printed = os.getcwd(), io.StringIO()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -56,7 +55,7 @@ class Interpreter:
         folder: The current folder of all programs and of the ranks that they start.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._log = (folder / "log").open("w+")
         self._process = subprocess.Popen(
@@ -69,7 +68,7 @@ class Interpreter:
             text=True,
         )
 
-    def run(self, script: Path, *arguments: object, environ: Mapping[str, str] | None = None) -> Said:
+    def run(self, script, *arguments, environ=None):
         """Runs a script until it ends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -79,13 +78,13 @@ class Interpreter:
         assert answer, Path(self._log.name).read_text()[-3000:]
         return Said(*json.loads(answer))
 
-    def close(self) -> None:
+    def close(self):
         """Ends the process."""
         self._process.communicate()
         self._log.close()
 
 
-def main() -> None:
+def main():
     """Runs what is asked for on stdin, and answers on stdout."""
     answers = sys.stdout
     for line in sys.stdin:
@@ -93,7 +92,7 @@ def main() -> None:
         before, printed = dict(os.environ), io.StringIO()
         sys.argv = [script, *arguments]
         os.environ.update(environ)
-        ended: int | str = 0
+        ended = 0
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 runpy.run_path(script, run_name="__main__")

@@ -14,15 +14,12 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.outside.examples.programs import ROOT as _ROOT
-from tests.outside.examples.programs import Interpreter, run_on_a_rank
+from tests.outside.examples.programs import run_on_a_rank
 from tests.outside.integrations.worlds import import_all
-from tests.support.ranks import Ranks
 
 _GUIDES = _ROOT / "docs" / "guides" / "index.md"
 _MADE = {"_build", "_generated"}
@@ -48,16 +45,16 @@ class Page:
     parsed: tuple[tuple[int, str], ...]
     ranks: int | None
 
-    def program(self) -> str:
+    def program(self):
         """The blocks that are run, each in the lines of the page, so that a traceback names the page's lines."""
-        lines: list[str] = []
+        lines = []
         for line, code in self.run:
             lines += [""] * (line - 1 - len(lines))
             lines += code.splitlines()
         return "\n".join(lines) + "\n"
 
 
-def page_of(path: Path) -> Page:
+def page_of(path):
     """Reads one page."""
     text = path.read_text(encoding="utf-8")
     run, parsed = [], []
@@ -73,17 +70,17 @@ _UNDER_TORCHRUN = ("docs/start/launching.md", "docs/reports.md")
 _ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def _ids(pages: list[Page]) -> pytest.MarkDecorator:
+def _ids(pages):
     return pytest.mark.parametrize("page", pages, ids=[page.name for page in pages])
 
 
-def test_pages_have_blocks() -> None:
+def test_pages_have_blocks():
     assert sum(len(page.run) for page in _ALL) > 40
     assert sum(len(page.parsed) for page in _ALL) < sum(len(page.run) for page in _ALL) / 3
 
 
 @_ids([page for page in _ALL if page.run and page.ranks])
-def test_a_page_runs_on_ranks(page: Page, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_page_runs_on_ranks(page, ranks, tmp_path):
     assert page.ranks is not None
     case = ranks(page.ranks, deadline_s=240)
     if "zero_fn.integrations" in page.program():
@@ -92,16 +89,14 @@ def test_a_page_runs_on_ranks(page: Page, ranks: Ranks, tmp_path: Path) -> None:
 
 
 @_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
-def test_a_page_runs_as_a_script(page: Page, tmp_path: Path, interpreter: Interpreter) -> None:
+def test_a_page_runs_as_a_script(page, tmp_path, interpreter):
     script = tmp_path / "page.py"
     script.write_text(page.program())
     said = interpreter.run(script, environ=_ONE_RANK if page.name in _UNDER_TORCHRUN else None)
     assert said.ended == 0, said
 
 
-def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(
-    tmp_path: Path, interpreter: Interpreter
-) -> None:
+def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(tmp_path, interpreter):
     """What the README promises of its fifteen lines: two ranks, whose losses differ, and fall."""
     script = tmp_path / "page.py"
     script.write_text(page_of(_ROOT / "README.md").program())
@@ -113,7 +108,7 @@ def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(
 
 
 @pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
-def test_a_page_is_sound(path: Path) -> None:
+def test_a_page_is_sound(path):
     """Blocks are Python and in no list, where they would be neither run nor parsed; links lead somewhere; rows belong to a
     table; files that are named are there, below the root, the package or the tests. (The log names files as they were.)"""
     text, page = path.read_text(encoding="utf-8"), page_of(path)
@@ -137,12 +132,12 @@ def test_a_page_is_sound(path: Path) -> None:
             assert set(lines[number + 1]) <= set("|-: "), f"a row without a table: {line}"
 
 
-def _headings(path: Path) -> set[str]:
+def _headings(path):
     text = _BLOCKS.sub("", path.read_text(encoding="utf-8"))
     return set(re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE))
 
 
-def _anchors(path: Path) -> set[str]:
+def _anchors(path):
     """What comes after `#` in links to a page: its headings; to a lesson: its pictures."""
     if path.suffix == ".ipynb":
         return {f"picture-{number + 1}" for number in range(path.read_text(encoding="utf-8").count('"image/png":'))}
@@ -152,7 +147,7 @@ def _anchors(path: Path) -> set[str]:
 _TEXTS = [path for path in sorted((_ROOT / "zero_fn").rglob("*")) if path.suffix in (".py", ".toml", ".c")]
 
 
-def test_pages_that_the_package_names_are_there() -> None:
+def test_pages_that_the_package_names_are_there():
     """In docstrings, in fixes of errors, and in the table of entries of a DeepSpeed config."""
     found = [(path.name, *said) for path in _TEXTS for said in _MENTION.findall(path.read_text(encoding="utf-8"))]
     assert len(found) > 5
@@ -162,7 +157,7 @@ def test_pages_that_the_package_names_are_there() -> None:
         assert not section or section in _headings(page), f"{where} names {section} in {name}, which is not there"
 
 
-def test_names_that_the_package_tells_to_write_are_there() -> None:
+def test_names_that_the_package_tells_to_write_are_there():
     """`zf.save_pretrained`, `torch.profiler`: in docstrings, fixes and the table, where no linter looks."""
     for path in _TEXTS:
         for name in set(re.findall(r"\b(?:zf|torch)(?:\.[A-Za-z_]\w*)+", path.read_text(encoding="utf-8"))):
@@ -170,7 +165,7 @@ def test_names_that_the_package_tells_to_write_are_there() -> None:
 
 
 @cache
-def _named(name: str) -> Any:
+def _named(name):
     """The module of this name, or what a module or class has under it."""
     with contextlib.suppress(ImportError):
         return importlib.import_module(name)
@@ -178,16 +173,16 @@ def _named(name: str) -> Any:
     return getattr(_named(inside), last)
 
 
-def _computed(name: str) -> tuple[dict[str, Any], list[list[str]]]:
+def _computed(name):
     """What the program of a guide defines, and the rows of the tables of the guide, which should be what it computes."""
     path = _ROOT / "docs" / "guides" / name
-    space: dict[str, Any] = {"__name__": name}
+    space = {"__name__": name}
     exec(compile(page_of(path).program(), str(path), "exec"), space)
     lines = path.read_text("utf-8").splitlines()
     return space, [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
 
 
-def test_the_table_of_one_node_is_what_its_program_computes() -> None:
+def test_the_table_of_one_node_is_what_its_program_computes():
     space, rows = _computed("one-node.md")
     found = {row: cells for row, _, *cells in rows if row in space["ROWS"]}
     assert list(found) == list(space["ROWS"])
@@ -197,7 +192,7 @@ def test_the_table_of_one_node_is_what_its_program_computes() -> None:
         assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
 
 
-def test_the_tables_of_one_gpu_are_what_their_program_computes() -> None:
+def test_the_tables_of_one_gpu_are_what_their_program_computes():
     space, rows = _computed("one-gpu.md")
     for model in space["MODELS"]:
         first, *needed = [cells for name, *cells in rows if name == model]
@@ -213,9 +208,9 @@ _SLOW = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("70 B"
 
 
 @pytest.mark.parametrize("model", _SLOW)
-def test_the_table_of_slow_links_is_what_its_program_computes(model: str) -> None:
+def test_the_table_of_slow_links_is_what_its_program_computes(model):
     path = _ROOT / "docs" / "guides" / "slow-links.md"
-    space: dict[str, Any] = {"__name__": path.name}
+    space = {"__name__": path.name}
     ((_, program),) = page_of(path).parsed
     exec(compile(program, str(path), "exec"), space)
     table = re.findall(
@@ -233,16 +228,16 @@ def test_the_table_of_slow_links_is_what_its_program_computes(model: str) -> Non
             assert (0.98 if stage == "ZeRO-3" else 0.9999) < each / float(exact) < 1.0005, (stage, gather, reduce)
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((_ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
-def test_a_block_that_fails_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_block_that_fails_is_noticed(ranks, tmp_path):
     with pytest.raises(ZeroDivisionError):
         ranks(2).run(run_on_a_rank, "x = 0\n\n\n1 / x\n", "a page", str(tmp_path))
 
 
-def test_a_mark_moves_a_block_from_run_to_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_moves_a_block_from_run_to_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "_ROOT", tmp_path)
     path = tmp_path / "page.md"
     path.write_text(

@@ -3,14 +3,11 @@
 Under torchrun, also with restarts: `test_examples.py`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.outside.examples.programs import ROOT
 
@@ -44,7 +41,7 @@ os._exit(0)  # nobody was told
 """
 
 
-def test_survivors_name_a_killed_rank_even_if_it_served_the_store(tmp_path: Path) -> None:
+def test_survivors_name_a_killed_rank_even_if_it_served_the_store(tmp_path):
     """Rank 0 serves the store of `env://`: with it go the last words of everyone. Others: `transport/test_desync.py`."""
     (tmp_path / "train.py").write_text(TRAIN)
     with socket.socket() as free:

@@ -1,7 +1,5 @@
 """The files of examples/, each run as a user runs it but smaller; and the demo."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -16,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import zero_fn as zf
-from tests.outside.examples.programs import ROOT, Interpreter, run_on_a_rank
-from tests.support.ranks import Ranks
+from tests.outside.examples.programs import ROOT, run_on_a_rank
 from tests.support.versions import IS_2_11
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -26,19 +23,19 @@ SMALL_GPT = "--layers 2 --dim 32 --heads 2 --seq 16"
 PRETRAIN = f"pretrain.py {SMALL_GPT} --batch 12 --save-every 2"
 
 
-def _said(ranks: Ranks, number: int, folder: Path, line: str) -> str:
+def _said(ranks, number, folder, line):
     """What rank 0 printed; of a pipeline, whichever rank spoke."""
     name, *arguments = line.split()
     program = (ROOT / "examples" / name).read_text(encoding="utf-8")
-    said: list[str] = ranks(number, deadline_s=120).run(run_on_a_rank, program, name, str(folder), *arguments)
+    said = ranks(number, deadline_s=120).run(run_on_a_rank, program, name, str(folder), *arguments)
     return "".join(said)
 
 
-def _losses(said: str) -> list[float]:
+def _losses(said):
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said)]
 
 
-def test_each_example_is_run_by_a_test() -> None:
+def test_each_example_is_run_by_a_test():
     names = ("examples", "finetune_hf", "generation", "sizes")
     tested = "".join(Path(__file__).with_name(f"test_{name}.py").read_text() for name in names)
     assert len(EXAMPLES) == 14
@@ -46,7 +43,7 @@ def test_each_example_is_run_by_a_test() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short_and_needs_no_file_beside_it(path: Path) -> None:
+def test_an_example_is_short_and_needs_no_file_beside_it(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 130
     assert not [other.stem for other in EXAMPLES if re.search(rf"^(import|from) {other.stem}\b", text, re.MULTILINE)]
@@ -56,7 +53,7 @@ def test_an_example_is_short_and_needs_no_file_beside_it(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Path:
+def whole(tmp_path_factory, interpreter):
     """The folder of that run, of 20 steps by one rank at stage 3, in which only the last checkpoints are left."""
     folder = tmp_path_factory.mktemp("whole")
     name, *arguments = f"{PRETRAIN} --steps 20 --save {folder}".split()
@@ -66,12 +63,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) ->
     return folder
 
 
-def _saved(folder: Path) -> list[float]:
-    found: list[float] = zf.load(folder, only="extra")["losses"]
+def _saved(folder):
+    found = zf.load(folder, only="extra")["losses"]
     return found
 
 
-def test_a_run_goes_on_at_other_ranks_and_another_stage(ranks: Ranks, whole: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_at_other_ranks_and_another_stage(ranks, whole, tmp_path):
     _said(ranks, 3, tmp_path, f"{PRETRAIN} --steps 4 --save runs")
     before = _saved(tmp_path / "runs")
     said = _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps 6 --save runs --stage 1")
@@ -81,20 +78,20 @@ def test_a_run_goes_on_at_other_ranks_and_another_stage(ranks: Ranks, whole: Pat
     assert _saved(tmp_path / "runs") == pytest.approx(_saved(whole)[:6], abs=1e-4)
 
 
-def test_a_run_that_goes_on_is_the_whole_one_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_the_whole_one_to_the_bit(ranks, tmp_path):
     for name, lengths in (("whole", [6]), ("resumed", [4, 6])):
         for steps in lengths:
             _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps {steps} --save {name} --precision bf16")
     assert _saved(tmp_path / "resumed") == _saved(tmp_path / "whole")
 
 
-def test_a_run_that_recomputes_has_the_same_losses_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_recomputes_has_the_same_losses_to_the_bit(ranks, tmp_path):
     for name, recompute in (("plain", 0), ("again", 1)):
         _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps 4 --save {name} --recompute {recompute}")
     assert _saved(tmp_path / "again") == _saved(tmp_path / "plain")
 
 
-def test_a_file_of_tokens_has_two_bytes_for_each(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_file_of_tokens_has_two_bytes_for_each(ranks, tmp_path):
     """A model of 299 kinds has no row for the last of them, which no single byte would be."""
     (tmp_path / "tokens").write_bytes((299).to_bytes(2, sys.byteorder) * 100)
     line = f"{PRETRAIN} --steps 4 --save runs --text tokens"
@@ -105,7 +102,7 @@ def test_a_file_of_tokens_has_two_bytes_for_each(ranks: Ranks, tmp_path: Path) -
         _said(ranks, 2, tmp_path, f"{line} --vocab 299 --save other")
 
 
-def test_metrics_of_a_run_that_goes_on_are_in_one_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_metrics_of_a_run_that_goes_on_are_in_one_file(ranks, tmp_path):
     for steps in (10, 20):
         _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps {steps} --save runs --log-to csv:log.csv")
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
@@ -113,7 +110,7 @@ def test_metrics_of_a_run_that_goes_on_are_in_one_file(ranks: Ranks, tmp_path: P
     assert float(rows[1]["zero_fn/loss"]) == pytest.approx(_saved(tmp_path / "runs")[19])
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole, tmp_path):
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = f"--nproc-per-node=2 --max-restarts=1 {ROOT}/examples/{PRETRAIN} --steps 20 --save runs"
     process = subprocess.Popen(
@@ -135,7 +132,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole: Path, tm
     assert _saved(tmp_path / "runs") == pytest.approx(_saved(whole), abs=1e-4)
 
 
-def test_one_gpu_and_its_host_train_the_same_wherever_states_rest(interpreter: Interpreter) -> None:
+def test_one_gpu_and_its_host_train_the_same_wherever_states_rest(interpreter):
     said = [
         interpreter.run(ROOT / "examples" / "one_gpu_and_host.py", *f"{SMALL_GPT} --steps 3 --rest".split(), rest)
         for rest in ("nothing", "states", "all", "all, in turns")
@@ -145,7 +142,7 @@ def test_one_gpu_and_its_host_train_the_same_wherever_states_rest(interpreter: I
     assert all(_losses(each.out) == _losses(said[0].out) for each in said)
 
 
-def test_a_model_trains_with_everything_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_model_trains_with_everything_on_a_disk(ranks, tmp_path):
     said = _said(ranks, 2, tmp_path, "nvme.py --layers 3 --dim 64 --steps 3 --log-to jsonl:log.jsonl")
     assert "in nvme('.')" in said
     assert len(_losses(said)) == 3
@@ -155,7 +152,7 @@ def test_a_model_trains_with_everything_on_a_disk(ranks: Ranks, tmp_path: Path) 
     assert all(row["zero_fn/tier_written_bytes_total/nvme"] > 3 * 64 * 64 for row in rows)
 
 
-def test_two_axes_train_the_same_in_each_composition(ranks: Ranks, tmp_path: Path) -> None:
+def test_two_axes_train_the_same_in_each_composition(ranks, tmp_path):
     names = ["hsdp", "hpz", "zero1-zero3", "zero3"]
     said = [_said(ranks, 4, tmp_path, f"two_axes.py --layers 2 --dim 16 --steps 2 --compose {name}") for name in names]
     assert len(_losses(said[0])) == 2
@@ -163,7 +160,7 @@ def test_two_axes_train_the_same_in_each_composition(ranks: Ranks, tmp_path: Pat
         assert _losses(other) == pytest.approx(_losses(said[0]), abs=1e-5)
 
 
-def test_islands_that_meet_every_few_steps_learn_as_one_does_for_few_bytes(ranks: Ranks, tmp_path: Path) -> None:
+def test_islands_that_meet_every_few_steps_learn_as_one_does_for_few_bytes(ranks, tmp_path):
     line = "outer_steps.py --layers 1 --dim 32 --heads 2 --seq 16 --steps 40"
     apart, together = (_said(ranks, 4, tmp_path, f"{line} --apart {steps}") for steps in (8, 0))
     assert _losses(apart)[0] == _losses(together)[0]
@@ -174,7 +171,7 @@ def test_islands_that_meet_every_few_steps_learn_as_one_does_for_few_bytes(ranks
 
 
 @pytest.mark.parametrize("schedule", ["1F1B" if IS_2_11 else "ZBVZeroBubble", "Interleaved1F1B"])
-def test_three_axes_train_as_one_process_does(ranks: Ranks, tmp_path: Path, schedule: str) -> None:
+def test_three_axes_train_as_one_process_does(ranks, tmp_path, schedule):
     sizes = "--layers 4 --dim 16 --heads 2 --steps 3"  # 2.11 sends from a rank to itself under ZBV
     alone = _losses(_said(ranks, 1, tmp_path, f"train_3d.py {sizes} --pp 1 --tp 1"))
     several = _losses(_said(ranks, 4, tmp_path, f"train_3d.py {sizes} --pp 2 --tp 2 --schedule {schedule}"))
@@ -182,7 +179,7 @@ def test_three_axes_train_as_one_process_does(ranks: Ranks, tmp_path: Path, sche
     assert several == pytest.approx(alone, abs=1e-4)
 
 
-def test_three_axes_that_recompute_go_on_at_other_sizes(ranks: Ranks, tmp_path: Path) -> None:
+def test_three_axes_that_recompute_go_on_at_other_sizes(ranks, tmp_path):
     options = "--layers 4 --dim 16 --heads 2 --precision bf16 --recompute 1"
     line = f"train_3d.py {options} --save_every 2 --steps"
     begun = _losses(_said(ranks, 4, tmp_path, f"{line} 2 --save runs --schedule Interleaved1F1B"))
@@ -206,7 +203,7 @@ has_transformers = pytest.mark.skipif(
         pytest.param("mixtral_experts.py --ep 2", marks=has_transformers),
     ],
 )
-def test_experts_train_under_torchrun(line: str) -> None:
+def test_experts_train_under_torchrun(line):
     """As in one process: `tests/axes/test_experts.py`, with the same files."""
     line = f"--nproc-per-node=2 {ROOT}/examples/{line} --steps 2"
     done = subprocess.run([*TORCHRUN, *line.split()], capture_output=True, text=True, timeout=250, check=False)
@@ -214,7 +211,7 @@ def test_experts_train_under_torchrun(line: str) -> None:
     assert len(_losses(done.stdout)) == 2
 
 
-def test_a_deepspeed_config_is_followed_and_taken_up_again(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_deepspeed_config_is_followed_and_taken_up_again(ranks, tmp_path):
     line = "from_deepspeed_json.py --layers 2 --dim 16"
     begun = _said(ranks, 2, tmp_path, f"{line} --steps 2 --save runs")
     assert "zero_optimization.stage" in begun
@@ -222,7 +219,7 @@ def test_a_deepspeed_config_is_followed_and_taken_up_again(ranks: Ranks, tmp_pat
     assert _losses(begun) + _losses(resumed) == _losses(_said(ranks, 2, tmp_path, f"{line} --steps 4"))
 
 
-def test_what_was_pretrained_writes_text(interpreter: Interpreter, whole: Path) -> None:
+def test_what_was_pretrained_writes_text(interpreter, whole):
     said = interpreter.run(ROOT / "examples" / "generate.py", *f"{SMALL_GPT} --weights {whole} --tokens 3".split())
     assert said.ended == 0, said
     assert said.out.count("Once upon a time") == 2
@@ -241,7 +238,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
-def test_a_model_larger_than_memory_writes_text(tmp_path: Path) -> None:
+def test_a_model_larger_than_memory_writes_text(tmp_path):
     """152 MB of parameters under a limit of 115 MB for all else; without a disk it does not even begin."""
     program = f"{ROOT}/examples/generate.py --layers 12 --dim 512 --tokens 2 --rows 1"
     for path, begins in ((f"--path {tmp_path}", True), ("", False)):
@@ -252,7 +249,7 @@ def test_a_model_larger_than_memory_writes_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly() -> None:
+def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly():
     """All ways reach the same loss; no rank of 64 or fewer has more than 1.1 of the mean work."""
     program = ROOT / "examples" / "benchmarks" / "owners.py"
     command = [sys.executable, program, "--shape", "1x16", "--ranks", "2", "--rounds", "1"]
@@ -268,7 +265,7 @@ def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("where", ["--here 2", "--gbit 1"])
-def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where: str) -> None:
+def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where):
     """Of two ranks on each of two hosts, one sends two of three pieces to the other host; on one host nothing is sent."""
     program = ROOT / "examples" / "benchmarks" / "slow_link.py"
     command = [sys.executable, program, *f"{where} --shape 4x128 --rounds 1".split()]
@@ -290,9 +287,7 @@ def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where: str) -> No
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
 @pytest.mark.parametrize(("limit", "said"), [("300MiB", "the same"), ("8MiB", r"(killed|ended \(\d+\)), loading")])
-def test_the_benchmark_of_streamed_weights_compares_logits_and_shows_who_ran_out_of_memory(
-    limit: str, said: str, tmp_path: Path
-) -> None:
+def test_the_benchmark_of_streamed_weights_compares_logits_and_shows_who_ran_out_of_memory(limit, said, tmp_path):
     """Weights of 28 MB are read once in each pass of zero_fn, from the disk."""
     program = ROOT / "examples" / "benchmarks" / "streaming.py"
     arguments = f"--path {tmp_path} --small --rounds 1 --only zero_fn --limit {limit}".split()
@@ -310,7 +305,7 @@ def test_the_benchmark_of_streamed_weights_compares_logits_and_shows_who_ran_out
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("what", ["forward backward", "none cores", "disk link", "cost"])
-def test_the_benchmark_of_profiles_makes_its_faults_and_asks_who_was_named(what: str) -> None:
+def test_the_benchmark_of_profiles_makes_its_faults_and_asks_who_was_named(what):
     """A sleep of 20 ms is named whatever else the machine does. The rest is hardly felt by a model so small."""
     program = ROOT / "examples" / "benchmarks" / "profiled.py"
     command = [sys.executable, program, *what.split(), "--shape", "4x64x16x1", "--rounds", "1"]
@@ -332,12 +327,12 @@ def test_the_benchmark_of_profiles_makes_its_faults_and_asks_who_was_named(what:
 # The demo
 
 
-def _demo(interpreter: Interpreter, line: str) -> tuple[int | str, str]:
+def _demo(interpreter, line):
     said = interpreter.run(ROOT / ".ci" / "demo.py", *line.split())
     return said.ended, said.out
 
 
-def test_the_demo_compares_with_ddp_and_draws(interpreter: Interpreter, tmp_path: Path) -> None:
+def test_the_demo_compares_with_ddp_and_draws(interpreter, tmp_path):
     sizes = "--layers 1 --dim 16 --heads 2 --seq 16 --batch 4 --steps 3 --compare-steps 2 --evaluate-every 2 --sample 3"
     ended, out = _demo(interpreter, f"{sizes} --text {ROOT / 'docs' / 'how'} --out {tmp_path}")
     assert ended == 0, out
@@ -355,7 +350,7 @@ def test_the_demo_compares_with_ddp_and_draws(interpreter: Interpreter, tmp_path
         ("--text /nowhere", "no such file or folder: /nowhere"),
     ],
 )
-def test_the_demo_refuses_what_cannot_be(interpreter: Interpreter, tmp_path: Path, given: str, said: str) -> None:
+def test_the_demo_refuses_what_cannot_be(interpreter, tmp_path, given, said):
     ended, out = _demo(interpreter, f"{given} --out {tmp_path}")
     assert ended == 2
     assert said in out

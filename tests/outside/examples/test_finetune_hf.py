@@ -1,29 +1,24 @@
 """`examples/finetune_hf.py` as a user runs it: a folder of transformers and some texts become another such folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.outside.examples.programs import ROOT, run_on_a_rank
 from tests.outside.integrations.worlds import VOCABULARY, import_all, llama, start, tokenizer
-from tests.support.ranks import Ranks
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
 PROGRAM = ROOT / "examples" / "finetune_hf.py"
 HOST = {"device": "cpu"}
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "bf16": {"enabled": "auto"},
     "gradient_clipping": "auto",
@@ -39,21 +34,21 @@ OWN = ["--model", "model", "--data", "texts.jsonl", "--output_dir", "out"]
 RUN = ["--length", "16", "--bf16", "--use_cpu", "--per_device_train_batch_size", "4", "--report_to", "none"]
 
 
-def _text(first: int) -> str:
+def _text(first):
     return " ".join(str(3 + (first + i) % (VOCABULARY - 3)) for i in range(30))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A model in 16 bits with its tokenizer, texts of numbers that count, and a config."""
-    llama(initializer_range=0.2).bfloat16().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    llama(initializer_range=0.2).bfloat16().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": _text(7 * row)}) for row in range(40)))
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
 
-def loss_of(folder: Path) -> float:
+def loss_of(folder):
     """The loss of a model that plain transformers load, which must be in 16 bits, on a text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,7 +59,7 @@ def loss_of(folder: Path) -> float:
         return float(model(input_ids=tokens, labels=tokens).loss)
 
 
-def test_all_weights_are_trained_as_a_config_says(folder: Path) -> None:
+def test_all_weights_are_trained_as_a_config_says(folder):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     given = ["--config", "ds.json", "--max_steps", "8", "--learning_rate", "1e-2", "--sample", "5 6 7"]
     command = [sys.executable, *torchrun, str(PROGRAM), *OWN, *RUN, *given]
@@ -75,7 +70,7 @@ def test_all_weights_are_trained_as_a_config_says(folder: Path) -> None:
     assert loss_of(folder / "out") < loss_of(folder / "model") - 0.5
 
 
-def test_only_responses_have_a_loss(tmp_path: Path) -> None:
+def test_only_responses_have_a_loss(tmp_path):
     """Rows lie one after the other; a sequence that would train nothing is left out."""
     rows = [{"prompt": "4 5 6", "response": "7 8"}, {"text": "9 10"}, {"prompt": "11 " * 8, "response": "12"}]
     data = tmp_path / "pairs.jsonl"
@@ -88,7 +83,7 @@ def test_only_responses_have_a_loss(tmp_path: Path) -> None:
     ]
 
 
-def _adapted(folder: str) -> None:
+def _adapted(folder):
     """The program on a rank."""
     start()
     lora = ["--lora", "8", "--merge", "--offload", "--gradient_checkpointing", "--save_steps", "4"]
@@ -96,7 +91,7 @@ def _adapted(folder: str) -> None:
     run_on_a_rank(PROGRAM.read_text(encoding="utf-8"), PROGRAM.name, folder, *OWN, *RUN, *lora, *given)
 
 
-def test_adapters_are_trained_merged_and_taken_up_again(ranks: Ranks, folder: Path) -> None:
+def test_adapters_are_trained_merged_and_taken_up_again(ranks, folder):
     pytest.importorskip("peft")
     case = ranks(2, deadline_s=240)
     case.run(import_all)

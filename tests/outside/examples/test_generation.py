@@ -1,21 +1,15 @@
 """`examples/generate_tensor_parallel.py`: the tokens of one process, on every mesh, also with transformers' own plan."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from tests.outside.examples.programs import ROOT, run_on_a_rank
 from tests.outside.integrations.worlds import VOCABULARY, import_all, llama
-from tests.support.ranks import Ranks
 
 PROGRAM = ROOT / "examples" / "generate_tensor_parallel.py"
 
 
-def _said(ranks: Ranks, n: int, folder: Path, options: str) -> tuple[str, list[str]]:
+def _said(ranks, n, folder, options):
     ranks(n, deadline_s=300).run(import_all)
     program = PROGRAM.read_text(encoding="utf-8")
     said = ranks(n, deadline_s=120).run(
@@ -26,10 +20,8 @@ def _said(ranks: Ranks, n: int, folder: Path, options: str) -> tuple[str, list[s
 
 
 @pytest.mark.parametrize(("n", "mesh", "rows"), [(2, "dp 1, tp 2", 4), (4, "dp 2, tp 2", 2)])
-def test_a_model_that_is_cut_by_its_own_plan_writes_the_tokens_of_one_process(
-    ranks: Ranks, tmp_path: Path, n: int, mesh: str, rows: int
-) -> None:
-    model: Any = llama(initializer_range=0.3, eos_token_id=None).eval()
+def test_a_model_that_is_cut_by_its_own_plan_writes_the_tokens_of_one_process(ranks, tmp_path, n, mesh, rows):
+    model = llama(initializer_range=0.3, eos_token_id=None).eval()
     model.save_pretrained(tmp_path / "model")
     prompts = torch.randint(3, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(0))
     tokens = model.generate(prompts, max_new_tokens=6, do_sample=False)[:, 8:].tolist()
@@ -40,7 +32,7 @@ def test_a_model_that_is_cut_by_its_own_plan_writes_the_tokens_of_one_process(
     assert found == [" ".join(map(str, ["tokens:", *row])) for row in tokens]
 
 
-def test_transformers_alone_writes_the_same(ranks: Ranks, tmp_path: Path) -> None:
+def test_transformers_alone_writes_the_same(ranks, tmp_path):
     _, ours = _said(ranks, 2, tmp_path, "")
     _, plain = _said(ranks, 2, tmp_path, "--plain")
     assert len(ours) == 2

@@ -1,9 +1,6 @@
 """The lessons run from the first cell to the last, and what is committed with them is what a reader should see."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -31,12 +28,12 @@ _IMPORTED = "transformers.models.llama.modeling_llama", "peft", "torch.distribut
 """What ranks of lessons import. The fork server of the lessons' kernel imports it once; that of users does not."""
 
 
-def test_there_are_notebooks() -> None:
+def test_there_are_notebooks():
     assert _NOTEBOOKS
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[NotebookClient]:
+def client():
     """One kernel for all lessons: torch is imported once, and once for all ranks."""
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(_ROOT / "notebooks"), env=os.environ | {"PYTHONPATH": str(_ROOT)})
@@ -55,7 +52,7 @@ def client() -> Iterator[NotebookClient]:
         for number, path in enumerate(_NOTEBOOKS)
     ],
 )
-def test_notebook_runs_without_errors(path: Path, client: NotebookClient) -> None:
+def test_notebook_runs_without_errors(path, client):
     client.nb = nbformat.read(path, as_version=4)
     for many, few in _FEWER.get(path.stem, []) if PROFILE == "dev" else []:
         (cell,) = [cell for cell in client.nb.cells if many in cell.source and cell.cell_type == "code"]
@@ -66,7 +63,7 @@ def test_notebook_runs_without_errors(path: Path, client: NotebookClient) -> Non
 
 
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_committed_with_its_outputs(path: Path) -> None:
+def test_notebook_is_committed_with_its_outputs(path):
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "execute it top to bottom"
     assert any(cell.outputs for cell in cells)

@@ -1,47 +1,43 @@
 """`examples/rlhf/` as a user runs it: each program goes on from the folder that the one before it has written."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from tests.outside.examples.programs import ROOT, run_on_a_rank
 from tests.outside.integrations.worlds import import_all
-from tests.support.ranks import Ranks
 
 PROGRAMS = ROOT / "examples" / "rlhf"
 
 
-def _on_a_rank(name: str, folder: str, *arguments: str) -> str:
+def _on_a_rank(name, folder, *arguments):
     """The program on a rank of a pool; the folder of a script is where Python looks first."""
     with patch.object(sys, "path", [str(PROGRAMS), *sys.path]):
         return run_on_a_rank((PROGRAMS / name).read_text(encoding="utf-8"), name, folder, *arguments)
 
 
-def _said(ranks: Ranks, folder: Path, line: str) -> str:
+def _said(ranks, folder, line):
     """What rank 0 of two printed."""
     name, *arguments = line.split()
-    said: list[str] = ranks(2, deadline_s=240).run(_on_a_rank, f"{name}.py", str(folder), *arguments)
+    said = ranks(2, deadline_s=240).run(_on_a_rank, f"{name}.py", str(folder), *arguments)
     return said[0]
 
 
-def _curve(said: str, what: str) -> list[float]:
+def _curve(said, what):
     return [float(value) for value in re.findall(rf"{what} (-?\d+\.\d+)", said)]
 
 
-def _bytes(said: str, phase: str) -> dict[str, int]:
+def _bytes(said, phase):
     line = re.search(rf"^ *{phase}: (.*)$", said, re.MULTILINE)
     assert line, said
     return {name: int(n.replace(",", "")) for name, n in re.findall(r"(\w+) ([\d,]+)", line[1])}
 
 
-def test_the_programs_are_short() -> None:
+def test_the_programs_are_short():
     lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in PROGRAMS.glob("*.py")}
     assert sorted(lines) == ["grpo", "ppo", "reward", "sft", "words"]
     assert max(lines.values()) <= 150
@@ -49,7 +45,7 @@ def test_the_programs_are_short() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(ranks, tmp_path_factory):
     """Where sft.py has made a model, in runs/sft."""
     ranks(2, deadline_s=240).run(import_all)
     made = tmp_path_factory.mktemp("rlhf")
@@ -59,7 +55,7 @@ def folder(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_answers_are_learned_then_judged_then_made_better(ranks: Ranks, folder: Path) -> None:
+def test_answers_are_learned_then_judged_then_made_better(ranks, folder):
     """By PPO for the rule and for the reward model, and by GRPO. In each phase of a step memory holds what it should."""
     judged = _said(ranks, folder, "reward")
     assert _curve(judged, "loss")[0] > 0.6
@@ -80,7 +76,7 @@ def test_answers_are_learned_then_judged_then_made_better(ranks: Ranks, folder: 
         )  # whole, or its shards
 
 
-def test_all_stages_write_the_same_models(ranks: Ranks, folder: Path) -> None:
+def test_all_stages_write_the_same_models(ranks, folder):
     """To the bit, through everything that is drawn, and in less memory."""
     for line in ("sft --steps 3", "reward --steps 3", "ppo --steps 2", "grpo --steps 2"):
         held, curves, files = [], [], []
@@ -96,7 +92,7 @@ def test_all_stages_write_the_same_models(ranks: Ranks, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["sft.py --steps 1", "ppo.py --steps 1 --save runs/own"])
-def test_a_program_runs_alone_and_under_torchrun(folder: Path, tmp_path: Path, line: str) -> None:
+def test_a_program_runs_alone_and_under_torchrun(folder, tmp_path, line):
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 " if "ppo" in line else ""
     command = [sys.executable, *f"{torchrun}{PROGRAMS}/{line}".split()]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

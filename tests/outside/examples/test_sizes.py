@@ -1,10 +1,7 @@
 """The tables of docs/guides/sizes.md are what examples/sizes.py prints: of each table some cells, to the character."""
 
-from __future__ import annotations
-
 import re
 import runpy
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +17,11 @@ PAGE = (ROOT / "docs" / "guides" / "sizes.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def program() -> dict[str, Any]:
+def program():
     return runpy.run_path(str(ROOT / "examples" / "sizes.py"))
 
 
-def _table(header: str) -> dict[tuple[str, ...], list[str]]:
+def _table(header):
     """The rows of the table whose header begins so, by their first cell, and by their first two."""
     _, found, rest = PAGE.partition(f"\n| {header}")
     assert found, header
@@ -35,7 +32,7 @@ def _table(header: str) -> dict[tuple[str, ...], list[str]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["bf16", "bf16, states in 8 bits", "fp32"])
-def test_the_fastest_of_7b(program: dict[str, Any], kind: str) -> None:
+def test_the_fastest_of_7b(program, kind):
     table = _table(f"{kind} | ")
     assert all(table[f"{model}, {ranks}",] for model in program["MODELS"] for ranks in (8, 64)), "a row is missing"
     for ranks in (8, 64):
@@ -52,7 +49,7 @@ def test_the_fastest_of_7b(program: dict[str, Any], kind: str) -> None:
         ("bf16", "8x22B", 64, "40 GB"),
     ],
 )
-def test_the_fastest_of_a_larger_one(program: dict[str, Any], kind: str, model: str, ranks: int, device: str) -> None:
+def test_the_fastest_of_a_larger_one(program, kind, model, ranks, device):
     row = _table(f"{kind} | ")[f"{model}, {ranks:,}",]
     column = 1 + list(program["DEVICES"]).index(device)
     assert program["fastest"](kind, model, ranks, [device])[1] == row[column]
@@ -60,7 +57,7 @@ def test_the_fastest_of_a_larger_one(program: dict[str, Any], kind: str, model: 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["7B", "70B"])
-def test_bytes_at_rest_and_bytes_that_are_sent(program: dict[str, Any], model: str) -> None:
+def test_bytes_at_rest_and_bytes_that_are_sent(program, model):
     for stage in program["STAGES"]:
         for kind in ("bf16", "fp32"):
             assert program["at_rest"](kind, model, stage) == _table(f"{kind}, GB | ")[model, stage]
@@ -68,15 +65,15 @@ def test_bytes_at_rest_and_bytes_that_are_sent(program: dict[str, Any], model: s
 
 
 @pytest.mark.nightly
-def test_the_largest_model(program: dict[str, Any]) -> None:
+def test_the_largest_model(program):
     table = _table("devices | DDP")
     assert program["largest"](8, ["DDP", "ZeRO-1"]) == table["8",][:3]
 
 
 @pytest.mark.parametrize("stage", [zf.shard_grads, zf.shard_params])
-def test_experts_on_an_axis_of_their_own(stage: Any) -> None:
+def test_experts_on_an_axis_of_their_own(stage):
     """The rows of docs/guides/experts.md, placed as examples/mixtral_experts.py does."""
-    model: Any = model_of("8x22B", sequence=8, microbatch=1).module
+    model = model_of("8x22B", sequence=8, microbatch=1).module
     stacked = [name for name, _ in model.named_parameters() if ".experts." in name]
     with pretended(32):
         mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp", "ep"))

@@ -1,12 +1,9 @@
 """What the GitHub workflow runs is in the repository, on versions that the project supports."""
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,20 +11,20 @@ ROOT = Path(__file__).parents[3]
 yaml = pytest.importorskip("yaml")
 
 
-def workflow() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+def workflow():
+    found = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
     return found
 
 
-ROWS: list[dict[str, str]] = workflow()["jobs"]["run"]["strategy"]["matrix"]["include"]
+ROWS = workflow()["jobs"]["run"]["strategy"]["matrix"]["include"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['run']}-{row['python']}")
-def test_a_row_runs_programs_of_the_repository(row: dict[str, str]) -> None:
+def test_a_row_runs_programs_of_the_repository(row):
     assert all(os.access(ROOT / command.split()[0], os.X_OK) for command in row["run"].split("&&"))
 
 
-def test_versions_are_those_that_the_project_supports() -> None:
+def test_versions_are_those_that_the_project_supports():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     oldest = re.search(r"torch>=([\d.]+)", " ".join(project["dependencies"]))
     assert oldest is not None
@@ -38,7 +35,7 @@ def test_versions_are_those_that_the_project_supports() -> None:
     )
 
 
-def test_steps_use_the_row() -> None:
+def test_steps_use_the_row():
     """A step that named a value which no row has would run with an empty text."""
     text = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"\$\{\{ matrix\.(\w+) \}\}", text))

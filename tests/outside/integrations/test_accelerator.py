@@ -1,13 +1,10 @@
 """The Accelerator of accelerate over transformed models: the numbers of DDP, or of `from_deepspeed` with a DeepSpeed config;
 one reduction, states that come back."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,7 @@ from tests.outside.integrations.worlds import (
     written,
     zero,
 )
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.units.checkpoint.test_atomic import left_by_a_kill
 from zero_fn.values import watching
 
@@ -43,7 +40,7 @@ Json = dict[str, Any]
 Parts = tuple[Any, nn.Module, Any, Any, Any]
 
 
-def _accelerator(ours: bool = True, **options: Any) -> Any:
+def _accelerator(ours=True, **options):
     from accelerate import Accelerator
 
     from zero_fn.integrations.accelerate import ZeroAccelerator
@@ -55,7 +52,7 @@ def _accelerator(ours: bool = True, **options: Any) -> Any:
     return ZeroAccelerator(cpu=True, **ways | options)
 
 
-def _parts(accelerator: Any, model: nn.Module, *, in_two: bool = False, kind: Any = torch.optim.AdamW) -> Parts:
+def _parts(accelerator, model, *, in_two=False, kind=torch.optim.AdamW):
     """What a script prepares, in its order, in one call or two: the optimizer is built before, for the plain model."""
     optimizer = kind(model.parameters(), lr=1e-2)
     others = (
@@ -68,7 +65,7 @@ def _parts(accelerator: Any, model: nn.Module, *, in_two: bool = False, kind: An
     return (accelerator, *accelerator.prepare(model, *others))
 
 
-def _train(parts: Parts, microbatches: int = 8, max_norm: float | None = None) -> list[float]:
+def _train(parts, microbatches=8, max_norm=None):
     """Microbatches as accelerate teaches them; the loss of each, and the norm of each step if the program clips."""
     accelerator, model, optimizer, loader, scheduler = parts
     found = []
@@ -82,7 +79,7 @@ def _train(parts: Parts, microbatches: int = 8, max_norm: float | None = None) -
     return found
 
 
-def _backwards(accelerator: Any, model: nn.Module, loader: Any, microbatches: int) -> Iterator[float]:
+def _backwards(accelerator, model, loader, microbatches):
     """The loss of each microbatch; what follows is in its `accumulate`."""
     for _, batch in zip(range(microbatches), loader, strict=False):
         with accelerator.accumulate(model):
@@ -92,7 +89,7 @@ def _backwards(accelerator: Any, model: nn.Module, loader: Any, microbatches: in
 
 
 @on_two_ranks
-def test_prepared_models_have_the_numbers_of_replicas() -> None:
+def test_prepared_models_have_the_numbers_of_replicas():
     calls = []
     for microbatches in (1, 2):
         options = {"gradient_accumulation_steps": microbatches}
@@ -107,7 +104,7 @@ def test_prepared_models_have_the_numbers_of_replicas() -> None:
 
 
 @on_two_ranks
-def test_an_optimizer_of_whole_tensors_is_stepped_by_owners(folder: str) -> None:
+def test_an_optimizer_of_whole_tensors_is_stepped_by_owners(folder):
     """That of the program, wrapped by `prepare` or before; and that of a config, whose Muon goes by names."""
     adafactor = torch.optim.Adafactor
     wanted = _train(_parts(_accelerator(False), llama(), kind=adafactor), 6)
@@ -128,13 +125,13 @@ def test_an_optimizer_of_whole_tensors_is_stepped_by_owners(folder: str) -> None
     assert _train(parts) == losses
 
 
-def _muon_and_adamw(model: nn.Module) -> Any:
+def _muon_and_adamw(model):
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
     return torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=1e-2)
 
 
-def _train_two(accelerator: Any, model: nn.Module, optimizers: Any, loader: Any, microbatches: int = 4) -> list[float]:
+def _train_two(accelerator, model, optimizers, loader, microbatches=4):
     found = []
     for loss in _backwards(accelerator, model, loader, microbatches):
         found.append(loss)
@@ -146,10 +143,10 @@ def _train_two(accelerator: Any, model: nn.Module, optimizers: Any, loader: Any,
 
 
 @on_two_ranks
-def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder: str) -> None:
+def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder):
     """Prepared each by itself, or as a sequence; and by a config, beside `from_deepspeed`."""
 
-    def parts(accelerator: Any, seed: int = 0, *, apart: bool) -> tuple[Any, nn.Module, Any, Any]:
+    def parts(accelerator, seed=0, *, apart):
         model, loader = llama(seed), torch.utils.data.DataLoader(Counting(), batch_size=2)
         muon, adamw = _muon_and_adamw(model)
         if apart:
@@ -169,7 +166,7 @@ def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder: str) -> N
         assert _train_two(*again) == goes_on
     said = {name: value for name, value in _said(3).items() if name not in ("optimizer", "scheduler")}
     losses, _ = _by_hand(said, llama(), optimizer=_muon_and_adamw)
-    configured: dict[str, Any] = {"deepspeed": said, "mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+    configured = {"deepspeed": said, "mixed_precision": "bf16", "gradient_accumulation_steps": 2}
     both = parts(_accelerator(**configured), apart=False)
     assert _train_two(*both, 8) == losses
     with pytest.raises(
@@ -179,7 +176,7 @@ def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder: str) -> N
 
 
 @on_two_ranks
-def test_float16_that_accelerate_would_leave_out_is_refused(folder: str) -> None:
+def test_float16_that_accelerate_would_leave_out_is_refused(folder):
     from zero_fn.integrations.transformers import ZeroTrainer
 
     with pytest.raises(zf.ConfigError, match=r'compute in float32, and scale no loss(.|\n)*mixed_precision="bf16"'):
@@ -192,16 +189,16 @@ def test_float16_that_accelerate_would_leave_out_is_refused(folder: str) -> None
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 @on_two_ranks
-def test_a_state_is_loaded_to_the_bit(folder: str, dtype: str | None) -> None:
+def test_a_state_is_loaded_to_the_bit(folder, dtype):
     """With a config also its rates, masters of 16-bit weights on a disk, and the scale of losses, which has moved."""
     said = _said(3, offload_optimizer={"device": "nvme", "nvme_path": folder})
 
-    def prepared(seed: int, overflows: int) -> Parts:
+    def prepared(seed, overflows):
         if dtype is None:
             return _parts(_accelerator(), llama(seed))
         return _configured(said, Overflowing(llama(seed).bfloat16(), overflows, 1), dtype=dtype)
 
-    def scale(parts: Parts) -> float | None:
+    def scale(parts):
         return None if parts[0].scaler is None else parts[0].scaler.get_scale()
 
     parts = prepared(0, overflows=4)
@@ -224,7 +221,7 @@ def test_a_state_is_loaded_to_the_bit(folder: str, dtype: str | None) -> None:
 
 
 @on_two_ranks
-def test_plain_models_are_saved_beside_transformed_ones(folder: str) -> None:
+def test_plain_models_are_saved_beside_transformed_ones(folder):
     """A transformed model and a plain one, each with its optimizer, saved and loaded together, in folders that accelerate
     names."""
     from accelerate.utils import ProjectConfiguration
@@ -240,7 +237,7 @@ def test_plain_models_are_saved_beside_transformed_ones(folder: str) -> None:
     optimizers = accelerator.prepare(*(torch.optim.AdamW(model.parameters(), lr=0.1) for model in (theirs, ours)))
     tokens = Counting().tokens[:2]
 
-    def step() -> None:
+    def step():
         accelerator.backward(ours(input_ids=tokens, labels=tokens).loss + theirs(torch.ones(1, 3)).sum())
         for optimizer in optimizers:
             optimizer.step()
@@ -258,20 +255,20 @@ def test_plain_models_are_saved_beside_transformed_ones(folder: str) -> None:
     assert accelerator.prepare_model(frozen, evaluation_mode=True) is frozen
 
 
-def _killed(folder: str) -> list[int | str]:
+def _killed(folder):
     """What is loaded of a save that is killed before each call of the system: all of one step, or nothing."""
     accelerator = _accelerator()
     models = [accelerator.prepare(nn.Linear(2, 2)) for _ in range(2)]
     optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in models]
     schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizers[0].optimizer, lambda step: float(step)))
 
-    def at(step: int) -> None:
+    def at(step):
         for model in models:
             for parameter in model.parameters():
                 parameter.data.fill_(step)
         schedule.scheduler.last_epoch = step
 
-    def loaded(left: Path) -> int | str:
+    def loaded(left):
         at(0)
         try:
             accelerator.load_state(str(left / "last"))
@@ -291,13 +288,13 @@ def _killed(folder: str) -> list[int | str]:
     return [loaded(left) for left in lefts[::3]]
 
 
-def test_a_save_that_is_killed_leaves_one_step_or_is_refused(prepared: Ranks, tmp_path: Path) -> None:
+def test_a_save_that_is_killed_leaves_one_step_or_is_refused(prepared, tmp_path):
     (found,) = prepared(1, deadline_s=240).run(_killed, str(tmp_path))
     assert list(dict.fromkeys(found)) == [1, "A save into this folder was killed", 2]
 
 
 @on_two_ranks
-def test_the_state_dict_of_a_model_is_whole_on_the_main_process(folder: str) -> None:
+def test_the_state_dict_of_a_model_is_whole_on_the_main_process(folder):
     accelerator, model, *_ = parts = _parts(_accelerator(), llama(tie_word_embeddings=True))
     _train(parts, 2)
     state = accelerator.get_state_dict(model)
@@ -313,7 +310,7 @@ def test_the_state_dict_of_a_model_is_whole_on_the_main_process(folder: str) -> 
 
 
 @on_two_ranks
-def test_gradients_that_are_given_up_are_in_no_step() -> None:
+def test_gradients_that_are_given_up_are_in_no_step():
     """What was accumulated before an exception, or before `free_memory`, is in no later step."""
     accelerator, model, _, loader, _ = _parts(_accelerator(gradient_accumulation_steps=2), llama())
     batch = next(iter(loader))
@@ -334,7 +331,7 @@ def test_gradients_that_are_given_up_are_in_no_step() -> None:
 
 
 @on_two_ranks
-def test_optimizers_that_do_not_fit_are_refused(folder: str) -> None:
+def test_optimizers_that_do_not_fit_are_refused(folder):
     accelerator = _accelerator()
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -355,7 +352,7 @@ def test_optimizers_that_do_not_fit_are_refused(folder: str) -> None:
         accelerator.save_state(folder)
 
 
-def _threads_beside_accelerate() -> int:
+def _threads_beside_accelerate():
     from accelerate import PartialState
 
     start()
@@ -363,14 +360,14 @@ def _threads_beside_accelerate() -> int:
     return torch.get_num_threads()
 
 
-def test_a_rank_keeps_its_threads_when_accelerate_comes(ranks: Ranks) -> None:
+def test_a_rank_keeps_its_threads_when_accelerate_comes(ranks):
     """It gives a rank all cores unless it is told otherwise, and sums of two threads are not those of one."""
     assert ranks(1, deadline_s=240).run(_threads_beside_accelerate) == [1]
 
 
 # -- by a config -------------------------------------------------------------------------------------------------------
 
-ADAM: Json = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 SAID = {
     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
     "optimizer.params.lr": 1e-2, "optimizer.params.weight_decay": 0.1,
@@ -380,11 +377,11 @@ SAID = {
 """What accelerate makes of `"auto"` in the program below, by hand."""
 
 
-def _said(stage: int, **more: Any) -> Json:
+def _said(stage, **more):
     return {**zero(stage, **more), "optimizer": ADAM, "scheduler": OWN["scheduler"]}
 
 
-def _configured(said: Any, model: nn.Module, *, dtype: str = "bf16", stand_ins: bool = True, **options: Any) -> Parts:
+def _configured(said, model, *, dtype="bf16", stand_ins=True, **options):
     """What a script prepares beside a config."""
     from accelerate.utils import DeepSpeedPlugin
     from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
@@ -393,17 +390,15 @@ def _configured(said: Any, model: nn.Module, *, dtype: str = "bf16", stand_ins: 
     accelerator = _accelerator(mixed_precision=dtype, gradient_accumulation_steps=2, **{way: said}, **options)
     loader = torch.utils.data.DataLoader(Counting(), batch_size=2)
     if stand_ins:
-        optimizer: Any = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
-        scheduler: Any = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=1)
+        optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+        scheduler = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=1)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > 0))
     return (accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
 
 
-def _by_hand(
-    said: Json, model: nn.Module, dtype: str = "bf16", optimizer: Any = None
-) -> tuple[list[float], list[float]]:
+def _by_hand(said, model, dtype="bf16", optimizer=None):
     """Losses and norms of `from_deepspeed`, on the batches that accelerate deals."""
     from accelerate import Accelerator
 
@@ -428,7 +423,7 @@ def _by_hand(
 
 
 @on_two_ranks
-def test_what_a_config_asks_for_is_reported_and_gradients_are_summed_as_it_says(folder: str) -> None:
+def test_what_a_config_asks_for_is_reported_and_gradients_are_summed_as_it_says(folder):
     written(folder)
     reports = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
     said = _said(2) | reports | {"gradient_allreduce_op": "sum"}
@@ -444,7 +439,7 @@ def test_what_a_config_asks_for_is_reported_and_gradients_are_summed_as_it_says(
 
 
 @on_two_ranks
-def test_reports_end_with_the_training_and_count_on_after_a_load(folder: str) -> None:
+def test_reports_end_with_the_training_and_count_on_after_a_load(folder):
     """They were never closed, and began at step 1 again."""
     written(folder)
     reports = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
@@ -471,7 +466,7 @@ def test_reports_end_with_the_training_and_count_on_after_a_load(folder: str) ->
 
 
 @on_two_ranks
-def test_the_numbers_are_those_of_from_deepspeed(folder: str) -> None:
+def test_the_numbers_are_those_of_from_deepspeed(folder):
     from accelerate.utils import DeepSpeedPlugin
 
     from zero_fn.integrations.transformers import placed
@@ -509,7 +504,7 @@ def test_the_numbers_are_those_of_from_deepspeed(folder: str) -> None:
 
 
 @on_two_ranks
-def test_fields_of_a_plugin_are_read() -> None:
+def test_fields_of_a_plugin_are_read():
     """Of a plugin without a file, from its arguments and from the environment; optimizers of the program."""
     from accelerate.utils import DeepSpeedPlugin
 
@@ -524,7 +519,7 @@ def test_fields_of_a_plugin_are_read() -> None:
         "ACCELERATE_GRADIENT_CLIPPING": "0.5",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
     }
-    fields: Json = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 0.5}
+    fields = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 0.5}
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=1, **fields)
     assert _train(_configured(plugin, llama(), stand_ins=False)) == wanted
     with patch.dict(os.environ, environment):
@@ -540,7 +535,7 @@ def test_fields_of_a_plugin_are_read() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @on_two_ranks
-def test_a_step_that_overflows_is_skipped(dtype: str) -> None:
+def test_a_step_that_overflows_is_skipped(dtype):
     """A step that overflows on one rank is skipped on both, and moves no rate."""
     said = {**_said(2), "optimizer": ADAM, "gradient_clipping": 0.5}
     accelerator, model, optimizer, loader, scheduler = _configured(
@@ -562,7 +557,7 @@ def test_a_step_that_overflows_is_skipped(dtype: str) -> None:
 
 
 @on_two_ranks
-def test_what_contradicts_a_config_is_refused() -> None:
+def test_what_contradicts_a_config_is_refused():
     from accelerate.utils import DeepSpeedPlugin
 
     from zero_fn.integrations.accelerate import ZeroAccelerator
@@ -572,7 +567,7 @@ def test_what_contradicts_a_config_is_refused() -> None:
         more = {} if "deepspeed_plugins" in ways else {"place": place()}
         with pytest.raises(zf.ConfigError, match="several ways to place"):
             ZeroAccelerator(cpu=True, **ways, **more)
-    refused: tuple[tuple[str, Json, bool], ...] = (  # error, config, whether the program has stand-ins of accelerate
+    refused = (  # error, config, whether the program has stand-ins of accelerate
         (
             r"two ways to make the optimizer(.|\n)*deepspeed\.DummyOptim",
             {**zero(3), "optimizer": ADAM | {"params": {"lr": 1e-3}}},

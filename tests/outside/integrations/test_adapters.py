@@ -1,15 +1,11 @@
 """Adapters of peft over transformed models: the numbers of replicas, at every stage and tier; saved, merged, switched."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
@@ -35,13 +31,13 @@ from tests.support.wholes import full
 _TARGETS = ["q_proj", "v_proj", "up_proj"]
 
 
-def with_adapter(kind: str) -> nn.Module:
+def with_adapter(kind):
     """A small model with an adapter of a kind, whose values are none of its initial zeros."""
     import peft
 
     if kind == "one matrix frozen":
         return lora()
-    configs: dict[str, Callable[[], Any]] = {
+    configs = {
         "lora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
         "dora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, use_dora=True),
         "parameters": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"]),
@@ -51,7 +47,7 @@ def with_adapter(kind: str) -> nn.Module:
         "tables": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
         "head beside": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, modules_to_save=["lm_head"]),
     }
-    model: nn.Module = llama(vocab_size=67, tie_word_embeddings=True) if kind == "tables" else llama()
+    model = llama(vocab_size=67, tie_word_embeddings=True) if kind == "tables" else llama()
     torch.manual_seed(3)
     model = peft.get_peft_model(model, configs[kind]())
     with torch.no_grad():
@@ -59,7 +55,7 @@ def with_adapter(kind: str) -> nn.Module:
             if parameter.requires_grad and "magnitude" not in name and "lm_head" not in name:
                 parameter.normal_(1.0 if kind == "ia3" else 0.0, 0.05)
     if kind == "lora on int8 and nf4":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4  # type: ignore[import-untyped]
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
 
         bases = {name: base for name, base in model.named_modules() if name.endswith("base_layer")}
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in bases and "up_proj" not in name)
@@ -71,7 +67,7 @@ def with_adapter(kind: str) -> nn.Module:
     return model
 
 
-def _steps(model: nn.Module, optimizer: Any, *, averaged: bool) -> list[float]:
+def _steps(model, optimizer, *, averaged):
     tokens = Counting(8).tokens[2 * dist.get_rank() :][:2]
     found = []
     for _ in range(3):
@@ -96,8 +92,8 @@ def _steps(model: nn.Module, optimizer: Any, *, averaged: bool) -> list[float]:
     ],
 )
 @on_two_ranks
-def test_an_adapter_is_trained_as_by_replicas(folder: str, kind: str) -> None:
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
+def test_an_adapter_is_trained_as_by_replicas(folder, kind):
+    def adam(model):
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
     start()
@@ -106,13 +102,13 @@ def test_an_adapter_is_trained_as_by_replicas(folder: str, kind: str) -> None:
     ways = {**{stage: place(stage) for stage in STAGES}, "on a disk": on_a_disk(folder)}
     for way, transform in ways.items():
         model = transform(with_adapter(kind))
-        optimizer: Any = adam(model)
+        optimizer = adam(model)
         found = _steps(model, zf.streamed(optimizer) if way == "on a disk" else optimizer, averaged=False)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")
 
 
 @on_two_ranks
-def test_every_element_of_an_adapter_over_a_base_that_was_read_into_shards_is_trained(folder: str) -> None:
+def test_every_element_of_an_adapter_over_a_base_that_was_read_into_shards_is_trained(folder):
     from zero_fn.integrations.transformers import placed
 
     written(folder)
@@ -134,49 +130,49 @@ def test_every_element_of_an_adapter_over_a_base_that_was_read_into_shards_is_tr
             assert bool((new != old).all()) == parameter.requires_grad, name
 
 
-def _logits(model: nn.Module) -> Tensor:
+def _logits(model):
     with torch.no_grad():
-        logits: Tensor = model(input_ids=Counting(4).tokens[:2]).logits
+        logits = model(input_ids=Counting(4).tokens[:2]).logits
     return logits
 
 
 @on_two_ranks
-def test_adapters_are_switched_and_merged() -> None:
+def test_adapters_are_switched_and_merged():
     """Two adapters: switched, off, merged and taken apart again, as in the plain model."""
     import peft
 
-    def two() -> Any:
+    def two():
         model = with_adapter("lora")
         torch.manual_seed(5)
-        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))  # type: ignore[operator]
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
         return model.eval()
 
     start()
     plain, ours = two(), place()(two())
     for model in (plain, ours):
-        model.set_adapter("other")  # type: ignore[operator]
+        model.set_adapter("other")
     assert torch.equal(_logits(ours), _logits(plain))
     assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
         n for n, p in plain.named_parameters() if p.requires_grad
     }
-    with plain.disable_adapter(), ours.disable_adapter():  # type: ignore[operator]
+    with plain.disable_adapter(), ours.disable_adapter():
         assert torch.equal(_logits(ours), _logits(plain))
     for model in (plain, ours):
-        model.set_adapter("default")  # type: ignore[operator]
+        model.set_adapter("default")
     assert torch.equal(_logits(ours), _logits(plain))
     with zf.unsharded(ours, writeback=True):
-        ours.merge_adapter()  # type: ignore[operator]
+        ours.merge_adapter()
     plain.merge_adapter()
     assert torch.equal(_logits(ours), _logits(plain))
     with zf.unsharded(ours, writeback=True):
-        ours.unmerge_adapter()  # type: ignore[operator]
+        ours.unmerge_adapter()
     plain.unmerge_adapter()
     assert torch.equal(_logits(ours), _logits(plain))
 
 
 @pytest.mark.parametrize("kind", ["dora", "prompts", "head beside", "one matrix frozen"])
 @on_two_ranks
-def test_an_adapter_is_saved_alone_and_loaded(folder: str, kind: str) -> None:
+def test_an_adapter_is_saved_alone_and_loaded(folder, kind):
     """A Trainer trains, saves the adapter alone; it is loaded into a plain base and one before a transform; resumed."""
     import peft
 
@@ -199,11 +195,11 @@ def test_an_adapter_is_saved_alone_and_loaded(folder: str, kind: str) -> None:
 
 
 @on_two_ranks
-def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder: str) -> None:
+def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder):
     """Checkpoints of adapters and of whole models that are taken for one another; a merge that takes modules out."""
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
 
-    def trainer(kind: str, build: Callable[[], nn.Module]) -> Any:
+    def trainer(kind, build):
         return zero_trainer(f"{folder}/{kind}", build, "zero3", **options)
 
     numbers(trainer("adapters", lambda: with_adapter("lora")))
@@ -214,12 +210,12 @@ def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder:
     ):
         with pytest.raises(zf.CheckpointError, match=fix):
             trainer("other", build).train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-1")
-    merged = place()(with_adapter("lora")).merge_and_unload()  # type: ignore[operator]
+    merged = place()(with_adapter("lora")).merge_and_unload()
     with pytest.raises(zf.PlacementError, match=r"merge_adapter\(\)"):
         merged(input_ids=Counting(4).tokens)
 
 
-_READ: dict[str, dict[str, Any]] = {
+_READ = {
     "dora": {"use_dora": True},
     "olora": {"init_lora_weights": "olora"},
     "pissa": {"init_lora_weights": "pissa"},
@@ -230,15 +226,15 @@ _READ: dict[str, dict[str, Any]] = {
 
 
 @on_two_ranks
-def test_adapters_that_are_computed_from_a_placed_base_want_it_whole() -> None:
+def test_adapters_that_are_computed_from_a_placed_base_want_it_whole():
     """They are refused over shards, and are those of replicas where the base is whole, which freezes it for good, too."""
     start()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
-    def adapters(model: nn.Module, kind: str) -> nn.Module:
+    def adapters(model, kind):
         return adapted(model, "q_proj", **_READ[kind])
 
-    def trained(model: nn.Module, *, averaged: bool) -> list[float]:
+    def trained(model, *, averaged):
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         return _steps(model, optimizer, averaged=averaged)
 
@@ -255,7 +251,7 @@ def test_adapters_that_are_computed_from_a_placed_base_want_it_whole() -> None:
 
 
 @on_two_ranks
-def test_adapters_on_meta_are_not_drawn_as_the_model_would_draw_them() -> None:
+def test_adapters_on_meta_are_not_drawn_as_the_model_would_draw_them():
     """Theirs begin at 0."""
     start()
     with torch.device("meta"):

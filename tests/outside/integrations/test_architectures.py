@@ -4,11 +4,6 @@ Each trains two steps at stages 1 to 3; then again at one stage with an option m
 again (`gradient_checkpointing_enable`), or bfloat16 in compute, beside `zf.replicate` of the same.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +14,7 @@ from tests.outside.integrations.worlds import on_two_ranks, start
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import named_fulls
-from tests.support.worlds import World, differences
+from tests.support.worlds import differences
 
 _STAGES = ("zero1", "zero2", "zero3")
 _DAILY = ("llama", "deepseek_v3", "mamba", "clip", "gpt2", "bart")
@@ -53,7 +48,7 @@ _HEARING = {
 }  # fmt: skip
 _PROJECTED = {"projection_dim": 8, "text_config": _BERT, "vision_config": _SIGHT}
 
-CAUSAL: dict[str, dict[str, Any]] = {
+CAUSAL = {
     **dict.fromkeys(["llama", "qwen2", "olmo2", "cohere", "granite", "smollm3", "starcoder2", "phi", "phi3"], _LLAMA),
     "stablelm": _LLAMA,
     "llama4_text": {**_LLAMA, "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 4},
@@ -86,7 +81,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Decoders, which have the loss of the next token."""
 
-PAIRED: dict[str, dict[str, Any]] = {
+PAIRED = {
     "t5": _T5,
     "mt5": {**_T5, "feed_forward_proj": "gated-gelu"},
     "switch_transformers": {**_T5, **_SPARSE},
@@ -97,7 +92,7 @@ PAIRED: dict[str, dict[str, Any]] = {
 }
 """Encoders with decoders."""
 
-MASKED: dict[str, dict[str, Any]] = {
+MASKED = {
     "bert": _BERT,
     "roberta": {**_BERT, "max_position_embeddings": 34},
     "albert": {**_BERT, "embedding_size": 8},
@@ -111,7 +106,7 @@ MASKED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Encoders, which predict tokens in place."""
 
-SENSING: dict[str, dict[str, Any]] = {
+SENSING = {
     "vit": {**_SIGHT, "num_labels": 3},
     "clip": _PROJECTED,
     "siglip": _PROJECTED,
@@ -131,11 +126,11 @@ SENSING: dict[str, dict[str, Any]] = {
 _ALL = {**CAUSAL, **PAIRED, **MASKED, **SENSING}
 
 
-def _model(name: str) -> nn.Module:
+def _model(name):
     import transformers as hf
 
     if name in CAUSAL:
-        auto: Any = hf.AutoModelForCausalLM
+        auto = hf.AutoModelForCausalLM
     elif name in PAIRED:
         auto = hf.AutoModelForSeq2SeqLM
     elif name in MASKED:
@@ -145,11 +140,11 @@ def _model(name: str) -> nn.Module:
             "vit": hf.AutoModelForImageClassification, "whisper": hf.AutoModelForSpeechSeq2Seq,
             "wav2vec2": hf.AutoModelForCTC, "hubert": hf.AutoModelForCTC, "llava": hf.AutoModelForImageTextToText,
         }.get(name, hf.AutoModel)  # fmt: skip
-    model: nn.Module = auto.from_config(hf.AutoConfig.for_model(name, **_ALL[name]))
+    model = auto.from_config(hf.AutoConfig.for_model(name, **_ALL[name]))
     return model.train()
 
 
-def _inputs(name: str, step: int) -> dict[str, Any]:
+def _inputs(name, step):
     """A batch of this rank: two sequences of eight tokens, images of two patches a side, or sounds."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     tokens = torch.randint(3, 60, (2, 8), generator=generator)
@@ -168,8 +163,8 @@ def _inputs(name: str, step: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _trial(name: str, prepare: Callable[[Any], nn.Module]) -> Callable[[World], None]:
-    def trial(world: World) -> None:
+def _trial(name, prepare):
+    def trial(world):
         model = world.build(lambda: prepare(_model(name)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model(**_inputs(name, 0)).loss.backward()
@@ -181,13 +176,13 @@ def _trial(name: str, prepare: Callable[[Any], nn.Module]) -> Callable[[World], 
     return trial
 
 
-def _in_bfloat16(model: nn.Module) -> nn.Module:
+def _in_bfloat16(model):
     return zf.precision(model, compute=torch.bfloat16)
 
 
-def _again(model: Any) -> nn.Module:
+def _again(model):
     model.gradient_checkpointing_enable()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @pytest.mark.parametrize(
@@ -198,7 +193,7 @@ def _again(model: Any) -> nn.Module:
     ],
 )
 @on_two_ranks
-def test_an_architecture_trains_as_replicas(name: str, number: int) -> None:
+def test_an_architecture_trains_as_replicas(name, number):
     start()
     found = differences(_trial(name, lambda model: model), stages=_STAGES)
     stage = _STAGES[number // 2 % len(_STAGES)]
@@ -211,7 +206,7 @@ def test_an_architecture_trains_as_replicas(name: str, number: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "mixtral", "qwen2", "t5", "bart"])
 @on_two_ranks
-def test_an_architecture_on_meta_is_materialized_as_it_is_built(name: str) -> None:
+def test_an_architecture_on_meta_is_materialized_as_it_is_built(name):
     """The same constants, all buffers, and draws of the same spread: norms, convolutions and routers have no
     reset_parameters(), RoPE's frequencies are in no file, and the head of gemma shares a row of zeros."""
     start()

@@ -3,8 +3,6 @@
 Then a model that is read straight into shards: the numbers of a plain one, and no whole copy.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -55,7 +52,7 @@ from zero_fn.deepspeed.settings import settings_of
 
 
 @on_two_ranks
-def test_a_config_trains_to_the_numbers_of_replicas(folder: str) -> None:
+def test_a_config_trains_to_the_numbers_of_replicas(folder):
     from transformers import Trainer
 
     start()
@@ -72,18 +69,18 @@ def test_a_config_trains_to_the_numbers_of_replicas(folder: str) -> None:
 
 
 @on_two_ranks
-def test_stages_2_and_3_of_a_config_hold_no_whole_gradients_between_microbatches(folder: str) -> None:
+def test_stages_2_and_3_of_a_config_hold_no_whole_gradients_between_microbatches(folder):
     """And what a rank holds of gradients between two microbatches."""
     from transformers import TrainerCallback
 
-    class Holding(TrainerCallback):  # type: ignore[misc]
-        def on_substep_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+    class Holding(TrainerCallback):
+        def on_substep_end(self, *_, model, **__):
             held.append(zf.held(model).gradients)
 
     for stage, times in ((1, 1), (2, 3), (3, 3)):
         calls = []
         for microbatches in (1, 3):
-            held: list[int] = []
+            held = []
             ours = configured(folder, zero(stage), gradient_accumulation_steps=microbatches, max_steps=1)
             ours.add_callback(Holding())
             with zf.traffic() as sent:
@@ -97,7 +94,7 @@ def test_stages_2_and_3_of_a_config_hold_no_whole_gradients_between_microbatches
 
 
 @on_two_ranks
-def test_a_config_brings_its_optimizer_rates_and_masters(folder: str) -> None:
+def test_a_config_brings_its_optimizer_rates_and_masters(folder):
     """Optimizer and scheduler of the config, on weights of 16 bits; resumed to the bit, on a disk too."""
     options = {"save_strategy": "steps", "save_steps": 2, "bf16": True, "warmup_steps": 2, "max_steps": 5}
     disk = {"device": "nvme", "nvme_path": folder}
@@ -116,7 +113,7 @@ def test_a_config_brings_its_optimizer_rates_and_masters(folder: str) -> None:
 
 
 @on_two_ranks
-def test_a_trainer_reports_what_a_config_asks_for_and_computes_as_it_says(folder: str) -> None:
+def test_a_trainer_reports_what_a_config_asks_for_and_computes_as_it_says(folder):
     """Lines and files beside the Trainer's own logs; autocast and recomputation change what they change elsewhere."""
     options = {"max_steps": 4}
     reports = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
@@ -140,16 +137,16 @@ def test_a_trainer_reports_what_a_config_asks_for_and_computes_as_it_says(folder
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @on_two_ranks
-def test_a_step_that_overflows_is_skipped(folder: str, dtype: str) -> None:
+def test_a_step_that_overflows_is_skipped(folder, dtype):
     """A step that overflows on one rank is skipped on both, and moves no rate."""
     options = {dtype: True, "max_steps": 3, "save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
     options["remove_unused_columns"] = False
     config = {**zero(2), "gradient_clipping": 0.5}
     ours = configured(folder, config, Overflowing(llama(), 2, 1), **options)
-    values: list[list[torch.Tensor]] = []
+    values = []
     own = ours.training_step
 
-    def seen(*args: Any) -> Any:
+    def seen(*args):
         values.append([parameter.full_tensor() for parameter in ours.model.parameters()])
         return own(*args)
 
@@ -169,7 +166,7 @@ def test_a_step_that_overflows_is_skipped(folder: str, dtype: str) -> None:
         assert Path(folder, "checkpoint-3", "scaler.pt").is_file()
 
 
-def _in_files(folder: str) -> dict[str, torch.Tensor]:
+def _in_files(folder):
     from safetensors.torch import load_file
 
     return {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}
@@ -186,9 +183,7 @@ def _in_files(folder: str) -> dict[str, torch.Tensor]:
     ids=["bf16", "fp16 and adapters", "float32", "not asked for"],
 )
 @on_two_ranks
-def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
-    folder: str, entry: str, dtype: str | None, is_asked: bool, build: Callable[[], nn.Module]
-) -> None:
+def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(folder, entry, dtype, is_asked, build):
     options = {dtype: True} if dtype else {}
     ours = configured(folder, zero(3, **{entry: is_asked}), build(), **options)
     ours.save_model(f"{folder}/out")
@@ -200,8 +195,8 @@ def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
 
 
 @on_two_ranks
-def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(folder: str) -> None:
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(folder):
+    config = {"zero_optimization": {"stage": 3}}
     for options, wanted in (({"bf16": True}, torch.bfloat16), ({"bf16_full_eval": True}, None), ({}, None)):
         assert configured(folder, config, **options).settings.computing.compute == wanted
     with pytest.raises(zf.ConfigError, match=r"fp16\.enabled = true, and fp16 is false"):
@@ -215,7 +210,7 @@ def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(folder: str)
 
 
 @on_two_ranks
-def test_a_config_that_cannot_be_followed_is_refused(folder: str) -> None:
+def test_a_config_that_cannot_be_followed_is_refused(folder):
     from zero_fn.integrations.transformers import ZeroTrainer
 
     with pytest.raises(zf.ConfigError, match=r"contradicts the arguments(.|\n)*gradient_clipping = 2\.0"):
@@ -240,11 +235,11 @@ LR = {"optimizer.params.lr": 1e-2, "optimizer.params.betas": [0.9, 0.95], "optim
 Json = dict[str, Any]
 
 
-def _trainer(folder: str, config: Json, model: nn.Module, *, bf16: bool, **given: Any) -> Any:
+def _trainer(folder, config, model, *, bf16, **given):
     return configured(folder, config, model, given, bf16=bf16, max_steps=3)
 
 
-def _planned(name: str, **options: Any) -> Callable[[], nn.Module]:
+def _planned(name, **options):
     import transformers
 
     sizes = {
@@ -257,9 +252,9 @@ def _planned(name: str, **options: Any) -> Callable[[], nn.Module]:
     sizes = {"vocab_size": 64, "num_key_value_heads": 2, "pad_token_id": 0, "attn_implementation": "eager", **sizes}
     own = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
 
-    def build() -> nn.Module:
+    def build():
         torch.manual_seed(0)
-        model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(own(**{**sizes, **options}))
+        model = getattr(transformers, f"{name}ForCausalLM")(own(**{**sizes, **options}))
         return model
 
     return build
@@ -267,14 +262,14 @@ def _planned(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma", "Gemma3", "Phi3", "Olmo2"])
 @on_two_ranks
-def test_models_are_cut_by_their_own_plans(folder: str, name: str) -> None:
+def test_models_are_cut_by_their_own_plans(folder, name):
     """In memory, and read into shards of a model on meta; with blocks that run again, and rows of unequal length."""
     start()
     build = _planned(name)
     tokens = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    given = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
     given["attention_mask"][0, 5:] = 0
-    plain: Any = build()
+    plain = build()
     plain(**given).loss.backward()
     wanted = {name: each.grad for name, each in plain.named_parameters()}
     zf.save_pretrained(zf.zero3(build(), axis()), folder)
@@ -291,7 +286,7 @@ def test_models_are_cut_by_their_own_plans(folder: str, name: str) -> None:
             zf.from_deepspeed(_planned(name, num_key_value_heads=1)(), config, axis())
 
 
-def _losses(setup: zf.DeepSpeedSetup[Any]) -> list[float]:
+def _losses(setup):
     """Three steps of a loop of one's own."""
     found = []
     tokens = Counting().tokens[4 * dist.get_rank() :][:12].split(2)
@@ -305,7 +300,7 @@ def _losses(setup: zf.DeepSpeedSetup[Any]) -> list[float]:
 
 @pytest.mark.parametrize("tiers", ["none", "host", "disk"])
 @on_two_ranks
-def test_what_is_read_into_shards_trains_as_a_plain_model(folder: str, tiers: str) -> None:
+def test_what_is_read_into_shards_trains_as_a_plain_model(folder, tiers):
     from zero_fn.integrations.transformers import placed
 
     host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
@@ -345,22 +340,22 @@ def test_what_is_read_into_shards_trains_as_a_plain_model(folder: str, tiers: st
 
 
 @on_two_ranks
-def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder: str) -> None:
+def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder):
     from zero_fn.integrations.transformers import placed
 
     written(folder, dtype=torch.float32, max_shard_size="20KB")
     host = zero(3, offload_optimizer={"device": "cpu"})
 
-    def loaded(place: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def loaded(place):
         with placed(place):
             return read(folder)
 
-    def fitting(model: nn.Module) -> nn.Module:
+    def fitting(model):
         return zf.offload(zf.precision(zf.zero3(model, axis()), compute=torch.bfloat16), optim=zf.cpu())
 
     wanted = numbers(_trainer(folder, host, read(folder), bf16=True))
     assert numbers(_trainer(folder, host, loaded(fitting), bf16=True)) == wanted
-    others: dict[str, Callable[[nn.Module], nn.Module]] = {
+    others = {
         r"placed +: stage 2 over 'dp' \(2\), (.|\n)*config +: stage 3 over 'dp' \(2\), ": lambda m: zf.zero2(m, axis()),
         r"fp32/fp32/fp32, on the device\n(.|\n)*fp32/bf16/fp32, on the device\n": lambda m: zf.zero3(m, axis()),
         r"first +: model.norm.weight\n(.|\n)*stage 0(.|\n)*stage 3": lambda m: zf.precision(
@@ -377,7 +372,7 @@ def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder: str) -> 
 
 
 @on_two_ranks
-def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
+def test_adapters_of_a_placed_base_rest_as_the_config_says(folder):
     """Of a frozen base in 16 bits, after it was placed: over an axis that `placed` has made. They are saved alone, and loaded
     over such a base again."""
     from peft import PeftModel
@@ -407,7 +402,7 @@ def test_adapters_of_a_placed_base_rest_as_the_config_says(folder: str) -> None:
 
 
 @on_two_ranks
-def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(folder: str) -> None:
+def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(folder):
     from zero_fn.integrations.transformers import placed
 
     written(folder, dtype=torch.float32, max_shard_size="20KB")
@@ -425,12 +420,12 @@ def test_a_config_that_does_not_place_is_refused_before_a_file_is_read(folder: s
         read(folder)
     with (
         pytest.raises(zf.ConfigError, match=r"got : TrainingArguments(.|\n)*args=args"),
-        placed(zero(3), arguments(folder)),  # type: ignore[arg-type]
+        placed(zero(3), arguments(folder)),
     ):
         read(folder)
 
 
-def _unlaunched(folder: str) -> bool:
+def _unlaunched(folder):
     import os
 
     os.environ.pop("RANK", None)
@@ -442,7 +437,7 @@ def _unlaunched(folder: str) -> bool:
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_a_process_that_nobody_launched_is_one_rank(tmp_path: Path) -> None:
+def test_a_process_that_nobody_launched_is_one_rank(tmp_path):
     assert in_new_process(_unlaunched, str(tmp_path))
 
 
@@ -451,18 +446,18 @@ BIG = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "n
 """24 M parameters: 46 MiB in bfloat16, and as much in the float32 shards of each of two ranks."""
 
 
-def _anonymous_nbytes() -> int:
+def _anonymous_nbytes():
     """Resident memory but for pages of files that are mapped, which the kernel takes back when it needs them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-def _grown(make: Callable[[], nn.Module]) -> int:
+def _grown(make):
     """By how much a process grows at most while a model is made, above its shards, but for files that it maps."""
     gc.collect()
     is_done, most = threading.Event(), [0]
 
-    def watch() -> None:
+    def watch():
         while not is_done.is_set():
             most[0] = max(most[0], _anonymous_nbytes())
             time.sleep(0.0005)
@@ -475,12 +470,12 @@ def _grown(make: Callable[[], nn.Module]) -> int:
     finally:
         is_done.set()
         watcher.join()
-    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[operator]
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
     assert shards > 40 * MB
     return most[0] - before - shards
 
 
-def _peaks(folder: str) -> dict[str, int]:
+def _peaks(folder):
     from zero_fn.integrations.transformers import placed
 
     start()
@@ -489,21 +484,21 @@ def _peaks(folder: str) -> dict[str, int]:
     config["optimizer"] = {"type": "AdamW"}
     config.pop("scheduler")
 
-    def read_placed(source: str) -> nn.Module:
+    def read_placed(source):
         with placed(config):
             return read(source)
 
-    def set_up(source: str) -> nn.Module:
-        model: nn.Module = zf.from_deepspeed(on_meta(source), config, axis(), weights=source).model
+    def set_up(source):
+        model = zf.from_deepspeed(on_meta(source), config, axis(), weights=source).model
         return model
 
-    def in_trainer(source: str) -> nn.Module:
+    def in_trainer(source):
         free = {**config, "optimizer": {"type": "AdamW"}}
-        model: nn.Module = _trainer(source, free, on_meta(source), bf16=True, weights=source).model
+        model = _trainer(source, free, on_meta(source), bf16=True, weights=source).model
         return model
 
-    def plain(source: str) -> nn.Module:
-        model: nn.Module = zf.from_deepspeed(read(source).float(), config, axis(), donate=True).model
+    def plain(source):
+        model = zf.from_deepspeed(read(source).float(), config, axis(), donate=True).model
         return model
 
     found = {}
@@ -516,7 +511,7 @@ def _peaks(folder: str) -> dict[str, int]:
     return found
 
 
-def test_no_rank_holds_more_than_its_shards_and_a_buffer(tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_its_shards_and_a_buffer(tmp_path):
     llama().to(torch.bfloat16).save_pretrained(tmp_path / "small")
     llama(**BIG).to(torch.bfloat16).save_pretrained(tmp_path / "big")
     for found in zf.launch(_peaks, 2, str(tmp_path)):
@@ -524,7 +519,7 @@ def test_no_rank_holds_more_than_its_shards_and_a_buffer(tmp_path: Path) -> None
         assert all(own < 16 * MB for own in found.values()), found
 
 
-def test_the_entries_of_an_installed_deepspeed_are_those_that_were_written_down() -> None:
+def test_the_entries_of_an_installed_deepspeed_are_those_that_were_written_down():
     """`.ci/test --all` puts it where only this test finds it: transformers would behave otherwise beside it."""
     where = Path(sys.prefix, "deepspeed")
     if not where.is_dir():

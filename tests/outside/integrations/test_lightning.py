@@ -1,11 +1,8 @@
 """Lightning over transformed modules: the numbers of DDP, one reduction, files that load anywhere."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,38 +17,38 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 NEEDED = ("zero_fn.integrations.lightning",)
 
 
-def _module(stage: str | None, *, extra: bool = False, make: Any = torch.optim.AdamW) -> Any:
+def _module(stage, *, extra=False, make=torch.optim.AdamW):
     """A LightningModule that transforms its model, or leaves it."""
     import lightning as L
 
-    class Model(L.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
+    class Model(L.LightningModule):
+        def __init__(self):
             super().__init__()
             self.model = llama()
-            self.losses: list[float] = []
+            self.losses = []
             if extra:
                 self.scale = nn.Parameter(torch.ones(()))
 
-        def configure_model(self) -> None:
+        def configure_model(self):
             if stage is not None and not zf.is_transformed(self.model):
                 self.model = place(stage)(self.model)
 
-        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-            loss: Tensor = self.model(**batch).loss
+        def training_step(self, batch, _):
+            loss = self.model(**batch).loss
             self.losses.append(loss.item())
             return loss
 
-        def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        def validation_step(self, batch, _):
             self.log("validated", self.model(**batch).loss, sync_dist=True)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             optimizer = make(self.parameters(), lr=1e-2)
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
     return Model()
 
 
-def _trainer(folder: str, strategy: Any, **options: Any) -> Any:
+def _trainer(folder, strategy, **options):
     import lightning as L
 
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")  # processes are there already
@@ -63,15 +60,15 @@ def _trainer(folder: str, strategy: Any, **options: Any) -> Any:
 
 
 def _fit(
-    folder: str,
-    stage: str | None,
-    strategy: Any = None,
+    folder,
+    stage,
+    strategy=None,
     *,
-    path: str | None = None,
-    rows: int = 32,
-    make: Any = torch.optim.AdamW,
-    **options: Any,
-) -> tuple[Any, Any]:
+    path=None,
+    rows=32,
+    make=torch.optim.AdamW,
+    **options,
+):
     from lightning.pytorch.strategies import DDPStrategy
 
     from zero_fn.integrations.lightning import ZeroStrategy
@@ -85,10 +82,10 @@ def _fit(
 
 
 @on_two_ranks
-def test_a_fit_has_the_numbers_of_replicas(folder: str) -> None:
+def test_a_fit_has_the_numbers_of_replicas(folder):
     calls = []
     for microbatches in (1, 2):
-        options: dict[str, Any] = {"max_steps": 3, "accumulate_grad_batches": microbatches}
+        options = {"max_steps": 3, "accumulate_grad_batches": microbatches}
         _, wanted = _fit(folder, None, **options)
         with zf.traffic() as sent:
             trainer, found = _fit(folder, "zero3", **options)
@@ -102,7 +99,7 @@ def test_a_fit_has_the_numbers_of_replicas(folder: str) -> None:
 
 
 @on_two_ranks
-def test_a_checkpoint_is_resumed_at_any_stage(folder: str) -> None:
+def test_a_checkpoint_is_resumed_at_any_stage(folder):
     """From the folder of each rank's own, from one file, and under Lightning's own strategy for shards."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -110,10 +107,10 @@ def test_a_checkpoint_is_resumed_at_any_stage(folder: str) -> None:
 
     _, wanted = _fit(folder, "zero3", max_epochs=4, rows=4)  # an epoch is a step
 
-    def shards() -> Any:
+    def shards():
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
-    strategies: dict[str, Any] = {
+    strategies = {
         "folder": ZeroStrategy,
         "file": partial(ZeroStrategy, save_distributed_checkpoint=False),
         "shards": shards,
@@ -147,11 +144,11 @@ def test_a_checkpoint_is_resumed_at_any_stage(folder: str) -> None:
 
 
 @on_two_ranks
-def test_an_optimizer_of_whole_tensors_is_returned_wrapped(folder: str) -> None:
+def test_an_optimizer_of_whole_tensors_is_returned_wrapped(folder):
     """It trains as on replicas, and goes on from a folder or a file at any stage; a bare one is refused."""
     from zero_fn.integrations.lightning import ZeroStrategy
 
-    def owned(*args: Any, **options: Any) -> Any:
+    def owned(*args, **options):
         return zf.by_owner(torch.optim.Adafactor(*args, **options))
 
     _, wanted = _fit(folder, None, max_epochs=4, rows=4, make=torch.optim.Adafactor)
@@ -168,7 +165,7 @@ def test_an_optimizer_of_whole_tensors_is_returned_wrapped(folder: str) -> None:
 
 
 @on_two_ranks
-def test_what_nobody_would_reduce_is_refused(folder: str) -> None:
+def test_what_nobody_would_reduce_is_refused(folder):
     from zero_fn.integrations.lightning import ZeroStrategy
 
     start()

@@ -4,8 +4,6 @@ Prometheus that scrapes a run.
 W&B, MLflow and Comet change the process that imports them, so each has one of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -21,10 +19,7 @@ import time
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +35,7 @@ for _package in ("tensorboard", "wandb", "mlflow", "comet_ml"):
     pytest.importorskip(_package, reason="the extra [monitor] is not installed")
 
 
-def needs(program: str) -> pytest.MarkDecorator:
+def needs(program):
     """Skips a test without a program of Debian's package prometheus."""
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"no {program}: apt-get install prometheus")
 
@@ -48,7 +43,7 @@ def needs(program: str) -> pytest.MarkDecorator:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_pandas_reads_files_with_new_columns_and_what_is_not_finite(tmp_path: Path) -> None:
+def test_pandas_reads_files_with_new_columns_and_what_is_not_finite(tmp_path):
     pandas = pytest.importorskip("pandas")
     for make, name in ((Csv, "run.csv"), (JsonLines, "run.jsonl")):
         with make(tmp_path / name) as sink:
@@ -63,14 +58,14 @@ def test_pandas_reads_files_with_new_columns_and_what_is_not_finite(tmp_path: Pa
 # -- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
-def _read(folder: Path) -> Any:
-    events: Any = import_module("tensorboard.backend.event_processing.event_multiplexer")
+def _read(folder):
+    events = import_module("tensorboard.backend.event_processing.event_multiplexer")
     found = events.EventMultiplexer().AddRunsFromDirectory(str(folder))
     found.Reload()
     return found
 
 
-def test_tensorboard_has_scalars_and_distributions(tmp_path: Path) -> None:
+def test_tensorboard_has_scalars_and_distributions(tmp_path):
     with TensorBoard(tmp_path) as sink:
         sink.log(10, NUMBERS)
         found = _read(tmp_path)  # at once
@@ -84,7 +79,7 @@ def test_tensorboard_has_scalars_and_distributions(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
     with TensorBoard(tmp_path) as sink:
         sink.log(1, NUMBERS)
@@ -101,7 +96,7 @@ def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path: Path, mon
 # -- services, offline -----------------------------------------------------------------------------------------------
 
 
-def _run(folder: Path, code: str, **environ: str) -> str:
+def _run(folder, code, **environ):
     """Runs a program in which `log(sink)` logs two steps and closes the sink; what it prints."""
     program = f"""
 from zero_fn.monitor import Comet, MLflow, WandB
@@ -128,7 +123,7 @@ def log(sink):
     return done.stdout
 
 
-def _wandb_rows(file: Path) -> Iterator[dict[str, float]]:
+def _wandb_rows(file):
     """The rows of the history in a file of W&B: a log of LevelDB, with a message of protobuf in each record."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -146,7 +141,7 @@ def _wandb_rows(file: Path) -> Iterator[dict[str, float]]:
                 yield {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in found.history.item}
 
 
-def test_wandb_has_a_row_for_each_step_and_keeps_a_run_that_is_open(tmp_path: Path) -> None:
+def test_wandb_has_a_row_for_each_step_and_keeps_a_run_that_is_open(tmp_path):
     code = (
         "import wandb; run = wandb.init(); log(WandB()); assert wandb.run is run; run.finish(); log(WandB('of mine'))"
     )
@@ -161,7 +156,7 @@ def test_wandb_has_a_row_for_each_step_and_keeps_a_run_that_is_open(tmp_path: Pa
         assert math.isnan(float(second["zero_fn/loss"]))
 
 
-def test_mlflow_has_metrics_by_step_and_keeps_a_run_that_is_active(tmp_path: Path) -> None:
+def test_mlflow_has_metrics_by_step_and_keeps_a_run_that_is_active(tmp_path):
     code = """
 import json, mlflow
 run = mlflow.start_run(); log(MLflow()); assert mlflow.active_run() is not None; mlflow.end_run()
@@ -182,7 +177,7 @@ for name in ("Default", "of mine"):
         assert math.isnan(rows["zero_fn/loss"][1][1])
 
 
-def test_comet_has_metrics_by_step(tmp_path: Path) -> None:
+def test_comet_has_metrics_by_step(tmp_path):
     _run(tmp_path, "log(Comet('mine'))", COMET_START_ONLINE="0", COMET_OFFLINE_DIRECTORY=str(tmp_path))
     (file,) = tmp_path.glob("*.zip")
     with zipfile.ZipFile(file) as opened:
@@ -196,14 +191,14 @@ def test_comet_has_metrics_by_step(tmp_path: Path) -> None:
 # -- Prometheus ------------------------------------------------------------------------------------------------------
 
 
-def _promtool(*arguments: object) -> str:
+def _promtool(*arguments):
     done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @needs("promtool")
-def test_rules_and_the_scrape_config_pass_their_checks_and_tests() -> None:
+def test_rules_and_the_scrape_config_pass_their_checks_and_tests():
     assert "rule files found" in _promtool("check", "config", MONITORING / "prometheus.yml")
     assert "SUCCESS" in _promtool("check", "rules", MONITORING / "rules.yml")
     assert "SUCCESS" in _promtool("test", "rules", MONITORING / "rules_test.yml")
@@ -211,8 +206,8 @@ def test_rules_and_the_scrape_config_pass_their_checks_and_tests() -> None:
 
 @needs("promtool")
 @pytest.mark.parametrize("wrong", ["vector(1)", "vector(1) == 0"], ids=["always fires", "never fires"])
-def test_each_rule_that_is_wrong_fails_its_test(wrong: str, tmp_path: Path) -> None:
-    yaml: Any = pytest.importorskip("yaml")
+def test_each_rule_that_is_wrong_fails_its_test(wrong, tmp_path):
+    yaml = pytest.importorskip("yaml")
     shutil.copytree(MONITORING, tmp_path, dirs_exist_ok=True)
     all_rules = yaml.safe_load((MONITORING / "rules.yml").read_text())
     rules = [rule for group in all_rules["groups"] for rule in group["rules"]]
@@ -226,7 +221,7 @@ def test_each_rule_that_is_wrong_fails_its_test(wrong: str, tmp_path: Path) -> N
 
 
 @needs("promtool")
-def test_the_dashboard_asks_what_prometheus_understands(tmp_path: Path) -> None:
+def test_the_dashboard_asks_what_prometheus_understands(tmp_path):
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += [annotation["expr"] for annotation in dashboard["annotations"]["list"]]
@@ -239,15 +234,15 @@ def test_the_dashboard_asks_what_prometheus_understands(tmp_path: Path) -> None:
     assert f"{len(asked)} rules found" in _promtool("check", "rules", tmp_path / "asked.yml")
 
 
-def _free_port() -> int:
+def _free_port():
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
-        port: int = opened.getsockname()[1]
+        port = opened.getsockname()[1]
     return port
 
 
 @contextlib.contextmanager
-def _started(command: list[str], folder: Path, **environ: str) -> Iterator[None]:
+def _started(command, folder, **environ):
     """A process that is ended with the block; what it said is in an error that is raised inside."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
     with open(folder / "said", "w+b") as said:
@@ -262,14 +257,14 @@ def _started(command: list[str], folder: Path, **environ: str) -> Iterator[None]
             process.wait()
 
 
-def _answered(port: int, query: str) -> dict[str, Any]:
+def _answered(port, query):
     """The one result of a query to a Prometheus, as soon as there is one."""
     url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": query})
     for _ in range(600):
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
             if found := json.load(answer)["data"]["result"]:
                 (only,) = found
-                result: dict[str, Any] = only
+                result = only
                 return result
         time.sleep(0.1)
     raise AssertionError(f"no answer to {query}")
@@ -277,7 +272,7 @@ def _answered(port: int, query: str) -> dict[str, Any]:
 
 @needs("prometheus")
 @needs("promtool")
-def test_a_prometheus_scrapes_a_run_and_alerts_when_it_diverges(tmp_path: Path) -> None:
+def test_a_prometheus_scrapes_a_run_and_alerts_when_it_diverges(tmp_path):
     shown, port = _free_port(), _free_port()
     config = (
         (MONITORING / "prometheus.yml").read_text().replace("15s", "1s").replace("localhost:9400", f"localhost:{shown}")

@@ -1,10 +1,6 @@
 """`python -m zero_fn plan` for models of transformers: all of them run on fake tensors, and what is to be pasted trains."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +8,6 @@ import torch
 import zero_fn as zf
 from tests.outside.examples.programs import ROOT
 from tests.outside.integrations.test_architectures import _LLAMA, CAUSAL
-from tests.support.ranks import Ranks
 from zero_fn.looking.activations import live_bytes
 from zero_fn.looking.configurations import Training, compute_of
 from zero_fn.looking.machines import DEVICES, Machine
@@ -21,13 +16,13 @@ from zero_fn.looking.pasted import deepspeed_of, program_of
 from zero_fn.looking.plan_command import _scale_rows, planned, training_of
 
 
-def _config(folder: Path, name: str, **entries: Any) -> str:
+def _config(folder, name, **entries):
     (folder / "config.json").write_text(json.dumps({"model_type": name, **CAUSAL[name], **entries}))
     return str(folder)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_every_causal_model_runs_on_fake_tensors(name: str, tmp_path: Path) -> None:
+def test_every_causal_model_runs_on_fake_tensors(name, tmp_path):
     model = model_of(_config(tmp_path, name), 16, 2)
     without, with_ = compute_of(model, Training(2, Machine(DEVICES["h100"])))
     assert without is not None and model.tokens == 32
@@ -38,7 +33,7 @@ def test_every_causal_model_runs_on_fake_tensors(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_of_attention_and_of_experts_are_counted_once(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_products_of_attention_and_of_experts_are_counted_once(dtype, tmp_path):
     """Attention was left out; gradients of experts were counted as if each token met all of them, and not in float32."""
     sizes = {
         "hidden_size": 32,
@@ -56,7 +51,7 @@ def test_products_of_attention_and_of_experts_are_counted_once(dtype: torch.dtyp
     assert without.flops == 32 * (6 * (2 * layer + 96 * 32) + 2 * (2 + 5) * scores)
 
 
-def test_dropout_of_attention_needs_no_scores(tmp_path: Path) -> None:
+def test_dropout_of_attention_needs_no_scores(tmp_path):
     """They were counted: with dropout attention on the CPU is not fused, on accelerators it is."""
     needed = [
         compute_of(model_of(_config(tmp_path, "gpt2", attn_pdrop=each), 64, 2), Training(2, Machine(DEVICES["h100"])))
@@ -65,9 +60,9 @@ def test_dropout_of_attention_needs_no_scores(tmp_path: Path) -> None:
     assert needed[0] == needed[1]
 
 
-def test_a_model_of_real_values_needs_what_was_planned(tmp_path: Path) -> None:
+def test_a_model_of_real_values_needs_what_was_planned(tmp_path):
     model = model_of(_config(tmp_path, "llama", num_hidden_layers=4), 16, 2)
-    (without, _), inputs = compute_of(model, Training(1, Machine(DEVICES["h100"]))), dict(model.inputs or {})  # type: ignore[arg-type]
+    (without, _), inputs = compute_of(model, Training(1, Machine(DEVICES["h100"]))), dict(model.inputs or {})
     real = type(model.module)(model.module.config).to(torch.bfloat16).train()
     found = live_bytes(real, {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in inputs.items()})
     assert without is not None and without.flops == found["flops"]
@@ -78,7 +73,7 @@ _ROWS = ("replicate", "shard_optimizer", "shard_grads", "shard_params", "hybrid"
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_what_is_to_be_pasted_trains(states: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_what_is_to_be_pasted_trains(states, tmp_path, ranks):
     """Of each placement the program, with "cpu" for "cuda"; and its config of DeepSpeed is one that is taken."""
     folder = _config(tmp_path, "llama", num_hidden_layers=3)
     options = [folder, "--ranks", "4", "--per-node", "2", "--sequence", "16", "--all", "--states", states]
@@ -99,11 +94,11 @@ def test_what_is_to_be_pasted_trains(states: str, tmp_path: Path, ranks: Ranks) 
     assert all(len(set(each)) > 1 for each in losses[0].values()), "values change"
 
 
-def _train(programs: dict[str, str], configs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+def _train(programs, configs):
     found = {}
     for name, program in programs.items():
         torch.manual_seed(0)
-        names: dict[str, Any] = {}
+        names = {}
         exec(program.replace('"cuda"', '"cpu"'), names)
         model, optimizer = names["model"], names["optimizer"]
         tokens, losses = torch.arange(16)[None], []
@@ -121,7 +116,7 @@ def _train(programs: dict[str, str], configs: dict[str, dict[str, Any]]) -> dict
     return found
 
 
-def test_a_plan_for_the_host_and_the_disk_is_taken_as_a_config(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_plan_for_the_host_and_the_disk_is_taken_as_a_config(tmp_path, ranks):
     folder = _config(
         tmp_path, "llama", **{**_LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     )
@@ -134,7 +129,7 @@ def test_a_plan_for_the_host_and_the_disk_is_taken_as_a_config(tmp_path: Path, r
         ranks(2).run(_taken, found.deepspeed, str(tmp_path))
 
 
-def _taken(config: dict[str, Any], folder: str) -> None:
+def _taken(config, folder):
     from tests.support.ranks import axis
 
     for each in config["zero_optimization"].values():
@@ -143,7 +138,7 @@ def _taken(config: dict[str, Any], folder: str) -> None:
     zf.from_deepspeed(torch.nn.Linear(4, 4), config, axis())
 
 
-def test_the_page_scale_has_the_numbers_of_the_command() -> None:
+def test_the_page_scale_has_the_numbers_of_the_command():
     page = (ROOT / "docs" / "guides" / "scale.md").read_text()
     rows = _scale_rows(planned(["70B", "--ranks", "16384"]).scale)
     assert len(rows) == 7

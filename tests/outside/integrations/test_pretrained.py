@@ -1,15 +1,11 @@
 """`placed`: a checkpoint of transformers straight into what rests, to the bits of loading it whole."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
@@ -36,9 +32,7 @@ from tests.support.ranks import axis
     ],
 )
 @on_two_ranks
-def test_a_placed_model_is_the_one_that_is_loaded_whole(
-    folder: str, build: Callable[[], nn.Module], stage: str, dtype: torch.dtype
-) -> None:
+def test_a_placed_model_is_the_one_that_is_loaded_whole(folder, build, stage, dtype):
     from transformers import AutoModelForCausalLM
 
     from zero_fn.integrations.transformers import placed
@@ -68,7 +62,7 @@ def test_a_placed_model_is_the_one_that_is_loaded_whole(
 
 @needs("torchao")
 @on_two_ranks
-def test_a_base_that_torchao_quantises_is_placed(folder: str) -> None:
+def test_a_base_that_torchao_quantises_is_placed(folder):
     """Weights that are quantised as they are read, and a folder that was saved quantised; then adapters over them."""
     from peft import LoraConfig, get_peft_model
     from torchao.quantization import Int8WeightOnlyConfig
@@ -76,7 +70,7 @@ def test_a_base_that_torchao_quantises_is_placed(folder: str) -> None:
 
     from zero_fn.integrations.transformers import placed
 
-    def adapted(model: nn.Module) -> nn.Module:
+    def adapted(model):
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
         return model.train()
@@ -114,7 +108,7 @@ def test_a_base_that_torchao_quantises_is_placed(folder: str) -> None:
 
 @needs("bitsandbytes")
 @on_two_ranks
-def test_a_base_that_others_quantise_is_refused_unread(folder: str) -> None:
+def test_a_base_that_others_quantise_is_refused_unread(folder):
     """Refused before a file is read; and what the error says instead."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
@@ -139,9 +133,7 @@ def test_a_base_that_others_quantise_is_refused_unread(folder: str) -> None:
 
 @pytest.mark.parametrize("build", [llama, tied, gpt2, mixtral])
 @on_two_ranks
-def test_a_folder_that_was_written_from_shards_is_read_by_transformers_and_into_shards(
-    folder: str, build: Callable[[], nn.Module]
-) -> None:
+def test_a_folder_that_was_written_from_shards_is_read_by_transformers_and_into_shards(folder, build):
     start()
     model = zf.zero3(build(), axis())
     zf.save_pretrained(model, folder, max_shard="20KB")
@@ -170,7 +162,7 @@ def test_a_folder_that_was_written_from_shards_is_read_by_transformers_and_into_
 
 
 @on_two_ranks
-def test_what_placed_cannot_load_is_refused(folder: str) -> None:
+def test_what_placed_cannot_load_is_refused(folder):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
     from transformers.distributed import DistributedConfig
 

@@ -1,11 +1,7 @@
 """The overlap of communication with computation, beside that of Holistic Trace Analysis on the same trace."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +10,15 @@ from torch.optim import AdamW
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import needs
-from tests.support.ranks import Ranks, axis
-from zero_fn.profiling.profile import Profile
+from tests.support.ranks import axis
 
 
-def profiled(folder: str, transform: Callable[..., nn.Module]) -> Profile:
+def profiled(folder, transform):
     torch.manual_seed(0)
     model = transform(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), axis(), units=nn.Linear)
     optimizer = AdamW(model.parameters())
 
-    def step() -> None:
+    def step():
         model(torch.randn(64, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -35,10 +30,10 @@ def profiled(folder: str, transform: Callable[..., nn.Module]) -> Profile:
     return profile
 
 
-def as_kernels(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
+def as_kernels(events, rank):
     """What a trace of a GPU would have: kernels, each with the call that launched it."""
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank}
-    found: list[dict[str, Any]] = []
+    found = []
     for event in (event for event in events if event["ph"] == "X" and event["pid"] == rank):
         track, name = tracks[event["tid"]], event["name"]
         if track.startswith("axis"):
@@ -65,7 +60,7 @@ def as_kernels(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
 
 @needs("hta")
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_overlap_is_that_of_holistic_trace_analysis(ranks: Ranks, tmp_path: Path, stage: str) -> None:
+def test_overlap_is_that_of_holistic_trace_analysis(ranks, tmp_path, stage):
     from hta.trace_analysis import TraceAnalysis
 
     profile, _ = ranks(2).run(profiled, str(tmp_path / "out"), getattr(zf, stage))

@@ -1,10 +1,6 @@
 """The Trainer of transformers over transformed models: the numbers of DDP, files that anybody reads, runs that go on."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,12 +27,11 @@ from tests.outside.integrations.worlds import (
     tied,
     zero_trainer,
 )
-from tests.support.ranks import Ranks
 from zero_fn.integrations.placing import place_module
 from zero_fn.values import watching
 from zero_fn.values.chained_optimizer import as_one, members_of
 
-CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
+CASES = {
     "zero3": (llama, "zero3", {}, 2e-5),
     "zero1": (llama, "zero1", {}, 2e-5),
     "accumulation": (llama, "zero3", {"gradient_accumulation_steps": 2, "max_steps": 3}, 2e-5),
@@ -62,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @on_two_ranks
-def test_a_trainer_has_the_numbers_of_replicas(folder: str, case: str) -> None:
+def test_a_trainer_has_the_numbers_of_replicas(folder, case):
     from transformers import Trainer
 
     start()
@@ -77,7 +72,7 @@ def test_a_trainer_has_the_numbers_of_replicas(folder: str, case: str) -> None:
 
 
 @on_two_ranks
-def test_optimizers_of_users_follow_or_are_refused(folder: str) -> None:
+def test_optimizers_of_users_follow_or_are_refused(folder):
     """The model that was transformed by the user, an optimizer built before the model was placed, and a stale one."""
     from transformers import Trainer
 
@@ -86,7 +81,7 @@ def test_optimizers_of_users_follow_or_are_refused(folder: str) -> None:
     start()
     data = {"train_dataset": Counting()}
 
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    def sgd(model):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     plain = llama()
@@ -106,7 +101,7 @@ def test_optimizers_of_users_follow_or_are_refused(folder: str) -> None:
 
 
 @on_two_ranks
-def test_what_cannot_work_is_refused(folder: str) -> None:
+def test_what_cannot_work_is_refused(folder):
     from zero_fn.integrations.transformers import ZeroTrainer
 
     start()
@@ -135,7 +130,7 @@ WHOLE = {
 }
 
 
-def _given(case: str, model: nn.Module, *, is_one: bool) -> Any:
+def _given(case, model, *, is_one):
     """The optimizers of a user, over a plain model; a stock Trainer takes them as one."""
     if case.startswith("adafactor"):
         return torch.optim.Adafactor(model.parameters(), lr=0.01)
@@ -147,17 +142,17 @@ def _given(case: str, model: nn.Module, *, is_one: bool) -> Any:
 
 @pytest.mark.parametrize("case", WHOLE)
 @on_two_ranks
-def test_an_optimizer_of_whole_tensors_has_the_numbers_of_replicas_and_goes_on(folder: str, case: str) -> None:
+def test_an_optimizer_of_whole_tensors_has_the_numbers_of_replicas_and_goes_on(folder, case):
     """By its name in the arguments, given, and with a `finish` of its own; saved, and resumed at another stage."""
     from transformers import Trainer
 
     from zero_fn.integrations.transformers import ZeroTrainer
 
     start()
-    saving: dict[str, Any] = {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
+    saving = {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
 
-    def trainer(kind: Any, stage: str, path: str) -> Any:
-        options: dict[str, Any] = {} if kind is Trainer else {"place": place(stage)}
+    def trainer(kind, stage, path):
+        options = {} if kind is Trainer else {"place": place(stage)}
         if kind is ZeroTrainer and case.endswith("host"):
             options["finish"] = lambda optimizer: zf.streamed(zf.by_owner(optimizer), zf.cpu())
         model = llama()
@@ -180,7 +175,7 @@ def test_an_optimizer_of_whole_tensors_has_the_numbers_of_replicas_and_goes_on(f
 
 
 @on_two_ranks
-def test_a_seq2seq_trainer_generates_on_all_ranks(folder: str) -> None:
+def test_a_seq2seq_trainer_generates_on_all_ranks(folder):
     """Its evaluation generates, and says itself whether ranks must wait for one another."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
@@ -189,7 +184,7 @@ def test_a_seq2seq_trainer_generates_on_all_ranks(folder: str) -> None:
     class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):
         pass
 
-    def t5() -> nn.Module:
+    def t5():
         torch.manual_seed(0)
         return T5ForConditionalGeneration(
             T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
@@ -214,7 +209,7 @@ def test_a_seq2seq_trainer_generates_on_all_ranks(folder: str) -> None:
 
 
 @on_two_ranks
-def test_ranks_skip_no_layers_at_random() -> None:
+def test_ranks_skip_no_layers_at_random():
     """A model that skips layers at random, on ranks with random numbers of their own."""
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
@@ -237,7 +232,7 @@ def test_ranks_skip_no_layers_at_random() -> None:
 
 
 @on_two_ranks
-def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(folder: str) -> None:
+def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(folder):
     """Evaluation before training, callbacks that stop, batches by length; then the best model is there again."""
     from transformers import EarlyStoppingCallback, Trainer
 
@@ -264,7 +259,7 @@ def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(folder: str) -> N
     require_close(stopped[1], stopped[0])
 
 
-def _over_two_axes(folder: str) -> None:
+def _over_two_axes(folder):
     """HSDP; and tensor parallelism, whose ranks would get different samples: refused before anything is trained."""
     from accelerate import Accelerator
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -282,7 +277,7 @@ def _over_two_axes(folder: str) -> None:
     )
     require_close(numbers(hybrid), wanted)
 
-    def cut(model: nn.Module) -> nn.Module:
+    def cut(model):
         plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": ColwiseParallel()}
         plan["model.layers.*.mlp.down_proj"] = RowwiseParallel()
         return zf.zero3(parallelize_module(model, mesh["inner"], plan), mesh["outer"])
@@ -299,16 +294,14 @@ def _over_two_axes(folder: str) -> None:
     accelerator.prepare(llama())  # with a loader of the user's own
 
 
-def test_two_data_axes_are_trained_and_model_axes_refused(prepared: Ranks, tmp_path: Path) -> None:
+def test_two_data_axes_are_trained_and_model_axes_refused(prepared, tmp_path):
     prepared(4, deadline_s=240).run(import_all)
     prepared(4, deadline_s=240).run(_over_two_axes, str(tmp_path))
 
 
 @pytest.mark.parametrize(("build", "stage"), [(llama, "disk"), (gpt2, "zero3"), (mixtral, "zero3")])
 @on_two_ranks
-def test_a_run_is_resumed_to_the_bit_and_its_model_read_by_from_pretrained(
-    folder: str, build: Callable[[], nn.Module], stage: str
-) -> None:
+def test_a_run_is_resumed_to_the_bit_and_its_model_read_by_from_pretrained(folder, build, stage):
     """Two of four steps again, from the checkpoint; and the files of the model are what it holds, on every rank at once. With
     adapters: `test_adapters.py`; at other stages: below."""
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
@@ -329,14 +322,14 @@ def test_a_run_is_resumed_to_the_bit_and_its_model_read_by_from_pretrained(
     assert all(torch.equal(p.full_tensor(), values[name]) for name, p in again.model.named_parameters())
 
 
-def _half(folder: str, stage: str, microbatches: int, **resumed: str) -> list[tuple[str, float]]:
+def _half(folder, stage, microbatches, **resumed):
     batch = 4 // (microbatches * torch.distributed.get_world_size())
     options = {"gradient_accumulation_steps": microbatches, "per_device_train_batch_size": batch}
     saves = {} if resumed else {"save_strategy": "steps", "save_steps": 2}
     return numbers(zero_trainer(folder, llama, stage, **options, **saves), **resumed)
 
 
-def test_a_run_resumes_on_other_ranks_and_at_another_stage(prepared: Ranks, tmp_path: Path) -> None:
+def test_a_run_resumes_on_other_ranks_and_at_another_stage(prepared, tmp_path):
     wanted = prepared(2, deadline_s=240).run(_half, str(tmp_path), "zero3", 1)[0]
     for n, stage, microbatches in ((2, "zero2", 2), (1, "zero1", 1), (1, "zero3", 2)):
         prepared(n, deadline_s=240).run(import_all)
@@ -345,14 +338,14 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(prepared: Ranks, tmp_
 
 
 @on_two_ranks
-def test_who_saves_tensors_by_their_memory_is_told_how_to_save(folder: str) -> None:
+def test_who_saves_tensors_by_their_memory_is_told_how_to_save(folder):
     """Whoever writes a file from the memory of each tensor is told what to call; and that works."""
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from transformers import Trainer
 
-    model: Any = zero_trainer(folder, llama, "zero3").model
-    ways: dict[str, Callable[[], object]] = {
+    model = zero_trainer(folder, llama, "zero3").model
+    ways = {
         "safetensors": lambda: save_file(model.state_dict(), f"{folder}/weights"),
         "transformers": lambda: model.save_pretrained(folder),
         "a plain Trainer": lambda: Trainer(model=model, args=arguments(folder)).save_model(),
@@ -373,7 +366,7 @@ def test_who_saves_tensors_by_their_memory_is_told_how_to_save(folder: str) -> N
 
 
 @on_two_ranks
-def test_a_checkpoint_without_states_is_not_resumed_in_silence(folder: str) -> None:
+def test_a_checkpoint_without_states_is_not_resumed_in_silence(folder):
     ours = zero_trainer(folder, llama, "zero3", **{"save_strategy": "steps", "save_steps": 2, "save_only_model": True})
     ours.train()
     again = zero_trainer(folder, llama, "zero3")
@@ -382,7 +375,7 @@ def test_a_checkpoint_without_states_is_not_resumed_in_silence(folder: str) -> N
 
 
 @on_two_ranks
-def test_numbers_of_metrics_are_in_what_the_trainer_logs(folder: str) -> None:
+def test_numbers_of_metrics_are_in_what_the_trainer_logs(folder):
     from zero_fn.integrations.transformers import ZeroTrainer
 
     start()

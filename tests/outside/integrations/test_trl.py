@@ -1,14 +1,10 @@
 """The trainers of trl over transformed models: the numbers of DDP, whether the trainer or the user transforms the model."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import (
@@ -36,11 +32,11 @@ _COMMON = {
 NEEDED = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "grpo", "kto", "rloo")]
 
 
-def _text(first: int, step: int, length: int) -> str:
+def _text(first, step, length):
     return " ".join(str(3 + (first + step * i) % (VOCABULARY - 3)) for i in range(length))
 
 
-def _rows(trainer: str) -> list[dict[str, Any]]:
+def _rows(trainer):
     """Texts of various lengths: ranks have other numbers of tokens."""
     if trainer == "SFTTrainer":
         return [{"text": _text(7 * i, 1 + i % 3, 4 + i % 7)} for i in range(24)]
@@ -56,12 +52,12 @@ def _rows(trainer: str) -> list[dict[str, Any]]:
     return [{"prompt": p, "chosen": good, "rejected": bad} for p, (good, bad) in zip(prompts, pairs, strict=True)]
 
 
-def _length_reward(completions: list[str], **_: Any) -> list[float]:
+def _length_reward(completions, **_):
     """Larger numbers are better."""
     return [sum(float(word) for word in text.split() if word.isdigit()) / 100 for text in completions]
 
 
-def _written(folder: str, trainer: str) -> None:
+def _written(folder, trainer):
     """Reference models are loaded from where the model came from."""
     if dist.get_rank() == 0:
         if trainer == "RewardTrainer":
@@ -77,9 +73,7 @@ def _written(folder: str, trainer: str) -> None:
     dist.barrier()
 
 
-def _trainer(
-    folder: str, trainer: str, kind: str, options: dict[str, Any], *, stage: str = "zero3", **more: Any
-) -> Any:
+def _trainer(folder, trainer, kind, options, *, stage="zero3", **more):
     """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), over a transformed one ("before"), or
     over one that was read straight into shards, to which it adds adapters ("placed")."""
     import trl
@@ -94,7 +88,7 @@ def _trainer(
     ours = type(f"Zero{trainer}", (ZeroTrainerMixin, theirs), {})
     auto = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
     with placed(place()) if kind == "placed" else nullcontext():
-        model: nn.Module = auto.from_pretrained(folder)
+        model = auto.from_pretrained(folder)
     config = getattr(trl, trainer.replace("Trainer", "Config"))
     arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": tokenizer(), **more}
     arguments["train_dataset"] = Dataset.from_list(_rows(trainer))
@@ -111,7 +105,7 @@ def _trainer(
     return ours(model=place(units=units)(model), **arguments)
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "SFTTrainer": {"max_length": 16},
     "DPOTrainer": {"max_length": 16},
     "RewardTrainer": {"max_length": 16},
@@ -122,14 +116,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @on_two_ranks
-def test_an_adapter_is_trained_and_resumed_over_a_base_that_was_read_into_shards(folder: str) -> None:
+def test_an_adapter_is_trained_and_resumed_over_a_base_that_was_read_into_shards(folder):
     """DPO of an adapter that the trainer makes: its reference is the base without it, which no rank has read whole."""
     from peft import LoraConfig
 
     _written(folder, "DPOTrainer")
     options = {"max_length": 16, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
-    def trainer(kind: str) -> Any:
+    def trainer(kind):
         torch.manual_seed(3)
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         return _trainer(folder, "DPOTrainer", kind, options, peft_config=adapter)
@@ -142,7 +136,7 @@ def test_an_adapter_is_trained_and_resumed_over_a_base_that_was_read_into_shards
 
 @pytest.mark.parametrize("trainer", CASES)
 @on_two_ranks
-def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder: str, trainer: str) -> None:
+def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder, trainer):
     _written(folder, trainer)
     wanted = numbers(_trainer(folder, trainer, "replicas", CASES[trainer]))
     for kind in ("mixin", "before"):
@@ -152,15 +146,15 @@ def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder: str, trainer: str)
 
 
 @on_two_ranks
-def test_a_reference_model_is_placed_and_evicted_by_itself(folder: str) -> None:
+def test_a_reference_model_is_placed_and_evicted_by_itself(folder):
     """A reference model at a stage of its own, which is evicted before, between and after two trainings."""
     from transformers import AutoModelForCausalLM
 
     _written(folder, "DPOTrainer")
     options = {"max_length": 16, "max_steps": 2}
 
-    def reference() -> nn.Module:
-        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    def reference():
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
         return loaded
 
     wanted = numbers(_trainer(folder, "DPOTrainer", "replicas", options, ref_model=reference()))
@@ -177,7 +171,7 @@ def test_a_reference_model_is_placed_and_evicted_by_itself(folder: str) -> None:
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])
 @on_two_ranks
-def test_a_reference_model_moves_towards_the_policy(folder: str, trainer: str) -> None:
+def test_a_reference_model_moves_towards_the_policy(folder, trainer):
     """The reference moves towards the policy after each step, as that of replicas does; it was not placed by hand."""
     _written(folder, trainer)
     options = {**CASES[trainer], "beta": 0.5, "max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1}

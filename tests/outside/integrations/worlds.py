@@ -1,15 +1,10 @@
 """What tests of integrations share: ranks that accelerate knows, tiny models, data, and a Trainer's run as numbers."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,19 +26,19 @@ on_two_ranks = on_ranks(2, fixture="prepared", deadline_s=240)
 """A test of a program, as `on_ranks` makes it, on ranks that have imported the libraries."""
 
 
-def needs(package: str) -> pytest.MarkDecorator:
+def needs(package):
     """Skips a test without a package, which `.ci/test --all` installs."""
     return pytest.mark.skipif(find_spec(package) is None, reason=f"the package {package} is not installed")
 
 
-def import_all(*modules: str) -> None:
+def import_all(*modules):
     """Imports what takes longer than a collective may wait for a peer. Runs on the ranks."""
     start()
     for module in ("zero_fn.integrations.transformers", *modules):
         import_module(module)
 
 
-def start() -> None:
+def start():
     """Lets accelerate and transformers see the ranks of the pool, and nothing of the case before. Runs on the ranks."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
@@ -65,18 +60,18 @@ def start() -> None:
     gc.collect()
 
 
-def place(stage: str = "zero3", **options: Any) -> Callable[[nn.Module], nn.Module]:
+def place(stage="zero3", **options):
     """What `place=` is given: a stage over all ranks."""
     return lambda model: STAGES[stage](model, axis(), **options)
 
 
-def on_a_disk(folder: str) -> Callable[[nn.Module], nn.Module]:
+def on_a_disk(folder):
     """A stage over all ranks, whose state rests on a disk."""
     disk = zf.nvme(folder)
     return lambda model: zf.offload(zf.zero3(model, axis()), params=disk, grads=disk, optim=disk)
 
 
-def llama(seed: int = 0, **options: Any) -> nn.Module:
+def llama(seed=0, **options):
     """Two layers, 32 wide."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,12 +84,12 @@ def llama(seed: int = 0, **options: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**config))
 
 
-def tied() -> nn.Module:
+def tied():
     """One matrix under two names, of which files hold one."""
     return llama(tie_word_embeddings=True)
 
 
-def gpt2(seed: int = 0, **options: Any) -> nn.Module:
+def gpt2(seed=0, **options):
     """Two layers, 32 wide, with dropout and a head tied to the embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -102,7 +97,7 @@ def gpt2(seed: int = 0, **options: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, **options))
 
 
-def mixtral(seed: int = 0) -> nn.Module:
+def mixtral(seed=0):
     """Experts in stacked parameters."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -112,7 +107,7 @@ def mixtral(seed: int = 0) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **heads))
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """Words are numbers."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -127,16 +122,16 @@ def tokenizer() -> Any:
     )
 
 
-def adapted(model: nn.Module, *targets: str, seed: int = 1, **options: Any) -> nn.Module:
+def adapted(model, *targets, seed=1, **options):
     """A model with adapters of rank 4 at some modules, whose first values make no difference."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    found: nn.Module = get_peft_model(model, LoraConfig(r=4, target_modules=[*targets], **options))
+    found = get_peft_model(model, LoraConfig(r=4, target_modules=[*targets], **options))
     return found
 
 
-def lora() -> nn.Module:
+def lora():
     """Adapters, of which one matrix of a layer is frozen, as in LoRA-FA: it must be saved, too."""
     model = adapted(llama(), "q_proj", "v_proj", seed=0)
     for name, parameter in model.named_parameters():
@@ -145,51 +140,49 @@ def lora() -> nn.Module:
     return model
 
 
-def written(
-    folder: str, build: Callable[[], nn.Module] = llama, dtype: torch.dtype = torch.float32, **options: Any
-) -> None:
+def written(folder, build=llama, dtype=torch.float32, **options):
     """A folder of transformers, on every rank."""
     start()
     if dist.get_rank() == 0:
-        build().to(dtype).save_pretrained(folder, **options)  # type: ignore[operator]
+        build().to(dtype).save_pretrained(folder, **options)
     dist.barrier()
 
 
-def read(folder: str) -> nn.Module:
+def read(folder):
     """The model of a folder."""
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     return model
 
 
-def on_meta(folder: str) -> nn.Module:
+def on_meta(folder):
     """The model of a folder, without its values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     return model
 
 
 class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Sequences that count on by one, two or three."""
 
-    def __init__(self, n: int = 32, length: int = 12) -> None:
+    def __init__(self, n=32, length=12):
         generator = torch.Generator().manual_seed(7)
         first = torch.randint(3, VOCABULARY, (n, 1), generator=generator)
         step = torch.randint(1, 4, (n, 1), generator=generator)
         self.tokens = 3 + (first + step * torch.arange(length)) % (VOCABULARY - 3)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         tokens = self.tokens[index]
         return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def arguments(folder: str | Path, **options: Any) -> Any:
+def arguments(folder, **options):
     """TrainingArguments of four steps, each logged, and nothing saved."""
     from transformers import TrainingArguments
 
@@ -203,25 +196,23 @@ COMMON = {
 }  # fmt: skip
 
 
-def zero_trainer(folder: str, build: Callable[[], nn.Module], stage: str, **options: Any) -> Any:
+def zero_trainer(folder, build, stage, **options):
     """A ZeroTrainer of arguments; with the stage "disk" everything rests on one, and the optimizer is streamed."""
     from zero_fn.integrations.transformers import ZeroTrainer
 
     start()
-    ways: dict[str, Any] = (
-        {"place": on_a_disk(folder), "finish": zf.streamed} if stage == "disk" else {"place": place(stage)}
-    )
+    ways = {"place": on_a_disk(folder), "finish": zf.streamed} if stage == "disk" else {"place": place(stage)}
     data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
     return ZeroTrainer(model=build(), args=arguments(folder, **options), **ways, **data)
 
 
-SIZES: dict[str, Any] = {
+SIZES = {
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "initial_scale_power": 8, "hysteresis": 1},
 }
-OWN: dict[str, Any] = {
+OWN = {
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
     "scheduler": {
         "type": "WarmupDecayLR",
@@ -230,18 +221,18 @@ OWN: dict[str, Any] = {
 }
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage, **more):
     """A DeepSpeed config of a stage that leaves to the Trainer what it can."""
     return {**SIZES, "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", **more}}
 
 
 def configured(
-    folder: str,
-    config: dict[str, Any],
-    model: nn.Module | None = None,
-    given: dict[str, Any] | None = None,
-    **options: Any,
-) -> Any:
+    folder,
+    config,
+    model=None,
+    given=None,
+    **options,
+):
     """A ZeroTrainer of a DeepSpeed config, and of whatever else it is given; other options are those of its arguments."""
     from zero_fn.integrations.transformers import ZeroTrainer
 
@@ -253,11 +244,11 @@ def configured(
 class Overflowing(nn.Module):
     """One rank's loss is not finite in one of its calls."""
 
-    def __init__(self, inner: nn.Module, call: int, rank: int) -> None:
+    def __init__(self, inner, call, rank):
         super().__init__()
         self.inner, self.call, self.rank, self.calls = inner, call, rank, 0
 
-    def forward(self, **inputs: Any) -> Any:
+    def forward(self, **inputs):
         self.calls += 1
         output = self.inner(**inputs)
         if self.calls == self.call and dist.get_rank() == self.rank:
@@ -268,14 +259,14 @@ class Overflowing(nn.Module):
 _NUMBERS = ("loss", "grad_norm", "eval_loss", "learning_rate", "rewards/margins")
 
 
-def numbers(trainer: Any, **options: Any) -> list[tuple[str, float]]:
+def numbers(trainer, **options):
     """Trains; every loss, norm of gradients and rate that was logged."""
     torch.manual_seed(11)  # dropout draws the same masks, whatever was drawn before
     trainer.train(**options)
     return [(name, float(entry[name])) for entry in trainer.state.log_history for name in _NUMBERS if name in entry]
 
 
-def require_close(found: list[tuple[str, float]], wanted: list[tuple[str, float]], tolerance: float = 2e-5) -> None:
+def require_close(found, wanted, tolerance=2e-5):
     """The same entries, with the same numbers."""
     assert wanted, "nothing was logged"
     assert [name for name, _ in found] == [name for name, _ in wanted]

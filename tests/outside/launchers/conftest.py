@@ -1,7 +1,5 @@
 """What all launchers are compared with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain
@@ -10,7 +8,7 @@ STEPS = 400
 
 
 @pytest.fixture(scope="session")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def expected(tmp_path_factory):
     """The losses of two ranks under torchrun, which nothing disturbs."""
     folder = tmp_path_factory.mktemp("torchrun")
     Marked(folder).finished([*TORCHRUN, "2", *pretrain(folder / "runs", STEPS)])

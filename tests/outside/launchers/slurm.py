@@ -1,14 +1,11 @@
 """A cluster of Slurm that is this machine: its daemons, with ports and files of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import socket
 import subprocess
 from contextlib import ExitStack
-from pathlib import Path
 
 from tests.outside.launchers.runs import until
 
@@ -49,7 +46,7 @@ wait
 """
 
 
-def missing() -> str | None:
+def missing():
     """Why there can be no cluster."""
     if lacking := [name for name in ("slurmctld", "slurmd", "munged", "setpriv") if shutil.which(name) is None]:
         return f"no Slurm: no {', '.join(lacking)}; examples/launch/install-debian.sh"
@@ -59,7 +56,7 @@ def missing() -> str | None:
 class Cluster:
     """Ends with the process that made it, at the latest."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         host = socket.gethostname().split(".")[0]
         for name in ("state", "spool"):
             (folder / name).mkdir()
@@ -76,18 +73,18 @@ class Cluster:
             self._daemons = subprocess.Popen(command, env=os.environ | self.environ, stdout=log, stderr=log)
         until(lambda: "idle" in self("sinfo", "--noheader", check=False), 30)
 
-    def __call__(self, *command: object, check: bool = True, **environ: str) -> str:
+    def __call__(self, *command, check=True, **environ):
         """What a command of Slurm says."""
         whole = os.environ | self.environ | environ
         done = subprocess.run([*map(str, command)], env=whole, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0 or not check, done.stderr + done.stdout
         return done.stdout
 
-    def job(self, number: str) -> dict[str, str]:
+    def job(self, number):
         """What Slurm knows of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number)))
 
-    def close(self) -> None:
+    def close(self):
         """Ends the daemons, and the jobs that they run."""
         self._daemons.kill()
         self._daemons.wait()

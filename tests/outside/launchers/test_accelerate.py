@@ -1,10 +1,7 @@
 """pretrain.py under `accelerate launch`. `--multi_gpu` looks for no GPU: its ranks compute where they can."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +13,13 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--
 LAUNCH += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
 
 
-def test_losses_are_those_of_torchrun(tmp_path: Path, expected: list[float]) -> None:
+def test_losses_are_those_of_torchrun(tmp_path, expected):
     Marked(tmp_path).finished([*LAUNCH, *pretrain(tmp_path / "runs", 20)])
     assert losses(tmp_path / "runs") == expected[:20]
 
 
 @pytest.mark.nightly
-def test_a_killed_rank_ends_the_run_which_says_so_and_goes_on(tmp_path: Path, expected: list[float]) -> None:
+def test_a_killed_rank_ends_the_run_which_says_so_and_goes_on(tmp_path, expected):
     marked, folder = Marked(tmp_path), tmp_path / "runs"
     running = marked.run([*LAUNCH, *pretrain(folder, 100_000)])
     marked.kill_rank(1, "RANK", folder)

@@ -1,7 +1,5 @@
 """pretrain.py under torchrun that loses a host, and gets it back: it goes on with the ranks that there are."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -15,7 +13,7 @@ import zero_fn as zf
 from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain, until
 
 
-def _host(marked: Marked, port: int, folder: Path) -> subprocess.Popen[bytes]:
+def _host(marked, port, folder):
     """torchrun as it is started on each of up to two hosts of two ranks."""
     hosts = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=run"]
     meets = [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=2"]
@@ -35,7 +33,7 @@ def _host(marked: Marked, port: int, folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path):
     marked, folder = Marked(tmp_path), tmp_path / "runs"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -58,18 +56,18 @@ def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
     assert found == pytest.approx(losses(tmp_path / "undisturbed")[: len(found)], abs=1e-3)
 
 
-def _listens(port: int) -> bool:
+def _listens(port):
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _steps_by(folder: Path, ranks: int) -> int:
+def _steps_by(folder, ranks):
     """Steps that the newest checkpoint has which so many ranks have saved."""
     found = zf.checkpoints(folder) if folder.is_dir() else []
     return max((each.step or 0 for each in found if each.is_complete and each.ranks == ranks), default=0)
 
 
-def _lose(host: subprocess.Popen[bytes]) -> None:
+def _lose(host):
     """Kills torchrun of a host and its ranks at once."""
     children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
     for pid in (host.pid, *map(int, children)):

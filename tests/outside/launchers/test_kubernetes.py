@@ -8,10 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -38,7 +36,7 @@ JOB = ASKED["Job"]["spec"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def is_known(asked: dict[str, Any]) -> bool:
+def is_known(asked):
     """Whether every field has the name and type of the schema. A model drops what it does not know."""
     try:
         return bool(MODELS[asked["kind"]].from_dict(asked).to_dict() == asked)
@@ -47,7 +45,7 @@ def is_known(asked: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_field_is_known_to_the_schemas_and_a_misspelt_one_is_not(kind: str) -> None:
+def test_every_field_is_known_to_the_schemas_and_a_misspelt_one_is_not(kind):
     assert is_known(ASKED[kind])
     text = yaml.safe_dump(ASKED[kind])
     # Users choose the names of resources and labels; the kind chooses the schema.
@@ -57,7 +55,7 @@ def test_every_field_is_known_to_the_schemas_and_a_misspelt_one_is_not(kind: str
         assert not is_known(yaml.safe_load(text[: key.end(1)] + "s" + text[key.end(1) :])), key[1]
 
 
-def test_the_parts_of_a_job_fit_together() -> None:
+def test_the_parts_of_a_job_fit_together():
     service, template = ASKED["Service"], JOB["template"]["spec"]
     name = ASKED["Job"]["metadata"]["name"]
     assert service["spec"] | {"clusterIP": "None", "selector": {"job-name": name}} == service["spec"]
@@ -73,7 +71,7 @@ def test_the_parts_of_a_job_fit_together() -> None:
 ONE_RANK = [part for part in CONTAINER["command"] if part.startswith(("/", "--save", "--leave"))]
 TRAINER = ASKED["TrainJob"]["spec"]["trainer"]
 HERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT"}
-WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
+WAYS = {
     "torchrun": (CONTAINER["command"], HERE),
     "one rank a pod": ([sys.executable, *ONE_RANK], HERE | {"WORLD_SIZE": "2"}),
     "Kubeflow": (  # what its runtime torch-distributed sets
@@ -94,13 +92,13 @@ class Pods:
     environ: dict[str, str]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self) -> None:
+    def start(self):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         self.processes = [self._pod(str(index), port) for index in range(2)]
 
-    def _pod(self, index: str, port: str) -> subprocess.Popen[bytes]:
+    def _pod(self, index, port):
         given = {name: {"INDEX": index, "PORT": port}.get(value, value) for name, value in self.environ.items()}
         given["JOB_COMPLETION_INDEX"] = index
         here = {"--nnodes=4": "--nnodes=2", "--nproc-per-node=8": "--nproc-per-node=1", "=29500": f"={port}"}
@@ -119,18 +117,18 @@ class Pods:
         with (self.folder / f"log{index}").open("ab") as log:
             return subprocess.Popen(command, cwd=self.folder, env=os.environ | given, stdout=log, stderr=log)
 
-    def wait(self) -> list[int]:
+    def wait(self):
         """How they ended."""
         return [process.wait(120) for process in self.processes]
 
-    def wait_until_saved(self) -> None:
+    def wait_until_saved(self):
         wait_for(lambda: has_saved(self.folder / "a") or any(each.poll() is not None for each in self.processes), 120)
         assert [process.poll() for process in self.processes] == [None, None], self.said()
 
-    def said(self) -> str:
+    def said(self):
         return "".join(path.read_text() for path in sorted(self.folder.glob("log*")))
 
-    def close(self) -> None:
+    def close(self):
         for process in self.processes:
             process.kill()
             process.wait()
@@ -138,7 +136,7 @@ class Pods:
 
 
 @pytest.fixture
-def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
+def pods(request, tmp_path):
     found = Pods(tmp_path, *WAYS[request.param])
     yield found
     found.close()
@@ -146,7 +144,7 @@ def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("pods", ["torchrun", "Kubeflow"], indirect=True)
-def test_a_killed_rank_ends_all_pods_and_new_ones_go_on(pods: Pods, expected: list[float], tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_pods_and_new_ones_go_on(pods, expected, tmp_path):
     pods.start()
     pods.wait_until_saved()
     children = Path(f"/proc/{pods.processes[1].pid}/task/{pods.processes[1].pid}/children").read_text().split()
@@ -159,7 +157,7 @@ def test_a_killed_rank_ends_all_pods_and_new_ones_go_on(pods: Pods, expected: li
 
 
 @pytest.mark.parametrize("pods", ["one rank a pod"], indirect=True)
-def test_a_pod_that_is_told_to_leave_has_not_failed(pods: Pods, expected: list[float], tmp_path: Path) -> None:
+def test_a_pod_that_is_told_to_leave_has_not_failed(pods, expected, tmp_path):
     pods.start()
     pods.wait_until_saved()
     pods.processes[1].terminate()  # as Kubernetes does

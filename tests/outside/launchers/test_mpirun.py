@@ -1,10 +1,7 @@
 """pretrain.py under mpirun, of Open MPI and of MPICH."""
 
-from __future__ import annotations
-
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,22 +15,20 @@ MPIRUN = {
 
 
 @pytest.fixture(params=MPIRUN)
-def mpirun(request: pytest.FixtureRequest) -> tuple[list[str], str]:
+def mpirun(request):
     command, variable = MPIRUN[request.param]
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {command[0]}: examples/launch/install-debian.sh")
     return [str(_free_port()) if part == "PORT" else part for part in command], variable
 
 
-def test_losses_are_those_of_torchrun(mpirun: tuple[list[str], str], tmp_path: Path, expected: list[float]) -> None:
+def test_losses_are_those_of_torchrun(mpirun, tmp_path, expected):
     command, _ = mpirun
     Marked(tmp_path).finished([*command, sys.executable, *pretrain(tmp_path / "runs", 20)])
     assert losses(tmp_path / "runs") == expected[:20]
 
 
-def test_a_killed_rank_ends_the_run_which_says_so_and_goes_on(
-    mpirun: tuple[list[str], str], tmp_path: Path, expected: list[float]
-) -> None:
+def test_a_killed_rank_ends_the_run_which_says_so_and_goes_on(mpirun, tmp_path, expected):
     (command, variable), marked, folder = mpirun, Marked(tmp_path), tmp_path / "runs"
     running = marked.run([*command, sys.executable, *pretrain(folder, 100_000)])
     marked.kill_rank(1, variable, folder)

@@ -1,14 +1,11 @@
 """examples/launch/ray_train.py: examples/pretrain.py on workers of Ray Train, one of which is killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,13 +30,13 @@ STARTED = "world_rank=1, local_rank=1"
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """A short name: Ray makes sockets in it, whose paths may have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as name:
         yield Path(name)
 
 
-def _run_and_kill_a_worker(folder: Path, failures: int) -> tuple[int, str]:
+def _run_and_kill_a_worker(folder, failures):
     """Runs the example, and kills worker 1 after the first checkpoint. Its status, and what it said."""
     # Each of Ray's dozen processes would import it, for one second, to check formats that nobody uses here.
     (folder / "rfc3987_syntax.py").write_text("raise ImportError")
@@ -62,7 +59,7 @@ def _run_and_kill_a_worker(folder: Path, failures: int) -> tuple[int, str]:
     return driver.wait(), told.read_text()
 
 
-def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(folder: Path, expected: list[float]) -> None:
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(folder, expected):
     status, said = _run_and_kill_a_worker(folder, failures=1)
     assert status == 0, said
     assert said.count(STARTED) == 2, said
@@ -71,7 +68,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(folder: Path,
 
 
 @pytest.mark.nightly
-def test_a_killed_worker_that_is_not_started_again_ends_the_program_and_is_named(folder: Path) -> None:
+def test_a_killed_worker_that_is_not_started_again_ends_the_program_and_is_named(folder):
     before = set(os.listdir("/dev/shm"))
     status, said = _run_and_kill_a_worker(folder, failures=0)
     assert status == 1, said

@@ -1,10 +1,6 @@
 """pretrain.py as a job of Slurm: the batch script of examples/launch, on a cluster that is this machine."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +19,7 @@ HERE = [
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def slurm(tmp_path_factory):
     if why := missing():
         pytest.skip(why)
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
@@ -34,35 +30,35 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Job:
     """A run of pretrain.py that Slurm has queued."""
 
-    def __init__(self, slurm: Cluster, folder: Path, steps: int, *options: str) -> None:
+    def __init__(self, slurm, folder, steps, *options):
         self.slurm, self.folder, self.marked = slurm, folder / "runs", Marked(folder)
         self.log = folder / "log"
         asked = ["sbatch", "--parsable", f"--output={self.log}", *HERE, *options, str(SCRIPT)]
         self.number = slurm(*asked, *pretrain(self.folder, steps), **self.marked.environ).strip()
 
-    def reach(self, wanted: str, seconds: float = 90.0) -> None:
+    def reach(self, wanted, seconds=90.0):
         """Waits until the job is in a state, or has ended in another."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", wanted)
         until(lambda: self.slurm.job(self.number)["JobState"] in states, seconds)
         assert self.slurm.job(self.number)["JobState"] == wanted, self.said()
 
     @property
-    def steps(self) -> int:
+    def steps(self):
         """Those that checkpoints have."""
         found = zf.checkpoints(self.folder) if self.folder.is_dir() else []
         return len(losses(self.folder)) if any(each.is_complete for each in found) else 0
 
-    def said(self) -> str:
+    def said(self):
         return self.log.read_text()
 
 
-def test_losses_are_those_of_torchrun(slurm: Cluster, tmp_path: Path, expected: list[float]) -> None:
+def test_losses_are_those_of_torchrun(slurm, tmp_path, expected):
     job = Job(slurm, tmp_path, 20)
     job.reach("COMPLETED")
     assert losses(job.folder) == expected[:20]
 
 
-def test_a_killed_rank_ends_the_job_which_names_it(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_which_names_it(slurm, tmp_path):
     job = Job(slurm, tmp_path, 100_000)
     job.marked.kill_rank(1, "SLURM_PROCID", job.folder)
     job.reach("FAILED")
@@ -70,7 +66,7 @@ def test_a_killed_rank_ends_the_job_which_names_it(slurm: Cluster, tmp_path: Pat
     until(lambda: not job.marked.left(), 10)
 
 
-def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, tmp_path):
     job = Job(slurm, tmp_path, 100_000)
     until(lambda: job.steps >= 2)
     slurm("scancel", job.number)
@@ -80,7 +76,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm: Cluster, tmp_path:
 
 
 @pytest.mark.long
-def test_a_job_at_its_time_limit_saves_before_and_is_queued_again(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_job_at_its_time_limit_saves_before_and_is_queued_again(slurm, tmp_path):
     # Slurm looks every half minute: after 30 to 60 s.
     job = Job(slurm, tmp_path, 100_000, "--time=2", "--signal=TERM@60")
     until(lambda: job.steps >= 2)
@@ -90,9 +86,7 @@ def test_a_job_at_its_time_limit_saves_before_and_is_queued_again(slurm: Cluster
     slurm("scancel", job.number)
 
 
-def test_a_job_that_slurm_signals_saves_and_goes_on_when_it_runs_again(
-    slurm: Cluster, tmp_path: Path, expected: list[float]
-) -> None:
+def test_a_job_that_slurm_signals_saves_and_goes_on_when_it_runs_again(slurm, tmp_path, expected):
     job = Job(slurm, tmp_path, len(expected))
     until(lambda: job.steps >= 2)
     slurm("scancel", "--signal=TERM", job.number)

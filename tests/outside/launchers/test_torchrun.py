@@ -1,10 +1,7 @@
 """pretrain.py under torchrun that is told to leave. What a killed rank does there is in ../examples/test_examples.py."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain, unt
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("told", ["torchrun", "one rank"])
-def test_who_is_told_to_leave_saves_and_goes_on_where_it_was(told: str, tmp_path: Path, expected: list[float]) -> None:
+def test_who_is_told_to_leave_saves_and_goes_on_where_it_was(told, tmp_path, expected):
     marked, folder = Marked(tmp_path), tmp_path / "runs"
     leaves = [*TORCHRUN, "2", *pretrain(folder, 100_000), "--save-every", "100000", "--leave-within", "20"]
     running = marked.run(leaves)

@@ -3,8 +3,6 @@
 Two hosts are namespaces of this machine: see `tests/support/hosts.py`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -12,21 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.outside.examples.programs import ROOT, run_on_a_rank
 from tests.support.hosts import OWN, PORT, CannotMakeHosts, Hosts, Link, ask
 from tests.support.metronome import Metronome
-from tests.support.ranks import Ranks
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport.links import open_transport
 from zero_fn.values.mesh import mesh_axis
@@ -36,7 +31,7 @@ WIDTH, DEPTH, STEPS = 64, 4, 2
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+def hosts():
     try:
         made = Hosts()
     except CannotMakeHosts as error:
@@ -46,20 +41,20 @@ def hosts() -> Iterator[Hosts]:
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.inner = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.inner(x))
 
 
-def trained(kind: str, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(kind, width=WIDTH):
     """A model and its optimizer, on each of 2 x 2 ranks."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(Layer(width) for _ in range(DEPTH)))
+    model = nn.Sequential(*(Layer(width) for _ in range(DEPTH)))
     if kind == "zero3":
         model = zf.shard_params(model, flat)
     elif kind == "hybrid":
@@ -70,7 +65,7 @@ def trained(kind: str, width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optim
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+def step(model, optimizer, number):
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
     loss = model(x).square().mean()
     loss.backward()
@@ -82,10 +77,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
 # -- shared memory and sockets ---------------------------------------------------------------------------------------
 
 
-def test_an_axis_shares_memory_if_all_its_ranks_are_of_one_host(hosts: Hosts) -> None:
+def test_an_axis_shares_memory_if_all_its_ranks_are_of_one_host(hosts):
     """Processes of the two hosts have the same numbers, and what they open as a peer's memory may be their own."""
 
-    def who_shares() -> tuple[str, int, list[bool]]:
+    def who_shares():
         found = []
         for shape, names in (((2, 2), ("outer", "inner")), ((4,), ("dp",))):
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -104,10 +99,10 @@ def test_an_axis_shares_memory_if_all_its_ranks_are_of_one_host(hosts: Hosts) ->
 @pytest.mark.parametrize(("kind", "axis", "crossing"), [
     ("zero3", "dp", 2 / 3), ("hybrid", "outer", 1), ("hpz", "outer", 1), ("both", "outer", 1),
 ])  # fmt: skip
-def test_the_link_carries_the_bytes_that_the_plan_says(hosts: Hosts, kind: str, axis: str, crossing: float) -> None:
+def test_the_link_carries_the_bytes_that_the_plan_says(hosts, kind, axis, crossing):
     """Gloo adds about 150 bytes to a message, and the barriers here a little more."""
 
-    def counted() -> tuple[int, int, dict[str, int], dict[str, int], int]:
+    def counted():
         model, optimizer = trained(kind)
         for number in range(2):
             step(model, optimizer, number)
@@ -136,7 +131,7 @@ def test_the_link_carries_the_bytes_that_the_plan_says(hosts: Hosts, kind: str, 
         assert own <= over_loopback < own * 1.1 + 3000, (over_loopback, own)
 
 
-def loopback_nbytes() -> int:
+def loopback_nbytes():
     """Bytes that this host has sent to itself over sockets."""
     return next(int(line.split()[9]) for line in open("/proc/net/dev") if line.split()[0] == "lo:")
 
@@ -144,7 +139,7 @@ def loopback_nbytes() -> int:
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def losses(kind: str, is_stopped: bool, began: Callable[[], object] = bool) -> tuple[list[float], float]:
+def losses(kind, is_stopped, began=bool):
     """Losses of a rank, and the seconds of its steps. Some ranks are stopped half of the time."""
     model, optimizer = trained(kind)
     began()
@@ -163,7 +158,7 @@ def losses(kind: str, is_stopped: bool, began: Callable[[], object] = bool) -> t
 
 
 @pytest.fixture(scope="module")
-def on_one_host(ranks: Ranks) -> dict[str, list[list[float]]]:
+def on_one_host(ranks):
     """Losses of four ranks that share memory."""
     return {kind: [found for found, _ in ranks(4).run(losses, kind, False)] for kind in ("zero3", "hybrid")}
 
@@ -174,10 +169,8 @@ def on_one_host(ranks: Ranks) -> dict[str, list[list[float]]]:
     [(Link(), False), (Link(delay_ms=200), False), (Link(loss=0.01), False), (Link(mbit=5), False), (Link(), True)],
     ids=["clean", "delay", "loss", "rate", "stopped"],
 )
-def test_losses_over_a_link_are_those_of_one_host(
-    hosts: Hosts, on_one_host: dict[str, list[list[float]]], kind: str, link: Link, stopped: bool
-) -> None:
-    def program() -> tuple[list[float], float, int]:
+def test_losses_over_a_link_are_those_of_one_host(hosts, on_one_host, kind, link, stopped):
+    def program():
         found, took_s = losses(kind, stopped and dist.get_rank() >= 2, lambda: ask("begin"))
         return found, took_s, ask("count")["dropped"]
 
@@ -196,14 +189,14 @@ class Strikes(torch.autograd.Function):
     """The identity, whose forward or backward on rank 3 asks for a fault."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: str, when: str) -> Tensor:
+    def forward(ctx, x, fault, when):
         ctx.fault = fault if when == "backward" else ""
         if when == "forward" and dist.get_rank() == 3:
             ask(fault)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx, grad):
         if ctx.fault and dist.get_rank() == 3:
             ask(ctx.fault)
         return grad, None, None
@@ -212,10 +205,10 @@ class Strikes(torch.autograd.Function):
 class StrikesInSave:
     """Something to save, which asks for a fault."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault):
         self.fault = fault
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self):
         if dist.get_rank() == 3:
             ask(self.fault)
         return {}
@@ -224,10 +217,8 @@ class StrikesInSave:
 @pytest.mark.parametrize("kind", ["zero3", "hybrid"])
 @pytest.mark.parametrize("when", ["forward", "backward", "save"])
 @pytest.mark.parametrize("fault", ["cut", "vanish"])
-def test_who_is_left_is_told_in_time_of_a_link_that_broke(
-    hosts: Hosts, tmp_path: Path, fault: str, when: str, kind: str
-) -> None:
-    def told(deadline_s: float) -> tuple[str, str, float]:
+def test_who_is_left_is_told_in_time_of_a_link_that_broke(hosts, tmp_path, fault, when, kind):
+    def told(deadline_s):
         model, optimizer = trained(kind)
         step(model, optimizer, 0)
         if when == "save":
@@ -268,7 +259,7 @@ def test_who_is_left_is_told_in_time_of_a_link_that_broke(
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def outcome(act: Callable[[], object]) -> str:
+def outcome(act):
     try:
         act()
     except zf.ZeroError as error:
@@ -276,16 +267,16 @@ def outcome(act: Callable[[], object]) -> str:
     return ""
 
 
-def bits(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+def bits(model):
+    return [parameter.detach().to_local().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("there", ["nothing", "what a killed save has left"])
 @pytest.mark.parametrize("writes", ["save", "save_pretrained"])
-def test_a_save_to_a_folder_of_each_host_is_refused_everywhere(hosts: Hosts, writes: str, there: str) -> None:
+def test_a_save_to_a_folder_of_each_host_is_refused_everywhere(hosts, writes, there):
     """Files that a host has for itself must never be half of a checkpoint that is complete on the other."""
 
-    def program() -> tuple[str, str, list[str]]:
+    def program():
         model, optimizer = trained("zero3")
         if there != "nothing" and dist.get_rank() == 2:
             for kind in ("model", "optimizer", "extra"):
@@ -307,12 +298,10 @@ def test_a_save_to_a_folder_of_each_host_is_refused_everywhere(hosts: Hosts, wri
 
 
 @pytest.mark.parametrize("there", ["host-a", "host-b", "others"])
-def test_a_load_from_a_folder_of_each_host_is_refused_and_changes_nothing(
-    hosts: Hosts, tmp_path: Path, there: str
-) -> None:
+def test_a_load_from_a_folder_of_each_host_is_refused_and_changes_nothing(hosts, tmp_path, there):
     """Of two checkpoints of one name, on two hosts, a model would get half of each."""
 
-    def program() -> tuple[str, bool]:
+    def program():
         model, optimizer = trained("zero3")
         for number in range(2):
             step(model, optimizer, number)
@@ -337,7 +326,7 @@ def test_a_load_from_a_folder_of_each_host_is_refused_and_changes_nothing(
 TINY = ("--layers=2", "--dim=16", "--heads=2", "--seq=16", "--batch=8")
 
 
-def under_torchrun(folder: str, steps: int, every: int, victim: int | None = None) -> tuple[int, str, list[str]]:
+def under_torchrun(folder, steps, every, victim=None):
     """Runs pretrain.py as users do, an agent on each host, and kills a rank of host b once there is a checkpoint; how the
     agent ended, what it printed, and the processes that are left on its host."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"host-a:{PORT}", "--rdzv-id", "run"]
@@ -358,12 +347,12 @@ def under_torchrun(folder: str, steps: int, every: int, victim: int | None = Non
     return status, log.read_text(), left
 
 
-def processes() -> list[int]:
+def processes():
     """All of this host but the first one and this one."""
     return sorted({int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()})
 
 
-def test_pretrain_under_torchrun_gives_the_losses_of_one_host(hosts: Hosts, ranks: Ranks, tmp_path: Path) -> None:
+def test_pretrain_under_torchrun_gives_the_losses_of_one_host(hosts, ranks, tmp_path):
     ran = hosts.run(under_torchrun, str(tmp_path / "two"), 4, 4, per_host=1)
     for status, printed, left in ran.values:
         assert status == 0 and not left, printed
@@ -376,7 +365,7 @@ def test_pretrain_under_torchrun_gives_the_losses_of_one_host(hosts: Hosts, rank
 
 
 @pytest.mark.nightly
-def test_both_agents_end_and_name_a_rank_that_was_killed_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
+def test_both_agents_end_and_name_a_rank_that_was_killed_on_one_host(hosts, tmp_path):
     ran = hosts.run(under_torchrun, str(tmp_path), 100_000, 30, 1, per_host=1)
     print(f"a rank killed under torchrun: {ran.seconds:.1f} s")
     for status, _, left in ran.values:
@@ -393,11 +382,11 @@ def test_both_agents_end_and_name_a_rank_that_was_killed_on_one_host(hosts: Host
 COPIED = 256  # features: 12 bytes of state for each of 263,168 elements
 
 
-def bytes_of(model: nn.Module) -> bytes:
+def bytes_of(model):
     return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 
 
-def mirrored(folder: str, until: int) -> tuple[int, bytes]:
+def mirrored(folder, until):
     """Trains up to a step, with a copy after each, from where a run was left; the step it went on from, and parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(until)  # what is not loaded is seen
@@ -417,7 +406,7 @@ def mirrored(folder: str, until: int) -> tuple[int, bytes]:
         return first, bytes_of(model)
 
 
-def undisturbed() -> bytes:
+def undisturbed():
     torch.manual_seed(3)
     model = nn.Sequential(*(Layer(COPIED) for _ in range(DEPTH)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -429,8 +418,8 @@ def undisturbed() -> bytes:
     return bytes_of(model)
 
 
-def test_a_host_that_has_lost_its_memory_gets_what_its_ranks_read(hosts: Hosts, tmp_path: Path) -> None:
-    def run(lost: int | None) -> tuple[list[int], bytes, int]:
+def test_a_host_that_has_lost_its_memory_gets_what_its_ranks_read(hosts, tmp_path):
+    def run(lost):
         firsts, folder = [mirrored(f"{tmp_path}/{lost}", 3)[0]], Path("/dev/shm")
         dist.barrier()
         before = ask("count")["payload"]
@@ -454,8 +443,8 @@ def test_a_host_that_has_lost_its_memory_gets_what_its_ranks_read(hosts: Hosts, 
         assert files < sent[lost] - sent[None] < 1.2 * files
 
 
-def test_after_a_host_has_vanished_the_other_has_all(hosts: Hosts, tmp_path: Path) -> None:
-    def run() -> tuple[int, bytes]:
+def test_after_a_host_has_vanished_the_other_has_all(hosts, tmp_path):
+    def run():
         mirrored(str(tmp_path), 3)
         dist.barrier()
         time.sleep(0.3)  # the barrier is over on all of them

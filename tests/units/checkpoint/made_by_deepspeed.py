@@ -6,17 +6,14 @@ Each is written by DeepSpeed itself on two ranks, after two steps. Beside them `
 trained parameter as DeepSpeed gives it at that moment, and after the next step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 HERE = Path(__file__).parent / "of_deepspeed"
 
@@ -25,7 +22,7 @@ STEPS = 2
 ROWS = 4
 """Of the batch of each step, over all ranks."""
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero2": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 8, "sub_group_size": 30}},
@@ -43,7 +40,7 @@ UNIVERSAL = {"universal_zero1": "zero1", "universal_zero3": "zero3"}
 class Net(nn.Module):
     """Odd sizes, a tied pair, a frozen parameter, a buffer and a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(5, 5)
         self.middle = nn.Linear(5, 7)
@@ -55,18 +52,18 @@ class Net(nn.Module):
         self.norm.weight.requires_grad_(False)
         self.register_buffer("shift", torch.arange(5.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         inner = self.norm(self.middle(self.first(x).tanh()))
         return self.last(self.back(inner) + self.shift.to(x.dtype)) * self.gain
 
 
-def built() -> nn.Module:
+def built():
     """The model of the folders, before its first step."""
     torch.manual_seed(0)
     return Net()
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
+def groups(model):
     """Two groups: biases do not decay."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -75,22 +72,22 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     """The optimizer of the folders."""
     return torch.optim.AdamW(groups(model), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
 
 
-def batch(step: int) -> Tensor:
+def batch(step):
     """What all ranks together see in a step: "row feature"."""
     return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+def loss_of(model, rows):
     """The loss of a rank: a mean over its rows."""
-    return model(rows).float().square().mean()  # type: ignore[no-any-return]
+    return model(rows).float().square().mean()
 
 
-def _run_rank() -> None:
+def _run_rank():
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -100,7 +97,7 @@ def _run_rank() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _trained(kind: str) -> dict[str, Any]:
+def _trained(kind):
     """Saves a folder; returns the parameters then, and after the next step."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -110,12 +107,12 @@ def _trained(kind: str) -> dict[str, Any]:
     config = {"train_micro_batch_size_per_gpu": ROWS // RANKS, "gradient_clipping": 0.0, **KINDS[kind]}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
 
-    def step(number: int) -> None:
+    def step(number):
         rows = batch(number).chunk(RANKS)[rank].to(next(engine.module.parameters()).dtype)
         engine.backward(loss_of(engine, rows))
         engine.step()
 
-    def now() -> dict[str, list[float]]:
+    def now():
         trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         is_here = kind in ("zero1", "zero2")  # what DeepSpeed says of round_robin_gradients is of other parameters
         return {name: (p if is_here else safe_get_full_fp32_param(p)).flatten().tolist() for name, p in trained}
@@ -128,7 +125,7 @@ def _trained(kind: str) -> dict[str, Any]:
     return {"saved": saved, "after": now()}
 
 
-def main() -> None:
+def main():
     """Makes all of them."""
     command = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port=29533", __file__, "rank"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parents[3])}

@@ -5,14 +5,11 @@
 Models are in two parts. `golden.json` holds what DeepSpeed has then of each trained parameter, and of its moments.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re
 import sys
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +17,13 @@ from torch import Tensor, nn
 from tests.units.checkpoint.made_by_deepspeed import HERE, STEPS, adamw, batch
 
 ZERO1, ZERO2, ZERO3 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2, 3))
-LAYERS: list[dict[str, Any]] = [
+LAYERS = [
     {"patterns": [".*1.weight$"], "partition_type": "column", "shape": [[4, 2], -1], "partition_dim": 0},
     {"patterns": [".*2.weight$"], "partition_type": "row"},
     {"patterns": [".*3.weight$"], "partition_type": "column"},
 ]
 TENSOR = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": LAYERS}}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "pipeline_zero1": ZERO1,
     "pipeline_bf16": {**ZERO1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "pipeline_plain": {},
@@ -41,17 +38,17 @@ KINDS: dict[str, dict[str, Any]] = {
 class Middle(nn.Sequential):
     """A layer with a frozen parameter and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(5, 7), nn.LayerNorm(7))
         self[1].weight.requires_grad_(False)
         self.register_buffer("shift", torch.arange(7.0))
 
 
-def _loss(out: Any, *_: Any) -> Tensor:
-    return (out[0] if isinstance(out, tuple) else out).float().square().mean()  # type: ignore[no-any-return]
+def _loss(out, *_):
+    return (out[0] if isinstance(out, tuple) else out).float().square().mean()
 
 
-def _of_rank(kind: str) -> dict[str, Tensor]:
+def _of_rank(kind):
     """Saves a folder; returns what this rank has of each trained parameter and its moments, one after the other."""
     import deepspeed
     from deepspeed.moe.layer import MoE
@@ -64,12 +61,12 @@ def _of_rank(kind: str) -> dict[str, Tensor]:
     if kind.startswith("pipeline"):
         tied = [TiedLayerSpec("embed", nn.Linear, 5, 5, tied_weight_attr=["weight", "bias"]) for _ in range(2)]
         layers = [tied[0], LayerSpec(Middle), LayerSpec(nn.Linear, 7, 5), tied[1]]
-        model: Any = PipelineModule(layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
+        model = PipelineModule(layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
     else:
         experts = nn.Sequential(nn.Linear(5, 5), MoE(5, nn.Linear(5, 5), num_experts=4, ep_size=2, min_capacity=0))
         cut = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 6), nn.Linear(6, 5), nn.Linear(5, 6))
         model = cut if kind.startswith("tensor") else experts
-    groups: Any = [{"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}]
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}]
     groups = split_params_into_different_moe_groups_for_optimizer(groups)
     made = torch.optim.SGD(groups, lr=0.01) if "plain" in kind else torch.optim.AdamW(groups, lr=0.01)
     config = {"train_micro_batch_size_per_gpu": 2, **KINDS[kind]}
@@ -97,7 +94,7 @@ if __name__ == "__main__":
     kind = sys.argv[1]
     mine, found = _of_rank(kind), [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, mine)
-    whole: dict[str, Tensor] = {}
+    whole = {}
     for rank, each in enumerate(found):
         for name, value in each.items():
             whole.setdefault(re.sub(r"(?<=experts\.)\d+", lambda n, r=rank: str(int(n[0]) + r % 2 * 2), name), value)

@@ -1,17 +1,13 @@
 """A save that is killed or fails has not begun: the checkpoint before is loaded, and nothing else passes for one."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis, sent_by_value
+from tests.support.ranks import axis, sent_by_value
 from tests.units.storage.disks import small_disk
 from zero_fn.checkpoint.huggingface.write import export
 from zero_fn.local import blame
@@ -32,13 +28,13 @@ CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkd
 
 
 @contextmanager
-def before_each_call(act: Callable[[int, str], None]) -> Iterator[list[str]]:
+def before_each_call(act):
     """Inside, `act(number, name)` runs before every call of the system. Yields the names of the calls so far."""
-    seen: list[str] = []
+    seen = []
     real = {name: getattr(os, name) for name in CALLS}
 
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def counted(name):
+        def call(*args, **kwargs):
             seen.append(name)
             act(len(seen), name)
             return real[name](*args, **kwargs)
@@ -54,7 +50,7 @@ def before_each_call(act: Callable[[int, str], None]) -> Iterator[list[str]]:
             setattr(os, name, real[name])
 
 
-def run_of(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def run_of(step):
     """A model and its optimizer whose values say which step they are of."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -68,7 +64,7 @@ def run_of(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def loaded_step(folder: Path) -> int:
+def loaded_step(folder):
     """The step that is loaded, if all values are of it."""
     model, optimizer = run_of(0)
     step = zf.load(folder, model, optimizer)["step"]
@@ -77,21 +73,21 @@ def loaded_step(folder: Path) -> int:
     return int(step)
 
 
-def saved(folder: Path, step: int, how: str = "sync", **options: Any) -> None:
+def saved(folder, step, how="sync", **options):
     model, optimizer = run_of(step)
     background = how == "async"
     zf.save(folder / f"step-{step}", model, optimizer, extra={"step": step}, background=background, **options).wait()
 
 
-def left_by_a_kill(folder: Path, kept: Path, act: Callable[[], object]) -> list[Path]:
+def left_by_a_kill(folder, kept, act):
     """Acts on a folder. Copies of it as it was before each call of the system: what a kill at that point leaves.
 
     What has no name yet goes with a process that is killed, and so do its locks; neither is in a copy.
     """
-    made: list[Path] = []
+    made = []
     is_copying = False
 
-    def copy(_number: int, _name: str) -> None:
+    def copy(_number, _name):
         nonlocal is_copying
         if not is_copying:  # which calls the system, too
             is_copying = True
@@ -104,7 +100,7 @@ def left_by_a_kill(folder: Path, kept: Path, act: Callable[[], object]) -> list[
     return made
 
 
-def killed_at(point: int, act: Callable[[], object]) -> bool:
+def killed_at(point, act):
     """Acts in a child that is killed before that call of the system; whether it was."""
     child = os.fork()
     if child == 0:
@@ -117,7 +113,7 @@ def killed_at(point: int, act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-def test_a_save_that_is_killed_at_any_point_has_not_begun(how: str, tmp_path: Path) -> None:
+def test_a_save_that_is_killed_at_any_point_has_not_begun(how, tmp_path):
     folder = tmp_path / "runs"
     saved(folder, 1)
     saved(folder, 2)
@@ -134,7 +130,7 @@ def test_a_save_that_is_killed_at_any_point_has_not_begun(how: str, tmp_path: Pa
     assert set(steps) == {2, 3}
 
 
-def test_a_process_that_is_killed_leaves_what_the_next_save_takes_over(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_leaves_what_the_next_save_takes_over(tmp_path):
     """The other tests copy what is there at a point; here a process is killed at some."""
     saved(tmp_path, 1)
     for point in (1, 10, 30, 50):
@@ -146,25 +142,25 @@ def test_a_process_that_is_killed_leaves_what_the_next_save_takes_over(tmp_path:
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-def test_all_is_on_the_disk_before_the_rename_and_the_rename_after_it(how: str, tmp_path: Path) -> None:
+def test_all_is_on_the_disk_before_the_rename_and_the_rename_after_it(how, tmp_path):
     """A file system may keep a rename and lose what was written before it, where nobody asked for the bytes."""
     folder = tmp_path / "runs"
     saved(folder, 1)
-    log: list[tuple[str, Path]] = []
+    log = []
     real_sync, real_write, real_rename = os.fsync, os.pwrite, os.rename
 
-    def path_of(fd: int) -> Path:
+    def path_of(fd):
         return Path(os.readlink(f"/proc/self/fd/{fd}"))
 
-    def sync(fd: int) -> None:
+    def sync(fd):
         real_sync(fd)
         log.append(("fsync", path_of(fd)))
 
-    def write(fd: int, *rest: Any) -> int:
+    def write(fd, *rest):
         log.append(("write", path_of(fd)))
         return real_write(fd, *rest)
 
-    def rename(source: Any, target: Any) -> None:
+    def rename(source, target):
         log.extend(("there", path) for path in (Path(source), *Path(source).rglob("*")))
         real_rename(source, target)
         log.append(("rename", Path(target)))
@@ -188,18 +184,16 @@ SINGLE, SHARDS = "1GB", 40
     ("before", "after"),
     [(None, SHARDS), (SINGLE, SINGLE), (SINGLE, SHARDS), (SHARDS, SINGLE), (SHARDS, SHARDS)],
 )
-def test_weights_that_are_replaced_are_always_one_model(
-    before: int | str | None, after: int | str, tmp_path: Path
-) -> None:
+def test_weights_that_are_replaced_are_always_one_model(before, after, tmp_path):
     """Of a save that is killed at any point the one before is left, or the new one, or nothing where there was nothing."""
 
-    def model(value: float) -> nn.Module:
+    def model(value):
         made = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
         for parameter in made.parameters():
             nn.init.constant_(parameter, value)
         return made
 
-    def found(folder: Path) -> float | None:
+    def found(folder):
         read = model(0)
         try:
             zf.load_pretrained(read, folder)
@@ -226,7 +220,7 @@ def test_weights_that_are_replaced_are_always_one_model(
     assert (folder / "trainer_state.json").exists()
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     with small_disk(tmp_path / "disk", "size=256k") as disk:
         saved(disk, 1)
         model = nn.Linear(300, 300)
@@ -237,11 +231,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [4, 12, 18, 22])
-def test_a_path_that_vanishes_is_a_typed_error(at: int, tmp_path: Path) -> None:
+def test_a_path_that_vanishes_is_a_typed_error(at, tmp_path):
     """Somebody removes the folder that is being written."""
     saved(tmp_path, 1)
 
-    def vanish(number: int, _: str) -> None:
+    def vanish(number, _):
         if number == at:
             shutil.rmtree(tmp_path / ".step-2.saving")
 
@@ -252,16 +246,16 @@ def test_a_path_that_vanishes_is_a_typed_error(at: int, tmp_path: Path) -> None:
     assert loaded_step(tmp_path) == 2
 
 
-def test_a_read_only_disk_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_a_typed_error(tmp_path):
     with small_disk(tmp_path / "disk", "ro,size=1m") as disk, pytest.raises(zf.StorageError, match="EROFS"):
         zf.save(disk / "step-1", nn.Linear(2, 2))
 
 
-def test_what_another_process_is_saving_is_left_alone(tmp_path: Path) -> None:
+def test_what_another_process_is_saving_is_left_alone(tmp_path):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with before_each_call(lambda _, name: (os.write(write, b"x"), signal.pause()) if name == "fsync" else None):  # type: ignore[arg-type,return-value]
+        with before_each_call(lambda _, name: (os.write(write, b"x"), signal.pause()) if name == "fsync" else None):
             saved(tmp_path, 1)
         os._exit(0)
     try:
@@ -279,14 +273,14 @@ def test_what_another_process_is_saving_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / ".step-1.saving").exists()
 
 
-def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_overwritten(tmp_path):
     saved(tmp_path, 1)
     with pytest.raises(zf.CheckpointError, match="of this name exists already"):
         saved(tmp_path, 1)
     assert loaded_step(tmp_path) == 1
 
 
-def _refused(folder: Path) -> list[str]:
+def _refused(folder):
     """The disk of rank 1 refuses what a thread writes; what this rank is told by `wait`, the next save and a load."""
     model = zf.zero3(nn.Linear(4, 4), axis())
     zf.save(folder / "step-1", model)
@@ -303,13 +297,13 @@ def _refused(folder: Path) -> list[str]:
     return said
 
 
-def test_a_write_in_the_background_that_fails_on_one_rank_is_told_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_write_in_the_background_that_fails_on_one_rank_is_told_on_all(ranks, tmp_path):
     for rank, said in enumerate(ranks(3).run(_refused, tmp_path)):
         assert all("ENOSPC" in text and (rank == 1 or "failed on rank 1" in text) for text in said), said
     assert [found.step for found in zf.checkpoints(tmp_path)] == [1, 4], "nothing else is left"
 
 
-def _ended_before(folder: Path, victim: int) -> None:
+def _ended_before(folder, victim):
     """A rank ends before the first save; the others write what they are told, and when."""
     if dist.get_rank() == victim:
         os._exit(3)
@@ -320,7 +314,7 @@ def _ended_before(folder: Path, victim: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_ended_before_the_first_save_is_told_before_the_deadline(victim: int, tmp_path: Path) -> None:
+def test_a_rank_that_ended_before_the_first_save_is_told_before_the_deadline(victim, tmp_path):
     """The first save makes a process group, which waits for all ranks as long as it may."""
     with (
         LocalRanks(3) as ranks,
@@ -332,12 +326,12 @@ def test_a_rank_that_ended_before_the_first_save_is_told_before_the_deadline(vic
     assert all(float((tmp_path / f"rank{rank}").read_text()) < 30 for rank in {0, 1, 2} - {victim})
 
 
-def _killed(folder: Path, at: int, how: str) -> None:
+def _killed(folder, at, how):
     """The second rank is killed while it saves; the others write what they are told."""
     model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
     zf.save(folder / "step-1", model)
 
-    def kill(number: int, _: str) -> None:
+    def kill(number, _):
         if number == at and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -351,7 +345,7 @@ def _killed(folder: Path, at: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(("at", "how"), [(1, "sync"), (4, "async"), (9, "sync")])
-def test_a_rank_that_is_killed_in_a_save_is_a_typed_error_on_the_others(at: int, how: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_a_save_is_a_typed_error_on_the_others(at, how, tmp_path):
     with (
         LocalRanks(3) as ranks,
         patch.object(blame, "GRACE_S", 45.0),

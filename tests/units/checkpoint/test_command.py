@@ -1,18 +1,13 @@
 """`python -m zero_fn checkpoint`: from any format into any other, to the bit, with errors that are told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.units.checkpoint.damage import flip
@@ -23,14 +18,14 @@ OURS = ["zero_fn", "dcp"]
 """Formats with an optimizer."""
 
 
-def _loaded(folder: Path) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+def _loaded(folder):
     model = built()
     optimizer = adamw(model)
     extra = zf.load(folder, model, optimizer)
     return model, optimizer, extra
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same(one, other):
     (model, optimizer, extra), (second, its, others) = _loaded(one), _loaded(other)
     states = [o.state_dict() for o in (optimizer, its)]
     pairs = zip(model.state_dict().values(), second.state_dict().values(), strict=True)
@@ -45,7 +40,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3"])
-def test_formats_follow_each_other_to_the_bit(kind: str, tmp_path: Path) -> None:
+def test_formats_follow_each_other_to_the_bit(kind, tmp_path):
     source = HERE / kind
     for number, to in enumerate(["zero_fn", "dcp", "zero_fn", "dcp"]):
         target = tmp_path / f"{number}"
@@ -56,7 +51,7 @@ def test_formats_follow_each_other_to_the_bit(kind: str, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
 
 
-def test_safetensors_have_the_model_alone(tmp_path: Path) -> None:
+def test_safetensors_have_the_model_alone(tmp_path):
     command = ["checkpoint", "convert", str(HERE / "zero3"), str(tmp_path / "hf"), "--to", "hf", "--dtype", "bf16"]
     assert main(command) == 0
     found = load_file(tmp_path / "hf" / "model.safetensors")
@@ -66,7 +61,7 @@ def test_safetensors_have_the_model_alone(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name].bfloat16()) for name, value in found.items())
 
 
-def test_only_some_kinds_are_kept(tmp_path: Path) -> None:
+def test_only_some_kinds_are_kept(tmp_path):
     command = ["checkpoint", "convert", str(HERE / "zero1"), str(tmp_path / "a"), "--to", "zero_fn", "--only", "model"]
     assert main(command) == 0
     model = built()
@@ -75,7 +70,7 @@ def test_only_some_kinds_are_kept(tmp_path: Path) -> None:
         _loaded(tmp_path / "a")
 
 
-def test_tensors_in_extra_are_converted_to_the_bit(tmp_path: Path) -> None:
+def test_tensors_in_extra_are_converted_to_the_bit(tmp_path):
     weights = torch.arange(6.0).view(2, 3).t()
     zf.save(tmp_path / "step-1", built(), extra={"weights": weights})
     for number, to in enumerate(OURS, 1):
@@ -84,7 +79,7 @@ def test_tensors_in_extra_are_converted_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(zf.load(target, built())["weights"], weights)
 
 
-def test_an_average_is_converted_to_the_bit(tmp_path: Path) -> None:
+def test_an_average_is_converted_to_the_bit(tmp_path):
     model, other = built(), built()
     average = zf.ema(model, 0.5)
     with torch.no_grad():
@@ -102,7 +97,7 @@ def test_an_average_is_converted_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(read[name], value)
 
 
-def test_commands_list_and_tell_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_list_and_tell_errors(tmp_path, capsys):
     zf.save(tmp_path / "step-1", nn.Linear(3, 3))
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
     assert "step-1" in capsys.readouterr().out
@@ -118,7 +113,7 @@ def test_commands_list_and_tell_errors(tmp_path: Path, capsys: pytest.CaptureFix
             main(unfinished)
 
 
-def test_a_process_of_its_own_needs_no_group(tmp_path: Path) -> None:
+def test_a_process_of_its_own_needs_no_group(tmp_path):
     command = [sys.executable, "-m", "zero_fn", "checkpoint"]
     done = subprocess.run([*command, "ls", str(HERE / "zero1")], capture_output=True, text=True)
     assert (done.returncode, "global_step2" in done.stdout) == (0, True), done.stderr

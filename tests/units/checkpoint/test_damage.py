@@ -1,7 +1,5 @@
 """Whatever is wrong with a checkpoint is found before anything changes, and said with its place."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -9,18 +7,15 @@ import random
 import shutil
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.units.checkpoint.damage import flip, flipped, instead
 from zero_fn.checkpoint.format import files
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, TensorReader
@@ -29,7 +24,7 @@ from zero_fn.runtime.box import Box
 FLIPS = 200
 
 
-def run_of(value: float) -> tuple[Any, torch.optim.Optimizer]:
+def run_of(value):
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     optimizer = torch.optim.SGD(model.parameters(), lr=value, momentum=0.9)
     with torch.no_grad():
@@ -39,18 +34,18 @@ def run_of(value: float) -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def values_of(model, optimizer):
     states = [state["momentum_buffer"] for state in optimizer.state.values()]
     return [torch.tensor(optimizer.param_groups[0]["lr"]), *model.state_dict().values(), *states]
 
 
-def saved(folder: Path) -> list[Path]:
+def saved(folder):
     """Saves a checkpoint; its files."""
     zf.save(folder / "step-1", *run_of(1.5), extra={"step": 1, "noise": torch.arange(7)})
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_every_flipped_bit_is_found_and_nothing_has_changed(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found_and_nothing_has_changed(tmp_path):
     paths = saved(tmp_path)
     model, optimizer = run_of(2.5)
     before = [value.clone() for value in values_of(model, optimizer)]
@@ -63,7 +58,7 @@ def test_every_flipped_bit_is_found_and_nothing_has_changed(tmp_path: Path) -> N
     assert torch.equal(model[0].weight, torch.full((5, 3), 1.5))
 
 
-def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path: Path) -> None:
+def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path):
     path = next(path for path in saved(tmp_path) if path.suffix == ".safetensors")
     gc.collect()  # of tests before
     opened = len(os.listdir("/proc/self/fd"))
@@ -74,8 +69,8 @@ def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path: Path) 
         assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_damage_names_file_tensor_and_rank(ranks: Ranks, tmp_path: Path) -> None:
-    def case() -> str:
+def test_damage_names_file_tensor_and_rank(ranks, tmp_path):
+    def case():
         model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
         zf.save(tmp_path / "step-1", model)
         if dist.get_rank() == 0:
@@ -96,7 +91,7 @@ def test_damage_names_file_tensor_and_rank(ranks: Ranks, tmp_path: Path) -> None
     assert "00001-0.safetensors" in first
 
 
-def test_a_damaged_one_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+def test_a_damaged_one_is_not_passed_over_in_silence(tmp_path):
     saved(tmp_path)
     zf.save(tmp_path / "step-2", *run_of(2.0))
     (tmp_path / "step-2" / "rank-00000.json").unlink()
@@ -105,7 +100,7 @@ def test_a_damaged_one_is_not_passed_over_in_silence(tmp_path: Path) -> None:
     zf.load(tmp_path / "step-1", *run_of(1.0))
 
 
-def test_files_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_checkpoint_are_refused(tmp_path):
     saved(tmp_path)
     zf.save(tmp_path / "step-2", *run_of(2.0))
     shutil.copy(tmp_path / "step-2" / "rank-00000.json", tmp_path / "step-1" / "rank-00000.json")
@@ -113,7 +108,7 @@ def test_files_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
         zf.load(tmp_path / "step-1", *run_of(1.0))
 
 
-def test_once_says_that_the_model_is_partly_loaded(tmp_path: Path) -> None:
+def test_once_says_that_the_model_is_partly_loaded(tmp_path):
     saved(tmp_path)
     path = tmp_path / "step-1" / "optimizer" / "00000-0.safetensors"
     path.write_bytes(flip(path))
@@ -127,9 +122,9 @@ def test_once_says_that_the_model_is_partly_loaded(tmp_path: Path) -> None:
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-def test_all_that_does_not_fit_is_listed_before_anything_changes(tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_listed_before_anything_changes(tmp_path):
     saved(tmp_path)
-    model: Any = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2, bias=False))
+    model = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=7.0, momentum=0.9)
     before = model[0].bias.detach().clone()
     with pytest.raises(zf.CheckpointError) as caught:
@@ -148,7 +143,7 @@ def test_all_that_does_not_fit_is_listed_before_anything_changes(tmp_path: Path)
     assert optimizer.param_groups[0]["lr"] == 7.0
 
 
-def test_names_may_be_changed_left_out_and_missing(tmp_path: Path) -> None:
+def test_names_may_be_changed_left_out_and_missing(tmp_path):
     saved(tmp_path)
     model, optimizer = run_of(2.5)
     named = nn.Module()
@@ -172,7 +167,7 @@ def test_names_may_be_changed_left_out_and_missing(tmp_path: Path) -> None:
     assert bool((norm[0].weight == 2.5).all())
 
 
-def test_only_loads_a_part(tmp_path: Path) -> None:
+def test_only_loads_a_part(tmp_path):
     saved(tmp_path)
     model, optimizer = run_of(2.5)
     assert zf.load(tmp_path, model, optimizer, only="model") == {}
@@ -181,8 +176,8 @@ def test_only_loads_a_part(tmp_path: Path) -> None:
     assert set(zf.load(tmp_path, only="extra")) == {"step", "noise"}
 
 
-def test_elements_that_share_memory_are_refused_before_anything_changes(tmp_path: Path) -> None:
-    def model(value: float) -> Any:
+def test_elements_that_share_memory_are_refused_before_anything_changes(tmp_path):
+    def model(value):
         made = nn.Linear(2, 2)
         nn.init.constant_(made.weight, value)
         made.register_buffer("mask", torch.full((1, 3), value).expand(2, 3))
@@ -198,7 +193,7 @@ def test_elements_that_share_memory_are_refused_before_anything_changes(tmp_path
     assert torch.equal(other.mask, torch.ones(2, 3))
 
 
-def test_bits_are_not_lost_in_smaller_dtypes(tmp_path: Path) -> None:
+def test_bits_are_not_lost_in_smaller_dtypes(tmp_path):
     saved(tmp_path)
     model = run_of(1.0)[0]
     with pytest.raises(zf.CheckpointError, match="bits would be lost"):
@@ -213,17 +208,17 @@ def test_bits_are_not_lost_in_smaller_dtypes(tmp_path: Path) -> None:
 
 
 class _Own(nn.Linear):
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}packed"] = torch.zeros(2)
 
 
 class _Counting(nn.Linear):
-    def get_extra_state(self) -> int:
+    def get_extra_state(self):
         return 3
 
 
-def _foreign() -> dict[str, Any]:
+def _foreign():
     return {"model": nn.Linear(2, 2), "optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}
 
 
@@ -243,7 +238,7 @@ def _foreign() -> dict[str, Any]:
         ({"folder": ".hidden"}, "no name for a checkpoint"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_with_its_path(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_refused_with_its_path(arguments, words, tmp_path):
     with pytest.raises(zf.CheckpointError, match=words):
         zf.save(tmp_path / arguments.get("folder", "a"), **{k: v for k, v in arguments.items() if k != "folder"})
     assert list(tmp_path.iterdir()) == []
@@ -273,14 +268,14 @@ def test_what_cannot_be_saved_is_refused_with_its_path(arguments: dict[str, Any]
         {"t": [torch.tensor(True)]},
     ],
 )
-def test_values_come_back_as_they_were(value: object, tmp_path: Path) -> None:
+def test_values_come_back_as_they_were(value, tmp_path):
     zf.save(tmp_path / "a", extra={"x": value})
     found = zf.load(tmp_path)["x"]
     assert repr(found) == repr(value)
     assert type(found) is type(value)
 
 
-def test_nan_comes_back(tmp_path: Path) -> None:
+def test_nan_comes_back(tmp_path):
     zf.save(tmp_path / "a", extra={"x": float("nan")})
     assert zf.load(tmp_path)["x"] != zf.load(tmp_path)["x"]
 
@@ -291,24 +286,24 @@ def test_nan_comes_back(tmp_path: Path) -> None:
 PART = "rank-00000.json"
 
 
-def _nested(depth: int) -> Any:
-    value: Any = 1
+def _nested(depth):
+    value = 1
     for _ in range(depth):
         value = [value]
     return value
 
 
-def _first(body: dict[str, Any], kind: str = "model") -> dict[str, Any]:
-    found: dict[str, Any] = body["files"][kind][0]
+def _first(body, kind="model"):
+    found = body["files"][kind][0]
     return found
 
 
-def _box(body: dict[str, Any], kind: str = "model", name: str = "0.bias") -> dict[str, Any]:
-    found: dict[str, Any] = _first(body, kind)["tensors"][name]
+def _box(body, kind="model", name="0.bias"):
+    found = _first(body, kind)["tensors"][name]
     return found
 
 
-def _tried(parent: Path, raw: bytes, file: str) -> bool:
+def _tried(parent, raw, file):
     """Whether a load of `step-1`, of which a file is replaced, is refused and changes nothing, or loads what was saved."""
     model, optimizer = run_of(2.5)
     before = [value.clone() for value in values_of(model, optimizer)]
@@ -324,7 +319,7 @@ def _tried(parent: Path, raw: bytes, file: str) -> bool:
         return False
 
 
-def _refused(parent: Path, raw: bytes, file: str) -> None:
+def _refused(parent, raw, file):
     """It is refused, and takes no memory."""
     tracemalloc.start()
     try:
@@ -335,7 +330,7 @@ def _refused(parent: Path, raw: bytes, file: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def parent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made_by_hand")
     zf.save(folder / "step-0", *run_of(1.5))
     saved(folder)
@@ -378,7 +373,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("manifest.json", lambda body: body.update(saved_at_ns=1 << 63)),
     ],
 )
-def test_what_was_made_by_hand_is_a_typed_error(file: str, change: Callable[..., object], parent: Path) -> None:
+def test_what_was_made_by_hand_is_a_typed_error(file, change, parent):
     """Its digest is right, since whoever makes a file can sign it."""
     body = json.loads((parent / "step-1" / file).read_text())["body"]
     change(body)
@@ -387,11 +382,11 @@ def test_what_was_made_by_hand_is_a_typed_error(file: str, change: Callable[...,
 
 @pytest.mark.parametrize("file", ["manifest.json", PART])
 @pytest.mark.parametrize("text", ["[1]", "5", "null", "{}", "[" * 100_000 + "]" * 100_000])
-def test_what_is_no_manifest_at_all_is_a_typed_error(text: str, file: str, parent: Path) -> None:
+def test_what_is_no_manifest_at_all_is_a_typed_error(text, file, parent):
     _refused(parent, files._signed(text), file)
 
 
-def _nodes(value: Any) -> Iterator[tuple[Any, Any]]:
+def _nodes(value):
     """Everything in JSON, each with what holds it."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         yield value, key
@@ -399,11 +394,11 @@ def _nodes(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _nodes(item)
 
 
-INSTEAD: list[Any] = [None, True, -1, 0, 7, 1 << 40, 1 << 70, 1.5, "", "x", [], {}, [[1]], {"$tensor": "x"}, {"a": {}}]
+INSTEAD = [None, True, -1, 0, 7, 1 << 40, 1 << 70, 1.5, "", "x", [], {}, [[1]], {"$tensor": "x"}, {"a": {}}]
 
 
 @pytest.mark.parametrize("file", ["manifest.json", PART])
-def test_whatever_a_manifest_says_is_loaded_or_a_typed_error(file: str, parent: Path) -> None:
+def test_whatever_a_manifest_says_is_loaded_or_a_typed_error(file, parent):
     """Each entry is something else, or is left out."""
     choose, whole = random.Random(0), (parent / "step-1" / file).read_text()
     tried = 0
@@ -446,7 +441,7 @@ WEIGHT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         -1,
     ],
 )
-def test_headers_of_safetensors_that_were_made_by_hand_are_typed_errors(header: Any, tmp_path: Path) -> None:
+def test_headers_of_safetensors_that_were_made_by_hand_are_typed_errors(header, tmp_path):
     text = b"" if isinstance(header, int) else json.dumps(header).encode()
     length = header % (1 << 64) if isinstance(header, int) else len(text)
     (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + text + bytes(16))
@@ -472,13 +467,13 @@ def test_headers_of_safetensors_that_were_made_by_hand_are_typed_errors(header: 
         "[" * 100_000,
     ],
 )
-def test_indices_of_safetensors_that_were_made_by_hand_are_typed_errors(index: str, tmp_path: Path) -> None:
+def test_indices_of_safetensors_that_were_made_by_hand_are_typed_errors(index, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises((zf.CheckpointError, zf.StorageError)):
         zf.load_pretrained(nn.Linear(2, 2), tmp_path)
 
 
-def test_a_tensor_of_several_blocks_has_a_digest_for_each(tmp_path: Path) -> None:
+def test_a_tensor_of_several_blocks_has_a_digest_for_each(tmp_path):
     model = nn.Linear(700, 700, bias=False)
     zf.save(tmp_path / "step-1", model)
     loaded = nn.Linear(700, 700, bias=False)
@@ -491,7 +486,7 @@ def test_a_tensor_of_several_blocks_has_a_digest_for_each(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("first", "last"), [(10, 90_001), (40_000, 40_010), (32_768, 70_000)])
-def test_a_part_that_begins_or_ends_within_a_chunk_is_read(first: int, last: int, tmp_path: Path) -> None:
+def test_a_part_that_begins_or_ends_within_a_chunk_is_read(first, last, tmp_path):
     values = torch.arange(100_000, dtype=torch.int32)
     box = StoredBox("values", torch.int32, (100_000,), Box((0,), (100_000,)))
     file = TensorFile(tmp_path / "a", [box], "a test")

@@ -1,11 +1,7 @@
 """What checkpoints there are, which are kept, how many messages a save takes, and who else reads the files."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import zero_fn as zf
 from tests.axes.grids import Decoder
-from tests.simulation import Simulated
 from tests.simulation import axis as simulated_axis
 from tests.support.groups import pretended
 from tests.support.ranks import Ranks, axis
@@ -29,11 +24,11 @@ from zero_fn.storage import Slab
 from zero_fn.transport import meeting
 
 
-def _steps(folder: Path) -> list[int | None]:
+def _steps(folder):
     return [found.step for found in zf.checkpoints(folder)]
 
 
-def test_checkpoints_says_what_there_is(tmp_path: Path) -> None:
+def test_checkpoints_says_what_there_is(tmp_path):
     assert zf.save(tmp_path / "step-20", nn.Linear(3, 3)).is_done()
     zf.save(tmp_path / "step-10", nn.Linear(30, 30))
     (tmp_path / ".step-30.saving").mkdir()
@@ -48,7 +43,7 @@ def test_checkpoints_says_what_there_is(tmp_path: Path) -> None:
     assert zf.checkpoints(first.path) == [first]
 
 
-def test_keep_leaves_the_newest_and_some_others(tmp_path: Path) -> None:
+def test_keep_leaves_the_newest_and_some_others(tmp_path):
     zf.save(tmp_path / "best-1", nn.Linear(2, 2))
     (tmp_path / "step-5").mkdir()  # not a checkpoint
     for step in range(10, 70, 10):
@@ -59,16 +54,16 @@ def test_keep_leaves_the_newest_and_some_others(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [1, 70]
 
 
-def test_nothing_is_removed_before_there_are_as_many_as_are_kept(tmp_path: Path) -> None:
+def test_nothing_is_removed_before_there_are_as_many_as_are_kept(tmp_path):
     for step in range(1, 6):
         zf.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep=3)
         assert _steps(tmp_path) == list(range(max(step - 2, 1), step + 1))
 
 
-def test_what_cannot_be_pruned_stays_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_pruned_stays_with_a_warning(tmp_path, monkeypatch):
     zf.save(tmp_path / "step-1", nn.Linear(2, 2))
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise PermissionError(13, "no")
 
     monkeypatch.setattr("shutil.rmtree", refuse)
@@ -81,15 +76,15 @@ def test_what_cannot_be_pruned_stays_with_a_warning(tmp_path: Path, monkeypatch:
 # -- async -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
+def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path, monkeypatch):
+    def refuse(*_):
         raise OSError(28, "No space left on device")
 
     model = nn.Linear(3, 3)
     entered, go = threading.Event(), threading.Event()
-    real = zf.checkpoint.writing.Writing.write_rest  # type: ignore[attr-defined]
+    real = zf.checkpoint.writing.Writing.write_rest
 
-    def late(writing: Any) -> None:
+    def late(writing):
         entered.set()
         go.wait()
         monkeypatch.setattr("os.fsync", refuse)
@@ -108,10 +103,10 @@ def test_a_failure_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkey
     assert _steps(tmp_path) == [2]
 
 
-def test_load_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = zf.checkpoint.writing.Writing.write_rest  # type: ignore[attr-defined]
+def test_load_waits_for_the_save_under_way(tmp_path, monkeypatch):
+    real = zf.checkpoint.writing.Writing.write_rest
 
-    def late(writing: Any) -> None:
+    def late(writing):
         time.sleep(0.2)
         real(writing)
 
@@ -125,11 +120,11 @@ def test_load_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(model.weight, expected)
 
 
-def test_values_are_copied_into_as_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[int] = []
+def test_values_are_copied_into_as_many_bytes(tmp_path, monkeypatch):
+    copied = []
 
     class Counted(Slab):
-        def __init__(self, nbytes: int, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, nbytes, *args, **kwargs):
             copied.append(nbytes)
             super().__init__(nbytes, *args, **kwargs)
 
@@ -142,16 +137,14 @@ def test_values_are_copied_into_as_many_bytes(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("size", [2, 8, 512])
-def test_a_rank_sends_as_many_messages_whatever_their_number(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    messages: list[int] = []
+def test_a_rank_sends_as_many_messages_whatever_their_number(size, tmp_path, monkeypatch):
+    messages = []
     with pretended(size, rank=size - 1) as mesh:
         model = zf.shard_params(nn.Linear(1024, 3), mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for name in ("send", "recv"):
             _count(monkeypatch, name, messages)
-        calls: list[str] = []
+        calls = []
         for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_single", "all_gather_into_tensor"):
             monkeypatch.setattr(dist, name, lambda *_, **__: calls.append("any"), raising=False)
         draft = tmp_path / ".step-1.saving"  # made by rank 0, which is only pretended
@@ -164,21 +157,21 @@ def test_a_rank_sends_as_many_messages_whatever_their_number(
     assert calls == []
 
 
-def _count(monkeypatch: pytest.MonkeyPatch, name: str, messages: list[int]) -> None:
+def _count(monkeypatch, name, messages):
     real = getattr(dist.ProcessGroup, name)
 
-    def counted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
+    def counted(group, tensors, *rest):
         messages.append(sum(tensor.numel() for tensor in tensors))
         return real(group, tensors, *rest)
 
     monkeypatch.setattr(dist.ProcessGroup, name, counted)
 
 
-def _pretend_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def _pretend_an_answer(monkeypatch):
     """Rank 0 is only pretended: what comes from it is what it would have answered."""
     real = meeting.scatter
 
-    def answered(group: dist.ProcessGroup, rows: torch.Tensor, seconds: float) -> torch.Tensor:
+    def answered(group, rows, seconds):
         found = real(group, rows, seconds)
         said = b"\x000\n1\nid"
         found.zero_()[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
@@ -187,7 +180,7 @@ def _pretend_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_fn.checkpoint.rank_meeting.scatter", answered)
 
 
-def _over_many(folder: Path) -> tuple[int, list[str]]:
+def _over_many(folder):
     """Saves and loads on many ranks; how many of them a reader has asked, and what differs."""
     model = zf.zero3(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3)), simulated_axis())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -202,7 +195,7 @@ def _over_many(folder: Path) -> tuple[int, list[str]]:
     return len(asked), differing(expected, everything(model, optimizer))
 
 
-def test_a_reader_asks_a_few_of_many_ranks(simulated: Simulated, tmp_path: Path) -> None:
+def test_a_reader_asks_a_few_of_many_ranks(simulated, tmp_path):
     for asked, wrong in simulated(20).run(_over_many, tmp_path):
         assert asked <= 8 + 1
         assert wrong == []
@@ -212,25 +205,25 @@ def test_a_reader_asks_a_few_of_many_ranks(simulated: Simulated, tmp_path: Path)
     zf.load(tmp_path, other, only="model")
 
 
-def test_names_are_changed_in_models_only(tmp_path: Path) -> None:
+def test_names_are_changed_in_models_only(tmp_path):
     zf.save(tmp_path / "step-1", nn.Linear(2, 2), extra={"weight": torch.ones(2)})
     inner = nn.ModuleDict({"inner": nn.Linear(2, 2)})
     assert torch.equal(zf.load(tmp_path, inner, rename={"^": "inner."})["weight"], torch.ones(2))
 
 
-def _differing_arguments(folder: Path) -> str:
+def _differing_arguments(folder):
     with pytest.raises(zf.DisagreementError) as caught:
         zf.save(folder / f"step-{dist.get_rank()}", nn.Linear(2, 2))
     return str(caught.value)
 
 
-def test_ranks_that_name_different_folders_are_told(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_name_different_folders_are_told(ranks, tmp_path):
     for said in ranks(2).run(_differing_arguments, tmp_path):
         assert "ranks 0 and 1 were given different arguments" in said
     assert list(tmp_path.iterdir()) == []
 
 
-def _alone(folder: Path) -> str:
+def _alone(folder):
     if dist.get_rank() == 1:
         time.sleep(6)  # it never calls save, and ends
         return ""
@@ -239,7 +232,7 @@ def _alone(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_save_that_one_rank_alone_calls_ends_at_the_deadline(tmp_path: Path) -> None:
+def test_a_save_that_one_rank_alone_calls_ends_at_the_deadline(tmp_path):
     fresh = Ranks()
     try:
         said, _ = fresh(2).run(_alone, tmp_path)
@@ -248,7 +241,7 @@ def test_a_save_that_one_rank_alone_calls_ends_at_the_deadline(tmp_path: Path) -
     assert "call save and load on every rank" in said
 
 
-def _stages(folder: Path, names: tuple[str, str]) -> list[str]:
+def _stages(folder, names):
     """Two stages of a pipeline, of which each rank has one: other names, other buffers."""
     rank = dist.get_rank()
     seed_generator(rank)
@@ -264,7 +257,7 @@ def _stages(folder: Path, names: tuple[str, str]) -> list[str]:
     return [name for name, value in stage.state_dict().items() if not torch.equal(value, expected[name])]
 
 
-def test_stages_of_a_pipeline_are_one_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_are_one_checkpoint(ranks, tmp_path):
     assert ranks(2).run(_stages, tmp_path, ("0", "1")) == [[], []]
     whole = nn.ModuleDict({name: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for name in "01"})
     zf.load(tmp_path, whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9))
@@ -273,7 +266,7 @@ def test_stages_of_a_pipeline_are_one_checkpoint(ranks: Ranks, tmp_path: Path) -
         zf.load(tmp_path, whole)
 
 
-def _same_names(folder: Path) -> str:
+def _same_names(folder):
     rank = dist.get_rank()
     seed_generator(rank)
     stage = nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * rank)
@@ -282,7 +275,7 @@ def _same_names(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_stages_with_the_same_names_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_with_the_same_names_are_refused(ranks, tmp_path):
     for said in ranks(2).run(_same_names, tmp_path):
         assert "different tensors under one name" in said
     assert list(tmp_path.iterdir()) == []
@@ -291,7 +284,7 @@ def test_stages_with_the_same_names_are_refused(ranks: Ranks, tmp_path: Path) ->
 # -- others who read the files -----------------------------------------------------------------------------------------
 
 
-def _for_others(folder: Path) -> dict[str, torch.Tensor]:
+def _for_others(folder):
     seed_generator(0)
     model = zf.zero3(Decoder(), axis())
     zf.save(folder / "step-1", model)
@@ -300,7 +293,7 @@ def _for_others(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_torch_distributed_checkpoint_reads_the_files_of_the_model(ranks: Ranks, tmp_path: Path) -> None:
+def test_torch_distributed_checkpoint_reads_the_files_of_the_model(ranks, tmp_path):
     seed_generator(0)
     expected = Decoder().state_dict()
     for found in ranks(3).run(_for_others, tmp_path):
@@ -308,7 +301,7 @@ def test_torch_distributed_checkpoint_reads_the_files_of_the_model(ranks: Ranks,
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_the_files(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(3, 5), "b": nn.Linear(2, 2).bfloat16(), "c": nn.Linear(1, 1).double()})
     model.register_buffer("flags", torch.tensor([True, False, True]))
     model.register_buffer("empty", torch.zeros(0, 4))

@@ -1,10 +1,6 @@
 """Tied, frozen, tiled, compiled, odd and large: what models there are comes back, through one buffer."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +14,13 @@ from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.units.checkpoint.worlds import Tied, differing, everything
 
 
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def _trained(model, optimizer, seed):
     model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path: Path) -> None:
+def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path):
     model = Tied("a", "b")
     zf.save(tmp_path / "tied", model, torch.optim.SGD(model.parameters(), lr=0.1))
     turned = Tied("b", "a")
@@ -36,7 +32,7 @@ def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     assert torch.equal(apart["b"].weight, model.a.weight)
 
 
-def test_what_was_saved_apart_is_loaded_into_a_tie_if_it_is_equal(tmp_path: Path) -> None:
+def test_what_was_saved_apart_is_loaded_into_a_tie_if_it_is_equal(tmp_path):
     apart, tied = (nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}) for _ in range(2))
     apart["b"].weight.data.copy_(apart["a"].weight)
     tied["b"].weight = tied["a"].weight
@@ -47,13 +43,13 @@ def test_what_was_saved_apart_is_loaded_into_a_tie_if_it_is_equal(tmp_path: Path
 
 @pytest.mark.parametrize("streams", [False, True])
 @on_ranks(2)
-def test_tiles_are_saved_as_if_they_were_whole(folder: str, streams: bool) -> None:
+def test_tiles_are_saved_as_if_they_were_whole(folder, streams):
     plain, whole = (nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3)) for _ in range(2))
     zf.save(f"{folder}/plain", plain)
     model = zf.zero3(zf.tile(copy.deepcopy(whole), parts=3, where="0.*"), axis())
     zf.load(f"{folder}/plain", model)
     assert torch.equal(model(torch.ones(1, 3)), plain(torch.ones(1, 3)))
-    optimizer: Any = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
     optimizer = zf.streamed(optimizer, zf.nvme(folder)) if streams else optimizer
     _trained(model, optimizer, 0)
     zf.save(f"{folder}/tiled", model, optimizer)
@@ -68,7 +64,7 @@ def test_tiles_are_saved_as_if_they_were_whole(folder: str, streams: bool) -> No
     assert differing(expected, everything(model, optimizer)) == []
 
 
-def test_strange_strides_and_compiled_models(tmp_path: Path) -> None:
+def test_strange_strides_and_compiled_models(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
     expected = model[0].weight.detach().clone()
     zf.save(tmp_path / "a", torch.compile(model))
@@ -79,7 +75,7 @@ def test_strange_strides_and_compiled_models(tmp_path: Path) -> None:
     assert other[0].weight.stride() == strides
 
 
-def test_a_parameter_of_several_parcels_of_a_tier_comes_back(tmp_path: Path) -> None:
+def test_a_parameter_of_several_parcels_of_a_tier_comes_back(tmp_path):
     plain = nn.Linear(1100, 1200)
     zf.save(tmp_path / "plain", plain)
     model = zf.offload(nn.Linear(1100, 1200), params=zf.nvme(tmp_path))
@@ -90,7 +86,7 @@ def test_a_parameter_of_several_parcels_of_a_tier_comes_back(tmp_path: Path) -> 
     assert torch.equal(found.weight, plain.weight) and torch.equal(found.bias, plain.bias)
 
 
-def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+def test_the_default_device_does_not_matter(tmp_path):
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     with torch.device("meta"):
         zf.save(tmp_path / "a", model, extra={"noise": torch.ones(2, device="cpu")})
@@ -105,15 +101,15 @@ def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
 BUFFER = 64 << 20
 
 
-def _peaks(where: str, folder: str) -> tuple[int, int]:
+def _peaks(where, folder):
     """By how many bytes a save and a load make a process grow, of 128 MiB of parameters and as many states."""
     torch.set_num_threads(1)
     with alone() as mesh:
-        model: nn.Module = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4)))
+        model = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4)))
         model = zf.zero3(model, mesh)
         if where == "disk":
             model = zf.offload(model, params=zf.nvme(folder), grads=zf.nvme(folder))
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = zf.streamed(optimizer, zf.nvme(folder)) if where == "disk" else optimizer
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -130,7 +126,7 @@ def _peaks(where: str, folder: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_no_more_than_a_buffer_beside_what_rests(where: str, tmp_path: Path) -> None:
+def test_no_more_than_a_buffer_beside_what_rests(where, tmp_path):
     saving, loading = in_new_process(_peaks, where, str(tmp_path))
     assert saving < 1.25 * BUFFER
     assert loading < 2.25 * BUFFER

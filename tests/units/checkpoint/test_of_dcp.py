@@ -1,12 +1,9 @@
 """Folders of torch.distributed.checkpoint, as FSDP2 writes them, are read at any number of ranks and stage."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -14,37 +11,36 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.support.profiles import PROFILE
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.units.checkpoint.damage import flipped
 from tests.units.checkpoint.test_torch_files import CALLED, Calls, trap
 from zero_fn.errors import CheckpointError, StorageError
 
 
-def _built(seed: int) -> nn.Module:
+def _built(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3, bias=False))
     model.register_buffer("seen", torch.arange(3.0) + seed)
     return model
 
 
-def _adamw(model: nn.Module, lr: float) -> Optimizer:
+def _adamw(model, lr):
     first, *others = model.parameters()
     return torch.optim.AdamW([{"params": [first], "weight_decay": 0.3}, {"params": others}], lr=lr)
 
 
-def _step(model: nn.Module, optimizer: Optimizer) -> None:
+def _step(model, optimizer):
     model(torch.arange(10.0).view(2, 5)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    found: dict[str, Any] = {name: full(value).tolist() for name, value in model.state_dict().items()}
+def _everything(model, optimizer):
+    found = {name: full(value).tolist() for name, value in model.state_dict().items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = next(n for n, p in model.named_parameters() if p is parameter)
@@ -53,10 +49,10 @@ def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
-def _fsdp2_saves(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _fsdp2_saves(folder):
     """Two steps of FSDP2, saved in the ways that people use; what was saved, and what there is after one more step."""
     model = _built(0)
-    for module in (model[0], model):  # type: ignore[index]
+    for module in (model[0], model):
         fully_shard(module, mesh=axis())
     optimizer = _adamw(model, 0.01)
     for _ in range(2):
@@ -74,7 +70,7 @@ def _fsdp2_saves(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+def saved(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dcp")
     return folder, *ranks(2).run(_fsdp2_saves, str(folder))[0]
 
@@ -82,7 +78,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 STAGES = {"plain": lambda model, _: model, "zero1": zf.zero1, "zero3": zf.zero3}
 
 
-def _goes_on(stage: str, folder: str, kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _goes_on(stage, folder, kind):
     model = STAGES[stage](_built(5), axis() if stage != "plain" else None)
     optimizer = _adamw(model, 0.5)
     extra = zf.load(f"{folder}/{kind}", model, optimizer)
@@ -91,7 +87,7 @@ def _goes_on(stage: str, folder: str, kind: str) -> tuple[dict[str, Any], dict[s
     return loaded, _everything(model, optimizer), extra
 
 
-def _near(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _near(one, other):
     return one.keys() == other.keys() and all(
         torch.allclose(torch.tensor(value), torch.tensor(other[name]), atol=1e-5) for name, value in one.items()
     )
@@ -101,9 +97,7 @@ def _near(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ("size", "stage", "kind"),
     [(1, "plain", "flat"), (2, "zero3", "nested"), (3, "zero1", "flat"), (3, "zero3", "nested")],
 )
-def test_training_goes_on_where_fsdp2_has_stopped(
-    ranks: Ranks, size: int, stage: str, kind: str, saved: tuple[Path, dict[str, Any], dict[str, Any]]
-) -> None:
+def test_training_goes_on_where_fsdp2_has_stopped(ranks, size, stage, kind, saved):
     folder, before, after = saved
     for loaded, stepped, extra in ranks(size).run(_goes_on, stage, str(folder), kind):
         assert loaded == before
@@ -115,23 +109,23 @@ def test_training_goes_on_where_fsdp2_has_stopped(
             assert extra["sampler"]["noise"].tolist() == [0, 1, 2, 3]
 
 
-def _model_of(saved: tuple[Path, dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+def _model_of(saved):
     return {name: value for name, value in saved[1].items() if ":" not in name}
 
 
-def test_a_lone_state_dict_is_a_model(saved: tuple[Path, dict[str, Any], dict[str, Any]]) -> None:
+def test_a_lone_state_dict_is_a_model(saved):
     model = _built(5)
     zf.load(saved[0] / "lone", model)
     assert {name: value.tolist() for name, value in model.state_dict().items()} == _model_of(saved)
 
 
-def test_names_are_mapped(saved: tuple[Path, dict[str, Any], dict[str, Any]]) -> None:
+def test_names_are_mapped(saved):
     model = _built(5)
     zf.load(saved[0] / "renamed", model, rename={r"^module\.": ""})
     assert {name: value.tolist() for name, value in model.state_dict().items()} == _model_of(saved)
 
 
-def test_of_several_models_the_first_that_was_saved_is_meant(tmp_path: Path) -> None:
+def test_of_several_models_the_first_that_was_saved_is_meant(tmp_path):
     """On every rank: nothing else tells one from another where none is called `model`."""
     models = {name: _built(seed) for seed, name in enumerate("hgfedcba")}
     dcp.save({name: model.state_dict() for name, model in models.items()}, checkpoint_id=tmp_path / "a", no_dist=True)
@@ -142,13 +136,13 @@ def test_of_several_models_the_first_that_was_saved_is_meant(tmp_path: Path) -> 
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def test_a_model_without_states_says_so(saved: tuple[Path, dict[str, Any], dict[str, Any]]) -> None:
+def test_a_model_without_states_says_so(saved):
     model = _built(5)
     with pytest.raises(CheckpointError, match="no states of an optimizer"):
         zf.load(saved[0] / "lone", model, _adamw(model, 0.1))
 
 
-def test_metadata_that_runs_code_is_refused(saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
+def test_metadata_that_runs_code_is_refused(saved, tmp_path):
     copy = Path(shutil.copytree(saved[0] / "lone", tmp_path / "copy"))
     (copy / ".metadata").write_bytes(pickle.dumps({"a": Calls(trap, 1)}))
     CALLED.clear()
@@ -158,9 +152,7 @@ def test_metadata_that_runs_code_is_refused(saved: tuple[Path, dict[str, Any], d
 
 
 @pytest.mark.parametrize("what", ["another offset", "more bytes"])
-def test_an_entry_that_reaches_into_another_is_found(
-    what: str, saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_an_entry_that_reaches_into_another_is_found(what, saved, tmp_path):
     """It would give a tensor the values of another of its shape: their checksums are right, and `.metadata` has none."""
     copy = Path(shutil.copytree(saved[0] / "lone", tmp_path / "copy"))
     said = dcp.FileSystemReader(copy).read_metadata()
@@ -176,9 +168,7 @@ def test_an_entry_that_reaches_into_another_is_found(
 
 
 @pytest.mark.parametrize("table", ["planner_data", "state_dict_metadata", "storage_data", "all"])
-def test_a_state_whose_name_was_damaged_is_not_lost(
-    table: str, saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_state_whose_name_was_damaged_is_not_lost(table, saved, tmp_path):
     """It was taken for `extra`, or for nothing, and the other states of its parameter were loaded."""
     copy = Path(shutil.copytree(saved[0] / "nested", tmp_path / "copy"))
     said = dcp.FileSystemReader(copy).read_metadata()
@@ -200,9 +190,7 @@ def test_a_state_whose_name_was_damaged_is_not_lost(
     assert {name: value.tolist() for name, value in model.state_dict().items()} == before
 
 
-def test_every_flipped_bit_is_found_or_harmless(
-    saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_every_flipped_bit_is_found_or_harmless(saved, tmp_path):
     copy = Path(shutil.copytree(saved[0] / "lone", tmp_path / "copy"))
     found, flips = 0, 100 if PROFILE == "dev" else 500
     before = {name: value.tolist() for name, value in _built(5).state_dict().items()}

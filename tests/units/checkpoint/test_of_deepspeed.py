@@ -1,34 +1,30 @@
 """Folders that DeepSpeed has written are read at any world size and stage, and training goes on as DeepSpeed's own does."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 import types
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.support.profiles import PROFILE
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.units.checkpoint.damage import flipped, instead
 from tests.units.checkpoint.made_by_deepspeed import HERE, KINDS, STEPS, UNIVERSAL, adamw, batch, built, loss_of
 from zero_fn.checkpoint.others.torch_files import Foreign
 from zero_fn.errors import CheckpointError
 
-GOLDEN: dict[str, Any] = json.loads((HERE / "golden.json").read_text())
+GOLDEN = json.loads((HERE / "golden.json").read_text())
 STAGES = {"plain": lambda model, _: model, "replicate": zf.replicate, "zero1": zf.zero1, "zero3": zf.zero3}
 
 
-def _fresh(kind: str) -> tuple[nn.Module, Optimizer]:
+def _fresh(kind):
     """The model and its optimizer with other values and options than in the folder."""
     model = built()
     with torch.no_grad():
@@ -39,16 +35,16 @@ def _fresh(kind: str) -> tuple[nn.Module, Optimizer]:
     return model, adamw(model)
 
 
-def _values(model: nn.Module) -> dict[str, list[float]]:
+def _values(model):
     return {name: full(p).flatten().tolist() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _step(model: nn.Module, optimizer: Optimizer) -> None:
+def _step(model, optimizer):
     loss_of(model, batch(STEPS)).backward()
     optimizer.step()
 
 
-def _wrong(kind: str, model: nn.Module, optimizer: Optimizer) -> list[str]:
+def _wrong(kind, model, optimizer):
     """How the model differs from that of DeepSpeed: once it is loaded, to the bit; after a step, by more than rounding."""
     golden = GOLDEN[UNIVERSAL.get(kind, kind)]
     wrong = [f"{name} as saved" for name, values in _values(model).items() if values != golden["saved"][name]]
@@ -63,7 +59,7 @@ def _wrong(kind: str, model: nn.Module, optimizer: Optimizer) -> list[str]:
     return wrong
 
 
-def _goes_on(stage: str, folder: str) -> list[str]:
+def _goes_on(stage, folder):
     wrong = []
     for kind in [*KINDS, *UNIVERSAL]:
         model, _ = _fresh(kind)
@@ -78,25 +74,25 @@ def _goes_on(stage: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "stage"), [(1, "plain"), (2, "replicate"), (3, "zero1"), (3, "zero3")])
-def test_training_goes_on_where_deepspeed_has_stopped(ranks: Ranks, size: int, stage: str) -> None:
+def test_training_goes_on_where_deepspeed_has_stopped(ranks, size, stage):
     assert ranks(size).run(_goes_on, stage, str(HERE)) == [[]] * size
 
 
-def test_states_go_into_a_streamed_optimizer() -> None:
+def test_states_go_into_a_streamed_optimizer():
     model, _ = _fresh("zero2")
     optimizer = zf.streamed(adamw(model), zf.cpu())
     zf.load(HERE / "zero2", model, optimizer)
     assert _wrong("zero2", model, optimizer) == []
 
 
-def test_only_the_model_is_read() -> None:
+def test_only_the_model_is_read():
     model, optimizer = _fresh("zero3")
     zf.load(HERE / "zero3" / "global_step2", model, optimizer, only="model")
     assert not optimizer.state
     assert _values(model) == GOLDEN["zero3"]["saved"]
 
 
-def test_the_model_of_states_that_are_not_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_states_that_are_not_read_is_read(tmp_path, monkeypatch):
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
         found = _loaded_with_stand_ins(path, monkeypatch)
@@ -109,19 +105,19 @@ def test_the_model_of_states_that_are_not_read_is_read(tmp_path: Path, monkeypat
     assert _values(model) == GOLDEN["zero1"]["saved"]
 
 
-def test_names_are_mapped() -> None:
+def test_names_are_mapped():
     model = nn.ModuleDict({"inner": _fresh("zero1")[0]})
     zf.load(HERE / "zero1", model, only="model", rename={"^": "inner."})
     assert _values(model["inner"]) == GOLDEN["zero1"]["saved"]
 
 
-def _without(folder: Path, tmp_path: Path, name: str) -> Path:
+def _without(folder, tmp_path, name):
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     (copy / "global_step2" / name).unlink()
     return copy
 
 
-def test_missing_files_of_a_rank_are_told(tmp_path: Path) -> None:
+def test_missing_files_of_a_rank_are_told(tmp_path):
     copy = _without(HERE / "zero2", tmp_path, "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     model, optimizer = _fresh("zero2")
     before = _values(model)
@@ -130,7 +126,7 @@ def test_missing_files_of_a_rank_are_told(tmp_path: Path) -> None:
     assert _values(model) == before
 
 
-def test_checkpoints_of_two_kinds_in_one_folder_are_told_apart(tmp_path: Path) -> None:
+def test_checkpoints_of_two_kinds_in_one_folder_are_told_apart(tmp_path):
     copy = Path(shutil.copytree(HERE / "zero2", tmp_path / "copy"))
     model, optimizer = _fresh("zero2")
     zf.save(copy / "step-1", model, optimizer)
@@ -140,7 +136,7 @@ def test_checkpoints_of_two_kinds_in_one_folder_are_told_apart(tmp_path: Path) -
     assert _wrong("zero2", model, optimizer) == []
 
 
-def test_numbers_of_steps_may_be_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_steps_may_be_plain(tmp_path, monkeypatch):
     """As the optimizers that DeepSpeed brings have them."""
     copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
     for path in copy.rglob("*optim_states.pt"):
@@ -155,7 +151,7 @@ def test_numbers_of_steps_may_be_plain(tmp_path: Path, monkeypatch: pytest.Monke
     assert _wrong("zero1", model, optimizer) == []
 
 
-def _loaded_with_stand_ins(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def _loaded_with_stand_ins(path, monkeypatch):
     """What is in a file, for which DeepSpeed need not be installed: fragments are of a class of that name."""
 
     class fragment_address:
@@ -164,19 +160,19 @@ def _loaded_with_stand_ins(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     fragment_address.__module__ = "deepspeed.utils.tensor_fragment"
     fragment_address.__qualname__ = "fragment_address"
     module = types.ModuleType("deepspeed.utils.tensor_fragment")
-    module.fragment_address = fragment_address  # type: ignore[attr-defined]
+    module.fragment_address = fragment_address
     scaler = types.ModuleType("deepspeed.runtime.fp16.loss_scaler")
-    scaler.LossScaler = type("LossScaler", (), {"__module__": scaler.__name__})  # type: ignore[attr-defined]
+    scaler.LossScaler = type("LossScaler", (), {"__module__": scaler.__name__})
     config = types.ModuleType("deepspeed.runtime.zero.config")
-    config.ZeroStageEnum = lambda stage: stage  # type: ignore[attr-defined]
+    config.ZeroStageEnum = lambda stage: stage
     parents = ["deepspeed", "deepspeed.utils", "deepspeed.runtime", "deepspeed.runtime.fp16", "deepspeed.runtime.zero"]
     for name, each in [(n, types.ModuleType(n)) for n in parents] + [(m.__name__, m) for m in (module, scaler, config)]:
         monkeypatch.setitem(sys.modules, name, each)
-    found: dict[str, Any] = torch.load(path, weights_only=False)
+    found = torch.load(path, weights_only=False)
     return found
 
 
-def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found_or_harmless(tmp_path):
     copy = Path(shutil.copytree(HERE / "zero3", tmp_path / "copy"))
     before, expected = _values(_fresh("zero3")[0]), GOLDEN["zero3"]["saved"]
     found, flips = 0, 15 if PROFILE == "dev" else 60
@@ -197,7 +193,7 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
     assert found > flips
 
 
-def _moments(optimizer: Optimizer) -> list[list[float]]:
+def _moments(optimizer):
     return [
         value.flatten().tolist()
         for state in optimizer.state.values()
@@ -206,13 +202,13 @@ def _moments(optimizer: Optimizer) -> list[list[float]]:
     ]
 
 
-def _moments_of_zero3() -> list[list[float]]:
+def _moments_of_zero3():
     model, optimizer = _fresh("zero3")
     zf.load(HERE / "zero3", model, optimizer)
     return _moments(optimizer)
 
 
-def test_states_that_are_numbers_are_values_of_their_parameter(tmp_path: Path) -> None:
+def test_states_that_are_numbers_are_values_of_their_parameter(tmp_path):
     found = Foreign(tmp_path, "model.{}".format)
     for state, value in (("step", 3), ("seen", 4), ("scale", 0.5)):
         found.add_state("weight", state, value)

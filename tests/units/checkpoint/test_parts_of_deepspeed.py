@@ -1,20 +1,16 @@
 """Folders of models that DeepSpeed has cut by pipelines, tensor parallelism or experts are read as of whole models."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.units.checkpoint.made_by_deepspeed import HERE, STEPS, adamw
 from tests.units.checkpoint.parts_by_deepspeed import KINDS, Middle
@@ -28,14 +24,14 @@ RENAME = {
 }  # without ZeRO, tied layers have numbers, too
 
 
-def _golden(kind: str) -> dict[str, Tensor]:
-    found: dict[str, str] = json.loads((HERE / kind / "golden.json").read_text())
+def _golden(kind):
+    found = json.loads((HERE / kind / "golden.json").read_text())
     return {
         name: torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.float32) for name, each in found.items()
     }
 
 
-def _fresh(kind: str) -> nn.Module:
+def _fresh(kind):
     pipeline = {"embed": nn.Linear(5, 5), "middle": Middle(), "last": nn.Linear(7, 5)}
     experts = {
         "0": nn.Linear(5, 5),
@@ -50,7 +46,7 @@ def _fresh(kind: str) -> nn.Module:
     return model
 
 
-def _wrong(stage: str, folder: str, kind: str) -> list[str]:
+def _wrong(stage, folder, kind):
     """What is not, to the bit, as DeepSpeed had it."""
     model = {"plain": lambda m, _: m, "zero1": zf.zero1, "zero3": zf.zero3}[stage](_fresh(kind), axis())
     optimizer, rename = None if "plain" in kind else adamw(model), RENAME.get(kind.partition("_")[0])
@@ -68,11 +64,11 @@ def _wrong(stage: str, folder: str, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "stage"), [(1, "plain"), (3, "zero1"), (3, "zero3")])
-def test_parts_are_read_as_the_whole_on_other_ranks(ranks: Ranks, size: int, stage: str, kind: str) -> None:
+def test_parts_are_read_as_the_whole_on_other_ranks(ranks, size, stage, kind):
     assert ranks(size).run(_wrong, stage, str(HERE), kind) == [[]] * size
 
 
-def _said_otherwise(tmp_path: Path, change: Callable[[Any, Any], object]) -> Path:
+def _said_otherwise(tmp_path, change):
     copy = Path(shutil.copytree(HERE / "tensor_zero1" / f"global_step{STEPS}", tmp_path / "copy"))
     for path in copy.glob("mp_rank*"):
         said = torch.load(path, weights_only=False)
@@ -81,8 +77,8 @@ def _said_otherwise(tmp_path: Path, change: Callable[[Any, Any], object]) -> Pat
     return copy
 
 
-def test_patterns_of_names_say_how_parameters_are_cut(tmp_path: Path) -> None:
-    def change(info: dict[str, Any], _: object) -> None:
+def test_patterns_of_names_say_how_parameters_are_cut(tmp_path):
+    def change(info, _):
         maps = info["affine_map"]["params"]
         info["affine_map"]["params"] = {pattern: maps[pattern] for pattern in maps if "1" in pattern}
         info |= {"vocabulary_parameter_patterns": [r"^3\.weight$"], "original_vocab_size": 5}
@@ -109,6 +105,6 @@ def test_patterns_of_names_say_how_parameters_are_cut(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_cuts_that_are_not_read_are_refused(tmp_path: Path, change: Callable[[Any, Any], object], why: str) -> None:
+def test_cuts_that_are_not_read_are_refused(tmp_path, change, why):
     with pytest.raises(CheckpointError, match=why):
         zf.load(_said_otherwise(tmp_path, change), _fresh("tensor_zero1"), only="model")

@@ -1,22 +1,18 @@
 """Folders of safetensors, read straight into shards of any stage and tier, from meta too."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.axes.grids import Decoder, grid, parallelized
 from tests.support.groups import alone
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -29,27 +25,27 @@ from zero_fn.checkpoint.huggingface.write import export
 class Turning(nn.Module):
     """A buffer that is in no file, and one that is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("frequencies", torch.empty(4), persistent=False)
         self.register_buffer("seen", torch.empty(5))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         torch.arange(4, out=self.frequencies).mul_(0.5)
         self.seen.zero_()
 
 
-def turning(seed: int, styles: str | None = None) -> Any:
+def turning(seed, styles=None):
     """A seeded decoder that turns."""
     seed_generator(seed)
-    model: Any = Decoder() if styles is None else parallelized(grid("dp", "tp")["tp"], styles)
+    model = Decoder() if styles is None else parallelized(grid("dp", "tp")["tp"], styles)
     model.turn = Turning()
     model.turn.seen += seed
     return model
 
 
-def written(folder: Path, model: nn.Module, files: int = 1, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def written(folder, model, files=1, dtype=None):
     """Writes a model as Hugging Face does; returns what was written."""
     state = {name: value.detach().to(dtype).contiguous() for name, value in model.state_dict().items()}
     names = sorted(state)
@@ -65,7 +61,7 @@ def written(folder: Path, model: nn.Module, files: int = 1, dtype: torch.dtype |
     return state
 
 
-def _read_and_written(world: str, folder: Path, expected: dict[str, Tensor]) -> list[str]:
+def _read_and_written(world, folder, expected):
     """What differs from the files of a folder, in memory and from meta, and what of that in files that are written."""
     wrong = []
     for device in ("meta", "cpu"):
@@ -95,9 +91,7 @@ def _read_and_written(world: str, folder: Path, expected: dict[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world not in ("replicate", "zero1", "streamed")])
-def test_every_way_to_rest_has_what_is_in_the_files_and_is_written_whole(
-    ranks: Ranks, world: str, tmp_path: Path
-) -> None:
+def test_every_way_to_rest_has_what_is_in_the_files_and_is_written_whole(ranks, world, tmp_path):
     (tmp_path / "hf").mkdir()
     expected = written(tmp_path / "hf", turning(3), files=3)
     n = WORLDS[world].ranks
@@ -107,7 +101,7 @@ def test_every_way_to_rest_has_what_is_in_the_files_and_is_written_whole(
 
 
 @pytest.mark.parametrize(("source", "target"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_values_are_rounded_to_the_dtype_at_rest(source: torch.dtype, target: torch.dtype, tmp_path: Path) -> None:
+def test_values_are_rounded_to_the_dtype_at_rest(source, target, tmp_path):
     expected = written(tmp_path, Decoder(), dtype=source)
     with alone() as mesh, torch.device("meta"):
         model = zf.zero3(Decoder().to(target), mesh)
@@ -116,9 +110,7 @@ def test_values_are_rounded_to_the_dtype_at_rest(source: torch.dtype, target: to
 
 
 @pytest.mark.parametrize("names", [["a.weight"], ["b.weight"], ["a.weight", "b.weight"]])
-def test_tied_parameters_are_found_by_any_of_their_names(
-    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_parameters_are_found_by_any_of_their_names(names, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "zero_fn.checkpoint.format.contents.BUFFER_NBYTES", 32
     )  # two values are compared a part at a time
@@ -126,7 +118,7 @@ def test_tied_parameters_are_found_by_any_of_their_names(
     save_file({name: value.clone() for name in names}, tmp_path / "weights.safetensors")
     with alone() as mesh:
         with torch.device("meta"):
-            model: Any = zf.zero3(Tied("a", "b"), mesh)
+            model = zf.zero3(Tied("a", "b"), mesh)
         zf.load_pretrained(model, tmp_path)
         assert torch.equal(full(model.a.weight), value)
         assert model.a.weight is model.b.weight
@@ -135,11 +127,11 @@ def test_tied_parameters_are_found_by_any_of_their_names(
             zf.load_pretrained(model, tmp_path)
 
 
-def test_names_are_mapped_and_what_is_missing_is_drawn(tmp_path: Path) -> None:
+def test_names_are_mapped_and_what_is_missing_is_drawn(tmp_path):
     save_file({"old.weight": torch.full((2, 3), 4.0)}, tmp_path / "a.safetensors")
     with alone() as mesh:
         with torch.device("meta"):
-            model: Any = zf.zero3(nn.Linear(3, 2), mesh)
+            model = zf.zero3(nn.Linear(3, 2), mesh)
         seed_generator(0)
         zf.load_pretrained(model, tmp_path, rename={r"^old\.": ""}, strict=False)
         seed_generator(0)
@@ -147,13 +139,13 @@ def test_names_are_mapped_and_what_is_missing_is_drawn(tmp_path: Path) -> None:
         assert torch.equal(full(model.bias), nn.Linear(3, 2).bias)
 
 
-def test_scaled_numbers_of_a_byte_are_not_read_as_values(tmp_path: Path) -> None:
+def test_scaled_numbers_of_a_byte_are_not_read_as_values(tmp_path):
     save_file({"weight": torch.ones(2, 3).to(torch.float8_e4m3fn), "bias": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(zf.CheckpointError, match=r"weight: torch\.float8_e4m3fn in the checkpoint"):
         zf.load_pretrained(nn.Linear(3, 2), tmp_path)
 
 
-def test_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
+def test_folders_without_safetensors_are_refused(tmp_path):
     model = nn.Linear(3, 2)
     with pytest.raises(zf.StorageError):
         zf.load_pretrained(model, tmp_path / "nowhere")
@@ -165,14 +157,14 @@ def test_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
         zf.load_pretrained(model, tmp_path)
 
 
-def _refuse(*_: object) -> None:
+def _refuse(*_):
     raise zf.StorageError("A disk refused.", fix="another disk")
 
 
 # -- written -----------------------------------------------------------------------------------------------------------
 
 
-def test_tiles_and_ties_are_written_once(tmp_path: Path) -> None:
+def test_tiles_and_ties_are_written_once(tmp_path):
     plain = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3))
     with alone() as mesh:
         tiled = zf.zero3(zf.tile(copy.deepcopy(plain), parts=3, where="0.*"), mesh)
@@ -183,7 +175,7 @@ def test_tiles_and_ties_are_written_once(tmp_path: Path) -> None:
     assert load_file(tmp_path / "tied" / "model.safetensors").keys() == {"a.weight"}
 
 
-def test_a_model_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_model_that_is_there_is_not_overwritten(tmp_path):
     zf.save_pretrained(nn.Linear(3, 2), tmp_path)
     before = load_file(tmp_path / "model.safetensors")
     with pytest.raises(zf.CheckpointError, match="a model in this folder already"):
@@ -195,7 +187,7 @@ def test_a_model_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [[], ["model.safetensors", "model.safetensors.index.json"]])
-def test_files_that_no_reader_takes_are_replaced_under_their_names(read: list[str], tmp_path: Path) -> None:
+def test_files_that_no_reader_takes_are_replaced_under_their_names(read, tmp_path):
     names = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     for name in (*names, *read):
         (tmp_path / name).write_text("{}")
@@ -203,7 +195,7 @@ def test_files_that_no_reader_takes_are_replaced_under_their_names(read: list[st
     assert {path.name for path in tmp_path.iterdir()} == {*names, "model.safetensors.index.json"}
 
 
-def _writing_fails(folder: Path, where: str) -> str:
+def _writing_fails(folder, where):
     """One rank cannot write; all raise, and there is no model."""
     model = zf.zero3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), axis())
     owner, method, rank = {
@@ -228,33 +220,33 @@ def _writing_fails(folder: Path, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["tensors", "end", "commit"])
-def test_a_save_that_fails_leaves_no_model(ranks: Ranks, where: str, tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_no_model(ranks, where, tmp_path):
     assert all("A disk refused" in text for text in ranks(2).run(_writing_fails, tmp_path, where))
 
 
-def _parted(folder: Path) -> None:
+def _parted(folder):
     names = ["a", "b"] if axis().get_local_rank() else ["a", "c"]
     with pytest.raises(zf.CheckpointError, match="tensors of different names"):
         zf.save_pretrained(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}), folder / "hf")
 
 
-def test_ranks_with_tensors_of_different_names_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_with_tensors_of_different_names_are_refused(ranks, tmp_path):
     ranks(2).run(_parted, tmp_path)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _bytes_read(folder: Path, cut: str) -> tuple[int, int]:
+def _bytes_read(folder, cut):
     """Bytes that a rank reads, and those that it owns."""
     read = 0
 
-    def counted(self: TensorReader, view: memoryview, offset: int) -> None:
+    def counted(self, view, offset):
         nonlocal read
         read += len(view)
         _FILL(self, view, offset)
 
-    TensorReader._fill = counted  # type: ignore[method-assign]
+    TensorReader._fill = counted
     try:
         with torch.device("meta"):
             model = _wide()
@@ -267,7 +259,7 @@ def _bytes_read(folder: Path, cut: str) -> tuple[int, int]:
             model = zf.zero3(model, axis())
         zf.load_pretrained(model, folder)
     finally:
-        TensorReader._fill = _FILL  # type: ignore[method-assign]
+        TensorReader._fill = _FILL
     expected = torch.arange(4096 * 8.0).repeat(16).view(64, -1)
     assert torch.equal(full(model[0].weight)[:, :4096], expected[:, :4096])
     return read, sum(p.to_local().nbytes for p in model.parameters())
@@ -276,12 +268,12 @@ def _bytes_read(folder: Path, cut: str) -> tuple[int, int]:
 _FILL = TensorReader._fill
 
 
-def _wide() -> nn.Module:
+def _wide():
     return nn.Sequential(nn.Linear(8192, 64, bias=False), nn.Linear(8192, 63, bias=False))
 
 
 @pytest.mark.parametrize(("n", "cut"), [(3, "rows"), (4, "columns")])
-def test_a_rank_reads_what_it_owns(ranks: Ranks, n: int, cut: str, tmp_path: Path) -> None:
+def test_a_rank_reads_what_it_owns(ranks, n, cut, tmp_path):
     save_file(
         {"0.weight": torch.arange(4096 * 8.0).repeat(16).view(64, -1), "1.weight": torch.randn(63, 8192)},
         tmp_path / "a.safetensors",
@@ -290,7 +282,7 @@ def test_a_rank_reads_what_it_owns(ranks: Ranks, n: int, cut: str, tmp_path: Pat
         assert read <= 1.01 * owned
 
 
-def _peak(folder: str) -> int:
+def _peak(folder):
     """By how much a process grows that reads 128 MiB, beyond what rests."""
     torch.set_num_threads(1)
     with alone() as mesh:
@@ -303,7 +295,7 @@ def _peak(folder: str) -> int:
         return peak_nbytes() - before - sum(p.to_local().nbytes for p in model.parameters())
 
 
-def test_loading_from_meta_takes_no_more_than_a_buffer(tmp_path: Path) -> None:
+def test_loading_from_meta_takes_no_more_than_a_buffer(tmp_path):
     (tmp_path / "hf").mkdir()
     weights = {f"{number}.weight": torch.randn(4096, 2048).to(torch.bfloat16) for number in range(4)}
     save_file(weights, tmp_path / "hf" / "a.safetensors")

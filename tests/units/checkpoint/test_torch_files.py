@@ -1,13 +1,10 @@
 """Files of `torch.save` are values: what they name beside tensors and a few classes is refused before it is called."""
 
-from __future__ import annotations
-
 import pickle
 import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +17,10 @@ from zero_fn.checkpoint.others.of_dcp import MetadataUnpickler
 from zero_fn.checkpoint.others.torch_files import Foreign, TensorInFile, read_torch_file
 from zero_fn.errors import CheckpointError
 
-CALLED: list[object] = []
+CALLED = []
 
 
-def trap(*args: object) -> None:
+def trap(*args):
     """What a pickle must not reach."""
     CALLED.append(args)
 
@@ -31,23 +28,23 @@ def trap(*args: object) -> None:
 class Calls:
     """Its pickle calls a function."""
 
-    def __init__(self, function: Any, *args: Any) -> None:
+    def __init__(self, function, *args):
         self.call = (function, args)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 
 class _Restored:
-    def __setstate__(self, state: object) -> None:
+    def __setstate__(self, state):
         CALLED.append(state)
 
-    def __getstate__(self) -> object:
+    def __getstate__(self):
         return {"a": 1}
 
 
 @pytest.mark.parametrize("value", [Calls(trap, 1), Calls(nn.Linear, 2, 2), _Restored(), trap, nn.Linear(1, 1), Path])
-def test_objects_of_other_classes_are_refused(value: object, tmp_path: Path) -> None:
+def test_objects_of_other_classes_are_refused(value, tmp_path):
     CALLED.clear()
     torch.save({"client": [value]}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="names something that is not read"):
@@ -58,7 +55,7 @@ def test_objects_of_other_classes_are_refused(value: object, tmp_path: Path) -> 
     assert CALLED == []
 
 
-def test_a_malicious_file_in_a_folder_of_deepspeed_changes_nothing(tmp_path: Path) -> None:
+def test_a_malicious_file_in_a_folder_of_deepspeed_changes_nothing(tmp_path):
     for path in (HERE / "zero1" / "global_step2").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     torch.save({"optimizer_state_dict": Calls(trap)}, tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
@@ -84,7 +81,7 @@ VIEWS = {
 }
 
 
-def _opened(path: Path) -> tuple[TensorInFile, Foreign]:
+def _opened(path):
     found = read_torch_file(path)["x"]
     source = Foreign(path.parent, lambda name: name)
     source.add("model", "x", "", found.shape, found)
@@ -92,7 +89,7 @@ def _opened(path: Path) -> tuple[TensorInFile, Foreign]:
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_tensors_are_read_as_they_were(name: str, tmp_path: Path) -> None:
+def test_tensors_are_read_as_they_were(name, tmp_path):
     torch.save({"x": VIEWS[name]}, tmp_path / "x.pt")
     found, source = _opened(tmp_path / "x.pt")
     for read in (source.read_tensor(found), source.whole(("model", "x"))):
@@ -101,7 +98,7 @@ def test_tensors_are_read_as_they_were(name: str, tmp_path: Path) -> None:
     source.close()
 
 
-def test_a_damaged_tensor_is_found_before_it_is_read(tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_found_before_it_is_read(tmp_path):
     torch.save({"x": torch.ones(1000)}, tmp_path / "x.pt")
     found, source = _opened(tmp_path / "x.pt")
     (tmp_path / "x.pt").write_bytes(flip(tmp_path / "x.pt", found.offset + 1234))
@@ -109,13 +106,13 @@ def test_a_damaged_tensor_is_found_before_it_is_read(tmp_path: Path) -> None:
         source.whole(("model", "x"))
 
 
-def test_values_are_read_as_they_were(tmp_path: Path) -> None:
+def test_values_are_read_as_they_were(tmp_path):
     value = {"a": [1, 2.5, None, True, "x", b"y", (1, 2)], 3: OrderedDict(b={4, 5}), "size": torch.Size([2])}
     torch.save(value, tmp_path / "x.pt")
     assert read_torch_file(tmp_path / "x.pt") == value
 
 
-def test_a_tensor_of_a_gpu_is_read_where_there_is_none(tmp_path: Path) -> None:
+def test_a_tensor_of_a_gpu_is_read_where_there_is_none(tmp_path):
     torch.save({"x": torch.ones(3)}, tmp_path / "cpu.pt")
     with zipfile.ZipFile(tmp_path / "cpu.pt") as cpu, zipfile.ZipFile(tmp_path / "x.pt", "w") as gpu:
         for name in cpu.namelist():
@@ -123,7 +120,7 @@ def test_a_tensor_of_a_gpu_is_read_where_there_is_none(tmp_path: Path) -> None:
     assert _opened(tmp_path / "x.pt")[1].whole(("model", "x")).tolist() == [1, 1, 1]
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path):
     (tmp_path / "old.pt").write_bytes(pickle.dumps({"a": 1}))
     torch.save(torch.ones(3), tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     torch.save(torch.ones(3), tmp_path / "plain.pt")
@@ -141,7 +138,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             read_torch_file(tmp_path / name)
 
 
-def test_a_number_in_a_metadata_takes_no_memory(tmp_path: Path) -> None:
+def test_a_number_in_a_metadata_takes_no_memory(tmp_path):
     """A flipped bit makes LONG_BINPUT of SETITEM, and a number of the 4 bytes that follow."""
     (tmp_path / "a").write_bytes(b"\x80\x04Nr" + (1 << 24).to_bytes(4, "little") + b".")
     tracemalloc.start()

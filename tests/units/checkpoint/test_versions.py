@@ -3,19 +3,16 @@
 python -m tests.units.checkpoint.test_versions FOLDER      # how it was written; a later version gets a folder of its own
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.units.checkpoint.worlds import differing, everything
 from zero_fn.local.ranks import LocalRanks
 
@@ -23,8 +20,8 @@ VERSION_1 = Path(__file__).parent / "version_1" / "step-7"
 EXTRA = {"step": 7, "noise": torch.arange(4), "odd": {1: (2.5, float("inf"))}}
 
 
-def _run(is_sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).bfloat16())
+def _run(is_sharded):
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).bfloat16())
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + 100 * number)
@@ -38,11 +35,11 @@ def _run(is_sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _write(folder: str) -> None:
+def _write(folder):
     zf.save(folder, *_run(is_sharded=True), extra=EXTRA)
 
 
-def _read(is_sharded: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(is_sharded):
     model, optimizer = _run(is_sharded)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -53,7 +50,7 @@ def _read(is_sharded: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     return everything(model, optimizer), extra
 
 
-def test_a_checkpoint_of_the_first_version_is_read(ranks: Ranks) -> None:
+def test_a_checkpoint_of_the_first_version_is_read(ranks):
     expected = everything(*_run(is_sharded=False))
     found, extra = _read(is_sharded=False)
     assert differing(expected, found) == []
@@ -64,11 +61,11 @@ def test_a_checkpoint_of_the_first_version_is_read(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00000.json", "rank-00001.json"])
-def test_what_is_written_now_says_the_same(ranks: Ranks, file: str, tmp_path: Path) -> None:
+def test_what_is_written_now_says_the_same(ranks, file, tmp_path):
     """A change of the format needs another version, and a fixture of it."""
     ranks(2).run(_write, str(tmp_path / "step-7"))
 
-    def form(path: Path) -> Any:
+    def form(path):
         body = json.loads((path / file).read_text())["body"]
         for name in ("id", "saved_at_ns", "made_by", "names"):  # the last came later, and readers do without it
             body.pop(name, None)

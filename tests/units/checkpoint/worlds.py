@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,15 @@ class World(NamedTuple):
     styles: str | None = None
 
 
-def _tensor_parallel(model: nn.Module, _: str) -> nn.Module:
+def _tensor_parallel(model, _):
     return zf.zero3(model, grid("dp", "tp")["dp"])
 
 
-def _away(model: nn.Module, path: str) -> nn.Module:
+def _away(model, path):
     return zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.cpu())
 
 
-WORLDS: dict[str, World] = {
+WORLDS = {
     "plain": World(1, lambda model, _: model),
     "replicas": World(2, lambda model, _: model),
     "replicate": World(2, lambda model, _: zf.replicate(model, axis())),
@@ -67,14 +67,14 @@ WORLDS: dict[str, World] = {
 class Tied(nn.Module):
     """One parameter under two names."""
 
-    def __init__(self, first: str, second: str) -> None:
+    def __init__(self, first, second):
         super().__init__()
         setattr(self, first, nn.Linear(3, 3, bias=False))
         setattr(self, second, nn.Linear(3, 3, bias=False))
         self.get_submodule(second).weight = self.get_submodule(first).weight
 
 
-def made(name: str, path: str, seed: int) -> tuple[nn.Module, Optimizer]:
+def made(name, path, seed):
     """A seeded decoder and its optimizer, of which a group has other options."""
     world = WORLDS[name]
     seed_generator(seed)
@@ -84,14 +84,14 @@ def made(name: str, path: str, seed: int) -> tuple[nn.Module, Optimizer]:
         parameter.requires_grad_(False)
     model = world.place(model, path)
     named = dict(model.named_parameters())
-    groups: list[dict[str, Any]] = [
+    groups = [
         {"params": [p for name, p in named.items() if "bias" not in name and p.requires_grad]},
         {"params": [p for name, p in named.items() if "bias" in name and p.requires_grad], "weight_decay": 0.0},
     ]
     return model, world.stream(torch.optim.AdamW(groups, lr=0.01 + seed, betas=(0.8, 0.9)), path)
 
 
-def stepped(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+def stepped(model, optimizer, number):
     """One step, on the same data everywhere: meshes have other data-parallel ranks."""
     with loss_parallel():
         loss_of(model, number, 0).backward()
@@ -99,9 +99,9 @@ def stepped(model: nn.Module, optimizer: Optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def everything(model, optimizer):
     """Whole parameters, buffers and states, and options of groups. All ranks call it."""
-    found: dict[str, Any] = {name: full(value) for name, value in model.state_dict().items()}
+    found = {name: full(value) for name, value in model.state_dict().items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for member in members_of(optimizer):
         saved = member.state_dict()
@@ -114,13 +114,13 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differing(one, other):
     """Names under which values differ by a bit."""
     assert one.keys() == other.keys(), one.keys() ^ other.keys()
     return [name for name, value in one.items() if not _is_equal(value, other[name])]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(one, other):
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)

@@ -1,23 +1,20 @@
 """DeepSpeed configs as people write them, and ways to spoil them."""
 
-from __future__ import annotations
-
 import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["CONFIGS", "Json", "changed", "leaves", "shifted"]
 
 Json = dict[str, Any]
 
-ADAM: Json = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
-WARMUP: Json = {
+ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+WARMUP = {
     "type": "WarmupDecayLR",
     "params": {"total_num_steps": 1000, "warmup_num_steps": 100, "warmup_max_lr": 3e-4},
 }
 
-STAGE_3: Json = {  # of the documentation of transformers, filled in
+STAGE_3 = {  # of the documentation of transformers, filled in
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 4,
@@ -50,7 +47,7 @@ STAGE_3: Json = {  # of the documentation of transformers, filled in
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-STAGE_2: Json = {
+STAGE_2 = {
     "train_micro_batch_size_per_gpu": 8,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True, "adam_w_mode": False}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_type": "linear"}},
@@ -71,7 +68,7 @@ STAGE_2: Json = {
         "offload_optimizer": {"device": "none", "nvme_path": "/nowhere"},
     },
 }
-INFINITY: Json = {
+INFINITY = {
     "train_batch_size": 16,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
     "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
@@ -104,11 +101,11 @@ INFINITY: Json = {
         },
     },
 }
-CONFIGS: dict[str, Json] = {"stage 3": STAGE_3, "stage 2": STAGE_2, "infinity": INFINITY}
+CONFIGS = {"stage 3": STAGE_3, "stage 2": STAGE_2, "infinity": INFINITY}
 """For two ranks."""
 
 
-def leaves(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(config, path=()):
     """Every entry that is no object, by its path."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
@@ -117,7 +114,7 @@ def leaves(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield (*path, name), value
 
 
-def changed(config: Json, path: tuple[str, ...], value: Any) -> Json:
+def changed(config, path, value):
     """A copy with another value at a path, of which all but the last name are there."""
     found = copy.deepcopy(config)
     inside = found
@@ -127,7 +124,7 @@ def changed(config: Json, path: tuple[str, ...], value: Any) -> Json:
     return found
 
 
-def shifted(config: Json, path: tuple[str, ...], name: str) -> Json:
+def shifted(config, path, name):
     """A copy in which the entry at a path has another name."""
     found = copy.deepcopy(config)
     inside = found

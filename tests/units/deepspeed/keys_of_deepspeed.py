@@ -6,11 +6,9 @@ Sections that are models of pydantic list their fields. Of the others, a dict no
 that it gives; null where it gives none.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
-from typing import Any, get_args
+from typing import get_args
 
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
@@ -23,7 +21,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-MODELS: dict[str, type[BaseModel]] = {
+MODELS = {
     "zero_optimization": DeepSpeedZeroConfig,
     "bf16": DeepSpeedBF16Config,
     "fp16": DeepSpeedFP16Config,
@@ -46,10 +44,10 @@ DICTS = {
 }
 
 
-class Asked(dict):  # type: ignore[type-arg]
+class Asked(dict):
     """A dict that notes what it is asked for."""
 
-    def __init__(self, values: dict[str, Any], path: str, notes: dict[str, Any]) -> None:
+    def __init__(self, values, path, notes):
         inside = {
             name: Asked(each, f"{path}{name}.", notes) if isinstance(each, dict) else each
             for name, each in values.items()
@@ -57,29 +55,29 @@ class Asked(dict):  # type: ignore[type-arg]
         super().__init__(inside)
         self._path, self._notes = path, notes
 
-    def _note(self, name: object, default: Any = None) -> None:
+    def _note(self, name, default=None):
         path = f"{self._path}{name}"
         if self._notes.get(path) is None:
             self._notes[path] = default if isinstance(default, int | float | str | list) else None
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, name):
         self._note(name)
         return super().__contains__(name)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         self._note(name)
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name, default=None):
         self._note(name, default)
         return super().get(name, default)
 
-    def keys(self) -> Any:
+    def keys(self):
         return self
 
 
-def fields(model: type[BaseModel], path: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def fields(model, path):
+    found = {}
     for own, field in model.model_fields.items():
         name, kinds = f"{path}{field.alias or own}", (field.annotation, *get_args(field.annotation))
         inner = next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)), None)
@@ -91,8 +89,8 @@ def fields(model: type[BaseModel], path: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    notes: dict[str, Any] = {}
+def main():
+    notes = {}
     DeepSpeedConfig(Asked(DICTS, "", notes))
     found = dict(notes)
     for section, model in MODELS.items():

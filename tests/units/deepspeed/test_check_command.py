@@ -1,20 +1,12 @@
 """`python -m zero_fn deepspeed check` prints what becomes of a config and what a model needs by it, or why it is refused."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
-import pytest
-from torch import nn
-
-from tests.units.deepspeed.configs import Json
 from tests.units.deepspeed.test_cuts import Planned
 from zero_fn.__main__ import main
 
-CONFIG: Json = {
+CONFIG = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -22,18 +14,18 @@ CONFIG: Json = {
 }
 
 
-def new_model() -> nn.Module:
+def new_model():
     return Planned()
 
 
-def checked(folder: Path, capsys: Any, config: Json, *options: str) -> tuple[int, str, str]:
+def checked(folder, capsys, config, *options):
     file = folder / "ds_config.json"
     file.write_text(json.dumps(config))
     status = main(["deepspeed", "check", str(file), *options])
     return (status, *capsys.readouterr())
 
 
-def test_a_config_that_would_be_taken_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_would_be_taken_is_a_table(tmp_path, capsys):
     status, out, _ = checked(tmp_path, capsys, CONFIG)
     assert status == 0
     assert re.search(r"zero_optimization.stage +3 +zf.shard_params\n", out)
@@ -43,9 +35,7 @@ def test_a_config_that_would_be_taken_is_a_table(tmp_path: Path, capsys: pytest.
     assert re.search(r"optimizer.params.lr +0.001 ", out)
 
 
-def test_one_that_would_be_refused_ends_with_1_and_the_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_would_be_refused_ends_with_1_and_the_reasons(tmp_path, capsys):
     for more, reason in (
         ({"gradient_cliping": 1.0}, "gradient_clipping, or remove it"),
         ({"train_batch_size": 31}, '"train_batch_size": 16'),
@@ -57,7 +47,7 @@ def test_one_that_would_be_refused_ends_with_1_and_the_reasons(
     assert main(["deepspeed", "check", str(tmp_path / "nowhere.json")]) == 1
 
 
-def test_a_model_is_planned_as_the_config_places_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_planned_as_the_config_places_it(tmp_path, capsys):
     model = f"{__name__}:new_model"
     numel = sum(parameter.numel() for parameter in Planned().parameters())
     totals = []

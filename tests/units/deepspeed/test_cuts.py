@@ -1,14 +1,10 @@
 """A config that cuts a model over more than data: tensor and sequence parallelism, experts, stages of a pipeline."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -17,27 +13,26 @@ import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.support.wholes import full
-from tests.units.deepspeed.configs import Json
 
 WIDTH, ROWS, STEPS = 8, 4, 3
-BASE: Json = {
+BASE = {
     "train_micro_batch_size_per_gpu": ROWS,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}},
     "gradient_clipping": 0.1,
 }
 
 
-def noise(*shape: int, seed: int) -> Tensor:
+def noise(*shape, seed):
     """The same on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
@@ -46,7 +41,7 @@ class Planned(nn.Module):
 
     tp_plan = {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # noqa: RUF012
 
-    def __init__(self, **plan: str) -> None:
+    def __init__(self, **plan):
         super().__init__()
         torch.manual_seed(0)
         self.tp_plan = {**self.tp_plan, **plan}
@@ -56,19 +51,19 @@ class Planned(nn.Module):
         if "head" in plan:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+def loss_of(model, step, rank):
     tokens = torch.randint(16, (ROWS, 5), generator=torch.Generator().manual_seed(10 * step + rank))
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def trained(setup: zf.DeepSpeedSetup[Any], rank: int) -> tuple[list[float | None], dict[str, Tensor]]:
+def trained(setup, rank):
     norms = []
     for step in range(STEPS):
         setup.scaled(loss_of(setup.model, step, rank)).backward()
@@ -76,12 +71,12 @@ def trained(setup: zf.DeepSpeedSetup[Any], rank: int) -> tuple[list[float | None
     return norms, {name: full(value) for name, value in setup.model.named_parameters()}
 
 
-def agree(one: Any, other: Any) -> None:
+def agree(one, other):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(4)
-def test_a_model_is_cut_by_its_own_plan_over_neighbours_of_the_axis() -> None:
+def test_a_model_is_cut_by_its_own_plan_over_neighbours_of_the_axis():
     """Two ranks share a batch, so the numbers are those of two ranks with whole models."""
     for plan in ({"head": "colwise_gather_output"}, {}):
         for key in ({"autotp_size": 2}, {"tp_size": 2}, {"tp": {"tp_size": 2}}):
@@ -90,7 +85,7 @@ def test_a_model_is_cut_by_its_own_plan_over_neighbours_of_the_axis() -> None:
             setup = zf.from_deepspeed(model, config, axis())
             assert not isinstance(model.blocks[0].up.weight, DTensor), "the model that was given is unchanged"
             assert (setup.mesh.size(), setup.mesh.get_local_rank()) == (2, dist.get_rank() // 2)
-            assert setup.model.blocks[0].up.weight.to_local().numel() == 12 * WIDTH // 4  # type: ignore[union-attr,index]
+            assert setup.model.blocks[0].up.weight.to_local().numel() == 12 * WIDTH // 4
             assert ("head" in plan) == (setup.model.head.weight is setup.model.embed.weight)
             found = trained(setup, dist.get_rank() // 2)
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "copies"))
@@ -99,7 +94,7 @@ def test_a_model_is_cut_by_its_own_plan_over_neighbours_of_the_axis() -> None:
 
 
 @on_ranks(4)
-def test_an_axis_of_tensor_parallelism_that_is_there_is_taken() -> None:
+def test_an_axis_of_tensor_parallelism_that_is_there_is_taken():
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     config = {
         **BASE,
@@ -136,10 +131,10 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken() -> None:
 
 
 @on_ranks(4)
-def test_gradients_are_summed_over_parts_of_sequences_and_averaged_over_batches() -> None:
+def test_gradients_are_summed_over_parts_of_sequences_and_averaged_over_batches():
     config = {**BASE, "train_batch_size": 2 * ROWS, "sequence_parallel_size": 2, "gradient_clipping": 0}
     plain = Planned()
-    sum(loss_of(plain, 0, rank) for rank in range(4)).backward()  # type: ignore[union-attr]
+    sum(loss_of(plain, 0, rank) for rank in range(4)).backward()
     for op, batches in (("mean", 2), ("sum", 1)):
         more = {"gradient_allreduce_op": op, "data_parallel_size": 2, "zero_optimization": {"stage": 3}}
         setup = zf.from_deepspeed(Planned(), {**config, **more}, axis())
@@ -151,7 +146,7 @@ def test_gradients_are_summed_over_parts_of_sequences_and_averaged_over_batches(
 
 
 @on_ranks(2)
-def test_gradients_are_summed_over_ranks_where_the_config_says_so() -> None:
+def test_gradients_are_summed_over_ranks_where_the_config_says_so():
     own = []
     for op in ("mean", "sum"):
         config = {
@@ -167,16 +162,16 @@ def test_gradients_are_summed_over_ranks_where_the_config_says_so() -> None:
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Parameter(noise(4, WIDTH, WIDTH, seed=7))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         up = self.up.to_local() if isinstance(self.up, DTensor) else self.up
         return x + torch.einsum("...d,edh->...h", x, up)
 
 
-def with_experts(mesh: DeviceMesh) -> nn.Module:
+def with_experts(mesh):
     model = Planned()
     model.blocks.append(Experts())
     own = model.blocks[2]
@@ -186,7 +181,7 @@ def with_experts(mesh: DeviceMesh) -> nn.Module:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(4)
-def test_experts_are_left_on_their_axis_over_which_all_else_is_sharded(stage: int) -> None:
+def test_experts_are_left_on_their_axis_over_which_all_else_is_sharded(stage):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     cut = [zf.replicate, zf.shard_optimizer, zf.shard_grads, zf.shard_params][stage]
     by_hand = cut(cut(with_experts(grid["ep"]), grid["dp"]), grid["ep"], where=lambda name, _: name != "blocks.2.up")
@@ -203,7 +198,7 @@ def test_experts_are_left_on_their_axis_over_which_all_else_is_sharded(stage: in
         zf.from_deepspeed(with_experts(grid["ep"]), {**zero, "moe_expert_parallel_size": 2}, grid["dp"])
 
 
-def run_pipeline(setup: zf.DeepSpeedSetup[Any], pipe: DeviceMesh, factor: float = 1.0) -> float | None:
+def run_pipeline(setup, pipe, factor=1.0):
     index = pipe.get_local_rank()
     stage = PipelineStage(setup.model, index, 2, torch.device("cpu"), group=pipe.get_group())
     schedule = ScheduleGPipe(
@@ -216,7 +211,7 @@ def run_pipeline(setup: zf.DeepSpeedSetup[Any], pipe: DeviceMesh, factor: float 
 
 
 @on_ranks(4)
-def test_stages_of_a_pipeline_clip_to_one_norm_and_skip_the_same_steps() -> None:
+def test_stages_of_a_pipeline_clip_to_one_norm_and_skip_the_same_steps():
     """In float16 only the last stage sees the loss, and here only its gradients are infinite."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
@@ -224,7 +219,7 @@ def test_stages_of_a_pipeline_clip_to_one_norm_and_skip_the_same_steps() -> None
     torch.manual_seed(grid["pp"].get_local_rank())
     setup = zf.from_deepspeed(nn.Sequential(Block(), Block()), config, grid["dp"], pipeline=grid["pp"])
     assert setup.scaler is not None
-    norms: list[Any] = [None] * 4
+    norms = [None] * 4
     for factor in (1.0, float("inf"), 1.0):
         norm = run_pipeline(setup, grid["pp"], factor)
         dist.all_gather_object(norms, (norm, setup.scaler.get_scale(), setup.steps, setup.skipped_steps))
@@ -235,7 +230,7 @@ def test_stages_of_a_pipeline_clip_to_one_norm_and_skip_the_same_steps() -> None
 
 
 @on_ranks(4)
-def test_the_norm_of_a_pipeline_is_that_of_the_whole_model() -> None:
+def test_the_norm_of_a_pipeline_is_that_of_the_whole_model():
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     config = {**BASE, "zero_optimization": {"stage": 2}, "gradient_clipping": 1e-3}
     torch.manual_seed(0)

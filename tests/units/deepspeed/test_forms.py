@@ -1,28 +1,24 @@
 """What a config says of dtypes, of activations, of wholes and of compilation is done to the model."""
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
-from tests.units.deepspeed.configs import Json
 from tests.units.deepspeed.test_setup import built, furthest, loss_of, trained, values, zero
 from zero_fn.runtime.door import units_of
 from zero_fn.transforms.recomputed import Recomputed
 
 
 @on_ranks(2)
-def test_autocast_is_torchs_around_each_forward() -> None:
+def test_autocast_is_torchs_around_each_forward():
     own = {**zero(3), "torch_autocast": {"enabled": True, "dtype": "bf16"}}
     inside, outside = (zf.from_deepspeed(built(), config, axis()) for config in (own, zero(3)))
     for step in range(2):
@@ -40,7 +36,7 @@ def test_autocast_is_torchs_around_each_forward() -> None:
 
 
 @on_ranks(2)
-def test_masters_and_states_rest_in_bfloat16_where_the_config_says_both() -> None:
+def test_masters_and_states_rest_in_bfloat16_where_the_config_says_both():
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     for stage in (0, 3):
         setup = zf.from_deepspeed(built(), {**zero(stage), "bf16": bf16}, axis())
@@ -56,7 +52,7 @@ class Buffered(nn.Module):
     _keep_in_fp32_modules_strict = {"ro*y"}  # noqa: RUF012
     _keep_in_fp32_modules = ["mask"]  # noqa: RUF012
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         for name, value in {
@@ -66,12 +62,12 @@ class Buffered(nn.Module):
         }.items():
             self.register_buffer(name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layer(x)
 
 
-def _dtypes(compute: str = "bf16", **data_types: Any) -> list[torch.dtype]:
-    config: Json = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "data_types": data_types}
+def _dtypes(compute="bf16", **data_types):
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "data_types": data_types}
     config |= {compute: {"enabled": True}} if compute else {}
     with alone() as mesh:
         model = Buffered()
@@ -81,7 +77,7 @@ def _dtypes(compute: str = "bf16", **data_types: Any) -> list[torch.dtype]:
         return [buffer.dtype for _, buffer in made.named_buffers()]
 
 
-def test_buffers_are_cast_but_for_those_that_are_kept() -> None:
+def test_buffers_are_cast_but_for_those_that_are_kept():
     wide, narrow, whole = torch.float32, torch.bfloat16, torch.int
     assert _dtypes(param_dtype="bf16") == [wide, wide, whole]
     assert _dtypes(buffer_dtype="bf16") == [wide, narrow, whole]
@@ -92,7 +88,7 @@ def test_buffers_are_cast_but_for_those_that_are_kept() -> None:
 
 
 @on_ranks(2)
-def test_blocks_are_computed_again_and_the_numbers_stay() -> None:
+def test_blocks_are_computed_again_and_the_numbers_stay():
     plain = trained(zf.from_deepspeed(built(), zero(3), axis()))
     for more in (
         {"activation_checkpointing": {"cpu_checkpointing": True}},
@@ -105,13 +101,13 @@ def test_blocks_are_computed_again_and_the_numbers_stay() -> None:
 
 
 class Nested(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
 
 class Leafy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mixture, self.blocks = Nested(), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
@@ -119,7 +115,7 @@ class Leafy(nn.Module):
 @pytest.mark.parametrize(
     "said", [{"classes": ["here.Nested"]}, {"names": ["mixture"]}, {"name_suffixes": ["ture"]}, None]
 )
-def test_leaf_modules_are_gathered_as_wholes(said: Json | None) -> None:
+def test_leaf_modules_are_gathered_as_wholes(said):
     zero = {"stage": 3, **({"leaf_module": said} if said else {})}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": zero}
     with alone() as mesh:
@@ -133,13 +129,13 @@ def test_leaf_modules_are_gathered_as_wholes(said: Json | None) -> None:
             zf.from_deepspeed(Leafy(), config, mesh["dp"])
 
 
-def test_no_more_parameters_stay_whole_than_the_config_allows() -> None:
+def test_no_more_parameters_stay_whole_than_the_config_allows():
     """The first small ones in the order of the model, as DeepSpeed counts them."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 4, "stage3_model_persistence_threshold": 9}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": zero}
     with alone() as mesh:
         model = zf.from_deepspeed(Leafy(), config, mesh["dp"]).model
-        whole = [name for name, each in model.named_parameters() if "Shard" not in str(each.placements)]  # type: ignore[union-attr]
+        whole = [name for name, each in model.named_parameters() if "Shard" not in str(each.placements)]
         assert whole == ["mixture.experts.0.bias", "mixture.experts.1.bias"]
 
 
@@ -153,7 +149,7 @@ def test_no_more_parameters_stay_whole_than_the_config_allows() -> None:
         ({"disable": True}, None),
     ],
 )
-def test_each_block_is_compiled_by_itself(section: Json, options: Json | None) -> None:
+def test_each_block_is_compiled_by_itself(section, options):
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "compile": section}
     with alone() as mesh, patch.object(nn.Module, "compile", autospec=True) as compiled:
         model = zf.from_deepspeed(Leafy(), config, mesh["dp"]).model
@@ -166,16 +162,16 @@ def test_each_block_is_compiled_by_itself(section: Json, options: Json | None) -
                 zf.from_deepspeed(Leafy(), {**config, **computed_twice}, mesh["dp"])
 
 
-def test_rates_are_scaled_by_the_package_mup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_scaled_by_the_package_mup(monkeypatch):
     """Its function gets the parameters of the transformed model, which have what the program has set on those of its own."""
     package = types.ModuleType("mup")
 
-    def mu_adam(params: Any, **options: Any) -> torch.optim.Optimizer:
+    def mu_adam(params, **options):
         return torch.optim.Adam([{"params": [each], "lr": options["lr"] / each.infshape} for each in params], **options)
 
-    package.MuAdam = mu_adam  # type: ignore[attr-defined]
+    package.MuAdam = mu_adam
     model = nn.Linear(4, 4)
-    model.weight.infshape, model.bias.infshape = 4.0, 1.0  # type: ignore[union-attr]
+    model.weight.infshape, model.bias.infshape = 4.0, 1.0
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "MuAdam", "params": {"lr": 0.4, "eps": 1e-6}}}
     with alone() as mesh:
         monkeypatch.setitem(sys.modules, "mup", None)

@@ -3,8 +3,6 @@
 `keys_of_deepspeed.json` was printed by `keys_of_deepspeed.py`; tests/outside compares it with an installed DeepSpeed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -23,7 +21,7 @@ OTHER_DEFAULTS = {
 """Entries whose default is not DeepSpeed's, and why."""
 
 
-def known(path: str) -> bool:
+def known(path):
     """Whether an entry has a row, is inside a section that has one, or is a section with rows."""
     inside = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)]
     return (
@@ -31,12 +29,12 @@ def known(path: str) -> bool:
     )
 
 
-def test_each_entry_that_deepspeed_reads_has_a_row() -> None:
+def test_each_entry_that_deepspeed_reads_has_a_row():
     assert len(GOLDEN) >= 240
     assert [path for path in GOLDEN if not known(path)] == []
 
 
-def test_defaults_are_those_of_deepspeed_but_for_those_that_say_why() -> None:
+def test_defaults_are_those_of_deepspeed_but_for_those_that_say_why():
     rows = {path: KEYS[path] for path, default in GOLDEN.items() if path in KEYS and default is not None}
     others = {path for path, key in rows.items() if key.kind.name != "off" and key.default != GOLDEN[path]}
     assert others == OTHER_DEFAULTS.keys()

@@ -1,13 +1,10 @@
 """`python -m zero_fn launch`: what each option of the deepspeed launcher becomes, and a run of it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ RUN = [sys.executable, "-m", "torch.distributed.run"]
 LOCAL_RANK = "--local_rank=${local_rank}"
 
 
-def lines(words: str, hostfile: str | None = None, devices: int = 4) -> dict[str, str]:
+def lines(words, hostfile=None, devices=4):
     """The lines without the interpreter, the launcher and the script's --local_rank."""
     found = torchrun_lines(options_of([*shlex.split(words), "train.py"]), hostfile, devices)
     assert all([*line][-2:] == ["train.py", LOCAL_RANK] for line in found.values())
@@ -45,7 +42,7 @@ def lines(words: str, hostfile: str | None = None, devices: int = 4) -> dict[str
         ("--no_python", "torchrun --nproc-per-node 4 --no-python"),
     ],
 )
-def test_options_for_this_host(words: str, line: str) -> None:
+def test_options_for_this_host(words, line):
     assert lines(words) == {"localhost": line}
 
 
@@ -63,7 +60,7 @@ def test_options_for_this_host(words: str, line: str) -> None:
         ("--exclude alpha:0,1", {"beta": "0,1,2,3"}),
     ],
 )
-def test_devices_of_a_hostfile(words: str, devices: dict[str, str]) -> None:
+def test_devices_of_a_hostfile(words, devices):
     expected = {}
     for rank, (host, numbers) in enumerate(devices.items()):
         hosts = f" --nnodes 2 --node-rank {rank} --master-addr alpha --master-port 29500" if len(devices) == 2 else ""
@@ -93,17 +90,17 @@ def test_devices_of_a_hostfile(words: str, devices: dict[str, str]) -> None:
         *((name, None) for name in ("--autotuning=run", "--save_pid", "--bind_cores_to_rank", "--elastic_training")),
     ],
 )
-def test_what_cannot_be_followed_is_refused(words: str, hostfile: str | None) -> None:
+def test_what_cannot_be_followed_is_refused(words, hostfile):
     with pytest.raises(ConfigError):
         lines(words, hostfile)
 
 
-def test_a_refusal_is_told_and_has_a_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_told_and_has_a_status(capsys):
     assert main(["--launcher", "slurm", "train.py"]) == 2
     assert capsys.readouterr().err.startswith("ConfigError: torchrun has nothing that does what --launcher does.")
 
 
-def test_this_host_is_known_by_its_rank_as_the_only_one_or_by_its_name() -> None:
+def test_this_host_is_known_by_its_rank_as_the_only_one_or_by_its_name():
     two = {"alpha": ["a"], socket.gethostname(): ["b"]}
     assert this_host(options_of(["x.py"]), two) == socket.gethostname()
     assert this_host(options_of(["--no_ssh", "--node_rank", "0", "x.py"]), two) == "alpha"
@@ -113,11 +110,9 @@ def test_this_host_is_known_by_its_rank_as_the_only_one_or_by_its_name() -> None
 
 
 @pytest.mark.parametrize(("words", "count"), [([], 2), (["-q"], 1), (["--log_level", "error"], 1), (["--no_ssh"], 1)])
-def test_lines_of_other_hosts_are_printed_unless_they_start_themselves(
-    words: list[str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_other_hosts_are_printed_unless_they_start_themselves(words, count, tmp_path, monkeypatch, capsys):
     (tmp_path / "hosts").write_text(TWO)
-    became: list[list[str]] = []
+    became = []
     monkeypatch.setattr(launch_command.os, "execvp", lambda file, words: became.append(words))
     main(["-H", f"{tmp_path / 'hosts'}", "--node_rank", "1", *words, "train.py", "two words"])
     said = capsys.readouterr().err.splitlines()
@@ -126,7 +121,7 @@ def test_lines_of_other_hosts_are_printed_unless_they_start_themselves(
     assert shown.get("beta", became[0]) == became[0] and ("alpha" in shown) == ("--no_ssh" not in words)
 
 
-def test_a_run_has_ranks_devices_arguments_and_a_status(tmp_path: Path) -> None:
+def test_a_run_has_ranks_devices_arguments_and_a_status(tmp_path):
     script, hosts = tmp_path / "script.py", tmp_path / "hosts"
     hosts.write_text("anywhere slots=3\n")
     script.write_text(

@@ -1,13 +1,9 @@
 """Loops that were written for DeepSpeed's engine train as loops of our own do, and their checkpoints are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
@@ -20,7 +16,7 @@ from zero_fn.checkpoint import load
 from zero_fn.deepspeed import backward, is_boundary, load_checkpoint, manners, save_checkpoint, step
 
 
-def run(setup: zf.DeepSpeedSetup[Any], steps: range) -> None:
+def run(setup, steps):
     """A loop as it was: forward, backward and step of each microbatch."""
     for number in (MICROBATCHES * each + micro for each in steps for micro in range(MICROBATCHES)):
         loss = loss_of(setup.model, *divmod(number, MICROBATCHES))
@@ -31,7 +27,7 @@ def run(setup: zf.DeepSpeedSetup[Any], steps: range) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_each_microbatch_is_a_backward_and_a_step(stage: int) -> None:
+def test_each_microbatch_is_a_backward_and_a_step(stage):
     """Below stage 2 they are reduced once, above each, as by DeepSpeed: there sums are rounded in another order."""
     setup = zf.from_deepspeed(built(), {**zero(stage), "gradient_clipping": 1.0}, axis())
     with zf.traffic() as sent:
@@ -45,8 +41,8 @@ def test_each_microbatch_is_a_backward_and_a_step(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_a_backward_that_raises_leaves_nothing_behind() -> None:
-    def fail(_: torch.Tensor) -> None:
+def test_a_backward_that_raises_leaves_nothing_behind():
+    def fail(_):
         raise RuntimeError("of the program")
 
     setup = zf.from_deepspeed(built(), zero(1), axis())
@@ -60,7 +56,7 @@ def test_a_backward_that_raises_leaves_nothing_behind() -> None:
 
 
 @on_ranks(2)
-def test_a_run_goes_on_from_its_checkpoint_with_the_state_of_the_program(folder: str) -> None:
+def test_a_run_goes_on_from_its_checkpoint_with_the_state_of_the_program(folder):
     config = {**zero(3), "checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
     setup = zf.from_deepspeed(built(), config, axis())
     run(setup, range(2))
@@ -81,7 +77,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_state_of_the_program(folder:
 
 
 @on_ranks(2)
-def test_a_run_of_deepspeed_goes_on_here() -> None:
+def test_a_run_of_deepspeed_goes_on_here():
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": 3}}
     config["scheduler"] = {"type": "WarmupLR", "params": {}}
     setup = zf.from_deepspeed(built_by_deepspeed(), config, axis(), optimizer=adamw)

@@ -1,29 +1,24 @@
 """Optimizers that DeepSpeed has and torch has not: their arithmetic, their options, and their bits over shards and tiers."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import Ranks, axis
-from tests.units.deepspeed.configs import Json
+from tests.support.ranks import axis
 from tests.units.deepspeed.test_settings import SMALL, became, refusal
 from tests.units.deepspeed.test_setup import built, furthest, step_of, trained, values, zero
 from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, groups_of_muon
 from zero_fn.deepspeed.settings import settings_of
 
 
-def _drawn(*shape: int, seed: int, of: torch.dtype = torch.float64) -> Tensor:
+def _drawn(*shape, seed, of=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(of)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> list[Tensor]:
+def _stepped(optimizer, steps=3):
     """Parameters after steps with gradients that are drawn."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step in range(steps):
@@ -33,9 +28,7 @@ def _stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> list[Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
-def _lamb(
-    value: Tensor, lr: float, eps: float, decay: float, least: float, most: float, *, inside: bool, corrects: bool
-) -> Tensor:
+def _lamb(value, lr, eps, decay, least, most, *, inside, corrects):
     """Three steps, as csrc/lamb writes them for each element, with betas 0.9 and 0.99."""
     first, second = torch.zeros_like(value), torch.zeros_like(value)
     for step in range(3):
@@ -54,10 +47,10 @@ def _lamb(
 @pytest.mark.parametrize(
     ("scale", "least", "most"), [(1.0, 0.01, 10.0), (1.0, 5.0, 9.0), (9.0, 0.01, 0.2), (0.0, 0.01, 10.0)]
 )
-def test_lamb_is_that_of_deepspeed(inside: bool, corrects: bool, scale: float, least: float, most: float) -> None:
+def test_lamb_is_that_of_deepspeed(inside, corrects, scale, least, most):
     """Also where the quotient of norms is cut at either end, and where values begin at zero."""
     value = scale * _drawn(5, 3, seed=9)
-    options: Any = {"lr": 0.1, "eps": 0.3, "weight_decay": 0.2, "min_coeff": least, "max_coeff": most}
+    options = {"lr": 0.1, "eps": 0.3, "weight_decay": 0.2, "min_coeff": least, "max_coeff": most}
     optimizer = Lamb(
         [nn.Parameter(value.clone())], betas=(0.9, 0.99), bias_correction=corrects, eps_inside_sqrt=inside, **options
     )
@@ -66,7 +59,7 @@ def test_lamb_is_that_of_deepspeed(inside: bool, corrects: bool, scale: float, l
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
 
 
-def test_lion_moves_each_element_by_its_rate_along_a_sign() -> None:
+def test_lion_moves_each_element_by_its_rate_along_a_sign():
     value = _drawn(5, 3, seed=9)
     (found,) = _stepped(Lion([nn.Parameter(value.clone())], lr=0.1, betas=(0.9, 0.99), weight_decay=0.2))
     moment = torch.zeros_like(value)
@@ -80,7 +73,7 @@ def test_lion_moves_each_element_by_its_rate_along_a_sign() -> None:
 class Mixed(nn.Module):
     """Hidden weights of all kinds, and what Muon leaves to AdamW."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.matrix, self.bias = nn.Parameter(_drawn(6, 4, seed=1).float()), nn.Parameter(_drawn(6, seed=2).float())
         self.stack, self.filters = (
@@ -90,7 +83,7 @@ class Mixed(nn.Module):
         self.Embedding, self.lm_head = nn.Embedding(5, 4), nn.Linear(4, 5)
 
 
-def test_muon_steps_hidden_matrices_and_adamw_the_rest() -> None:
+def test_muon_steps_hidden_matrices_and_adamw_the_rest():
     """To the bits of torch's own optimizers, over a stack of matrices and over filters as over the matrices in them."""
     model = Mixed()
     whole = MuonWithAuxAdam(groups_of_muon(model.parameters(), [model]), muon_lr=0.02, adam_lr=0.01, weight_decay=0.1)
@@ -106,7 +99,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest() -> None:
     for step in range(3):
         for number, parameter in enumerate([*hidden["params"], *rest["params"]]):
             parameter.grad = _drawn(*parameter.shape, seed=100 * step + number, of=torch.float32)
-        grads = [model.matrix.grad, *model.stack.grad, model.filters.grad.flatten(1), *(p.grad for p in rest["params"])]  # type: ignore[misc, union-attr]
+        grads = [model.matrix.grad, *model.stack.grad, model.filters.grad.flatten(1), *(p.grad for p in rest["params"])]
         for each, grad in zip([*muon.param_groups[0]["params"], *copies], grads, strict=True):
             each.grad = grad
         for optimizer in (whole, muon, adam):
@@ -125,7 +118,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest() -> None:
     ],
     ids=str,
 )
-def test_rates_of_muon_and_of_its_adam_are_those_of_the_config(params: Json, rates: tuple[float, float]) -> None:
+def test_rates_of_muon_and_of_its_adam_are_those_of_the_config(params, rates):
     stock = settings_of({**SMALL, "optimizer": {"type": "Muon", "params": params}}, 1).stock
     assert stock is not None
     assert tuple(group["lr"] for group in stock(Mixed()).param_groups) == rates
@@ -144,12 +137,12 @@ def test_rates_of_muon_and_of_its_adam_are_those_of_the_config(params: Json, rat
         ("AdamW", "bias_correction", False), ("SGD", "adam_lr", 0.1),
     ],
 )  # fmt: skip
-def test_an_option_that_cannot_be_honoured_is_refused_by_its_path(kind: str, option: str, value: object) -> None:
+def test_an_option_that_cannot_be_honoured_is_refused_by_its_path(kind, option, value):
     assert "optimizer.params" in (found := refusal({**SMALL, "optimizer": {"type": kind, "params": {option: value}}}))
     assert option in found
 
 
-WHOLE: dict[str, Json] = {
+WHOLE = {
     "Muon": {"lr": 0.02, "weight_decay": 0.1, "ns_method": "gram"},
     "Lamb": {"lr": 0.02, "weight_decay": 0.1, "bias_correction": False},
     "Adafactor": {"lr": 0.02},
@@ -157,7 +150,7 @@ WHOLE: dict[str, Json] = {
 }
 
 
-def _every_stage(folder: str, kind: str) -> dict[str, float]:
+def _every_stage(folder, kind):
     """How far stages and tiers are from replicas; a run goes on at another stage."""
     changes = {"optimizer": {"type": kind, "params": WHOLE[kind]}}
     changes |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.02}}}
@@ -182,7 +175,7 @@ def _every_stage(folder: str, kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_every_stage_and_tier_steps_to_the_bits_of_replicas(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_every_stage_and_tier_steps_to_the_bits_of_replicas(ranks, tmp_path, kind):
     said = became({**SMALL, "optimizer": {"type": kind, "params": WHOLE[kind]}})["optimizer.type"]
     assert ("zf.by_owner" in said) is (kind != "Lion")
     for found in ranks(2).run(_every_stage, str(tmp_path), kind):

@@ -4,29 +4,25 @@
 the licence of the repository; and those that guides print.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import zero_fn as zf
 from tests.support.groups import alone
-from tests.support.ranks import Ranks, axis
-from tests.units.deepspeed.configs import Json
+from tests.support.ranks import axis
 from tests.units.deepspeed.test_cuts import Planned, loss_of
 from zero_fn.deepspeed import reporter
 from zero_fn.deepspeed.entries import leaves_of
-from zero_fn.deepspeed.settings import Settings, settings_of
+from zero_fn.deepspeed.settings import settings_of
 from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.monitor.csv import Csv
 
-PUBLIC: dict[str, Json] = {
+PUBLIC = {
     name: row["config"] for name, row in json.loads(Path(__file__).with_name("public_configs.json").read_text()).items()
 }
 OTHERS = {
@@ -57,7 +53,7 @@ REFUSED = {
 OWN_OPTIMIZER = ("THUDM/SwissArmyTransformer/tests/deepspeed_test.json",)
 """Configs that name an optimizer of the program's own."""
 
-FILLED: Json = {
+FILLED = {
     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
     "optimizer.params.lr": 3e-5, "optimizer.params.betas": [0.8, 0.999], "optimizer.params.eps": 1e-8,
     "optimizer.params.weight_decay": 3e-7, "scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_max_lr": 3e-5,
@@ -66,7 +62,7 @@ FILLED: Json = {
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def auto_of(config: Json) -> Json:
+def auto_of(config):
     """What a program says where a config says "auto", or lacks a batch size."""
     said = dict(leaves_of(config))
     bf16 = "bfloat16" if "bfloat16" in config else "bf16"
@@ -77,19 +73,19 @@ def auto_of(config: Json) -> Json:
     return auto
 
 
-def ranks_of(config: Json) -> int:
+def ranks_of(config):
     """As many ranks as the batch sizes of a config are for."""
     whole, *parts = (config.get(name) for name in _SIZES)
     micro = [part for part in parts if isinstance(part, int)]
     return whole // prod(micro) if isinstance(whole, int) and micro else 1 if whole == 1 else 2
 
 
-def read(name: str, config: Json) -> Settings:
+def read(name, config):
     others = OTHERS.get(name, {})
     return settings_of(config, ranks_of(config), auto_of(config), others=others, makes=name not in OWN_OPTIMIZER)
 
 
-def test_most_public_configs_are_taken_as_they_are_and_the_others_named() -> None:
+def test_most_public_configs_are_taken_as_they_are_and_the_others_named():
     refused = {}
     for name, config in PUBLIC.items():
         try:
@@ -104,7 +100,7 @@ def test_most_public_configs_are_taken_as_they_are_and_the_others_named() -> Non
     assert len(PUBLIC) - len(REFUSED) == 83 + 21  # of 96, and all of the guides
 
 
-def _trained() -> list[str]:
+def _trained():
     """Each config, for two ranks; one step of a small model."""
     found = []
     torch.compiler.set_stance("force_eager")  # what is compiled is tested elsewhere
@@ -127,12 +123,12 @@ def _trained() -> list[str]:
             own = None if "optimizer" in config and name not in OWN_OPTIMIZER else _adamw
             model = Planned()
             setup = zf.from_deepspeed(model, sizes, axis(), auto=auto, optimizer=own)
-            before = next(setup.model.parameters()).full_tensor().clone()  # type: ignore[operator]
+            before = next(setup.model.parameters()).full_tensor().clone()
             setup.optimizer.param_groups[0]["lr"] = 0.1
             while setup.steps == setup.skipped_steps < 99:  # in float16 until the loss scale has come down
                 setup.scaled(loss_of(setup.model, 0, 0)).backward()
                 setup.step()
-            assert not torch.equal(next(setup.model.parameters()).full_tensor(), before), name  # type: ignore[operator]
+            assert not torch.equal(next(setup.model.parameters()).full_tensor(), before), name
             if setup.reporter is not None:
                 setup.reporter.close()
             found.append(name)
@@ -140,16 +136,16 @@ def _trained() -> list[str]:
     return found
 
 
-def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def test_they_train(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_train(ranks, tmp_path, monkeypatch):
     for found in ranks(2).run(_in_folder, str(tmp_path)):
         assert len(found) == 83 + 19
 
 
-def _in_folder(folder: str) -> list[str]:
+def _in_folder(folder):
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -170,18 +166,18 @@ class Arguments:
     mixed_precision = "no"  # of bf16, fp16 and the launcher
 
     @staticmethod
-    def get_warmup_steps(steps: int) -> int:
+    def get_warmup_steps(steps):
         """A tenth of the training."""
         return steps // 10
 
 
-def test_a_trainer_whose_ranks_all_have_batches_of_their_own_cuts_no_layers() -> None:
+def test_a_trainer_whose_ranks_all_have_batches_of_their_own_cuts_no_layers():
     config = PUBLIC["hiyouga/LLaMA-Factory/examples/deepspeed/ds_z2_autotp_config.json"]
     with alone() as mesh, pytest.raises(zf.ConfigError, match=r"tensor_parallel.autotp_size(.|\n)*zf.from_deepspeed"):
         settings_for(config, Arguments, mesh["dp"], 100)
 
 
-def _contradicted(**changes: Any) -> tuple[str, ...]:
+def _contradicted(**changes):
     config = {**PUBLIC["huggingface/accelerate/examples/deepspeed_config_templates/zero_stage2_config.json"], **changes}
 
     class Fp16(Arguments):
@@ -192,7 +188,7 @@ def _contradicted(**changes: Any) -> tuple[str, ...]:
     return tuple(str(line) for line in caught.value.facts.values())
 
 
-def test_values_that_contradict_the_arguments_are_named_with_both() -> None:
+def test_values_that_contradict_the_arguments_are_named_with_both():
     assert _contradicted(gradient_clipping=0.5, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2) == (
         "train_micro_batch_size_per_gpu = 4, and per_device_train_batch_size is 2",
         "gradient_accumulation_steps = 2, and gradient_accumulation_steps is 1",

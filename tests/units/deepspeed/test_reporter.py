@@ -1,14 +1,11 @@
 """What a config prints and logs: lines, breakdowns, monitors, a profile of one step, and bytes sent."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
-from tests.units.deepspeed.configs import Json
 from tests.units.deepspeed.test_cuts import Planned
 from tests.units.deepspeed.test_setup import (
     MICRO,
@@ -36,11 +32,11 @@ from zero_fn.monitor.csv import Csv
 from zero_fn.profiling.clock import _clock
 
 
-def rows_of(file: Path) -> list[dict[str, str]]:
+def rows_of(file):
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
-def printed(setup: zf.DeepSpeedSetup[Any], steps: int = 4) -> str:
+def printed(setup, steps=4):
     with redirect_stdout(io.StringIO()) as text:
         for step in range(steps):
             step_of(setup, step)
@@ -48,7 +44,7 @@ def printed(setup: zf.DeepSpeedSetup[Any], steps: int = 4) -> str:
 
 
 @on_ranks(2)
-def test_rank_0_prints_a_line_every_so_many_steps() -> None:
+def test_rank_0_prints_a_line_every_so_many_steps():
     setup = zf.from_deepspeed(built(), {**zero(2), "steps_per_print": 2, "gradient_clipping": 1.0}, axis())
     lines = printed(setup).splitlines()
     if dist.get_rank():
@@ -61,7 +57,7 @@ def test_rank_0_prints_a_line_every_so_many_steps() -> None:
 
 
 @on_ranks(2)
-def test_breakdowns_are_in_the_lines() -> None:
+def test_breakdowns_are_in_the_lines():
     more = {
         "wall_clock_breakdown": True,
         "memory_breakdown": True,
@@ -81,9 +77,9 @@ def test_breakdowns_are_in_the_lines() -> None:
 
 
 @on_ranks(2)
-def test_monitors_have_the_numbers_of_each_step(folder: str) -> None:
+def test_monitors_have_the_numbers_of_each_step(folder):
     """And training is what it is without them."""
-    more: Json = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/a", "job_name": "job"}}
+    more = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/a", "job_name": "job"}}
     setup = zf.from_deepspeed(built(), {**zero(1), **more}, axis())
     assert furthest(trained(setup), trained(zf.from_deepspeed(built(), zero(1), axis()))) == 0
     assert setup.reporter is not None
@@ -98,10 +94,10 @@ def test_monitors_have_the_numbers_of_each_step(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_a_monitor_that_counts_samples_has_reports_after_so_many(folder: str) -> None:
+def test_a_monitor_that_counts_samples_has_reports_after_so_many(folder):
     made = []
 
-    def comet(project: str, **options: Any) -> Csv:
+    def comet(project, **options):
         made.append((project, options))
         return Csv(f"{folder}/comet.csv")
 
@@ -117,8 +113,8 @@ def test_a_monitor_that_counts_samples_has_reports_after_so_many(folder: str) ->
 
 
 @on_ranks(2)
-def test_a_monitor_that_cannot_be_opened_is_told_on_every_rank() -> None:
-    def fails(*_: Any, **__: Any) -> Any:
+def test_a_monitor_that_cannot_be_opened_is_told_on_every_rank():
+    def fails(*_, **__):
         raise zf.ConfigError("This sink needs wandb.", fix="pip install wandb")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -127,13 +123,13 @@ def test_a_monitor_that_cannot_be_opened_is_told_on_every_rank() -> None:
             zf.from_deepspeed(built(), {**zero(1), "wandb": {"enabled": True, "project": "x"}}, axis())
 
 
-def _unopened(*_: Any, **__: Any) -> Any:
+def _unopened(*_, **__):
     raise OSError("No space left on device")
 
 
 @pytest.mark.parametrize("name", ["tp", "pp"])
 @on_ranks(4)
-def test_so_it_is_on_ranks_that_share_no_axis_of_data_with_the_first(name: str) -> None:
+def test_so_it_is_on_ranks_that_share_no_axis_of_data_with_the_first(name):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", name))
     sizes = {"tensor_parallel": {"autotp_size": 2}} if name == "tp" else {"pipeline_parallel": {"pp_size": 2}}
     pipeline = grid["pp"] if name == "pp" else None
@@ -148,19 +144,19 @@ def test_so_it_is_on_ranks_that_share_no_axis_of_data_with_the_first(name: str) 
 
 
 @on_ranks(2)
-def test_steps_are_profiled_with_their_operations(folder: str) -> None:
+def test_steps_are_profiled_with_their_operations(folder):
     section = {"enabled": True, "profile_step": 0, "output_file": f"{folder}/new/profile.log"}
     setup = zf.from_deepspeed(built(), {**zero(3), "flops_profiler": section}, axis())
     before = values(setup.model)
     assert printed(setup, 3) == ""
     assert furthest(values(setup.model), before) > 0
     dist.barrier()
-    assert "FLOP" in Path(section["output_file"]).read_text()  # type: ignore[arg-type]
+    assert "FLOP" in Path(section["output_file"]).read_text()
     assert os.listdir(f"{folder}/new") == ["profile.log"]
 
 
 @on_ranks(2)
-def test_a_profile_that_has_not_ended_is_given_up_when_reports_are_closed() -> None:
+def test_a_profile_that_has_not_ended_is_given_up_when_reports_are_closed():
     section, before = {"enabled": True, "profile_step": 1}, _clock.readers
     setup = zf.from_deepspeed(built(), {**zero(3), "flops_profiler": section}, axis())
     assert setup.reporter is not None
@@ -172,7 +168,7 @@ def test_a_profile_that_has_not_ended_is_given_up_when_reports_are_closed() -> N
 
 
 @on_ranks(2)
-def test_a_run_that_goes_on_counts_on(folder: str) -> None:
+def test_a_run_that_goes_on_counts_on(folder):
     config = {**zero(2), "steps_per_print": 3, "wall_clock_breakdown": True}
     setup = zf.from_deepspeed(built(), config, axis())
     printed(setup, 2)

@@ -1,7 +1,5 @@
 """A DeepSpeed config as a value: what it becomes, and the error for every way in which it can be wrong."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -9,29 +7,28 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.units.deepspeed.configs import ADAM, CONFIGS, INFINITY, STAGE_2, STAGE_3, Json, changed, leaves
+from tests.units.deepspeed.configs import ADAM, CONFIGS, INFINITY, STAGE_2, STAGE_3, changed, leaves
 from zero_fn.deepspeed.entries import Entries, config_of
-from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
+from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES
 from zero_fn.deepspeed.more_optimizers import Lamb, Lion
 from zero_fn.deepspeed.settings import Sharding, settings_of
 from zero_fn.errors import ConfigError
 from zero_fn.values.tiers import Tiers, cpu, nvme
 
 _MOST = sys.maxsize
-SMALL: Json = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
+SMALL = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
 
 
-def became(config: Json, ranks: int = 1) -> dict[str, str]:
+def became(config, ranks=1):
     """What became of each entry."""
     return {outcome.entry: outcome.became for outcome in settings_of(config, ranks).outcomes}
 
 
-def refusal(config: Json, ranks: int = 1) -> str:
+def refusal(config, ranks=1):
     """The error of a config that cannot be followed, with its fix."""
     with pytest.raises(ConfigError) as caught:
         settings_of(config, ranks)
@@ -39,7 +36,7 @@ def refusal(config: Json, ranks: int = 1) -> str:
     return str(caught.value)
 
 
-def test_stage_3_with_offload_is_read_as_it_says() -> None:
+def test_stage_3_with_offload_is_read_as_it_says():
     settings = settings_of(STAGE_3, 2)
     assert (settings.micro_batch_size, settings.accumulation_steps) == (4, 4)
     assert (settings.computing.compute, settings.computing.reduce) == (torch.bfloat16, torch.float32)
@@ -62,7 +59,7 @@ def test_stage_3_with_offload_is_read_as_it_says() -> None:
     assert (options["warmup_num_steps"], options["total_num_steps"], options["warmup_max_lr"]) == (100, 1000, 3e-4)
 
 
-def test_stage_2_in_float16_is_read_as_it_says() -> None:
+def test_stage_2_in_float16_is_read_as_it_says():
     settings = settings_of(STAGE_2, 2)
     assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
     assert settings.computing.compute is torch.float16
@@ -75,7 +72,7 @@ def test_stage_2_in_float16_is_read_as_it_says() -> None:
     assert (settings.stock.kind, settings.stock.options["weight_decay"]) == (torch.optim.Adam, 0.0)
 
 
-def test_infinity_is_read_as_it_says() -> None:
+def test_infinity_is_read_as_it_says():
     settings = settings_of(INFINITY, 2)
     disk = nvme("/local_nvme")
     assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
@@ -85,7 +82,7 @@ def test_infinity_is_read_as_it_says() -> None:
     assert not settings.skips_overflow
 
 
-def test_every_entry_has_an_outcome() -> None:
+def test_every_entry_has_an_outcome():
     """Nothing is accepted and forgotten."""
     for config in CONFIGS.values():
         outcomes = list(became(config, 2))
@@ -96,8 +93,8 @@ def test_every_entry_has_an_outcome() -> None:
         assert not lost
 
 
-def test_the_same_config_asks_for_the_same_with_any_optimizer_name_of_deepspeed() -> None:
-    def stock(kind: str, **params: Any) -> tuple[type, Any]:
+def test_the_same_config_asks_for_the_same_with_any_optimizer_name_of_deepspeed():
+    def stock(kind, **params):
         found = settings_of({**SMALL, "optimizer": {"type": kind, "params": params}}, 1).stock
         assert found is not None
         return found.kind, found.options.get("weight_decay")
@@ -117,8 +114,8 @@ def test_the_same_config_asks_for_the_same_with_any_optimizer_name_of_deepspeed(
     assert stock("RMSprop") == (torch.optim.RMSprop, None)
 
 
-def test_of_three_batch_sizes_two_give_the_third() -> None:
-    def sizes(ranks: int, **given: int) -> tuple[int, int]:
+def test_of_three_batch_sizes_two_give_the_third():
+    def sizes(ranks, **given):
         names = {
             "whole": "train_batch_size",
             "micro": "train_micro_batch_size_per_gpu",
@@ -135,9 +132,9 @@ def test_of_three_batch_sizes_two_give_the_third() -> None:
     assert sizes(4, whole=32, steps=4, micro=2) == (2, 4)
 
 
-def test_batch_sizes_that_contradict_one_another_are_refused() -> None:
+def test_batch_sizes_that_contradict_one_another_are_refused():
     whole, micro, steps = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    contradicting: tuple[Json, ...] = (
+    contradicting = (
         {whole: 30}, {whole: 2}, {whole: 32, micro: 3}, {whole: 32, steps: 3}, {whole: 32, steps: 4, micro: 4},
         {whole: 4, micro: 8}, {steps: 4}, {},
     )  # fmt: skip
@@ -145,7 +142,7 @@ def test_batch_sizes_that_contradict_one_another_are_refused() -> None:
         assert micro in refusal({"optimizer": ADAM, **given}, 4), given
 
 
-def test_clipping_is_deepspeeds_where_nothing_is_said() -> None:
+def test_clipping_is_deepspeeds_where_nothing_is_said():
     assert settings_of(SMALL, 1).max_norm == 1.0
     assert "default" in became(SMALL)["gradient_clipping"]
     assert settings_of({**SMALL, "gradient_clipping": 0}, 1).max_norm == 0.0
@@ -153,7 +150,7 @@ def test_clipping_is_deepspeeds_where_nothing_is_said() -> None:
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
-_WRONG: dict[type, tuple[Any, ...]] = {
+_WRONG = {
     bool: ("true", 1, 0.0, [], {"a": 1}),
     int: ("8", True, [8], {"a": 1}, math.nan, math.inf, -3),
     float: ("0.1", True, [0.1, 0.2, 0.3], {"a": 1}, math.nan, math.inf),
@@ -162,7 +159,7 @@ _WRONG: dict[type, tuple[Any, ...]] = {
 }
 
 
-def test_an_entry_of_another_kind_is_named() -> None:
+def test_an_entry_of_another_kind_is_named():
     """Each entry of each config with values of other kinds."""
     unnamed, tried = [], 0
     for config in CONFIGS.values():
@@ -179,7 +176,7 @@ def test_an_entry_of_another_kind_is_named() -> None:
     assert tried >= 300
 
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_REFUSED = {
     "zero_optimization": (True, []),
     "zero_optimization.stage": ("auto",),
     "zero_optimization.offload_param": ("cpu",),
@@ -207,7 +204,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 """Of sections, and of entries that are checked against others. Values beyond the bounds of an entry: see the last tests."""
 
 
-def test_a_value_that_cannot_be_followed_is_refused_by_its_name() -> None:
+def test_a_value_that_cannot_be_followed_is_refused_by_its_name():
     for name, values in _REFUSED.items():
         path = tuple(name.split("."))
         for value in values:
@@ -215,7 +212,7 @@ def test_a_value_that_cannot_be_followed_is_refused_by_its_name() -> None:
             assert path[-1] in found or path[0] in found, (name, value)
 
 
-def test_a_misspelt_entry_is_named_with_what_was_meant() -> None:
+def test_a_misspelt_entry_is_named_with_what_was_meant():
     """DeepSpeed takes such a config, and clips at its default."""
     found = refusal({**SMALL, "gradient_cliping": 0.5})
     assert re.search(r"gradient_cliping(.|\n)*fix +: gradient_clipping, or remove it", found)
@@ -223,7 +220,7 @@ def test_a_misspelt_entry_is_named_with_what_was_meant() -> None:
     assert re.search(r"zero_optimization.overlap_com\b(.|\n)*overlap_comm, or remove", found)
 
 
-def test_an_entry_in_another_place_is_told_where_it_belongs() -> None:
+def test_an_entry_in_another_place_is_told_where_it_belongs():
     for config, entry, fix in (
         ({"zero_optimization": {"aio": {"use_gds": True}}}, "zero_optimization.aio", "at the top level"),
         ({"offload_param": {"device": "cpu"}}, "offload_param", "in zero_optimization"),
@@ -235,7 +232,7 @@ def test_an_entry_in_another_place_is_told_where_it_belongs() -> None:
         assert re.search(rf"fix +: write it {fix}$", found), "to remove it would drop an offload"
 
 
-def test_a_config_of_init_inference_is_told_its_page_and_never_to_remove_its_offload() -> None:
+def test_a_config_of_init_inference_is_told_its_page_and_never_to_remove_its_offload():
     """Whose `zero` is `zero_optimization` of a training."""
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}
     config = {"dtype": "fp16", "replace_with_kernel_inject": True, "enable_cuda_graph": True, "mp_size": 2}
@@ -245,7 +242,7 @@ def test_a_config_of_init_inference_is_told_its_page_and_never_to_remove_its_off
     assert "docs/guides/inference.md" in refusal({"zero": zero}) and "remove it" not in refusal({"zero": zero})
 
 
-def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_place() -> None:
+def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_place():
     """So many configs are: with the keys of fp16 in bf16, at DeepSpeed's own defaults."""
     fp16 = {"loss_scale": 0, "initial_scale_power": 10, "hysteresis": 2}
     words = became({**SMALL, "bf16": {"enabled": True, **fp16}, "fp16": {"enabled": False, **fp16}})
@@ -273,22 +270,22 @@ def test_an_entry_in_another_place_that_changes_nothing_is_taken_and_told_its_pl
         ("fp16.min_loss_scale", -1, "a number from 0, or remove it"),
     ],
 )
-def test_a_fix_says_what_was_meant_and_nothing_else(path: str, value: object, fix: str) -> None:
+def test_a_fix_says_what_was_meant_and_nothing_else(path, value, fix):
     assert re.search(rf"fix +: {re.escape(fix)}$", refusal(_with(path, value)))
 
 
 @pytest.mark.parametrize(("said", "least"), [(1, 1.0), (1e-3, 1e-3), (1e-8, 2.0**-24), (0, 2.0**-24)])
-def test_the_least_scale_is_any_that_float16_can_hold(said: float, least: float) -> None:
+def test_the_least_scale_is_any_that_float16_can_hold(said, least):
     scaler = settings_of({**SMALL, "fp16": {"enabled": True, "min_loss_scale": said}}, 1).scaler
     assert isinstance(scaler, partial)
     assert scaler.keywords["least"] == least
 
 
-def _scheduler(kind: str, **params: Any) -> Any:
+def _scheduler(kind, **params):
     return settings_of({**SMALL, "scheduler": {"type": kind, "params": params}}, 1).scheduler
 
 
-def test_cosine_is_a_warm_up_only_if_its_steps_are_there() -> None:
+def test_cosine_is_a_warm_up_only_if_its_steps_are_there():
     steps = {"total_num_steps": 50, "warmup_num_steps": 5}
     found = _scheduler("Cosine", **steps, cos_min_ratio=0.1)
     assert found.keywords == _scheduler("WarmupCosineLR", **steps, cos_min_ratio=0.1).keywords
@@ -311,7 +308,7 @@ def test_cosine_is_a_warm_up_only_if_its_steps_are_there() -> None:
         ("WarmupLR", {"warmup_num_step": 5}, "params.warmup_num_step", "warmup_num_steps$"),
     ],
 )
-def test_of_a_scheduler_only_what_is_not_there_is_refused(kind: str, params: Json, entry: str, fix: str) -> None:
+def test_of_a_scheduler_only_what_is_not_there_is_refused(kind, params, entry, fix):
     with pytest.raises(ConfigError) as caught:
         _scheduler(kind, **params)
     assert caught.value.facts["entry"] == f"scheduler.{entry}"
@@ -326,20 +323,20 @@ def test_of_a_scheduler_only_what_is_not_there_is_refused(kind: str, params: Jso
         ({"moe": {"enabled": True, "ep_size": 4}, "moe_expert_parallel_size": 2}, "moe.ep_size"),
     ],
 )
-def test_of_two_names_of_one_size_none_is_dropped(more: Json, entry: str) -> None:
+def test_of_two_names_of_one_size_none_is_dropped(more, entry):
     with pytest.raises(ConfigError, match="remove one of the two") as caught:
         settings_of({**SMALL, **more}, 4, others={})
     assert caught.value.facts["entry"] == entry
 
 
-def test_offload_without_a_place_is_refused() -> None:
+def test_offload_without_a_place_is_refused():
     for section in ("offload_optimizer", "offload_param"):
         for path in ({}, {"nvme_path": "auto"}, {"nvme_path": None}):
             zero = {"stage": 3, section: {"device": "nvme", **path}}
             assert f"zero_optimization.{section}.nvme_path" in refusal({**SMALL, "zero_optimization": zero})
 
 
-def test_sections_that_contradict_the_stage_are_refused() -> None:
+def test_sections_that_contradict_the_stage_are_refused():
     for zero, words in (
         ({"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "zero_optimization.cpu_offload"),
         ({"offload_optimizer": {"device": "cpu"}}, "states of replicas"),
@@ -361,19 +358,19 @@ def test_sections_that_contradict_the_stage_are_refused() -> None:
     ],
     ids=["nothing of the states", "parameters, nothing said of their states", "gradients beside the states", "older"],
 )
-def test_tiers_are_those_that_the_sections_of_offload_say(section: Json, tiers: Tiers) -> None:
+def test_tiers_are_those_that_the_sections_of_offload_say(section, tiers):
     settings = settings_of({**SMALL, "zero_optimization": {"stage": 3, **section}}, 1)
     assert settings.sharding == Sharding(stage=3, persist_most=_MOST, tiers=tiers)
 
 
-def test_gradients_rest_in_the_dtype_that_a_config_says() -> None:
+def test_gradients_rest_in_the_dtype_that_a_config_says():
     narrow = changed(STAGE_3, ("data_types",), {"grad_accum_dtype": "bf16"})
     assert (settings_of(STAGE_3, 2).computing.grads, settings_of(narrow, 2).computing.grads) == (None, torch.bfloat16)
     found = refusal({**SMALL, "data_types": {"grad_accum_dtype": "bf16"}})
     assert "only bf16 computes gradients that may rest in 16 bits" in found
 
 
-def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it() -> None:
+def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it():
     assert "sent in the dtype of the computation" in refusal({**SMALL, "communication_data_type": "bf16"})
     assert settings_of({**SMALL, "communication_data_type": "fp32"}, 1).computing.reduce is torch.float32
     both = {**SMALL, "communication_data_type": "bf16", "bf16": {"enabled": True}}
@@ -383,7 +380,7 @@ def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it() -> None
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_text_is_read_as_the_dict_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_read_as_the_dict_in_it(tmp_path, monkeypatch):
     """As Hugging Face does: JSON, in base64 too. A file of that name is read first."""
     text = json.dumps(STAGE_3, indent=1)
     encoded = base64.urlsafe_b64encode(text.encode()).decode()
@@ -396,7 +393,7 @@ def test_text_is_read_as_the_dict_in_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert config_of("e30=") == config_of(tmp_path / "e30=") == STAGE_3
 
 
-def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_config_is_refused(tmp_path):
     for number, (content, complaint) in enumerate(
         (
             (b'{"bf16": {"enabled": true},}', "JSONDecodeError: Expecting property name"),
@@ -418,7 +415,7 @@ def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
 # -- all at once -------------------------------------------------------------------------------------------------------
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
+def test_everything_that_is_wrong_is_said_at_once():
     config = {
         "gradient_cliping": 1.0,
         "gradient_clipping": "1.0",
@@ -454,7 +451,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 # -- names and autos ---------------------------------------------------------------------------------------------------
 
 
-def test_entries_of_stage_3_may_be_written_without_it() -> None:
+def test_entries_of_stage_3_may_be_written_without_it():
     """DeepSpeed reads both names; configs of axolotl have the shorter ones."""
     names = [path.rpartition(".")[2] for path in OTHER_NAMES if path.startswith("zero_optimization.")]
     assert len(names) >= 9
@@ -473,7 +470,7 @@ def test_entries_of_stage_3_may_be_written_without_it() -> None:
     assert re.search(r"entry +: zero_optimization\.max_reuse_distance", found)
 
 
-AUTO: Json = {
+AUTO = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -482,7 +479,7 @@ AUTO: Json = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
 }
-FILLED: Json = {
+FILLED = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
@@ -492,7 +489,7 @@ FILLED: Json = {
 }
 
 
-def test_autos_are_filled_in_by_their_paths() -> None:
+def test_autos_are_filled_in_by_their_paths():
     before = json.dumps(AUTO)
     settings = settings_of(AUTO, 2, FILLED)
     assert json.dumps(AUTO) == before
@@ -506,7 +503,7 @@ def test_autos_are_filled_in_by_their_paths() -> None:
 
 
 @pytest.mark.parametrize("left", [{name} for name in FILLED] + [set(FILLED)], ids=len)
-def test_all_autos_that_are_left_are_named(left: set[str]) -> None:
+def test_all_autos_that_are_left_are_named(left):
     given = {name: value for name, value in FILLED.items() if name not in left}
     with pytest.raises(ConfigError, match='"auto"') as caught:
         settings_of(AUTO, 2, given)
@@ -524,12 +521,12 @@ def test_all_autos_that_are_left_are_named(left: set[str]) -> None:
         ("nowhere", 1, "the name of an entry"),
     ],
 )
-def test_what_is_filled_in_is_not_said_otherwise_and_is_read(path: str, value: object, complaint: str) -> None:
+def test_what_is_filled_in_is_not_said_otherwise_and_is_read(path, value, complaint):
     with pytest.raises(ConfigError, match=complaint):
         settings_of(AUTO, 2, {**FILLED, path: value})
 
 
-def test_what_is_not_there_is_filled_in() -> None:
+def test_what_is_not_there_is_filled_in():
     config = {"optimizer": ADAM, "zero_optimization": {"stage": 3}}
     settings = settings_of(config, 2, {"train_micro_batch_size_per_gpu": 4, "bf16.enabled": True})
     assert (settings.micro_batch_size, settings.computing.compute) == (4, torch.bfloat16)
@@ -540,9 +537,9 @@ def test_what_is_not_there_is_filled_in() -> None:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _with(path: str, value: object) -> Json:
+def _with(path, value):
     """A config with one more entry."""
-    config: Json = {**SMALL, "scheduler": {"type": "WarmupLR", "params": {}}}
+    config = {**SMALL, "scheduler": {"type": "WarmupLR", "params": {}}}
     config["optimizer"] = {"type": "AdamW", "params": {**ADAM["params"]}}
     inside = config
     *sections, name = path.split(".")
@@ -552,7 +549,7 @@ def _with(path: str, value: object) -> Json:
     return config
 
 
-def _other(key: Key) -> object:
+def _other(key):
     """A value of the kind of an entry that is not its default."""
     if key.kind.name == "off":
         return {"enabled": True}
@@ -561,7 +558,7 @@ def _other(key: Key) -> object:
     return (*key.kind.choices, key.kind.least + 7)[0] if key.kind.name != "text" or key.kind.choices else "x"
 
 
-def test_each_row_of_the_table_does_what_it_says() -> None:
+def test_each_row_of_the_table_does_what_it_says():
     """A hint changes nothing and says why; of what is refused the default is taken, and another told what to write; a value
     beyond the bounds is never taken, nor is a word that is none of the choices."""
     for key in KEYS.values():
@@ -580,7 +577,7 @@ def test_each_row_of_the_table_does_what_it_says() -> None:
             for value in (_other(key), "auto"):
                 assert became(_with(key.path, value))[key.path] == key.became
         least, most = key.kind.least, key.kind.most
-        beyond: list[object] = [least - 1] if key.kind.name in ("whole", "number") else []
+        beyond = [least - 1] if key.kind.name in ("whole", "number") else []
         beyond += [least + 0.5] if key.kind.name == "whole" else []
         beyond += [most + 1] if most < math.inf else ["other"] if key.kind.choices else []
         for value in beyond:
@@ -592,7 +589,7 @@ def test_each_row_of_the_table_does_what_it_says() -> None:
                 assert became(_with(key.path, key.default))[key.path] in ("as here", "off, as here")
 
 
-def test_bfloat16_is_in_a_config_by_two_names_at_most_once() -> None:
+def test_bfloat16_is_in_a_config_by_two_names_at_most_once():
     assert settings_of({**SMALL, "bfloat16": {"enabled": True}}, 1).computing.compute is torch.bfloat16
     found = refusal({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"check_grad_overflow": False}})
     assert "one of bf16 and bfloat16" in found

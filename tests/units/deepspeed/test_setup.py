@@ -1,29 +1,25 @@
 """What `from_deepspeed` makes of a model trains as the config says, at every stage and in every tier, on ranks."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
-from tests.units.deepspeed.configs import ADAM, Json
+from tests.units.deepspeed.configs import ADAM
 from zero_fn.runtime.slot import slot_of
 
 MICRO, STEPS, MICROBATCHES = 3, 4, 2
-BASE: Json = {
+BASE = {
     "train_micro_batch_size_per_gpu": MICRO,
     "gradient_accumulation_steps": MICROBATCHES,
     "gradient_clipping": 0.0,
@@ -36,21 +32,21 @@ BASE: Json = {
 RATES = [0.0, 0.0, 0.02 * (1 / 3), 0.02 * (2 / 3)]
 
 
-def zero(stage: int, **more: Any) -> Json:
+def zero(stage, **more):
     return {**BASE, "zero_optimization": {"stage": stage, **more}}
 
 
-def built() -> Tower:
+def built():
     seed_generator(0)
     return Tower()
 
 
-def loss_of(model: nn.Module, step: int, number: int) -> Tensor:
-    output: Tensor = model(noise(MICRO, WIDTH, seed=10 * step + number))
+def loss_of(model, step, number):
+    output = model(noise(MICRO, WIDTH, seed=10 * step + number))
     return output.float().square().mean()
 
 
-def step_of(setup: zf.DeepSpeedSetup[Any], step: int, factor: float = 1.0) -> float | None:
+def step_of(setup, step, factor=1.0):
     """A step, as a loop that was written for a config has it; `factor` times the gradients, such as infinity."""
     with zf.accumulate(setup.model):
         for number in range(setup.accumulation_steps):
@@ -58,7 +54,7 @@ def step_of(setup: zf.DeepSpeedSetup[Any], step: int, factor: float = 1.0) -> fl
     return setup.step()
 
 
-def trained(setup: zf.DeepSpeedSetup[Any]) -> dict[str, Tensor]:
+def trained(setup):
     """Parameters after a few steps."""
     for step in range(STEPS):
         step_of(setup, step)
@@ -66,11 +62,11 @@ def trained(setup: zf.DeepSpeedSetup[Any]) -> dict[str, Tensor]:
     return values(setup.model)
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def values(model):
     return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
-def by_hand(*, max_norm: float = 0.0) -> dict[str, Tensor]:
+def by_hand(*, max_norm=0.0):
     """The same steps of plain replicas: means over microbatches, then over ranks in their order, clipped, AdamW."""
     model = built()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -90,12 +86,12 @@ def by_hand(*, max_norm: float = 0.0) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def furthest(one, other):
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one if one[name].numel())
 
 
-def stages(folder: str) -> dict[str, Json]:
+def stages(folder):
     disk = {"device": "nvme", "nvme_path": folder}
     return {
         "nothing said": BASE,
@@ -109,13 +105,13 @@ def stages(folder: str) -> dict[str, Json]:
     }
 
 
-def some_stages(folder: str) -> dict[str, Json]:
+def some_stages(folder):
     """Of all stages and tiers one of each kind, for what has little to do with them."""
     chosen = ("stage 0", "stage 1", "stage 3", "stage 2, states on a disk", "stage 3, everything on a disk")
     return {name: config for name, config in stages(folder).items() if name in chosen}
 
 
-def _every_stage(folder: str) -> list[tuple[str, float]]:
+def _every_stage(folder):
     hand = by_hand()
     found = []
     for name, config in stages(folder).items():
@@ -127,13 +123,13 @@ def _every_stage(folder: str) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_every_stage_and_tier_trains_to_the_bits_of_plain_replicas(ranks: Ranks, tmp_path: Path, n: int) -> None:
+def test_every_stage_and_tier_trains_to_the_bits_of_plain_replicas(ranks, tmp_path, n):
     for found in ranks(n).run(_every_stage, str(tmp_path)):
         assert [difference for difference in found if difference[1]] == []
 
 
 @on_ranks(2)
-def test_gradients_are_clipped_as_the_config_says(folder: str) -> None:
+def test_gradients_are_clipped_as_the_config_says(folder):
     """Norms of shards are summed in another order than those of wholes, so only stages 1 to 3 agree to the bit."""
     hand = by_hand(max_norm=0.05)
     clipped = {name: {**config, "gradient_clipping": 0.05} for name, config in some_stages(folder).items()}
@@ -146,7 +142,7 @@ def test_gradients_are_clipped_as_the_config_says(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_bf16_is_precision_with_sums_in_float32(folder: str) -> None:
+def test_bf16_is_precision_with_sums_in_float32(folder):
     hand = zf.precision(zf.shard_params(built(), axis()), compute=torch.bfloat16, reduce=torch.float32)
     optimizer = torch.optim.AdamW(hand.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
@@ -162,10 +158,10 @@ def test_bf16_is_precision_with_sums_in_float32(folder: str) -> None:
         assert furthest(trained(setup), golden) == 0.0
 
 
-def _overflowing(config: Json, rank: int) -> None:
+def _overflowing(config, rank):
     """One rank alone has a gradient that is not finite, in the second step."""
     setup = zf.from_deepspeed(built(), config, axis())
-    before: list[dict[str, Tensor]] = []
+    before = []
     scales, rates = [], []
     for step in range(4):
         before.append(values(setup.model))
@@ -195,10 +191,8 @@ def _overflowing(config: Json, rank: int) -> None:
         ("nvme", "fp16", 1.0),
     ],
 )
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(
-    ranks: Ranks, tmp_path: Path, dtype: str, stage: int | str, max_norm: float
-) -> None:
-    section: Json = {"enabled": True}
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(ranks, tmp_path, dtype, stage, max_norm):
+    section = {"enabled": True}
     if dtype == "fp16":
         section |= {"initial_scale_power": 10, "hysteresis": 1}
     tiers = {"offload_optimizer": {"device": stage, "nvme_path": str(tmp_path)}} if isinstance(stage, str) else {}
@@ -207,7 +201,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(
 
 
 @on_ranks(2)
-def test_adam_is_fused_unless_the_config_says_otherwise(folder: str) -> None:
+def test_adam_is_fused_unless_the_config_says_otherwise(folder):
     """torch's fused kernels round the last elements of a tensor in another way, so shards may differ by a rounding."""
     hand = by_hand()
     optimizer = {"type": "AdamW", "params": {"weight_decay": 0.1}}
@@ -220,15 +214,15 @@ def test_adam_is_fused_unless_the_config_says_otherwise(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_overflows_are_taken_where_the_config_does_not_want_them_looked_for() -> None:
+def test_overflows_are_taken_where_the_config_does_not_want_them_looked_for():
     config = {**zero(2), "bf16": {"enabled": True, "check_grad_overflow": False}}
     setup = zf.from_deepspeed(built(), config, axis())
     assert step_of(setup, 0, math.inf) is None
     assert any(bool(value.isnan().any()) for value in values(setup.model).values())
 
 
-def _resumed(config: Json, folder: str) -> float:
-    def steps(setup: zf.DeepSpeedSetup[Any], first: int, last: int) -> None:
+def _resumed(config, folder):
+    def steps(setup, first, last):
         for step in range(first, last):
             step_of(setup, step, math.inf if step == 1 else 1.0)  # so that the scale moves before it is saved
 
@@ -244,13 +238,13 @@ def _resumed(config: Json, folder: str) -> float:
     assert (resumed.steps, resumed.skipped_steps) == (6, 1)
     assert resumed.rates == through.rates == [resumed.optimizer.param_groups[0]["lr"]]
     assert resumed.device == torch.device("cpu")
-    assert (resumed.scaler is None) or resumed.scaler.get_scale() == through.scaler.get_scale()  # type: ignore[union-attr]
+    assert (resumed.scaler is None) or resumed.scaler.get_scale() == through.scaler.get_scale()
     return furthest(values(resumed.model), values(through.model))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("none", "bf16"), ("nvme", "fp16")])
-def test_training_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path, dtype: str, device: str) -> None:
-    section: Json = {"enabled": True}
+def test_training_goes_on_where_it_was_saved(ranks, tmp_path, dtype, device):
+    section = {"enabled": True}
     if dtype == "fp16":
         section |= {"initial_scale_power": 10, "loss_scale_window": 2}
     config = {**zero(3, offload_optimizer={"device": device, "nvme_path": str(tmp_path)}), dtype: section}
@@ -258,7 +252,7 @@ def test_training_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path, dtype
 
 
 @on_ranks(4)
-def test_a_secondary_partition_is_an_axis_of_the_mesh() -> None:
+def test_a_secondary_partition_is_an_axis_of_the_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     config = zero(3, zero_hpz_partition_size=2)
     setup = zf.from_deepspeed(built(), config, mesh)
@@ -278,11 +272,11 @@ def test_a_secondary_partition_is_an_axis_of_the_mesh() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_may_be_ones_own() -> None:
+def test_an_optimizer_may_be_ones_own():
     class Momentum(torch.optim.SGD):
         pass
 
-    def make(model: nn.Module) -> torch.optim.Optimizer:
+    def make(model):
         decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.5}]
@@ -307,11 +301,11 @@ def test_an_optimizer_may_be_ones_own() -> None:
     assert [group["lr"] for group in setup.optimizer.param_groups] == [0.125, 0.25]
     for wrong in (torch.optim.SGD(built().parameters()), "SGD"):
         with pytest.raises(zf.ConfigError, match="function of the transformed model"):
-            zf.from_deepspeed(built(), config, axis(), optimizer=wrong)  # type: ignore[arg-type]
+            zf.from_deepspeed(built(), config, axis(), optimizer=wrong)
 
 
 @on_ranks(2)
-def test_ranks_with_other_configs_are_told_before_anything_is_done(folder: str) -> None:
+def test_ranks_with_other_configs_are_told_before_anything_is_done(folder):
     rank = dist.get_rank()
     model = built()
     with pytest.raises(zf.DisagreementError, match=r"gradient_clipping = 0\.5(.|\n)*gradient_clipping = 1\.5"):
@@ -327,7 +321,7 @@ def test_ranks_with_other_configs_are_told_before_anything_is_done(folder: str) 
 
 
 @on_ranks(2)
-def test_a_threshold_above_every_parameter_keeps_all_whole(folder: str) -> None:
+def test_a_threshold_above_every_parameter_keeps_all_whole(folder):
     """A threshold above every parameter: whole between uses, which is stage 2."""
     for tiers in ({}, {"offload_param": {"device": "nvme", "nvme_path": folder}}):
         config = zero(3, stage3_param_persistence_threshold=1e9, **tiers)
@@ -337,7 +331,7 @@ def test_a_threshold_above_every_parameter_keeps_all_whole(folder: str) -> None:
         assert furthest(trained(setup), by_hand()) == 0.0
 
 
-def test_autos_are_filled_in_before_anything_is_read() -> None:
+def test_autos_are_filled_in_before_anything_is_read():
     config = {**BASE, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
     with alone() as mesh:
         auto = {"train_micro_batch_size_per_gpu": 5, "gradient_clipping": 0.5}
@@ -348,7 +342,7 @@ def test_autos_are_filled_in_before_anything_is_read() -> None:
             zf.from_deepspeed(built(), config, mesh["dp"])
 
 
-def test_the_argument_is_left_as_it_was_and_a_refusal_changes_nothing() -> None:
+def test_the_argument_is_left_as_it_was_and_a_refusal_changes_nothing():
     with alone() as mesh:
         model = built()
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -360,7 +354,7 @@ def test_the_argument_is_left_as_it_was_and_a_refusal_changes_nothing() -> None:
         assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_it_prints_what_became_of_each_entry() -> None:
+def test_it_prints_what_became_of_each_entry():
     with alone() as mesh:
         setup = zf.from_deepspeed(built(), zero(3, overlap_comm=True, reduce_bucket_size="auto"), mesh["dp"])
     rows = [line.split(maxsplit=2) for line in str(setup).splitlines()]
@@ -374,7 +368,7 @@ def test_it_prints_what_became_of_each_entry() -> None:
 
 
 @on_ranks(2)
-def test_weights_of_16_bits_have_masters() -> None:
+def test_weights_of_16_bits_have_masters():
     """As in DeepSpeed: masters of what is trained; what is frozen stays, where something is computed in 16 bits."""
     model = built().bfloat16()
     frozen = next(name for name, _ in model.named_parameters())
@@ -397,7 +391,7 @@ def test_weights_of_16_bits_have_masters() -> None:
             assert all(not torch.equal(after[name], before[name]) for name in dtypes if after[name].numel())
 
 
-FORMATS: dict[str, tuple[Json, list[object]]] = {  # of the trained matrix and the frozen one, and of gradients
+FORMATS = {  # of the trained matrix and the frozen one, and of gradients
     "weights": ({"zero_quantized_weights": True}, [zf.int8(), zf.int8(), None]),
     "gradients": ({"zero_quantized_gradients": True}, [None, None, zf.int4()]),
     "frozen": ({"zero_quantized_nontrainable_weights": True}, [None, zf.int8(), None]),
@@ -407,7 +401,7 @@ FORMATS: dict[str, tuple[Json, list[object]]] = {  # of the trained matrix and t
 
 @pytest.mark.parametrize("name", FORMATS)
 @on_ranks(2)
-def test_what_zero_plus_plus_quantises_travels_in_formats(name: str) -> None:
+def test_what_zero_plus_plus_quantises_travels_in_formats(name):
     flags, wanted = FORMATS[name]
     for bf16 in (False, True):
         seed_generator(0)
@@ -422,7 +416,7 @@ def test_what_zero_plus_plus_quantises_travels_in_formats(name: str) -> None:
         setup.step()
 
 
-def test_what_travels_in_four_bits_is_summed_in_float32() -> None:
+def test_what_travels_in_four_bits_is_summed_in_float32():
     config = {**zero(3, zero_quantized_gradients=True), "bf16": {"enabled": True}, "communication_data_type": "bf16"}
     with alone() as mesh, pytest.raises(zf.ConfigError, match="summed in float32"):
         zf.from_deepspeed(built(), config, mesh)

@@ -1,15 +1,11 @@
 """Linears and embeddings in parts: the numbers of the whole, the same bits at every stage and tier, and a smaller peak."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -21,10 +17,10 @@ from tests.support.models import Block
 from tests.support.models import Language as TiedLanguage
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis, sent_by_value
+from tests.support.ranks import axis, sent_by_value
 from tests.support.storages import Storages
 from tests.support.wholes import full
-from tests.support.worlds import Run, as_replicas, differences, trained
+from tests.support.worlds import as_replicas, differences, trained
 from zero_fn.local.ranks import LocalRanks
 from zero_fn.values.tiled import TiledEmbedding, TiledLinear
 
@@ -34,16 +30,16 @@ TILED = ("embedding.*", "blocks.*.up.*", "head.*")
 class Language(TiedLanguage):
     """With a head of its own: what is tied is not tiled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(blocks=2)
         self.embedding, self.head = nn.Embedding(37, 10, padding_idx=30), nn.Linear(10, 37)
 
 
-def tokens(seed: int, rows: int = 4) -> Tensor:
+def tokens(seed, rows=4):
     return torch.randint(37, (rows, 6), generator=torch.Generator().manual_seed(seed))
 
 
-def wholes(model: nn.Module) -> dict[str, Tensor]:
+def wholes(model):
     """Parameters by the names of the model that was not tiled."""
     return zf.untiled(model, {name: full(p) for name, p in model.named_parameters()})
 
@@ -56,12 +52,10 @@ def wholes(model: nn.Module) -> dict[str, Tensor]:
         (lambda: nn.Embedding(37, 10, padding_idx=30), "weight", 5, 0.0),
     ],
 )
-def test_a_tiled_model_gives_the_numbers_of_the_whole_up_to_the_order_of_sums(
-    build: Callable[[], nn.Module], where: Any, parts: int, tolerance: float
-) -> None:
+def test_a_tiled_model_gives_the_numbers_of_the_whole_up_to_the_order_of_sums(build, where, parts, tolerance):
     """In float64, where the order of a sum shows at 1e-15; a wrong row would show at 1. An embedding has no sums."""
     model = build().double()
-    tiled: Any = zf.tile(model, where=where, parts=parts)
+    tiled = zf.tile(model, where=where, parts=parts)
     kinds = {type(child) for child in tiled.modules() if hasattr(child, "tiles")}
     assert kinds == ({TiledEmbedding, TiledLinear} if where is TILED else {TiledEmbedding})
     given = tokens(0)
@@ -79,17 +73,17 @@ def test_a_tiled_model_gives_the_numbers_of_the_whole_up_to_the_order_of_sums(
 
 
 @on_ranks(2)
-def test_stage_tier_and_checkpoints_change_no_bit_of_a_tiled_model(folder: str) -> None:
+def test_stage_tier_and_checkpoints_change_no_bit_of_a_tiled_model(folder):
     """Dtypes and accumulation, too, are drawn by the laws."""
 
-    def program(model: Any, run: Run, step: int) -> None:
+    def program(model, run, step):
         run.backward(model(tokens(10 * step + axis().get_local_rank())).logsumexp(-1).mean())
 
-    def away(model: Any) -> Any:
+    def away(model):
         disk = zf.nvme(folder)
         return zf.checkpoint_activations(zf.offload(model, params=disk, grads=disk, optim=disk), units=Block)
 
-    def build() -> nn.Module:
+    def build():
         return zf.tile(Language(), where=TILED, parts=3)
 
     assert differences(trained(build, program, optimizer="adamw", transform=away, stream=zf.streamed)) == []
@@ -100,14 +94,14 @@ def test_stage_tier_and_checkpoints_change_no_bit_of_a_tiled_model(folder: str) 
 WIDE, NARROW, PARTS = 4096, 64, 8
 
 
-def wide(parts: int = 1) -> nn.Module:
+def wide(parts=1):
     """One huge linear between two small ones."""
     middle = [nn.Linear(NARROW, WIDE), nn.ReLU(), nn.AvgPool1d(WIDE // NARROW)]
     model = nn.Sequential(nn.Linear(8, NARROW), *middle, nn.Linear(NARROW, 8))
     return zf.tile(model, where="1.*", parts=parts) if parts > 1 else model
 
 
-def peak(parts: int, recomputed: bool) -> tuple[float, float]:
+def peak(parts, recomputed):
     """Bytes of the storages that the second step makes, above its gradients, and what the plan said of them; in weights."""
     model = zf.shard_params(wide(parts), axis(), units="")
     if recomputed:
@@ -121,7 +115,7 @@ def peak(parts: int, recomputed: bool) -> tuple[float, float]:
     return (storages.peak - gradients) / weight, zf.plan(model).in_flight_nbytes / weight
 
 
-def test_the_weight_of_a_tiled_linear_never_exists_whole(ranks: Ranks) -> None:
+def test_the_weight_of_a_tiled_linear_never_exists_whole(ranks):
     """Two parts gathered and the gradients of two, where untiled there are the weight and its gradient."""
     for measured, planned in ranks(2).run(peak, 1, False):
         assert measured > 1.4 and planned > 1.9
@@ -132,10 +126,10 @@ def test_the_weight_of_a_tiled_linear_never_exists_whole(ranks: Ranks) -> None:
         assert measured <= 5.2 / PARTS
 
 
-def test_the_schedule_before_the_first_forward_is_that_of_the_forward() -> None:
+def test_the_schedule_before_the_first_forward_is_that_of_the_forward():
     """Parts run in their module: the trace that the plan assumes is the one that is recorded."""
     with alone() as mesh:
-        model: Any = zf.zero3(zf.tile(Language(), where="blocks.*.up.*", parts=3), mesh)
+        model = zf.zero3(zf.tile(Language(), where="blocks.*.up.*", parts=3), mesh)
         assumed = zf.plan(model).in_flight_nbytes
         model(tokens(0)).sum().backward()
         assert zf.plan(model).in_flight_nbytes == assumed
@@ -146,11 +140,11 @@ def test_the_schedule_before_the_first_forward_is_that_of_the_forward() -> None:
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
 @on_ranks(2)
-def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(stage: str) -> None:
+def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(stage):
     """Whole tensors, and those of shards."""
     saved = Language()
     sharded = zf.zero3(saved, axis())
-    model: Any = STAGES[stage](zf.tile(Language(), where=TILED, parts=3), axis())
+    model = STAGES[stage](zf.tile(Language(), where=TILED, parts=3), axis())
     model.load_state_dict(saved.state_dict())
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     found, expected = zf.untiled(model, full), saved.state_dict()
@@ -162,9 +156,9 @@ def test_a_checkpoint_of_the_whole_loads_into_parts_and_parts_give_it_back(stage
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
-def test_a_shape_that_does_not_fit_loads_nothing(is_sharded: bool) -> None:
+def test_a_shape_that_does_not_fit_loads_nothing(is_sharded):
     with alone() as mesh:
-        model: Any = zf.tile(Language(), where=TILED, parts=3)
+        model = zf.tile(Language(), where=TILED, parts=3)
         model = zf.zero3(model, mesh) if is_sharded else model
         before = wholes(model)["embedding.weight"]
         with pytest.raises(zf.CheckpointError if is_sharded else RuntimeError, match="head"):
@@ -176,17 +170,17 @@ def test_a_shape_that_does_not_fit_loads_nothing(is_sharded: bool) -> None:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_copy_keeps_what_users_put_on_what_is_not_tiled_and_shares_memory_if_it_is_donated(donate: bool) -> None:
+def test_a_copy_keeps_what_users_put_on_what_is_not_tiled_and_shares_memory_if_it_is_donated(donate):
     """`copy.deepcopy` of a parameter drops its hooks and attributes."""
-    model: Any = Language()
-    seen: list[object] = []
+    model = Language()
+    seen = []
     model.head.register_forward_hook(lambda module, args, output: output * 2)
     weight = model.blocks[0].norm.weight
     weight.no_decay = True
     weight.register_hook(lambda grad: seen.append("hook"))
     weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("after"))
     expected = model(tokens(0))
-    tiled: Any = zf.tile(model, where=TILED, parts=3, donate=donate)
+    tiled = zf.tile(model, where=TILED, parts=3, donate=donate)
     found = tiled(tokens(0))
     torch.testing.assert_close(found, expected)
     found.sum().backward()
@@ -199,7 +193,7 @@ def test_a_copy_keeps_what_users_put_on_what_is_not_tiled_and_shares_memory_if_i
         model(tokens(0))
 
 
-def test_a_frozen_and_a_shared_linear_stay_what_they_are() -> None:
+def test_a_frozen_and_a_shared_linear_stay_what_they_are():
     inner = nn.Linear(6, 6)
     model = nn.ModuleDict({"one": inner, "other": inner})
     inner.bias.requires_grad_(False)
@@ -208,10 +202,10 @@ def test_a_frozen_and_a_shared_linear_stay_what_they_are() -> None:
     assert [p.requires_grad for p in tiled.parameters()] == [True, False, True, False]
 
 
-def test_meta_models_are_tiled_and_initialised_in_their_parts() -> None:
+def test_meta_models_are_tiled_and_initialised_in_their_parts():
     with alone() as mesh:
         with torch.device("meta"):
-            model: Any = nn.Sequential(nn.Embedding(37, 10), nn.Linear(10, 37))
+            model = nn.Sequential(nn.Embedding(37, 10), nn.Linear(10, 37))
         tiled = zf.tile(model, where="*", parts=3)
         assert all(p.is_meta for p in tiled.parameters())
         model = zf.materialize(zf.shard_params(tiled, mesh), "cpu")
@@ -219,7 +213,7 @@ def test_meta_models_are_tiled_and_initialised_in_their_parts() -> None:
         assert full(model[1].tiles[2].weight).std() > 0.1  # uniform within 1/sqrt(10), as of the whole
 
 
-def test_tiles_are_units_whatever_units_says() -> None:
+def test_tiles_are_units_whatever_units_says():
     """Also after a second transform."""
     with pretended(2) as mesh:
         for units in (None, Block, zf.by_size(nbytes=10_000), "blocks.0"):
@@ -228,8 +222,8 @@ def test_tiles_are_units_whatever_units_says() -> None:
             assert {f"{name}.tiles.{i}" for name in ("head", "blocks.1.up") for i in range(3)} <= names
 
 
-def test_blocks_are_checkpointed_and_tiles_are_not() -> None:
-    model: Any = zf.checkpoint_activations(zf.tile(Language(), where=TILED, parts=3))
+def test_blocks_are_checkpointed_and_tiles_are_not():
+    model = zf.checkpoint_activations(zf.tile(Language(), where=TILED, parts=3))
     recomputed = [
         name for name, child in model.named_modules() if type(child.__dict__.get("forward")).__name__ == "Recomputed"
     ]
@@ -240,13 +234,13 @@ def test_blocks_are_checkpointed_and_tiles_are_not() -> None:
 
 
 @on_ranks(4)
-def test_tiles_are_parallelized_one_by_one() -> None:
+def test_tiles_are_parallelized_one_by_one():
     mesh = grid("dp", "tp")
     plain = zf.tile(Language().double(), where=TILED, parts=3)
-    model: Any = zf.tile(plain, where="blocks.*.down.*", parts=2)
-    styles: dict[str, Any] = {"head.tiles.*": RowwiseParallel(input_layouts=Replicate())}
+    model = zf.tile(plain, where="blocks.*.down.*", parts=2)
+    styles = {"head.tiles.*": RowwiseParallel(input_layouts=Replicate())}
     styles["blocks.*.down.tiles.*"] = ColwiseParallel(output_layouts=Replicate())
-    parallel: Any = zf.zero3(parallelize_module(copy.deepcopy(model), mesh["tp"], styles), mesh["dp"])
+    parallel = zf.zero3(parallelize_module(copy.deepcopy(model), mesh["tp"], styles), mesh["dp"])
     given = tokens(0)
     model(given).square().mean().backward()
     parallel(given).square().mean().backward()
@@ -255,11 +249,11 @@ def test_tiles_are_parallelized_one_by_one() -> None:
         torch.testing.assert_close(full(mine.grad), own.grad, rtol=0, atol=1e-12)
 
 
-def tiled_blocks() -> Any:
+def tiled_blocks():
     return zf.tile(Language(), where="blocks.*.up.*", parts=3)
 
 
-def loss_of_a_path(model: Any, seed: int = 0) -> Tensor:
+def loss_of_a_path(model, seed=0):
     """Of another path on each rank."""
     rank = axis().get_local_rank()
     first = model.blocks[0](model.embedding(tokens(2 * seed + rank)))
@@ -268,18 +262,18 @@ def loss_of_a_path(model: Any, seed: int = 0) -> Tensor:
 
 
 @as_replicas(tiled_blocks, stages=["zero3"])
-def test_ranks_that_take_different_paths_back_are_exact(model: Any, run: Run, step: int) -> None:
+def test_ranks_that_take_different_paths_back_are_exact(model, run, step):
     run.backward(loss_of_a_path(model, step))
 
 
-def told_in_recomputation() -> str:
+def told_in_recomputation():
     model = zf.checkpoint_activations(zf.zero3(tiled_blocks(), axis()), units=Block)
     with pytest.raises(zf.DisagreementError) as told:
         loss_of_a_path(model).backward()
     return told.value.summary
 
 
-def test_ranks_that_recompute_different_tiles_are_told() -> None:
+def test_ranks_that_recompute_different_tiles_are_told():
     """The gathers of a recomputation are in no schedule, which a rank that does not recompute would follow."""
     # Those of the pool would be lost for the tests after this one.
     with LocalRanks(2) as fresh, sent_by_value(told_in_recomputation):
@@ -287,9 +281,9 @@ def test_ranks_that_recompute_different_tiles_are_told() -> None:
     assert values == ["Ranks 0 and 1 of axis 'dp' (2) are at different collectives."] * 2
 
 
-def test_a_tiled_model_is_compiled() -> None:
+def test_a_tiled_model_is_compiled():
     with alone() as mesh:
-        model: Any = zf.zero3(zf.tile(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 9)), where="1.*", parts=3), mesh)
+        model = zf.zero3(zf.tile(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 9)), where="1.*", parts=3), mesh)
         seen = []
         for run in (model, torch.compile(model, backend="aot_eager")):
             model.zero_grad()
@@ -300,9 +294,9 @@ def test_a_tiled_model_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate: bool) -> None:
+def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate):
     """What else is: `test_captured.py`."""
-    model: Any = Language()
+    model = Language()
     model.head.register_forward_pre_hook(lambda _, args: args[0] + model.blocks[0].norm.weight)
     with pytest.raises(zf.LayoutError, match=r"'head._forward_pre_hooks' is, or holds, a function"):
         zf.tile(model, where=TILED, parts=3, donate=donate)

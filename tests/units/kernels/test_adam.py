@@ -1,18 +1,15 @@
 """One pass in C, and what stands in for it, have the bits of torch's fused Adam and AdamW."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from zero_fn.kernels import Library, adam, codes, library
 from zero_fn.kernels.adam import AdamPiece, AdamRates, Rounding, by_torch, in_c, rounding
@@ -33,16 +30,16 @@ rates_of_users = st.builds(
 )
 
 
-def drawn(numel: int, seed: int) -> Tensor:
+def drawn(numel, seed):
     generator = torch.Generator().manual_seed(seed)
     signs, sizes = torch.randn(2, numel, generator=generator)
     return signs * sizes.mul(2).exp()
 
 
-def stock(rates: AdamRates, params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+def stock(rates, params, grads):
     """Parameters and states after a step for each list of gradients, by torch's own optimizer."""
     parameters = [nn.Parameter(p.clone()) for p in params]
-    options: dict[str, Any] = {"lr": rates.lr, "betas": (rates.beta1, rates.beta2), "eps": rates.eps}
+    options = {"lr": rates.lr, "betas": (rates.beta1, rates.beta2), "eps": rates.eps}
     options |= {"weight_decay": rates.weight_decay, "amsgrad": rates.amsgrad, "maximize": rates.maximize}
     optimizer = (torch.optim.AdamW if rates.is_decoupled else torch.optim.Adam)(parameters, fused=True, **options)
     for step in grads:
@@ -54,7 +51,7 @@ def stock(rates: AdamRates, params: list[Tensor], grads: list[list[Tensor]]) -> 
     return [*(p.detach() for p in parameters), *states]
 
 
-def ours(rates: AdamRates, params: list[Tensor], grads: list[list[Tensor]], *, in_one_pass: bool) -> list[Tensor]:
+def ours(rates, params, grads, *, in_one_pass):
     """The same by the kernel, or by its stand-in; and the parameters in bfloat16."""
     params = [p.clone() for p in params]
     states = [[torch.zeros_like(p) for _ in range(3 if rates.amsgrad else 2)] for p in params]
@@ -73,7 +70,7 @@ def ours(rates: AdamRates, params: list[Tensor], grads: list[list[Tensor]], *, i
     return [*params, *itertools.chain(*states), *sends]
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+def same(found, expected):
     return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
@@ -81,7 +78,7 @@ needs_kernels = pytest.mark.skipif(library().functions is None, reason=str(libra
 
 
 @needs_kernels
-def test_this_build_of_torch_rounds_in_a_way_that_the_kernel_has() -> None:
+def test_this_build_of_torch_rounds_in_a_way_that_the_kernel_has():
     """If this fails torch's kernel has changed: the step goes on by torch, slower. Add its way to `Rounding`."""
     assert rounding(PLAIN) is not None
 
@@ -96,9 +93,7 @@ def test_this_build_of_torch_rounds_in_a_way_that_the_kernel_has() -> None:
 )
 @example(PLAIN, [200_003, 0, 5, 0], True, 3, 0)
 @example(PLAIN, [150_001, 70_000], False, 3, 0)
-def test_one_pass_has_the_bits_of_the_fused_step(
-    rates: AdamRates, numels: list[int], is_half: bool, threads: int, seed: int
-) -> None:
+def test_one_pass_has_the_bits_of_the_fused_step(rates, numels, is_half, threads, seed):
     """Gradients in bfloat16 as if cast before, parameters in bfloat16 as if cast after; by what stands in for it, too, which
     is all there is for amsgrad, maximize and the decay of Adam."""
     params = [drawn(n, seed + i) for i, n in enumerate(numels)]
@@ -119,7 +114,7 @@ def test_one_pass_has_the_bits_of_the_fused_step(
 
 
 @needs_kernels
-def test_what_is_not_finite_stays_so() -> None:
+def test_what_is_not_finite_stays_so():
     """Infinities to the bit; of a NaN only that it is one, as its payload is nobody's promise."""
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-40, 3e38] * 3)
     for rates in (PLAIN, AdamRates(1e-2, 0.9, 0.999, 1e-8, 0.0, is_decoupled=False, amsgrad=False, maximize=False)):
@@ -133,7 +128,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 @needs_kernels
-def test_casts_to_bfloat16_are_those_of_torch() -> None:
+def test_casts_to_bfloat16_are_those_of_torch():
     """Of every float that has ties, carries and overflows near it: a step of nothing sends the parameter."""
     halves = torch.arange(1 << 16, dtype=torch.int32) << 16
     bits = torch.cat([halves + offset for offset in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
@@ -150,7 +145,7 @@ def test_casts_to_bfloat16_are_those_of_torch() -> None:
 
 
 @needs_kernels
-def test_a_step_is_seen_by_autograd() -> None:
+def test_a_step_is_seen_by_autograd():
     param, grad, *states = torch.ones(4, 10)
     before = param._version
     how = rounding(PLAIN)
@@ -160,7 +155,7 @@ def test_a_step_is_seen_by_autograd() -> None:
 
 
 @needs_kernels
-def test_every_way_of_rounding_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_of_rounding_is_another(monkeypatch):
     """So that the trial tells them apart; and where none agrees with torch there is none."""
     ways = [Rounding(*how) for how in itertools.product((True, False), (0, 1, 2), (0, 1, 2), (8,))]
     found = [torch.cat([t.flatten() for t in adam._tried(PLAIN, how)]).numpy().tobytes() for how in ways]
@@ -175,7 +170,7 @@ def test_every_way_of_rounding_is_another(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_kernels
-def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch() -> None:
+def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch():
     """`1 - lr * weight_decay` of torch is in double precision, perhaps fused: where it would show, it is not used."""
     draw = random.Random(0)
     middle = Fraction(np.float64(np.float32(0.9))) + Fraction(1, 2**25)  # between two floats, a tie
@@ -192,12 +187,12 @@ def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch() -> None:
     pytest.fail("no such rates found")
 
 
-def test_without_kernels_no_way_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_no_way_is_offered(monkeypatch):
     monkeypatch.setattr(adam, "library", lambda: Library(None, "for this test"))
     assert rounding(PLAIN) is None
 
 
-def coded(rates: AdamRates, params: list[Tensor], grads: list[list[Tensor]], *, in_one_pass: bool) -> list[Tensor]:
+def coded(rates, params, grads, *, in_one_pass):
     """Parameters, in bfloat16 too, codes and scales, after a step for each list of gradients."""
     params = [p.clone() for p in params]
     sends = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
@@ -221,9 +216,7 @@ def coded(rates: AdamRates, params: list[Tensor], grads: list[list[Tensor]], *, 
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("is_half", [False, True])
-def test_moments_in_eight_bits_step_as_if_decoded_and_encoded(
-    is_half: bool, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_in_eight_bits_step_as_if_decoded_and_encoded(is_half, threads, monkeypatch):
     """One pass, and torch's kernel between decoding and encoding by torch: around the ends of vectors, blocks and tasks."""
     numels = [0, 1, 15, 16, 17, 255, 256, 257, 271, 1023, 1024, 1025, 4097, (1 << 15) - 1, (1 << 15) + 257, 200_003]
     params = [drawn(n, n) for n in numels] + [drawn(600, 1).view(20, 30).t()]

@@ -1,12 +1,9 @@
 """Codes of eight bits: C, torch and a reference in numpy agree to the bit, and the code of a value is the nearest one."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch import Tensor
 
 from zero_fn.kernels import Library, codes, library
 from zero_fn.kernels.codes import BLOCK_NUMEL, decode, decode_by, encode, encode_by
@@ -18,7 +15,7 @@ BY = [pytest.param(True, marks=pytest.mark.skipif(library().functions is None, r
 
 
 @pytest.fixture(params=BY, ids=lambda is_in_c: "C" if is_in_c else "torch")
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def by(request, monkeypatch):
     if not request.param:
         monkeypatch.setattr(codes, "library", lambda: Library(None, "for this test"))
 
@@ -27,7 +24,7 @@ both = pytest.mark.usefixtures("by")
 signed_or_not = pytest.mark.parametrize("is_signed", [True, False])
 
 
-def shares(is_signed: bool) -> Floats:
+def shares(is_signed):
     """What codes of 0 on, without signs, stand for. The definition: so many codes a binade in so many binades."""
     runs = zip((16, 8, 4, 2, 1), (4, 4, 4, 4, 6) if is_signed else (8, 8, 8, 8, 14), strict=True)
     values, top = [1.0], 1.0
@@ -38,7 +35,7 @@ def shares(is_signed: bool) -> Floats:
     return np.array([0.0, *reversed(values)], dtype=np.float32)
 
 
-def reference(values: Floats, is_signed: bool) -> tuple[Bytes, Floats]:
+def reference(values, is_signed):
     table = shares(is_signed).astype(np.float64)
     found, scales = np.zeros(len(values), np.uint8), np.zeros(-(-len(values) // BLOCK_NUMEL), np.float32)
     for number, begin in enumerate(range(0, len(values), BLOCK_NUMEL)):
@@ -57,33 +54,33 @@ def reference(values: Floats, is_signed: bool) -> tuple[Bytes, Floats]:
     return found, scales
 
 
-def drawn(numel: int, spread: float, seed: int, is_signed: bool) -> Tensor:
+def drawn(numel, spread, seed, is_signed):
     generator = torch.Generator().manual_seed(seed)
     signs, sizes = torch.randn(2, numel, generator=generator)
     values = signs * sizes.mul(spread).exp()
     return values if is_signed else values.abs()
 
 
-def encoded(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
+def encoded(values, is_signed):
     found = torch.full(values.shape, 77, dtype=torch.uint8)
     scales = torch.full((-(-values.numel() // BLOCK_NUMEL),), 77.0)
     encode(values, found, scales, is_signed=is_signed)
     return found, scales
 
 
-def decoded(found: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
+def decoded(found, scales, is_signed):
     out = torch.full(found.shape, 77.0)
     decode(found, scales, out, is_signed=is_signed)
     return out
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one, other):
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 @both
 @signed_or_not
-def test_every_code_has_the_value_of_its_definition(is_signed: bool) -> None:
+def test_every_code_has_the_value_of_its_definition(is_signed):
     table = torch.from_numpy(shares(is_signed))
     expected = torch.cat([table, torch.where(table > 0, -table, 0.0)]) if is_signed else table
     for scale in (1.0, 0.7, 3e38, 1e-30, 1e-42):
@@ -95,7 +92,7 @@ def test_every_code_has_the_value_of_its_definition(is_signed: bool) -> None:
 @signed_or_not
 @pytest.mark.parametrize("numel", [0, 1, 31, 255, 256, 257, 1000, 4096 + 1, 300_001])
 @pytest.mark.parametrize("spread", [0.0, 2.0, 12.0])
-def test_codes_are_the_nearest_and_scales_the_largest(numel: int, spread: float, is_signed: bool) -> None:
+def test_codes_are_the_nearest_and_scales_the_largest(numel, spread, is_signed):
     values = drawn(numel, spread, numel, is_signed)
     values[::7] = 0.0
     values[5::11] *= 1e-42
@@ -116,7 +113,7 @@ def test_codes_are_the_nearest_and_scales_the_largest(numel: int, spread: float,
 
 @both
 @signed_or_not
-def test_values_around_every_middle_go_to_the_nearer_side(is_signed: bool) -> None:
+def test_values_around_every_middle_go_to_the_nearer_side(is_signed):
     table = shares(is_signed)
     middles = (table[1:] + table[:-1]) / 2
     above, below = np.nextafter(middles, np.float32(1)), np.nextafter(middles, np.float32(0))
@@ -134,7 +131,7 @@ def test_values_around_every_middle_go_to_the_nearer_side(is_signed: bool) -> No
 
 @both
 @signed_or_not
-def test_encoding_again_changes_nothing(is_signed: bool) -> None:
+def test_encoding_again_changes_nothing(is_signed):
     """Codes and scales down to the scale whose least value is normal; below that the values at least."""
     row = torch.arange(256).to(torch.uint8)
     if is_signed:
@@ -154,7 +151,7 @@ def test_encoding_again_changes_nothing(is_signed: bool) -> None:
 
 @both
 @signed_or_not
-def test_zeros_and_what_is_not_finite(is_signed: bool) -> None:
+def test_zeros_and_what_is_not_finite(is_signed):
     values = drawn(5 * BLOCK_NUMEL + 3, 1.0, 0, is_signed)
     rows = values[: 5 * BLOCK_NUMEL].view(5, BLOCK_NUMEL)
     rows[0] = 0.0
@@ -174,14 +171,14 @@ def test_zeros_and_what_is_not_finite(is_signed: bool) -> None:
     assert not found[2 * BLOCK_NUMEL : 4 * BLOCK_NUMEL].any()
 
 
-def test_a_second_moment_that_is_not_zero_stays_so() -> None:
+def test_a_second_moment_that_is_not_zero_stays_so():
     values = torch.tensor([3e38, 1e-45, 1e-30, 0.0])
     for found in (encoded(values, False)[0], encode_by(values, values[0], False)):
         assert found.tolist() == [255, 1, 1, 0]
 
 
 @both
-def test_writes_are_seen_by_autograd_and_sizes_are_checked() -> None:
+def test_writes_are_seen_by_autograd_and_sizes_are_checked():
     values, found, scales = torch.ones(300), torch.zeros(300, dtype=torch.uint8), torch.zeros(2)
     before = [found._version, scales._version, values._version]
     encode(values, found, scales, is_signed=True)

@@ -1,18 +1,14 @@
 """Kernels are compiled once for a user, from a folder nobody else can write, and their absence is said, not raised."""
 
-from __future__ import annotations
-
 import os
 import stat
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from zero_fn.kernels import Library
 from zero_fn.kernels.compiler import (
     Compiler,
     CompilerError,
@@ -27,7 +23,7 @@ SOURCE = "int zero_fn_answer(void) { return 42; }\n"
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fresh(tmp_path, monkeypatch):
     """The folder of compiled libraries of a user who has none, with one tiny source; needs a compiler."""
     try:
         found_compiler()
@@ -42,18 +38,18 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     library.cache_clear()
 
 
-def answer(found: Library) -> int:
+def answer(found):
     assert found.functions is not None, found.says
     return int(found.functions.zero_fn_answer())
 
 
-def again() -> Library:
+def again():
     """What a new process finds."""
     library.cache_clear()
     return library()
 
 
-def test_what_was_compiled_is_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_compiled_is_found_again(fresh, monkeypatch):
     assert answer(library()) == 42
     (made,) = fresh.iterdir()
     assert stat.S_IMODE(made.stat().st_mode) == stat.S_IMODE(fresh.stat().st_mode) == 0o700
@@ -61,7 +57,7 @@ def test_what_was_compiled_is_found_again(fresh: Path, monkeypatch: pytest.Monke
     assert answer(again()) == 42
 
 
-def test_another_source_compiler_or_processor_has_another_name(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_source_compiler_or_processor_has_another_name(fresh, monkeypatch):
     compiler, source = found_compiler(), fresh.parents[2] / "answer.c"
     keys = {compiler.key([source]), Compiler(compiler.command, "another 1.0").key([source])}
     source.write_text(SOURCE.replace("42", "43"))
@@ -71,7 +67,7 @@ def test_another_source_compiler_or_processor_has_another_name(fresh: Path, monk
     assert len(keys) == 4
 
 
-def test_a_processor_is_told_by_its_name_and_instructions(tmp_path: Path) -> None:
+def test_a_processor_is_told_by_its_name_and_instructions(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     texts = [
         "processor\t: 0\nmodel name\t: A\nflags\t: fma\ncpu MHz\t: 1\n\nprocessor\t: 1\nmodel name\t: A\n",
@@ -86,7 +82,7 @@ def test_a_processor_is_told_by_its_name_and_instructions(tmp_path: Path) -> Non
     assert cpu_identity(tmp_path / "missing")
 
 
-def plant(fresh: Path) -> Path:
+def plant(fresh):
     """A library that answers 7, where ours will be looked for, whole. (A process that has loaded a path keeps what it had:
     plant before it is loaded.)"""
     fresh.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -100,14 +96,14 @@ def plant(fresh: Path) -> Path:
     return planted
 
 
-def put(path: Path, content: bytes) -> None:
+def put(path, content):
     """Another file under a name: to write into the one that this process has loaded would take it away."""
     path.unlink()
     path.write_bytes(content)
     path.chmod(0o700)
 
 
-def sections(library: bytes) -> dict[str, tuple[int, int]]:
+def sections(library):
     """Where each section of an ELF file of 64 bits lies: name -> first byte, number of bytes."""
     table_at, size, count, names = struct.unpack_from("<Q10xHHH", library, 0x28)
     rows = [struct.unpack_from("<IIQQQQ", library, table_at + size * number) for number in range(count)]
@@ -117,7 +113,7 @@ def sections(library: bytes) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sections of ELF files")
-def test_a_damaged_library_is_compiled_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_library_is_compiled_again(fresh, monkeypatch):
     """Cut in every section, with a bit flipped in every section, empty, or another library under our name. The system maps
     one that was cut without complaint, and SIGBUS kills the process that calls it."""
     planted = plant(fresh)
@@ -126,9 +122,9 @@ def test_a_damaged_library_is_compiled_again(fresh: Path, monkeypatch: pytest.Mo
     library()
     (path,) = fresh.iterdir()
     whole = path.read_bytes()
-    compiled: list[Path] = []
+    compiled = []
 
-    def compile_again(_compiler: Compiler, _sources: object, target: Path) -> None:
+    def compile_again(_compiler, _sources, target):
         compiled.append(target)
         target.write_bytes(whole)
 
@@ -146,8 +142,8 @@ def test_a_damaged_library_is_compiled_again(fresh: Path, monkeypatch: pytest.Mo
         assert path.read_bytes() == whole
 
 
-def test_what_is_kept_has_left_the_memory_of_the_system_first(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+def test_what_is_kept_has_left_the_memory_of_the_system_first(fresh, monkeypatch):
+    done = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr("os.fsync", lambda fd: (done.append("synced"), fsync(fd)))
     monkeypatch.setattr(Path, "replace", lambda path, target: (done.append("named"), replace(path, target))[1])
@@ -158,7 +154,7 @@ def test_what_is_kept_has_left_the_memory_of_the_system_first(fresh: Path, monke
 @pytest.mark.parametrize(
     "what", ["is read-only", "others may write it", "is a link", "is a file", "belongs to another"]
 )
-def test_a_folder_that_is_not_ours_alone_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_folder_that_is_not_ours_alone_is_not_used(fresh, monkeypatch, what):
     """What lies there already is not loaded, and nothing is written there: this process compiles for itself."""
     planted = plant(fresh)
     assert is_ours(planted) and cache_folder() == fresh  # so it would be loaded
@@ -182,7 +178,7 @@ def test_a_folder_that_is_not_ours_alone_is_not_used(fresh: Path, monkeypatch: p
     assert sorted(fresh.parent.rglob("*")) == before
 
 
-def test_a_library_that_others_may_write_is_replaced(fresh: Path) -> None:
+def test_a_library_that_others_may_write_is_replaced(fresh):
     planted = plant(fresh)
     planted.chmod(0o722)
     assert answer(library()) == 42
@@ -190,13 +186,13 @@ def test_a_library_that_others_may_write_is_replaced(fresh: Path) -> None:
     assert is_ours(made)
 
 
-def test_a_library_that_is_there_is_loaded(fresh: Path) -> None:
+def test_a_library_that_is_there_is_loaded(fresh):
     """Which shows that the tests of planted ones can fail."""
     plant(fresh)
     assert answer(library()) == 7
 
 
-def test_processes_that_start_at_once_all_have_the_kernels(fresh: Path) -> None:
+def test_processes_that_start_at_once_all_have_the_kernels(fresh):
     started = []
     for _ in range(4):
         child = os.fork()
@@ -217,17 +213,13 @@ def test_processes_that_start_at_once_all_have_the_kernels(fresh: Path) -> None:
         ("false", "false failed with 1: it said nothing"),
     ],
 )
-def test_the_absence_of_a_compiler_is_said(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, said: str
-) -> None:
+def test_the_absence_of_a_compiler_is_said(fresh, monkeypatch, compiler, said):
     monkeypatch.setenv("CC", compiler)
     assert str(again()) == f"no kernels: {said}"
     assert again().functions is None
 
 
-def test_a_machine_without_a_compiler_takes_that_of_a_package(
-    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_compiler_takes_that_of_a_package(fresh, tmp_path, monkeypatch):
     """The package `ziglang` is too large for every run of the tests: another of its name calls this machine's compiler."""
     real = found_compiler()
     monkeypatch.delenv("CC", raising=False)
@@ -248,13 +240,13 @@ def test_a_machine_without_a_compiler_takes_that_of_a_package(
     assert found_compiler().command == (sys.executable, "-m", "ziglang", "cc")
 
 
-def test_a_source_that_does_not_compile_is_said(fresh: Path) -> None:
+def test_a_source_that_does_not_compile_is_said(fresh):
     (fresh.parents[2] / "answer.c").write_text("int zero_fn_answer(void) { return x; }\n")
     assert "failed with 1" in again().says and "undeclared" in again().says
     assert list(fresh.iterdir()) == []
 
 
-def test_this_machine_says_which_kernels_it_has() -> None:
+def test_this_machine_says_which_kernels_it_has():
     """So that a run whose other tests of kernels were skipped shows it."""
     library.cache_clear()
     assert str(library()).startswith(("compiled kernels (", "no kernels: "))

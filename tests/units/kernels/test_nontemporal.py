@@ -1,16 +1,12 @@
 """Copies and means past the caches are torch's, to the bit, wherever the bytes lie and whatever the processor has."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from zero_fn.kernels import Library, library, nontemporal
 from zero_fn.kernels.compiler import Compiler, CompilerError, found_compiler
@@ -21,7 +17,7 @@ LARGE = nontemporal._LEAST_NBYTES // 4  # elements of float32 that are not left 
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +28,7 @@ INSTRUCTIONS = ["", "-mno-avx512f", "-mno-avx"]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+def compiled(tmp_path_factory):
     """The kernels as processors without some instructions have them."""
     try:
         compiler = found_compiler()
@@ -50,7 +46,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]
     return made
 
 
-def drawn(numel: int, offset: int, dtype: torch.dtype, seed: int) -> Tensor:
+def drawn(numel, offset, dtype, seed):
     """Numbers of all sizes that begin `offset` elements after a line of the cache."""
     generator = torch.Generator().manual_seed(seed)
     room = torch.empty(numel + 64, dtype=dtype)
@@ -63,9 +59,7 @@ numels = st.one_of(st.integers(0, 40), st.sampled_from([BLOCK // 4, BLOCK // 2, 
 
 
 @given(nbytes=numels, into=st.integers(0, 63), source=st.integers(0, 63), flag=st.sampled_from(INSTRUCTIONS))
-def test_a_copy_writes_every_byte_and_no_other(
-    compiled: dict[str, ctypes.CDLL], nbytes: int, into: int, source: int, flag: str
-) -> None:
+def test_a_copy_writes_every_byte_and_no_other(compiled, nbytes, into, source, flag):
     functions = compiled.get(flag, compiled[""])
     nbytes = 5 * nbytes
     what = torch.randint(1, 256, (nbytes + 64,), dtype=torch.uint8)[source : source + nbytes]
@@ -84,14 +78,14 @@ def test_a_copy_writes_every_byte_and_no_other(
     flag=st.sampled_from(INSTRUCTIONS),
 )
 def test_a_mean_has_the_bits_of_torch(
-    compiled: dict[str, ctypes.CDLL],
-    numel: int,
-    offsets: list[int],
-    at: int | None,
-    dtype: torch.dtype,
-    into_dtype: torch.dtype,
-    flag: str,
-) -> None:
+    compiled,
+    numel,
+    offsets,
+    at,
+    dtype,
+    into_dtype,
+    flag,
+):
     functions = compiled.get(flag, compiled[""])
     parts = [drawn(numel, offset, dtype, seed) for seed, offset in enumerate(offsets[1:])]
     if numel > 2:
@@ -101,7 +95,7 @@ def test_a_mean_has_the_bits_of_torch(
         expected = expected + part
     expected = (expected / len(parts)).to(into_dtype)
 
-    def by_torch(into: Tensor, parts: list[Tensor]) -> None:
+    def by_torch(into, parts):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nontemporal, "library", lambda: Library(None, "for this test"))
             mean(into, parts, torch.float32)
@@ -118,18 +112,18 @@ def test_a_mean_has_the_bits_of_torch(
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def called(monkeypatch):
     """Which kernels were called."""
     if library().functions is None:
         pytest.skip(str(library()))
-    names: list[str] = []
+    names = []
     for name in ("_copy_in_c", "_mean_in_c"):
         kernel = getattr(nontemporal, name)
         monkeypatch.setattr(nontemporal, name, lambda *a, n=name, k=kernel: (names.append(n), k(*a)))
     return names
 
 
-def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list[str]) -> None:
+def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called):
     large, rows = torch.randn(2, LARGE), torch.randn(2, 8, LARGE // 8)
     pairs = torch.complex(large[0], large[1])
     copy([large[0]], [large[1]])
@@ -159,7 +153,7 @@ def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list
     assert not called
 
 
-def test_without_a_compiler_torch_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_does_the_same(monkeypatch):
     parts = list(torch.randn(3, LARGE))
     means, copies = torch.empty(2, LARGE), torch.empty(2, LARGE)
     for number in range(2):
@@ -169,7 +163,7 @@ def test_without_a_compiler_torch_does_the_same(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(*means) and torch.equal(*copies) and torch.equal(copies[0], parts[0])
 
 
-def test_a_list_may_hold_small_and_large_ones(called: list[str]) -> None:
+def test_a_list_may_hold_small_and_large_ones(called):
     sources = [torch.randn(LARGE), torch.randn(3), torch.randn(2 * LARGE), torch.randn(0)]
     into = [torch.empty_like(source) for source in sources]
     copy(into, sources)
@@ -178,7 +172,7 @@ def test_a_list_may_hold_small_and_large_ones(called: list[str]) -> None:
 
 
 @pytest.mark.parametrize("numel", [3, LARGE])
-def test_autograd_refuses_what_was_overwritten(numel: int) -> None:
+def test_autograd_refuses_what_was_overwritten(numel):
     """As after an operation of torch's own."""
     saved = torch.ones(numel)
     for write in (

@@ -1,18 +1,13 @@
 """Rows as they travel: C and torch agree to the bit, records lie as `values.wire` says, and what comes back is near."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from zero_fn.kernels import Library, library, records
 from zero_fn.kernels.records import decode, decode_mean, encode
-from zero_fn.values.wire import Codes, Records, Wire
+from zero_fn.values.wire import Wire
 
 needs_kernels = pytest.mark.skipif(library().functions is None, reason=str(library()))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +32,7 @@ wires = st.builds(
 @pytest.fixture(
     params=[pytest.param(True, marks=needs_kernels), False], ids=lambda is_in_c: "C" if is_in_c else "torch"
 )
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def by(request, monkeypatch):
     if not request.param:
         monkeypatch.setattr(records, "library", lambda: Library(None, "for this test"))
 
@@ -45,7 +40,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
 both = pytest.mark.usefixtures("by")
 
 
-def drawn(rows: int, form: Records, dtype: torch.dtype, seed: int) -> Tensor:
+def drawn(rows, form, dtype, seed):
     """Rows of many sizes, with zeros, denormal floats, huge ones, NaN and infinities in some of them."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, form.row_numel, generator=generator)
@@ -59,13 +54,13 @@ def drawn(rows: int, form: Records, dtype: torch.dtype, seed: int) -> Tensor:
     return values.to(dtype)
 
 
-def encoded(values: Tensor, form: Records, held: Tensor | None = None) -> Tensor:
+def encoded(values, form, held=None):
     out = torch.full((len(values), form.row_nbytes), 77, dtype=torch.uint8)
     encode(values, form, out, held)
     return out
 
 
-def decoded(parts: Sequence[Tensor], form: Records, dtype: torch.dtype = torch.float32) -> Tensor:
+def decoded(parts, form, dtype=torch.float32):
     out = torch.full((len(parts[0]), form.row_numel), 77, dtype=dtype)
     if len(parts) > 1:
         decode_mean(parts, form, out)
@@ -74,24 +69,24 @@ def decoded(parts: Sequence[Tensor], form: Records, dtype: torch.dtype = torch.f
     return out
 
 
-def heads(coded: Tensor, form: Records) -> Tensor:
+def heads(coded, form):
     """The scales, and the least values of an asymmetric format: float32, [R, blocks, 1 or 2]."""
     places = coded.view(len(coded), form.blocks, form.nbytes)
     return places[..., : form.head_nbytes].contiguous().view(torch.float32)
 
 
-def of_elements(of_blocks: Tensor, form: Records) -> Tensor:
+def of_elements(of_blocks, form):
     return of_blocks.repeat_interleave(form.numel, -1)[:, : form.row_numel]
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(one, other):
     """The same bits, but for those inside a NaN."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
     known = torch.ones_like(one, dtype=torch.bool) if one.dtype == torch.uint8 else ~(one.isnan() & other.isnan())
     return one.dtype == other.dtype and torch.equal(one.view(bits)[known], other.view(bits)[known])
 
 
-def everything(values: Tensor, held: Tensor | None, form: Records, dtype: torch.dtype) -> list[Tensor]:
+def everything(values, held, form, dtype):
     coded = [encoded(values, form, held), encoded(values.flip(1), form)]
     added = values.to(dtype).flip(0).contiguous()
     decode(coded[0], form, added, add=True)
@@ -108,9 +103,7 @@ def everything(values: Tensor, held: Tensor | None, form: Records, dtype: torch.
     has_held=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_c_and_torch_agree(
-    wire: Wire, row_numel: int, rows: int, dtypes: tuple[torch.dtype, ...], has_held: bool, seed: int
-) -> None:
+def test_c_and_torch_agree(wire, row_numel, rows, dtypes, has_held, seed):
     form = wire.records(row_numel)
     values = drawn(rows, form, dtypes[0], seed)
     held = drawn(rows, form, dtypes[1], seed + 1) if has_held else None
@@ -125,7 +118,7 @@ def test_c_and_torch_agree(
 @both
 @each_format
 @pytest.mark.parametrize("row_numel", [64, 33, 129, 640])
-def test_a_code_is_at_most_half_a_scale_away(wire: Wire, row_numel: int) -> None:
+def test_a_code_is_at_most_half_a_scale_away(wire, row_numel):
     form = wire.records(row_numel)
     values = torch.randn(50, row_numel, generator=torch.Generator().manual_seed(row_numel))
     coded = encoded(values, form)
@@ -145,7 +138,7 @@ def test_a_code_is_at_most_half_a_scale_away(wire: Wire, row_numel: int) -> None
 @pytest.mark.parametrize("row_numel", [64, 63, 101])  # of one block, even and odd, and of two, of 51 and 50 elements
 @pytest.mark.parametrize("is_symmetric", [True, False])
 @pytest.mark.parametrize("codes", ["int4", "int8"])
-def test_records_lie_as_the_format_says(codes: Codes, is_symmetric: bool, row_numel: int) -> None:
+def test_records_lie_as_the_format_says(codes, is_symmetric, row_numel):
     form = Wire(codes, 64, is_symmetric=is_symmetric).records(row_numel)
     highest = HIGHEST[codes] if is_symmetric else 2 * HIGHEST[codes] + 1
     span = torch.arange(3 * row_numel).view(3, row_numel) % (2 * highest + 1 if is_symmetric else highest + 1)
@@ -180,9 +173,7 @@ def test_records_lie_as_the_format_says(codes: Codes, is_symmetric: bool, row_nu
     ],
 )
 @pytest.mark.parametrize("is_symmetric", [True, False])
-def test_a_rotated_block_is_coded_as_its_product_with_a_hadamard_matrix(
-    row_numel: int, block: int, run: int, is_symmetric: bool
-) -> None:
+def test_a_rotated_block_is_coded_as_its_product_with_a_hadamard_matrix(row_numel, block, run, is_symmetric):
     rotated = Wire("int8", block, is_symmetric=is_symmetric, rotates=True).records(row_numel)
     plain = Wire("int8", block, is_symmetric=is_symmetric).records(row_numel)
     assert rotated.rotated == run
@@ -198,7 +189,7 @@ def test_a_rotated_block_is_coded_as_its_product_with_a_hadamard_matrix(
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_float_of_eight_bits_comes_back(dtype: torch.dtype) -> None:
+def test_every_float_of_eight_bits_comes_back(dtype):
     every = torch.arange(256).to(torch.uint8).view(dtype).float()
     every = every[every.isfinite()]
     form = Wire("float8_e4m3fn" if dtype == torch.float8_e4m3fn else "float8_e5m2").records(len(every))
@@ -210,7 +201,7 @@ def test_every_float_of_eight_bits_comes_back(dtype: torch.dtype) -> None:
 
 @both
 @each_format
-def test_a_block_with_no_finite_number_is_nan_and_no_other(wire: Wire) -> None:
+def test_a_block_with_no_finite_number_is_nan_and_no_other(wire):
     form = wire.records(320)
     values = torch.randn(4, 320, generator=torch.Generator().manual_seed(0))
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf, -torch.nan)):
@@ -228,7 +219,7 @@ def test_a_block_with_no_finite_number_is_nan_and_no_other(wire: Wire) -> None:
 
 @both
 @each_format
-def test_zeros_and_what_is_too_small_become_zero(wire: Wire) -> None:
+def test_zeros_and_what_is_too_small_become_zero(wire):
     form = wire.records(64)
     values = torch.tensor([0.0, -0.0, 1e-42, -(2.0**-110)])[:, None].expand(4, 64).contiguous()
     values[:, ::3] = 0.0
@@ -245,7 +236,7 @@ def test_zeros_and_what_is_too_small_become_zero(wire: Wire) -> None:
 
 @both
 @pytest.mark.parametrize("codes", ["int4", "int8"])
-def test_a_constant_row_comes_back_whole_where_the_least_value_travels(codes: Codes) -> None:
+def test_a_constant_row_comes_back_whole_where_the_least_value_travels(codes):
     form = Wire(codes, is_symmetric=False).records(64)
     values = torch.tensor([[0.1], [-3e30], [7.0], [-0.0]]).expand(4, 64).contiguous()
     coded = encoded(values, form)
@@ -256,7 +247,7 @@ def test_a_constant_row_comes_back_whole_where_the_least_value_travels(codes: Co
 @both
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_means_and_sums_are_rounded_once(wire: Wire, dtype: torch.dtype) -> None:
+def test_means_and_sums_are_rounded_once(wire, dtype):
     form = wire.records(200)
     parts = [encoded(torch.randn(9, 200, generator=torch.Generator().manual_seed(seed)), form) for seed in range(3)]
     first, second, third = (decoded([part], form) for part in parts)
@@ -271,7 +262,7 @@ def test_means_and_sums_are_rounded_once(wire: Wire, dtype: torch.dtype) -> None
 
 @both
 @each_format
-def test_a_row_does_not_depend_on_others_nor_on_threads(wire: Wire) -> None:
+def test_a_row_does_not_depend_on_others_nor_on_threads(wire):
     form = wire.records(1000)
     values = drawn(300, form, torch.bfloat16, 0)
     coded = encoded(values, form)
@@ -290,7 +281,7 @@ def test_a_row_does_not_depend_on_others_nor_on_threads(wire: Wire) -> None:
 
 @both
 @pytest.mark.parametrize("wire", [Wire("int8"), Wire("int4", is_difference=True)], ids=str)
-def test_what_is_held_is_subtracted_in_float32(wire: Wire) -> None:
+def test_what_is_held_is_subtracted_in_float32(wire):
     form = wire.records(100)
     values = torch.randn(6, 100, generator=torch.Generator().manual_seed(0))
     held = values.bfloat16()
@@ -302,7 +293,7 @@ def test_what_is_held_is_subtracted_in_float32(wire: Wire) -> None:
 
 
 @both
-def test_writes_are_seen_by_autograd_and_sizes_are_checked() -> None:
+def test_writes_are_seen_by_autograd_and_sizes_are_checked():
     form = Wire("int8").records(64)
     for dtype in DTYPES:
         values, coded = torch.ones(3, 64, dtype=dtype), torch.zeros(3, form.row_nbytes, dtype=torch.uint8)

@@ -1,13 +1,10 @@
 """Stochastic rounding: in C, in torch and by hand the same bits, and in the mean the number itself."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from zero_fn.kernels import library, rounding
 from zero_fn.kernels.rounding import by_torch, key_of, round_randomly, round_to_two, widen
@@ -16,14 +13,14 @@ SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e
 RUNS = (np.array([2**32 - 1000, 7, 3 * 2**32 + 5]), np.array([5000, 1, 60_534]))
 
 
-def _rounded(values: Tensor, key: int = 0, runs: tuple[object, object] | None = None) -> Tensor:
+def _rounded(values, key=0, runs=None):
     into = torch.empty(values.numel(), dtype=torch.bfloat16)
     firsts, counts = runs or (np.zeros(1, np.int64), np.array([values.numel()]))
-    round_randomly(values, into, firsts, counts, key)  # type: ignore[arg-type]
+    round_randomly(values, into, firsts, counts, key)
     return into
 
 
-def _any_floats() -> Tensor:
+def _any_floats():
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (RUNS[1].sum(),), generator=generator).to(torch.int32)
     values = bits.view(torch.float32)
@@ -31,7 +28,7 @@ def _any_floats() -> Tensor:
     return values
 
 
-def test_the_kernels_have_the_bits_of_torch_for_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_have_the_bits_of_torch_for_any_number(monkeypatch):
     if library().functions is None:
         pytest.skip("no compiler")
     values = _any_floats()
@@ -39,7 +36,7 @@ def test_the_kernels_have_the_bits_of_torch_for_any_number(monkeypatch: pytest.M
         key = key_of(11, "blocks.0.weight", step)
         ours, theirs = _rounded(values, key, RUNS), by_torch(values, *RUNS, key)
         assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
-    found: list[list[Tensor]] = []
+    found = []
     for _ in range(2):
         into, lost = torch.empty(2, values.numel(), dtype=torch.bfloat16)
         round_to_two(values, into, lost)
@@ -51,7 +48,7 @@ def test_the_kernels_have_the_bits_of_torch_for_any_number(monkeypatch: pytest.M
     assert all(map(torch.equal, *found))
 
 
-def test_two_halves_have_sixteen_bits_of_a_number() -> None:
+def test_two_halves_have_sixteen_bits_of_a_number():
     values = _any_floats()
     into, lost = torch.empty(2, values.numel(), dtype=torch.bfloat16)
     round_to_two(values, into, lost)
@@ -63,7 +60,7 @@ def test_two_halves_have_sixteen_bits_of_a_number() -> None:
     assert error[normal].max() <= 2**-16
 
 
-def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour() -> None:
+def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour():
     for key in range(64):
         kept = _rounded(torch.tensor(SPECIAL[:5] + SPECIAL[9:]), key).float()
         assert torch.equal(kept.nan_to_num(7.0), torch.tensor(SPECIAL[:5] + SPECIAL[9:]).nan_to_num(7.0))
@@ -76,7 +73,7 @@ def test_what_bfloat16_has_stays_and_the_rest_goes_to_a_neighbour() -> None:
     assert ((found.float() == below) | (found.float() == above)).all()
 
 
-def test_the_mean_is_the_number_itself() -> None:
+def test_the_mean_is_the_number_itself():
     """Ups of independent cases with probabilities p have a variance of sum p (1 - p): five of its roots are allowed."""
     values = 1 + torch.rand(1 << 20, generator=torch.Generator().manual_seed(0))
     odds = (values.view(torch.int32) & 0xFFFF).double() / 65536

@@ -1,12 +1,9 @@
 """Work on the host takes a rank's share of the cores where a launcher has left it one thread, and no user has."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,14 +21,14 @@ TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run", "LOCAL_WORLD_S
 
 
 @pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
+def asked_anew():
     share.cache_clear()
     yield
     share.cache_clear()
 
 
 @contextmanager
-def launcher(environ: dict[str, str]) -> Iterator[int]:
+def launcher(environ):
     """A process that began with this environment."""
     ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", "input(1)"], env=environ, **ends)
@@ -44,7 +41,7 @@ def launcher(environ: dict[str, str]) -> Iterator[int]:
 
 
 @pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def torchrun(monkeypatch):
     """This process is one of eight ranks of torchrun on 64 cores."""
     with launcher({"PATH": os.environ["PATH"]}) as pid:
         monkeypatch.setattr(os, "getppid", lambda: pid)
@@ -55,14 +52,14 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def shared(monkeypatch: pytest.MonkeyPatch, own: int, launchers: int) -> int:
+def shared(monkeypatch, own, launchers):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(launchers if pid else own)))
     share.cache_clear()
     return share()
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_rank_of_torchrun_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_of_torchrun_has_its_share_of_the_cores(monkeypatch, tmp_path):
     """Of those that torchrun may use, at most those that the rank is bound to, and at least one."""
     assert shared(monkeypatch, own=64, launchers=64) == 8
     assert shared(monkeypatch, own=32, launchers=64) == 8  # bound to one of two NUMA nodes, with three others
@@ -79,9 +76,7 @@ def test_a_rank_of_torchrun_has_its_share_of_the_cores(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "changed", [{"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": None}, {"TORCHELASTIC_RUN_ID": None}], ids=str
 )
-def test_without_the_default_of_torchrun_threads_are_those_of_torch(
-    changed: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_default_of_torchrun_threads_are_those_of_torch(changed, monkeypatch):
     assert share() == 8
     for name, value in changed.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
@@ -90,7 +85,7 @@ def test_without_the_default_of_torchrun_threads_are_those_of_torch(
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_number_that_the_user_has_chosen_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_the_user_has_chosen_is_kept(monkeypatch):
     assert (threads_for(1 << 24), threads_for(1 << 18), threads_for(1 << 16)) == (8, 2, 1)
     torch.set_num_threads(3)
     try:
@@ -108,7 +103,7 @@ def test_a_number_that_the_user_has_chosen_is_kept(monkeypatch: pytest.MonkeyPat
     assert share() == 1
 
 
-def test_torchrun_sets_one_thread_as_is_assumed(tmp_path: Path) -> None:
+def test_torchrun_sets_one_thread_as_is_assumed(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os\n"
@@ -125,16 +120,16 @@ def test_torchrun_sets_one_thread_as_is_assumed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("torchrun")
 @pytest.mark.skipif(library().functions is None, reason=str(library()))
-def test_a_step_by_its_share_has_the_bits_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_by_its_share_has_the_bits_of_one_thread(monkeypatch):
     rates = AdamRates(1e-2, 0.9, 0.999, 1e-8, 0.1, is_decoupled=True, amsgrad=False, maximize=False)
     how = rounding(rates)
     assert how is not None
     generator = torch.Generator().manual_seed(0)
     begin = torch.rand(4, (1 << 20) + 13, generator=generator)
-    taken: list[int] = []
-    monkeypatch.setattr(adam, "threads_for", lambda numel: taken.append(threads_for(numel)) or taken[-1])  # type: ignore[func-returns-value]
+    taken = []
+    monkeypatch.setattr(adam, "threads_for", lambda numel: taken.append(threads_for(numel)) or taken[-1])
 
-    def stepped(count: int | None) -> torch.Tensor:
+    def stepped(count):
         rows = begin.clone()
         in_c([AdamPiece(rows[0], rows[1], rows[2], rows[3], None, 1)], rates, how, count)
         return rows
@@ -145,7 +140,7 @@ def test_a_step_by_its_share_has_the_bits_of_one_thread(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_and_scaling_by_more_threads_have_the_bits_of_one(dtype: torch.dtype) -> None:
+def test_norms_and_scaling_by_more_threads_have_the_bits_of_one(dtype):
     values = torch.randn((1 << 21) + 77, generator=torch.Generator().manual_seed(0)).to(dtype)
     factor, norm = torch.tensor(0.3141), torch.ops.aten.linalg_vector_norm.default
     named = {"dtype": torch.float32} if dtype != torch.float32 else {}
@@ -158,10 +153,10 @@ def test_norms_and_scaling_by_more_threads_have_the_bits_of_one(dtype: torch.dty
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_a_large_step_of_torch_by_one_thread_says_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_step_of_torch_by_one_thread_says_what_to_write(monkeypatch):
     monkeypatch.setattr(sys.modules["zero_fn.streamed.one_pass"], "_LARGE_NBYTES", 8192)
 
-    def said(kind: type[torch.optim.Optimizer], numel: int, **options: object) -> list[str]:
+    def said(kind, numel, **options):
         _said.clear()
         parameter = torch.nn.Parameter(torch.zeros(numel))
         with warnings.catch_warnings(record=True) as found:

@@ -1,7 +1,5 @@
 """launch: values in order, errors of their own type, and nobody left behind."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -15,7 +13,6 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,13 +33,13 @@ class Broken(ValueError):
     """An exception that only this file knows."""
 
 
-def train(lr: float) -> None: ...
+def train(lr): ...
 
 
-def test_values_come_in_the_order_of_ranks_and_closures_work() -> None:
+def test_values_come_in_the_order_of_ranks_and_closures_work():
     offset = torch.tensor(10.0)
 
-    def total(scale: float, *, power: int) -> tuple[int, float]:
+    def total(scale, *, power):
         x = scale * (dist.get_rank() + 1) ** power + offset
         dist.all_reduce(x)
         return dist.get_rank(), x.item()
@@ -50,11 +47,11 @@ def test_values_come_in_the_order_of_ranks_and_closures_work() -> None:
     assert launch(total, 2, 2.0, kwargs={"power": 2}) == [(0, 30.0), (1, 30.0)]
 
 
-def test_a_rank_knows_its_place_and_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_knows_its_place_and_its_environment(monkeypatch):
     monkeypatch.setenv("INHERITED", "here")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "INHERITED", "ADDED", "OMP_NUM_THREADS")
 
-    def environment() -> tuple[list[str | None], int, str, str]:
+    def environment():
         return [os.environ.get(name) for name in names], torch.get_num_threads(), os.getcwd(), dist.get_backend()
 
     first, second = launch(environment, 2, backend="gloo", threads=2, env={"ADDED": "there"})
@@ -64,11 +61,11 @@ def test_a_rank_knows_its_place_and_its_environment(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize("interfaces", ["", "lo"])
-def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch: pytest.MonkeyPatch, interfaces: str) -> None:
+def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch, interfaces):
     """torch gives it two, which may free the same memory. [Note: two threads and one name]"""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
 
-    def run() -> tuple[int, timedelta]:
+    def run():
         mine = dist.new_group([0, 1], timeout=timedelta(seconds=7))
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         groups = [dist.group.WORLD, mine, mesh["dp"].get_group()]
@@ -79,12 +76,12 @@ def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch: pytest.
     assert launch(run, 2) == 2 * [(3, timedelta(seconds=7))]
 
 
-def _gloo_threads() -> int:
+def _gloo_threads():
     return [file.read_text() for file in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop\n")
 
 
-def test_what_rank_0_prints_appears_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    def chatter() -> None:
+def test_what_rank_0_prints_appears_as_it_comes(capsys):
+    def chatter():
         print(f"\rstep ü of rank {dist.get_rank()}", end="")
         print("a warning", file=sys.stderr)
 
@@ -93,13 +90,13 @@ def test_what_rank_0_prints_appears_as_it_comes(capsys: pytest.CaptureFixture[st
     assert (shown.out, shown.err) == ("\rstep ü of rank 0", "a warning\n")
 
 
-def test_ranks_that_cannot_join_say_why() -> None:
+def test_ranks_that_cannot_join_say_why():
     with pytest.raises(RuntimeError, match="nowhere"):
         launch(dist.get_rank, 2, env={"GLOO_SOCKET_IFNAME": "nowhere"})
 
 
-def test_a_timeout_says_where_ranks_were_and_leaves_none(tmp_path: Path) -> None:
-    def hang() -> None:
+def test_a_timeout_says_where_ranks_were_and_leaves_none(tmp_path):
+    def hang():
         (tmp_path / f"{dist.get_rank()}").write_text(str(os.getpid()))
         dist.barrier()
         while dist.get_rank() == 1:
@@ -112,8 +109,8 @@ def test_a_timeout_says_where_ranks_were_and_leaves_none(tmp_path: Path) -> None
     assert not any(is_running(int((tmp_path / f"{rank}").read_text())) for rank in range(2))
 
 
-def test_threads_of_a_rank_finish_their_work(tmp_path: Path) -> None:
-    def save_later() -> None:
+def test_threads_of_a_rank_finish_their_work(tmp_path):
+    def save_later():
         path = tmp_path / f"{dist.get_rank()}"
         threading.Timer(0.3, path.write_text, ["saved"]).start()
 
@@ -121,15 +118,15 @@ def test_threads_of_a_rank_finish_their_work(tmp_path: Path) -> None:
     assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["saved", "saved"]
 
 
-def test_a_rank_may_have_processes_of_its_own() -> None:
-    def load() -> tuple[list[int], str]:
-        batches = torch.utils.data.DataLoader(list(range(4)), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+def test_a_rank_may_have_processes_of_its_own():
+    def load():
+        batches = torch.utils.data.DataLoader(list(range(4)), batch_size=2, num_workers=1)
         return [int(batch.sum()) for batch in batches], multiprocessing.get_start_method()
 
     assert launch(load, 1) == [([1, 5], multiprocessing.get_start_method())]
 
 
-def test_launch_on_a_rank_or_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_on_a_rank_or_under_torchrun_is_refused(monkeypatch):
     with pytest.raises(StateError, match="launch was called on a rank"):
         launch(lambda: launch(dist.get_rank, 2), 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -137,8 +134,8 @@ def test_launch_on_a_rank_or_under_torchrun_is_refused(monkeypatch: pytest.Monke
         launch(dist.get_rank, 2)
 
 
-def test_results_that_cannot_be_sent_are_refused_with_advice() -> None:
-    def mesh() -> object:
+def test_results_that_cannot_be_sent_are_refused_with_advice():
+    def mesh():
         return dist.device_mesh.init_device_mesh("cpu", (1,))
 
     with pytest.raises(SendError, match="belongs to its ranks"):
@@ -147,8 +144,8 @@ def test_results_that_cannot_be_sent_are_refused_with_advice() -> None:
         launch(threading.Lock, 1)
 
 
-def test_an_exception_that_cannot_be_sent_is_quoted() -> None:
-    def fail() -> None:
+def test_an_exception_that_cannot_be_sent_is_quoted():
+    def fail():
         raise Broken(threading.Lock())
 
     with pytest.raises(SendError, match="What a rank raised cannot be sent") as caught:
@@ -157,17 +154,17 @@ def test_an_exception_that_cannot_be_sent_is_quoted() -> None:
     assert "raise Broken(threading.Lock())" in str(caught.value.__cause__)
 
 
-def test_a_function_of_a_script_may_use_operations_by_name() -> None:
+def test_a_function_of_a_script_may_use_operations_by_name():
     """cloudpickle sends `torch.ops` along where a function says `torch` and `ops`."""
-    script: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
+    script = {"torch": torch, "__name__": "__main__"}
     exec("def ones(): return torch.ops.aten.ones.default([2]).sum().item()", script)
     assert pickle.loads(dumps(script["ones"]))() == 2
 
 
-def test_a_function_of_a_script_may_use_compiled_classes() -> None:
+def test_a_function_of_a_script_may_use_compiled_classes():
     """They say that they are of `builtins`, and cloudpickle sends them by value, which no rank can build."""
     safetensors = pytest.importorskip("safetensors")
-    script: dict[str, Any] = {"safe_open": safetensors.safe_open, "__name__": "__main__"}
+    script = {"safe_open": safetensors.safe_open, "__name__": "__main__"}
     exec("def opener(): return safe_open", script)
     assert pickle.loads(dumps(script["opener"]))() is safetensors.safe_open
     for cls in (int, type(None), type(lambda: None)):
@@ -176,10 +173,10 @@ def test_a_function_of_a_script_may_use_compiled_classes() -> None:
         dumps(type(iter(int, 1)))
 
 
-def test_functions_that_are_sent_know_their_file() -> None:
+def test_functions_that_are_sent_know_their_file():
     """cloudpickle 3.1.3 sends code as `<dynamic-code>`: tracebacks of ranks would show no lines, and stacks no files."""
 
-    def outer() -> Any:
+    def outer():
         return lambda: None
 
     sent = pickle.loads(dumps(outer))
@@ -188,7 +185,7 @@ def test_functions_that_are_sent_know_their_file() -> None:
     assert sent.__code__.co_firstlineno == outer.__code__.co_firstlineno
 
 
-def end(how: str) -> None:
+def end(how):
     """Ends this rank: by a signal, an exception or a status; not at all if it is empty."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -200,7 +197,7 @@ def end(how: str) -> None:
         sys.exit(int(how))
 
 
-def train_from_the_newest(runs: Path, ends: dict[int, str]) -> float:
+def train_from_the_newest(runs, ends):
     """Eight steps, with a checkpoint after each. In the n-th start rank 1 ends at step 2n+1, as `ends` says."""
     rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (runs.parent / f"{start}.{rank}").write_text(str(os.getpid()))
@@ -219,9 +216,7 @@ def train_from_the_newest(runs: Path, ends: dict[int, str]) -> float:
     return loss.item()
 
 
-def test_a_run_whose_ranks_are_lost_goes_on_and_ends_as_if_nobody_had_been(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_ranks_are_lost_goes_on_and_ends_as_if_nobody_had_been(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     for name in ("temporary", "alone", "lost"):
         (tmp_path / name).mkdir()
@@ -242,10 +237,8 @@ def test_a_run_whose_ranks_are_lost_goes_on_and_ends_as_if_nobody_had_been(
 @pytest.mark.parametrize(
     ("how", "kind", "starts"), [("kill", RankDied, 3), ("raise", Broken, 1), ("75", RankDied, 1), ("0", RankDied, 1)]
 )
-def test_only_what_another_start_may_heal_starts_ranks_again_and_not_for_ever(
-    tmp_path: Path, how: str, kind: type[Exception], starts: int
-) -> None:
-    def run() -> None:
+def test_only_what_another_start_may_heal_starts_ranks_again_and_not_for_ever(tmp_path, how, kind, starts):
+    def run():
         if dist.get_rank() == 1:
             (tmp_path / os.environ["TORCHELASTIC_RESTART_COUNT"]).touch()
             end(how)
@@ -256,11 +249,11 @@ def test_only_what_another_start_may_heal_starts_ranks_again_and_not_for_ever(
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"][:starts]
 
 
-def test_a_rank_that_is_killed_while_it_starts_is_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    pids: list[int] = []
+def test_a_rank_that_is_killed_while_it_starts_is_one_that_was_lost(monkeypatch):
+    pids = []
     start = LocalRanks._start
 
-    def start_and_kill(ranks: LocalRanks) -> None:
+    def start_and_kill(ranks):
         start(ranks)
         pids.extend(peer.pid for peer in ranks._peers)
         if len(pids) == 2:
@@ -272,8 +265,8 @@ def test_a_rank_that_is_killed_while_it_starts_is_one_that_was_lost(monkeypatch:
     assert not any(map(is_running, pids[:2]))
 
 
-def test_the_time_is_for_all_starts_together() -> None:
-    def run() -> None:
+def test_the_time_is_for_all_starts_together():
+    def run():
         time.sleep(1.5)
         end("kill" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "")
 
@@ -281,7 +274,7 @@ def test_the_time_is_for_all_starts_together() -> None:
         launch(run, 1, backend="gloo", timeout_s=2, restarts=1)
 
 
-REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+REFUSED = [
     (TypeError, "a function, not what it returned", (None, 2), {}),
     (TypeError, "whole number of ranks", (train, 2.0), {}),
     (TypeError, "missing a required argument: 'lr'", (train, 2), {}),
@@ -296,9 +289,7 @@ REFUSED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "message", "arguments", "options"), REFUSED)
-def test_bad_arguments_are_refused_before_anything_starts(
-    kind: type[Exception], message: str, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+def test_bad_arguments_are_refused_before_anything_starts(kind, message, arguments, options):
     with pytest.raises(kind, match=message):
         launch(*arguments, **options)
 
@@ -327,7 +318,7 @@ launch(wait, 2)
 """
 
 
-def test_a_script_is_executed_once_and_its_ranks_die_with_it(tmp_path: Path) -> None:
+def test_a_script_is_executed_once_and_its_ranks_die_with_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     # Both at once, because a start costs seconds: one will be interrupted, one killed.
@@ -344,7 +335,7 @@ def test_a_script_is_executed_once_and_its_ranks_die_with_it(tmp_path: Path) -> 
         assert is_gone_within(10, pid), f"rank 0 survived {number.name} of its script"
 
 
-def start(script: Path) -> subprocess.Popen[str]:
+def start(script):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     # Background jobs of a shell ignore SIGINT, and so would what they start.
@@ -353,14 +344,14 @@ def start(script: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=pipe, stderr=null, text=True, env=environ, preexec_fn=heed)
 
 
-def is_gone_within(seconds: float, pid: int) -> bool:
+def is_gone_within(seconds, pid):
     end_s = time.monotonic() + seconds
     while is_running(pid) and time.monotonic() < end_s:
         time.sleep(0.05)
     return not is_running(pid)
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # the second: gone while it was read

@@ -1,7 +1,5 @@
 """preemption: one rank is told, all leave at the same step; what is late is ended; children are not concerned."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -15,8 +13,8 @@ from zero_fn.local.blame import RankDied
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_all_ranks_learn_at_one_step_that_one_was_told(number: signal.Signals) -> None:
-    def seen() -> list[bool]:
+def test_all_ranks_learn_at_one_step_that_one_was_told(number):
+    def seen():
         preemption, rank = zf.preemption(number), int(os.environ["RANK"])
         answers = []
         for step in range(5):
@@ -31,8 +29,8 @@ def test_all_ranks_learn_at_one_step_that_one_was_told(number: signal.Signals) -
     assert zf.launch(seen, 3, backend="gloo") == [[False, False, False, True, True]] * 3
 
 
-def test_a_rank_that_is_stuck_ends_in_time_with_the_status_that_asks_for_another_start() -> None:
-    def stuck() -> None:
+def test_a_rank_that_is_stuck_ends_in_time_with_the_status_that_asks_for_another_start():
+    def stuck():
         began, preemption = time.monotonic(), zf.preemption(within_s=0.3)
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Lock().acquire() and threading.Barrier(2).wait()
@@ -45,14 +43,14 @@ def test_a_rank_that_is_stuck_ends_in_time_with_the_status_that_asks_for_another
     assert time.monotonic() - began < 30
 
 
-def test_leave_ends_with_the_status() -> None:
+def test_leave_ends_with_the_status():
     with pytest.raises(RankDied) as caught:
         zf.launch(lambda: zf.preemption().leave(), 1, backend="gloo")
     assert caught.value.facts["exit_code"] == 75
 
 
-def test_a_signal_to_a_child_ends_the_child_and_tells_nobody() -> None:
-    def told() -> tuple[int | None, bool]:
+def test_a_signal_to_a_child_ends_the_child_and_tells_nobody():
+    def told():
         preemption = zf.preemption()
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
         child.start()
@@ -64,9 +62,9 @@ def test_a_signal_to_a_child_ends_the_child_and_tells_nobody() -> None:
     assert zf.launch(told, 1, backend="gloo") == [(-signal.SIGTERM, False)]
 
 
-def test_after_close_a_signal_does_what_it_did_before() -> None:
-    def heard() -> tuple[bool, list[int], int]:
-        before: list[int] = []
+def test_after_close_a_signal_does_what_it_did_before():
+    def heard():
+        before = []
         signal.signal(signal.SIGTERM, lambda number, _: before.append(number))
         threads = threading.active_count()
         preemption = zf.preemption()

@@ -1,11 +1,7 @@
 """Ranks meet in a store that outlives them, as torchrun's does: those of one start, or they say who is missing."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +11,7 @@ from zero_fn.local.rendezvous import meet
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def port(monkeypatch):
     """Of a store that no rank keeps."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -26,28 +22,28 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 class Start:
     """Ranks that meet, each in a thread."""
 
-    def __init__(self, port: int, ranks: int, timeout_s: float = 20.0) -> None:
+    def __init__(self, port, ranks, timeout_s=20.0):
         self._given, self._threads = (port, ranks, timeout_s), ThreadPoolExecutor(ranks)
-        self._met: list[Future[Any]] = []
+        self._met = []
 
-    def begin(self, *ranks: int) -> None:
+    def begin(self, *ranks):
         port, size, timeout_s = self._given
         self._met += [self._threads.submit(meet, "127.0.0.1", port, rank, size, "me", timeout_s) for rank in ranks]
 
-    def assert_has_a_part(self) -> None:
+    def assert_has_a_part(self):
         """All have met in one part of the store, in which nothing was."""
         stores = [each.result(30) for each in self._met]
         assert not any(store.check(["mark"]) for store in stores)
         stores[0].set("mark", "")
         assert all(store.check(["mark"]) for store in stores)
 
-    def errors(self) -> list[str]:
+    def errors(self):
         raised = [each.exception(30) for each in self._met]
         assert all(isinstance(error, LostRankError) for error in raised), raised
         return [str(error).splitlines()[0] for error in raised]
 
 
-def test_each_start_has_a_part_of_the_store_for_itself_whoever_comes_first(port: int) -> None:
+def test_each_start_has_a_part_of_the_store_for_itself_whoever_comes_first(port):
     for ranks in ([0, 1, 2], [2, 1, 0], [1], [1, 0]):
         start = Start(port, 3)
         start.begin(*ranks[:1])
@@ -56,7 +52,7 @@ def test_each_start_has_a_part_of_the_store_for_itself_whoever_comes_first(port:
         start.assert_has_a_part()
 
 
-def test_ranks_that_come_are_told_who_is_missing_and_later_ones_are_not(port: int) -> None:
+def test_ranks_that_come_are_told_who_is_missing_and_later_ones_are_not(port):
     start = Start(port, 12, timeout_s=0.5)
     start.begin(0, 2)
     missing = "rank 1, 3, 4, 5, 6, 7, 8, 9 and 2 more"
@@ -68,7 +64,7 @@ def test_ranks_that_come_are_told_who_is_missing_and_later_ones_are_not(port: in
     later.assert_has_a_part()
 
 
-def test_without_rank_0_the_others_say_so_in_time(port: int) -> None:
+def test_without_rank_0_the_others_say_so_in_time(port):
     before = Start(port, 2)
     before.begin(0, 1)
     before.assert_has_a_part()

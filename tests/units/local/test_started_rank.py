@@ -1,15 +1,11 @@
 """What launchers set, as srun 22.05, Open MPI 4.1 and MPICH 4.0 set it here, and what is read from it."""
 
-from __future__ import annotations
-
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import zero_fn as zf
-from zero_fn.local.started_rank import StartedRank
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a7", "MASTER_PORT": "29400"}
 SLURM = {
@@ -51,17 +47,17 @@ FOUND = {  # launcher, rank, ranks, local rank, local ranks, address
 }
 
 
-def _facts(here: StartedRank) -> tuple[Any, ...]:
+def _facts(here):
     return here.launcher, here.rank, here.ranks, here.local_rank, here.local_ranks, here.address
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_a_rank_is_found_under_each_launcher(case: str) -> None:
+def test_a_rank_is_found_under_each_launcher(case):
     environ, facts = FOUND[case]
     assert _facts(zf.from_environment(environ)) == facts
 
 
-def test_ranks_of_a_job_meet_at_one_port_and_those_of_another_run_at_another() -> None:
+def test_ranks_of_a_job_meet_at_one_port_and_those_of_another_run_at_another():
     ports = {zf.from_environment({**SLURM, "SLURM_PROCID": str(rank)}).port for rank in range(6)}
     assert len(ports) == 1
     for other in ({"SLURM_JOB_ID": "18"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}):
@@ -72,21 +68,19 @@ def test_ranks_of_a_job_meet_at_one_port_and_those_of_another_run_at_another() -
 @pytest.mark.parametrize(
     ("devices", "local_rank", "expected"), [(4, 3, "cuda:3"), (1, 3, "cuda:0"), (4, 0, "cuda:0"), (0, 3, "cpu")]
 )
-def test_the_device_is_that_of_the_local_rank_or_the_one_that_is_shown(
-    devices: int, local_rank: int, expected: str
-) -> None:
+def test_the_device_is_that_of_the_local_rank_or_the_one_that_is_shown(devices, local_rank, expected):
     with _devices(devices):
         here = zf.from_environment({**TORCH, "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "4"})
     assert here.device == torch.device(expected)
 
 
-def _devices(n: int) -> Any:
+def _devices(n):
     counts = {"is_available": lambda: n > 0, "device_count": lambda: n}
     return mock.patch.multiple(torch.accelerator, current_accelerator=lambda: torch.device("cuda"), **counts)
 
 
-def test_a_rank_of_launch_is_found_and_start_keeps_its_group() -> None:
-    def place() -> tuple[Any, ...]:
+def test_a_rank_of_launch_is_found_and_start_keeps_its_group():
+    def place():
         group = torch.distributed.group.WORLD
         here = zf.from_environment().start()
         assert torch.distributed.group.WORLD is group

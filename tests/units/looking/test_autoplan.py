@@ -1,60 +1,53 @@
 """What `autoplan` predicts follows from plan and links; all ranks decide alike; the fastest that fits wins."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.support.groups import pretended
-from tests.support.ranks import Ranks
 from tests.support.ranks import axis as axis_of_ranks
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from zero_fn.runtime import parcels
 from zero_fn.streamed.footprint import _streamed as footprint_of
-from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner
+from zero_fn.streamed.pieces import ParameterPiece, Planner
 from zero_fn.transforms import shard
 from zero_fn.transforms.offload import offloaded
 from zero_fn.values.home import Home
-from zero_fn.values.tiers import Nvme, Tiers
+from zero_fn.values.tiers import Tiers
 
 SPEEDS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 0.5e9}, None, None)
 STAGES = ("replicate", "shard_optimizer", "shard_grads", "shard_params")
 
 
 @pytest.fixture
-def axis() -> Iterator[DeviceMesh]:
+def axis():
     with pretended(4) as mesh:
         yield mesh
 
 
-def model() -> nn.Module:
+def model():
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
 
 KINDS = ("nothing", "states on disk", "gradients, states on disk", "parameters, gradients, states on disk")
 
 
-def by_kind(found: zf.Proposals) -> dict[tuple[str, str], zf.Proposal]:
+def by_kind(found):
     return {(proposal.transform, proposal.away): proposal for proposal in found.all}
 
 
-def in_tiers(module: nn.Module, away: str, tier: Nvme) -> nn.Module:
+def in_tiers(module, away, tier):
     """What a proposal says, by hand."""
     names = {"parameters": "params", "gradients": "grads", "states": "optim"}
-    tiers: Any = {names[kind]: tier for kind in away.removesuffix(" on disk").split(", ") if kind != "nothing"}
+    tiers = {names[kind]: tier for kind in away.removesuffix(" on disk").split(", ") if kind != "nothing"}
     return offloaded(module, Home(tiers=Tiers(**tiers)), reserves=False) if tiers else module
 
 
-def test_what_is_predicted_follows_from_the_plan_and_the_links(axis: DeviceMesh) -> None:
+def test_what_is_predicted_follows_from_the_plan_and_the_links(axis):
     disk = zf.nvme("/scratch")
     with torch.device("meta"):
         module = model()
@@ -85,7 +78,7 @@ def test_what_is_predicted_follows_from_the_plan_and_the_links(axis: DeviceMesh)
     assert in_flight == [reduced, reduced, reduced, gathered + reduced]
 
 
-def test_what_is_bound_by_the_disk_says_so(axis: DeviceMesh) -> None:
+def test_what_is_bound_by_the_disk_says_so(axis):
     with torch.device("meta"):
         large = nn.Linear(16384, 16384, bias=False)
     slow = zf.LinkSpeeds(10e9, 1e8, 1e8, {"dp": 0.5e9}, None, None)
@@ -100,11 +93,11 @@ def test_what_is_bound_by_the_disk_says_so(axis: DeviceMesh) -> None:
     assert everything.step_s == everything.fetch_s + everything.disk_s
 
 
-def test_the_fastest_that_fits_is_first(axis: DeviceMesh) -> None:
-    def best(budget: int, **options: object) -> tuple[str, str]:
+def test_the_fastest_that_fits_is_first(axis):
+    def best(budget, **options):
         with torch.device("meta"):
             large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1.07 GB
-        found = zf.autoplan(large, axis, budget, links=SPEEDS, tier=zf.nvme("/scratch", **options))  # type: ignore[arg-type]
+        found = zf.autoplan(large, axis, budget, links=SPEEDS, tier=zf.nvme("/scratch", **options))
         assert [proposal.fits for proposal in found.all] == sorted((p.fits for p in found.all), reverse=True)
         return found.best.transform, found.best.away
 
@@ -125,7 +118,7 @@ def test_the_fastest_that_fits_is_first(axis: DeviceMesh) -> None:
 ON_ACCELERATORS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 5e9}, 20e9, 25e9, 1000e9)
 
 
-def test_an_accelerator_has_the_host_as_a_tier_too() -> None:
+def test_an_accelerator_has_the_host_as_a_tier_too():
     """Planned without one. What is used less is never nearer; the host's memory is no part of the device's."""
     host, disk = zf.cpu(), zf.nvme("/no/such/path")
     with torch.device("meta"):
@@ -135,7 +128,7 @@ def test_an_accelerator_has_the_host_as_a_tier_too() -> None:
         assert len(found) == 4 * 10
         for (stage, away), proposal in found.items():
             tiers = proposal.tiers
-            by_hand: Any = getattr(zf, stage)(module, mesh)
+            by_hand = getattr(zf, stage)(module, mesh)
             if away != "nothing":
                 by_hand = zf.offload(by_hand, params=tiers.params, grads=tiers.grads, optim=tiers.optim)
             without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
@@ -147,7 +140,7 @@ def test_an_accelerator_has_the_host_as_a_tier_too() -> None:
             assert proposal.step_s == passes + max(proposal.optimizer_s, proposal.disk_s, proposal.link_s)
     nearer = {None: 0, host: 1, disk: 2}
     for proposal in found.values():
-        params, grads, optim = (nearer[getattr(proposal.tiers, kind)] for kind in ("params", "grads", "optim"))  # type: ignore[index]
+        params, grads, optim = (nearer[getattr(proposal.tiers, kind)] for kind in ("params", "grads", "optim"))
         assert params <= grads <= optim
     elements = 8 * (64 * 64 + 64) // 4
     here, there = found["shard_params", "nothing"], found["shard_params", "parameters, gradients, states on host"]
@@ -159,14 +152,14 @@ def test_an_accelerator_has_the_host_as_a_tier_too() -> None:
     assert there.bound == "collectives"
 
 
-def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch):
     """Each stage is placed once for its ten choices of tiers, and parcels of blocks that are alike are cut up once: 60 s of
     CPU for 70 B before."""
-    placed: list[str] = []
-    cut: list[int] = []
+    placed = []
+    cut = []
     substitute, chunks_of, lie = shard.substitute, parcels.chunks_of, ParameterPiece.lie
 
-    def work(blocks: int) -> tuple[list[str], int]:
+    def work(blocks):
         placed.clear(), cut.clear(), parcels.planned_parcels.cache_clear()
         with torch.device("meta"):
             module = zf.precision(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(blocks)]))
@@ -189,7 +182,7 @@ def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch: pytest.Monke
     assert 0 < few == work(8)[1]
 
 
-def test_blocks_that_are_alike_count_as_if_each_were_counted() -> None:
+def test_blocks_that_are_alike_count_as_if_each_were_counted():
     """Unlike in one thing each: frozen, in another group of the optimizer, of another shape, not all in the optimizer."""
     with torch.device("meta"):
         module = nn.Sequential(*[nn.Linear(1024, 1024, bias=number != 5) for number in range(8)])
@@ -205,7 +198,7 @@ def test_blocks_that_are_alike_count_as_if_each_were_counted() -> None:
         parameters = [*others_of, *last.parameters()]
         planner = Planner(optimizer)
 
-        def numbers(chunks: list[Chunk]) -> list[object]:
+        def numbers(chunks):
             cuts = [[(p.group, p.shape, p.in_parcel, p.parameter.requires_grad) for p in c.cuts] for c in chunks]
             return [(c.nbytes, c.window_nbytes, c.tier, c.parcel, cut) for c, cut in zip(chunks, cuts, strict=True)]
 
@@ -215,11 +208,11 @@ def test_blocks_that_are_alike_count_as_if_each_were_counted() -> None:
         assert footprint_of(parameters, each) == footprint_of(parameters, shared)
 
 
-def test_limits_of_both_tiers_are_kept() -> None:
+def test_limits_of_both_tiers_are_kept():
     with torch.device("meta"):
         large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1.07 GB, a quarter of it each
 
-    def best(host: str, disk: str | None) -> str:
+    def best(host, disk):
         tier = (zf.cpu(limit=host), *([zf.nvme("/scratch", limit=disk)] if disk else []))
         with pretended(4, device_type="cuda") as mesh:
             found = zf.autoplan(large, mesh, "600MB", links=ON_ACCELERATORS, tier=tier).best
@@ -234,9 +227,9 @@ def test_limits_of_both_tiers_are_kept() -> None:
     assert "320000000" in str(raised.value) and "500000000" in str(raised.value)
 
 
-def test_states_are_those_of_the_optimizer_given(axis: DeviceMesh) -> None:
-    def held(**options: object) -> tuple[int, float]:
-        found = by_kind(zf.autoplan(model(), axis, "1GiB", links=SPEEDS, **options))  # type: ignore[arg-type]
+def test_states_are_those_of_the_optimizer_given(axis):
+    def held(**options):
+        found = by_kind(zf.autoplan(model(), axis, "1GiB", links=SPEEDS, **options))
         proposal = found["shard_params", "nothing"]
         return proposal.held.optimizer, proposal.optimizer_s * 10e9
 
@@ -249,11 +242,11 @@ def test_states_are_those_of_the_optimizer_given(axis: DeviceMesh) -> None:
         held(optimizer=lambda parameters: torch.optim.LBFGS(parameters), tier=zf.nvme("/scratch"))
 
 
-def test_a_proposal_places_what_it_proposes(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_proposal_places_what_it_proposes(ranks, tmp_path):
     """What is held then is what it said, to the byte; and training gives the bits of the same stage in memory."""
 
-    def trained(module: nn.Module, *, is_streamed: bool) -> tuple[list[torch.Tensor], zf.Held]:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    def trained(module, *, is_streamed):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         optimizer = zf.streamed(optimizer) if is_streamed else optimizer
         for _ in range(2):
             optimizer.zero_grad()
@@ -261,7 +254,7 @@ def test_a_proposal_places_what_it_proposes(ranks: Ranks, tmp_path: Path) -> Non
             optimizer.step()
         return [full(parameter) for parameter in module.parameters()], zf.held(module, optimizer)
 
-    def placed(path: str) -> list[str]:
+    def placed(path):
         links = zf.LinkSpeeds(1e9, 1e9, 1e9, {"dp": 1e9}, None, None)
         seed_generator(0)
         module, wrong = model(), []
@@ -281,13 +274,13 @@ def test_a_proposal_places_what_it_proposes(ranks: Ranks, tmp_path: Path) -> Non
         assert wrong == []
 
 
-def test_activations_are_taken_from_the_budget(axis: DeviceMesh) -> None:
+def test_activations_are_taken_from_the_budget(axis):
     needs = zf.autoplan(model(), axis, "1GiB", links=SPEEDS).best.nbytes
     assert zf.autoplan(model(), axis, needs + 5000, links=SPEEDS, activations=5000).best.transform == "shard_optimizer"
     assert zf.autoplan(model(), axis, needs + 4999, links=SPEEDS, activations=5000).best.transform != "shard_optimizer"
 
 
-def test_the_module_is_left_alone(axis: DeviceMesh) -> None:
+def test_the_module_is_left_alone(axis):
     """Ties count once, buffers and modes stay; and nothing of what was planned is found by a later transform."""
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
     module[2].weight = module[0].weight
@@ -299,7 +292,7 @@ def test_the_module_is_left_alone(axis: DeviceMesh) -> None:
     assert zf.plan(zf.shard_params(module, axis)).held.parameters == 4 * (8 * 8 + 2 * 8) // 4
 
 
-def test_a_proposal_is_printed_with_what_bounds_it(axis: DeviceMesh) -> None:
+def test_a_proposal_is_printed_with_what_bounds_it(axis):
     text = str(zf.autoplan(model(), axis, 300_000, links=SPEEDS, tier=zf.nvme("/scratch")))
     lines = text.splitlines()
     assert lines[0] == "budget 292.97 KiB per rank, and nvme('/scratch')"
@@ -308,10 +301,10 @@ def test_a_proposal_is_printed_with_what_bounds_it(axis: DeviceMesh) -> None:
     assert "does not fit" not in lines[2]
 
 
-def test_ranks_with_uneven_shards_decide_alike(ranks: Ranks) -> None:
+def test_ranks_with_uneven_shards_decide_alike(ranks):
     """On the edge of the budget of the rank that holds more."""
 
-    def planned() -> tuple[str, list[int]]:
+    def planned():
         module, links = nn.Linear(5, 3, bias=False), zf.LinkSpeeds(1e9, None, None, {"dp": 1e9}, None, None)
         found = zf.autoplan(module, axis_of_ranks(), "1GiB", links=links)
         own = zf.plan(zf.shard_params(module, axis_of_ranks())).held.total
@@ -323,8 +316,8 @@ def test_ranks_with_uneven_shards_decide_alike(ranks: Ranks) -> None:
     assert here[0] == there[0] and here[1] > there[1]
 
 
-def test_links_are_measured_alike_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    def measured(path: str) -> zf.LinkSpeeds:
+def test_links_are_measured_alike_on_all_ranks(ranks, tmp_path):
+    def measured(path):
         return zf.measure_links(axis_of_ranks(), path=path, nbytes="1MiB", rounds=2)
 
     first, second = ranks(2).run(measured, str(tmp_path))
@@ -335,8 +328,8 @@ def test_links_are_measured_alike_on_all_ranks(ranks: Ranks, tmp_path: Path) -> 
     assert [line.split(maxsplit=1)[0] for line in str(first).splitlines()][:4] == ["memory", "disk,", "disk,", "sent"]
 
 
-def test_a_disk_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    def measured(path: str) -> str:
+def test_a_disk_that_one_rank_lacks_is_an_error_on_all(ranks, tmp_path):
+    def measured(path):
         try:
             zf.measure_links(axis_of_ranks(), path=path + "/missing" * axis_of_ranks().get_local_rank(), nbytes=4096)
         except zf.StorageError as error:
@@ -348,7 +341,7 @@ def test_a_disk_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: P
     assert there.startswith("No file can be made in")
 
 
-def test_a_process_of_its_own_has_links_too() -> None:
+def test_a_process_of_its_own_has_links_too():
     found = zf.measure_links(nbytes="1MiB", rounds=1)
     assert (found.disk_read, found.disk_write, found.sent) == (None, None, {})
     assert dataclasses.replace(found, memory=1.0).memory == 1.0 < found.memory

@@ -1,43 +1,37 @@
 """What `plan` says of other tiers, and what is there: memory of the host to the page, bytes moved to the byte."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.models import Language
 from zero_fn.storage import DiskStorage, Slab
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
 }
 
 
-def tokens(seed: int) -> Tensor:
+def tokens(seed):
     return torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
 
 
 class Slabs:
     """Bytes of the slabs made inside the block that are alive, now and at most."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch):
         self.now = self.peak = 0
         made = Slab.__init__
 
-        def counted(slab: Slab, *args: Any, **kwargs: Any) -> None:
+        def counted(slab, *args, **kwargs):
             made(slab, *args, **kwargs)
             self.now += slab.nbytes
             self.peak = max(self.peak, self.now)
@@ -45,11 +39,11 @@ class Slabs:
 
         patch.setattr(Slab, "__init__", counted)
 
-    def _drop(self, nbytes: int) -> None:
+    def _drop(self, nbytes):
         self.now -= nbytes
 
 
-def stepped(model: Any, optimizer: Any, steps: int) -> None:
+def stepped(model, optimizer, steps):
     for step in range(steps):
         optimizer.zero_grad()
         model(tokens(step)).square().mean().backward()
@@ -64,14 +58,12 @@ def stepped(model: Any, optimizer: Any, steps: int) -> None:
         ("params grads optim", "amsgrad", True),
     ],
 )
-def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, states: str, is_cast: bool
-) -> None:
+def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(tmp_path, monkeypatch, name, states, is_cast):
     """At rest and at the peak of a step: no buffer beside those that were planned."""
     disk = zf.nvme(tmp_path)
     slabs = Slabs(monkeypatch)
     language = Language(dim=64, blocks=4)
-    model: Any = zf.offload(zf.precision(language) if is_cast else language, **dict.fromkeys(states.split(), disk))
+    model = zf.offload(zf.precision(language) if is_cast else language, **dict.fromkeys(states.split(), disk))
     stock = OPTIMIZERS[name](model.parameters())
     planned = zf.plan(model, stock)
     optimizer = zf.streamed(stock)
@@ -84,12 +76,12 @@ def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(
     assert slabs.now == slabs.peak == planned.held.buffers
 
 
-def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
-    counts: Counter[tuple[str, str]] = Counter()
+def moved_in(step, patch):
+    counts = Counter()
     for verb in ("read", "write"):
         own = getattr(DiskStorage, verb)
 
-        def counted(disk: DiskStorage, offset: int, view: Tensor, own: Any = own, verb: str = verb) -> Any:
+        def counted(disk, offset, view, own=own, verb=verb):
             counts[str(disk.tier), verb] += view.numel()
             return own(disk, offset, view)
 
@@ -101,18 +93,16 @@ def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tup
 
 @pytest.mark.parametrize("is_cast", [False, True])
 @pytest.mark.parametrize("states", ["optim", "params optim", "params grads optim"])
-def test_a_step_moves_what_was_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str, is_cast: bool
-) -> None:
+def test_a_step_moves_what_was_planned(tmp_path, monkeypatch, states, is_cast):
     """Of two steps in a row the mean: chunks that the last step left in buffers are not read."""
     tiers = {kind: zf.nvme(tmp_path, limit=f"{i + 1}GiB") for i, kind in enumerate(states.split())}
-    model: Any = nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
     model = zf.offload(zf.precision(model) if is_cast else model, **tiers)
     model[3].weight.requires_grad_(False)
     stock = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     optimizer = zf.streamed(stock, buffer="2MiB")
 
-    def step() -> None:
+    def step():
         optimizer.zero_grad()
         model(torch.ones(2, 300)).square().mean().backward()
         optimizer.step()
@@ -128,7 +118,7 @@ def test_a_step_moves_what_was_planned(
     assert sum(counts.values()) == sum(2 * (read + written) for read, written in planned.moved.values())
 
 
-def test_parameters_that_are_kept_in_another_dtype_are_planned_beside_those_at_rest() -> None:
+def test_parameters_that_are_kept_in_another_dtype_are_planned_beside_those_at_rest():
     with pretended(2) as mesh:
         model = zf.precision(zf.shard_optimizer(nn.Linear(4, 6, bias=False), mesh), compute=torch.bfloat16)
         assert zf.plan(model).held.parameters == 4 * 6 * 2 + 4 * 3 * 4

@@ -1,7 +1,5 @@
 """Who owns which tensor, and what travels together."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch
@@ -12,18 +10,18 @@ from tests.support.groups import pretended, pretended_grid
 from zero_fn.owners.dealing import Dealing, batches, cost_of
 
 
-def test_the_cost_of_a_matrix_is_that_of_its_products() -> None:
+def test_the_cost_of_a_matrix_is_that_of_its_products():
     shapes = {(): 1, (5,): 5, (3, 7): 63, (7, 3): 63, (2, 3, 7): 126, (4, 0): 0}
     assert {shape: cost_of(torch.empty(shape)) for shape in shapes} == shapes
 
 
-def test_loads_are_balanced_and_go_on_where_they_were() -> None:
+def test_loads_are_balanced_and_go_on_where_they_were():
     with pretended(4) as mesh:
         model = zf.zero3(nn.ModuleList(nn.Linear(8, n, bias=False) for n in range(20, 60)), mesh)
         dealing, parameters = Dealing(cost_of), [*model.parameters()]
         dealt = dealing.deal([*parameters[:20], torch.empty(3)]) + dealing.deal(parameters[20:])
         assert {id(each.parameter) for each in dealt} == {id(p) for p in parameters}, "plain tensors have no owner"
-        sums: Counter[int] = Counter()
+        sums = Counter()
         for each in dealt:
             sums[each.number] += int(cost_of(each.parameter))
         (load,) = dealing.load.values()
@@ -32,7 +30,7 @@ def test_loads_are_balanced_and_go_on_where_they_were() -> None:
         assert dealt[0].parameter is parameters[19], "the largest goes first"
 
 
-def test_a_batch_has_tensors_of_one_way_and_bounded_bytes_of_each_owner() -> None:
+def test_a_batch_has_tensors_of_one_way_and_bounded_bytes_of_each_owner():
     with pretended(2) as mesh:
         layers = nn.ModuleList(nn.Linear(8, n) for n in (1, 2, 3, 40, 5, 6, 7))
         model = zf.zero3(zf.replicate(layers, mesh, where="6.*"), mesh)
@@ -46,7 +44,7 @@ def test_a_batch_has_tensors_of_one_way_and_bounded_bytes_of_each_owner() -> Non
                 assert sum(own) <= 500 or len(own) == 1
 
 
-def test_a_tensor_goes_over_the_axis_that_cut_it_last_first_and_has_one_owner_on_a_grid() -> None:
+def test_a_tensor_goes_over_the_axis_that_cut_it_last_first_and_has_one_owner_on_a_grid():
     with pretended_grid(4, 2) as mesh:
         model = zf.shard_params(zf.shard_params(nn.Linear(16, 16, bias=False), mesh["tp"]), mesh["dp"])
         (dealt,) = Dealing(cost_of).deal([*model.parameters()])

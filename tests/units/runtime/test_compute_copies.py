@@ -1,18 +1,14 @@
 """Parameters that rest on a disk in float32 and are computed with in a smaller dtype: gathers read copies in that dtype,
 which are what the parameters are, whatever wrote them last."""
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW
 
 import zero_fn as zf
@@ -24,7 +20,6 @@ from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Slab, storage_on, wait_all
-from zero_fn.storage.io import Request
 
 MIB = 1 << 20
 WAYS = ("copy", "at once", "behind", "parcel")
@@ -34,7 +29,7 @@ _R = TypeVar("_R", bound=Record)
 class Pair:
     """A record with copies."""
 
-    def __init__(self, path: Path, numels: list[int]) -> None:
+    def __init__(self, path, numels):
         forms = [Form(numel, torch.float32) for numel in numels]
         copies = [Form(numel, torch.bfloat16, torch.float32) for numel in numels]
         self.record, self.copies = self._record(ParameterRecord, path, forms), self._record(Record, path, copies)
@@ -42,12 +37,12 @@ class Pair:
         self.expected = [torch.zeros(numel) for numel in numels]
 
     @staticmethod
-    def _record(kind: type[_R], path: Path, forms: list[Form]) -> _R:
+    def _record(kind, path, forms):
         shelf = storage_on(zf.nvme(path), "a test")
         (place,) = shelf.reserve([record_nbytes(forms)])
         return kind(shelf, forms, torch.device("cpu"), place)
 
-    def write(self, way: str, number: int, value: Tensor) -> None:
+    def write(self, way, number, value):
         self.expected[number] = value
         if way == "copy":
             TierTensor.of(self.record, number).copy_(value)
@@ -58,7 +53,7 @@ class Pair:
         else:
             self._by_parcels(number, value)
 
-    def _by_parcels(self, number: int, value: Tensor) -> None:
+    def _by_parcels(self, number, value):
         """As a step does: with their copies."""
         for index, parcel in enumerate(self.record.parcels):
             memory, room = pages(parcel.nbytes), pages(self.copies.parcels[index].nbytes)
@@ -71,7 +66,7 @@ class Pair:
             wait_all([self.record.write_parcel(parcel, memory)])
             wait_all([self.record.write_copy(index, room)])
 
-    def gathered(self) -> list[Tensor]:
+    def gathered(self):
         self.record.source.fetch()
         self.record.arrive_for_gather()
         found = [self.record.read.values(number).clone() for number in range(len(self.expected))]
@@ -79,7 +74,7 @@ class Pair:
         return found
 
 
-def pages(nbytes: int) -> Tensor:
+def pages(nbytes):
     """Memory for direct I/O."""
     return Slab(nbytes, zf.cpu(), "a test").memory[:nbytes]
 
@@ -92,9 +87,7 @@ def pages(nbytes: int) -> Tensor:
         st.one_of(st.just(None), st.tuples(st.sampled_from(WAYS), st.integers(0, 3), st.integers(0, 99))), max_size=8
     ),
 )
-def test_what_is_gathered_is_what_was_written_last(
-    tmp_path_factory: pytest.TempPathFactory, numels: list[int], program: list[tuple[str, int, int] | None]
-) -> None:
+def test_what_is_gathered_is_what_was_written_last(tmp_path_factory, numels, program):
     """None is a gather; the others write one tensor in one of the ways. A gather after a gather reads copies alone."""
     pair = Pair(tmp_path_factory.getbasetemp(), numels)
     for action in [*program, None, None]:
@@ -111,19 +104,17 @@ def test_what_is_gathered_is_what_was_written_last(
 
 
 @pytest.mark.parametrize(("compute", "fused"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
-def test_the_kernel_writes_bfloat16_copies_of_what_it_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, fused: bool
-) -> None:
+def test_the_kernel_writes_bfloat16_copies_of_what_it_steps(tmp_path, monkeypatch, compute, fused):
     """Others are cast after the step: those without a gradient, all of an optimizer that torch steps, other dtypes."""
     tier = zf.nvme(tmp_path)
-    model: Any = zf.offload(zf.precision(net(), compute=compute), params=tier, optim=tier)
+    model = zf.offload(zf.precision(net(), compute=compute), params=tier, optim=tier)
     optimizer = zf.streamed(AdamW(model.parameters(), lr=0.01, fused=fused))
     model[2].bias.requires_grad_(False)
     model(inputs(0)).float().square().mean().backward()
     cast = 0
     fill = ParameterRecord.fill_copy
 
-    def counted(record: ParameterRecord, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
+    def counted(record, index, memory, rooms):
         nonlocal cast
         cast += sum(room.numel() for room in rooms.values())
         fill(record, index, memory, rooms)
@@ -137,39 +128,37 @@ def test_the_kernel_writes_bfloat16_copies_of_what_it_steps(
 class Scaled(nn.Module):
     """A parameter without elements before another, as shards of ranks often are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.scale = nn.Parameter(torch.randn(24))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.scale + self.empty.sum()
 
 
-def net() -> nn.Module:
+def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24), nn.LayerNorm(24), Scaled())
 
 
-def inputs(seed: int) -> Tensor:
+def inputs(seed):
     return torch.randn(3, 24, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_forward_reads_half_the_bytes_once_a_step_has_been_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_reads_half_the_bytes_once_a_step_has_been_taken(tmp_path, monkeypatch):
     linear = nn.Linear(1024, 1024, bias=False)
-    model: Any = zf.offload(zf.precision(linear), params=zf.nvme(tmp_path))
+    model = zf.offload(zf.precision(linear), params=zf.nvme(tmp_path))
     optimizer = zf.streamed(SGD(model.parameters(), lr=0.1), zf.cpu())
-    read: list[int] = []
+    read = []
 
-    def seen(request: Request, result: int) -> int:
+    def seen(request, result):
         read.append(0 if request.is_write else result)
         return result
 
     answers(monkeypatch, seen)
 
-    def read_by(forward: Callable[[], object]) -> int:
+    def read_by(forward):
         read.clear()
         forward()
         return sum(read)
@@ -187,7 +176,7 @@ def test_a_forward_reads_half_the_bytes_once_a_step_has_been_taken(
 
 
 @pytest.mark.parametrize("is_cast", [True, False])
-def test_copies_are_there_where_they_are_smaller_and_nowhere_else(tmp_path: Path, is_cast: bool) -> None:
+def test_copies_are_there_where_they_are_smaller_and_nowhere_else(tmp_path, is_cast):
     tier = zf.nvme(tmp_path)
     for rests, computes, is_smaller in (
         (torch.float32, torch.bfloat16, True),
@@ -196,7 +185,7 @@ def test_copies_are_there_where_they_are_smaller_and_nowhere_else(tmp_path: Path
         (torch.bfloat16, torch.float32, False),
     ):
         linear = nn.Linear(64, 64, bias=False, dtype=rests)
-        model: Any = zf.offload(zf.precision(linear, compute=computes) if is_cast else linear, params=tier)
+        model = zf.offload(zf.precision(linear, compute=computes) if is_cast else linear, params=tier)
         resting = 64 * 64 * rests.itemsize
         copies = 64 * 64 * computes.itemsize if is_smaller and is_cast else 0
         assert zf.held(model).tiers[str(tier)] == zf.plan(model).held.tiers[str(tier)] == resting + copies
@@ -205,9 +194,9 @@ def test_copies_are_there_where_they_are_smaller_and_nowhere_else(tmp_path: Path
         assert torch.equal(model(x).to(expected.dtype), expected)
 
 
-def test_a_cast_of_the_module_makes_other_copies(tmp_path: Path) -> None:
-    model: Any = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
-    expected: Any = zf.precision(net())
+def test_a_cast_of_the_module_makes_other_copies(tmp_path):
+    model = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
+    expected = zf.precision(net())
     x = inputs(0)
     model(x)
     for dtype in (torch.float64, torch.bfloat16, torch.float32):
@@ -215,8 +204,8 @@ def test_a_cast_of_the_module_makes_other_copies(tmp_path: Path) -> None:
         assert torch.equal(model(x), expected(x))
 
 
-def test_a_copy_that_cannot_be_written_is_an_error_and_made_by_the_next_forward(tmp_path: Path) -> None:
-    model: Any = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
+def test_a_copy_that_cannot_be_written_is_an_error_and_made_by_the_next_forward(tmp_path):
+    model = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
     expected = zf.precision(net())(inputs(0))
     for _ in range(5):  # more often than there are units: a copy that was not written is never taken for one
         with failing(errno.ENOSPC, reads=False), pytest.raises(zf.StorageError, match="compute copies in"):
@@ -225,15 +214,13 @@ def test_a_copy_that_cannot_be_written_is_an_error_and_made_by_the_next_forward(
     assert torch.equal(model(inputs(0)), expected)
 
 
-def test_a_step_that_cannot_write_a_copy_says_so_until_states_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
+def test_a_step_that_cannot_write_a_copy_says_so_until_states_are_loaded(tmp_path, monkeypatch):
+    model = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
     optimizer = zf.streamed(AdamW(model.parameters(), lr=0.01), zf.cpu())
     model(inputs(0)).square().mean().backward()
     saved = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
 
-    def change(request: Request, result: int) -> int:
+    def change(request, result):
         is_second_copy = "compute copies" in request.file.name and request.begin == 4096
         return -errno.EIO if request.is_write and is_second_copy else result
 
@@ -249,7 +236,7 @@ def test_a_step_that_cannot_write_a_copy_says_so_until_states_are_loaded(
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     optimizer.step()
-    plain: Any = zf.precision(net())
+    plain = zf.precision(net())
     stock = AdamW(plain.parameters(), lr=0.01)
     plain(inputs(0)).square().mean().backward()
     stock.step()

@@ -1,22 +1,19 @@
 """Norms and extremes of parameters of which some ranks hold nothing: those ranks raised once, and the others hung."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from math import inf
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero_fn as zf
 from tests.axes.grids import grid
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.wholes import full
 
 
-def _norm(p: float, foreach: bool) -> float:
+def _norm(p, foreach):
     """Of gradients that are the parameters themselves."""
     torch.manual_seed(0)
     model = zf.zero3(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), axis())
@@ -25,12 +22,12 @@ def _norm(p: float, foreach: bool) -> float:
     total = torch.nn.utils.get_total_norm(
         [p.grad for p in model.parameters() if p.grad is not None], norm_type=p, foreach=foreach
     )
-    return float(total.full_tensor())  # type: ignore[operator]
+    return float(total.full_tensor())
 
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("p", [inf, -inf, -1.0])
-def test_a_norm_of_any_order_passes_over_ranks_that_hold_nothing(ranks: Ranks, p: float, foreach: bool) -> None:
+def test_a_norm_of_any_order_passes_over_ranks_that_hold_nothing(ranks, p, foreach):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     elements = torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
@@ -42,7 +39,7 @@ def test_a_norm_of_any_order_passes_over_ranks_that_hold_nothing(ranks: Ranks, p
         assert abs(found - exact) <= roundings * 2**-24 / (1 - roundings * 2**-24) * exact
 
 
-READS: dict[str, Callable[[Tensor], Tensor]] = {
+READS = {
     "max": lambda p: p.abs().max(),
     "min": lambda p: p.min(),
     "amax(0)": lambda p: p.amax(0),
@@ -62,28 +59,28 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 """Reductions of a matrix that have no value where there is nothing, and their kin."""
 
 
-def _linear(rows: int) -> nn.Module:
+def _linear(rows):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, rows, bias=False))
 
 
-def _along_data(rows: int) -> nn.Module:
+def _along_data(rows):
     return zf.zero3(_linear(rows), axis())
 
 
-def _below_tensor_parallelism(rows: int) -> nn.Module:
+def _below_tensor_parallelism(rows):
     mesh = grid("dp", "tp")
     return zf.zero3(parallelize_module(_linear(rows), mesh["tp"], {"0": ColwiseParallel()}), mesh["dp"])
 
 
-def _read_and_gradients(make: Callable[[int], nn.Module], rows: int) -> list[tuple[str, list[Tensor | None]]]:
+def _read_and_gradients(make, rows):
     found = []
     for name, read in READS.items():
         (parameter,) = make(rows).parameters()
         value = read(parameter)
-        parts: list[Tensor | None] = [full(value)]
+        parts = [full(value)]
         if value.requires_grad:
-            value.sum().backward()  # type: ignore[no-untyped-call]
+            value.sum().backward()
             parts.append(full(parameter.grad))
         found.append((name, parts))
     return found
@@ -93,9 +90,7 @@ def _read_and_gradients(make: Callable[[int], nn.Module], rows: int) -> list[tup
     ("rows", "make"),
     [(1, _along_data), (5, _along_data), (1, _below_tensor_parallelism), (3, _below_tensor_parallelism)],
 )
-def test_extremes_and_their_gradients_are_those_of_the_whole(
-    ranks: Ranks, make: Callable[[int], nn.Module], rows: int
-) -> None:
+def test_extremes_and_their_gradients_are_those_of_the_whole(ranks, make, rows):
     expected = _read_and_gradients(_linear, rows)
     for found in ranks(4).run(_read_and_gradients, make, rows):
         for (name, ours), (_, theirs) in zip(found, expected, strict=True):

@@ -1,44 +1,40 @@
 """Trained weights of tensor subclasses that say how they are gathered: `fsdp_pre_all_gather`, `fsdp_post_all_gather`."""
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.subclasses import WIDTH, Opened, Rounded, Short, products_alive
 from tests.support.wholes import held, wholes
 
 
 class Block(nn.Module):
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.first.weight = nn.Parameter(kind(self.first.weight.detach()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.second(self.first(x).tanh())
+    def forward(self, x):
+        y = x + self.second(self.first(x).tanh())
         return y
 
 
-def _model(kind: Any) -> nn.Sequential:
+def _model(kind):
     torch.manual_seed(0)
     return nn.Sequential(*(Block(kind) for _ in range(3)))
 
 
-def _trained(model: nn.Module, microbatches: int = 1) -> list[Tensor]:
+def _trained(model, microbatches=1):
     """Whole parameters, by name."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(3):
@@ -54,30 +50,30 @@ def _trained(model: nn.Module, microbatches: int = 1) -> list[Tensor]:
     named = {name.replace("parametrizations.weight.original0", "weight"): p for name, p in model.named_parameters()}
     names = sorted(named)
     for p in named.values():  # of FSDP2
-        local: Any = p.to_local() if isinstance(p, DTensor) else p
+        local = p.to_local() if isinstance(p, DTensor) else p
         if isinstance(local, Rounded):
-            p._local_tensor = local.values  # type: ignore[attr-defined]
+            p._local_tensor = local.values
     return [value for value in wholes([held(named[name]) for name in names]) if value is not None]
 
 
-def _equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+def _equal(found, expected):
     assert len(found) == 9
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def _flat(kind: Any) -> nn.Sequential:
+def _flat(kind):
     return zf.flatten_subclasses(_model(kind))
 
 
 @pytest.mark.parametrize("kind", [Rounded, Opened])
 @on_ranks(2)
-def test_they_train_alike_at_every_stage(kind: Any) -> None:
-    def checkpointed(model: nn.Module) -> nn.Module:
+def test_they_train_alike_at_every_stage(kind):
+    def checkpointed(model):
         return zf.checkpoint_activations(zf.zero3(model, axis()), where="*")
 
     expected = _trained(zf.zero1(_flat(kind), axis()))
-    worlds: dict[str, Callable[[nn.Module], nn.Module]] = {
-        **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},  # type: ignore[misc]
+    worlds = {
+        **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},
         "twice": lambda model: copy.deepcopy(zf.zero2(zf.zero3(model, axis()), axis())),
         "longer": lambda model: zf.shard_params(model, axis(), reshard_after="backward"),
         "states on the host": lambda model: zf.offload(zf.zero3(model, axis()), grads=zf.cpu()),
@@ -100,11 +96,11 @@ def test_they_train_alike_at_every_stage(kind: Any) -> None:
 
 
 @on_ranks(2)
-def test_they_travel_in_their_own_bytes_as_planned() -> None:
+def test_they_travel_in_their_own_bytes_as_planned():
     model = zf.zero3(_flat(Rounded), axis())
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def step() -> int:
+    def step():
         optimizer.zero_grad()
         with zf.traffic() as sent:
             model(torch.ones(2, WIDTH)).sum().backward()
@@ -128,7 +124,7 @@ def test_they_travel_in_their_own_bytes_as_planned() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks(2)
-def test_they_train_as_under_fsdp2(dtype: torch.dtype | None) -> None:
+def test_they_train_as_under_fsdp2(dtype):
     theirs, ours = _model(Rounded), zf.zero3(_flat(Rounded), axis())
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*theirs, theirs):
@@ -138,17 +134,17 @@ def test_they_train_as_under_fsdp2(dtype: torch.dtype | None) -> None:
     assert _equal(_trained(ours), _trained(theirs))
 
 
-def _float8() -> None:
+def _float8():
     float8 = pytest.importorskip("torchao.float8")
 
-    def build() -> nn.Module:
+    def build():
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
         config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
-        converted: nn.Module = float8.convert_to_float8_training(model, config=config)
+        converted = float8.convert_to_float8_training(model, config=config)
         return converted
 
-    def losses(model: nn.Module) -> list[float]:
+    def losses(model):
         optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
         for step in range(3):
             x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -170,13 +166,13 @@ def _float8() -> None:
     assert sent.nbytes < 3 * (6 * (WIDTH * WIDTH + biases) + reduced)  # a byte an element, twice a step
 
 
-def test_float8_training_of_torchao_is_that_under_fsdp2(ranks: Ranks) -> None:
+def test_float8_training_of_torchao_is_that_under_fsdp2(ranks):
     pytest.importorskip("torchao")
     ranks(2).run(_float8)
 
 
 @on_ranks(2)
-def test_a_product_of_another_shape_is_refused() -> None:
+def test_a_product_of_another_shape_is_refused():
     model = zf.zero3(_flat(Short), axis())
     for _ in range(2):
         with pytest.raises(zf.PlacementError, match=r"Short.fsdp_post_all_gather has made .* of another shape"):

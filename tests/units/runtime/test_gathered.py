@@ -1,11 +1,6 @@
 """The memory of gathered parameters comes and goes, and whoever holds a part of it keeps what he has."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +9,8 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.support.groups import pretended
 from zero_fn.runtime.door import units_of
-from zero_fn.runtime.gathered import Gathered, Lent
 from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.run import run_of
-from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
 
 WIDTH = 8
@@ -26,39 +19,39 @@ WIDTH = 8
 class Block(nn.Linear):
     """A unit; calls `look` with its weight in forward, and `look_back` when backward comes to it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(WIDTH, WIDTH)
-        self.look: Callable[[Tensor], object] = lambda weight: None
-        self.look_back: Callable[[Tensor], object] = lambda weight: None
+        self.look = lambda weight: None
+        self.look_back = lambda weight: None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.look(self.weight)
         y = super().forward(x)
-        return _Reached.apply(y, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Reached.apply(y, self)
 
 
 class _Reached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, block: Block) -> Tensor:
+    def forward(ctx, y, block):
         ctx.block = block
         return y.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad):
         with torch.enable_grad():
             ctx.block.look_back(ctx.block.weight)
         return grad, None
 
 
-def build() -> tuple[Any, Unit]:
+def build():
     """Three units of ZeRO-3 on the first of two ranks, and the first unit, which is freed between forward and backward."""
     torch.manual_seed(0)
     with pretended(2) as axis:
-        model: Any = zf.shard_params(nn.Sequential(*(Block() for _ in range(3))), axis, units=Block)
+        model = zf.shard_params(nn.Sequential(*(Block() for _ in range(3))), axis, units=Block)
     return model, next(unit for unit in units_of(model) if unit.name == "0")
 
 
-def train(model: nn.Module, steps: int) -> None:
+def train(model, steps):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -66,23 +59,23 @@ def train(model: nn.Module, steps: int) -> None:
         optimizer.step()
 
 
-def memory_of(unit: Unit) -> Gathered:
+def memory_of(unit):
     """The memory of a unit at rest, to be used again."""
     memory = unit.groups.gathered
     assert unit.groups.phase is Phase.AT_REST and memory is not None, "it was not kept"
     return memory
 
 
-def lent_by(unit: Unit) -> Lent:
+def lent_by(unit):
     """What the unit shows in backward."""
     lent = memory_of(unit).lent
     assert lent is not None, "nothing is shown in backward"
     return lent
 
 
-def test_a_buffer_that_nobody_holds_gets_memory_again() -> None:
+def test_a_buffer_that_nobody_holds_gets_memory_again():
     model, unit = build()
-    seen: list[torch.UntypedStorage] = []
+    seen = []
     model[0].look = lambda weight: seen.append(weight.untyped_storage())
     train(model, 3)
     assert len(seen) == 3
@@ -97,13 +90,13 @@ def test_a_buffer_that_nobody_holds_gets_memory_again() -> None:
     ids=["the tensor", "another tensor", "a view"],
 )
 @pytest.mark.parametrize("moment", ["look", "look_back"])
-def test_whoever_holds_a_part_of_a_gathered_buffer_keeps_it(hold: Callable[[Tensor], Tensor], moment: str) -> None:
+def test_whoever_holds_a_part_of_a_gathered_buffer_keeps_it(hold, moment):
     """In forward the tensors are new each time; in backward they are lent, and one may be held without a view of it."""
     model, _ = build()
     train(model, 2)
-    held: list[tuple[Tensor, bytes]] = []
+    held = []
 
-    def look(weight: Tensor) -> None:
+    def look(weight):
         part = hold(weight)
         held.append((part, part.detach().numpy().tobytes()))
 
@@ -115,12 +108,12 @@ def test_whoever_holds_a_part_of_a_gathered_buffer_keeps_it(hold: Callable[[Tens
         assert part.detach().numpy().tobytes() == values  # of the other rank's half too, which nothing was sent for
 
 
-def test_a_buffer_that_numpy_has_seen_is_dropped() -> None:
+def test_a_buffer_that_numpy_has_seen_is_dropped():
     """torch refuses to resize it, also when the array is gone."""
     model, _ = build()
-    seen: list[int] = []
+    seen = []
 
-    def look(weight: Tensor) -> None:
+    def look(weight):
         weight.detach().numpy()
         seen.append(weight.untyped_storage()._cdata)
 
@@ -129,7 +122,7 @@ def test_a_buffer_that_numpy_has_seen_is_dropped() -> None:
     assert len(seen) == 2
 
 
-def test_what_backward_shows_is_made_once() -> None:
+def test_what_backward_shows_is_made_once():
     model, unit = build()
     train(model, 1)
     lent = lent_by(unit)
@@ -138,7 +131,7 @@ def test_what_backward_shows_is_made_once() -> None:
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_what_backward_has_shown_and_somebody_used_is_shown_no_more(changes: bool) -> None:
+def test_what_backward_has_shown_and_somebody_used_is_shown_no_more(changes):
     model, unit = build()
     train(model, 1)
     lent = lent_by(unit)
@@ -154,10 +147,10 @@ def test_what_backward_has_shown_and_somebody_used_is_shown_no_more(changes: boo
     assert lent_by(unit) is not lent
 
 
-def test_parameters_that_were_frozen_are_shown_without_a_history() -> None:
+def test_parameters_that_were_frozen_are_shown_without_a_history():
     model, _ = build()
     train(model, 1)
-    seen: list[bool] = []
+    seen = []
     model[0].look_back = lambda weight: seen.append(weight.requires_grad)
     train(model, 1)
     model[0].weight.requires_grad_(False)
@@ -165,7 +158,7 @@ def test_parameters_that_were_frozen_are_shown_without_a_history() -> None:
     assert seen == [True, False]
 
 
-def test_a_copy_of_a_unit_has_memory_of_its_own() -> None:
+def test_a_copy_of_a_unit_has_memory_of_its_own():
     model, unit = build()
     train(model, 1)
     twin = copy.deepcopy(model)
@@ -174,13 +167,13 @@ def test_a_copy_of_a_unit_has_memory_of_its_own() -> None:
     assert memory_of(other).buffers[0].untyped_storage()._cdata != memory_of(unit).buffers[0].untyped_storage()._cdata
 
 
-def test_a_list_of_a_module_holds_what_its_names_show() -> None:
+def test_a_list_of_a_module_holds_what_its_names_show():
     """`nn.LSTM` computes with such a list, not with the names."""
     with pretended(2) as axis:
-        model: Any = zf.shard_params(nn.LSTM(WIDTH, WIDTH), axis)
-    seen: list[bool] = []
+        model = zf.shard_params(nn.LSTM(WIDTH, WIDTH), axis)
+    seen = []
 
-    def look(*_: object) -> None:
+    def look(*_):
         named = [getattr(model, name) for name in model._flat_weights_names]
         seen.append(all(held is own for held, own in zip(model._flat_weights, named, strict=True)))
 
@@ -191,25 +184,25 @@ def test_a_list_of_a_module_holds_what_its_names_show() -> None:
     assert seen == [True, True, True]
 
 
-def test_a_hook_of_the_user_comes_after_ours_once_a_unit_around_has_run() -> None:
+def test_a_hook_of_the_user_comes_after_ours_once_a_unit_around_has_run():
     """Our hooks are taken out of modules inside a unit while it runs, and put back before those of the user."""
     with pretended(2) as axis:
-        model: Any = zf.shard_params(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), axis)
-    seen: list[type] = []
+        model = zf.shard_params(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), axis)
+    seen = []
     model[0].register_forward_pre_hook(lambda linear, _: seen.append(type(linear.weight)))
     for called in (model, model[0]):
         called(torch.ones(2, WIDTH))
     assert seen == [Tensor, Tensor]  # a DTensor at rest
 
 
-def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_own_thread() -> None:
+def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_own_thread():
     """As that of an accelerator does: it may do no more there."""
     model, unit = build()
     train(model, 1)
     run, resting = run_of(unit), model[0].weight
-    seen: list[bool] = []
+    seen = []
 
-    def look_back(weight: Tensor) -> None:
+    def look_back(weight):
         assert weight is not resting and run.backward is not None
         run.show_resting(run.backward.ending)
         seen.append(model[0].weight is resting)
@@ -219,19 +212,19 @@ def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_o
     assert seen == [True]
 
 
-def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
+def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests():
     model, unit = build()
     train(model, 1)
     (pack,) = memory_of(unit).plans[0].packs
     assert [piece is slot.flat for piece, slot in zip(pack.pieces, unit.slots, strict=True)] == [True, True]
 
 
-def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path, monkeypatch):
     """The host reads the answer. Where a communicator has one queue, it would wait for the gather as well."""
     with pretended(2) as mesh:
         plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model = zf.zero3(zf.offload(plain, params=zf.nvme(tmp_path)), mesh)
-        texts: list[str] = []
+        texts = []
         for name in ("all_gather", "any"):
             method = getattr(Line, name)
             monkeypatch.setattr(

@@ -1,7 +1,5 @@
 """What a unit does with gradients that autograd gives it: they are added up, and never written."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -10,7 +8,7 @@ from tests.support.groups import alone
 from zero_fn.runtime.door import units_of
 
 
-def test_a_gradient_that_two_parameters_share_is_not_summed_in_place() -> None:
+def test_a_gradient_that_two_parameters_share_is_not_summed_in_place():
     """`a + b` has one gradient, which autograd gives to both."""
     with alone() as axis:
         model = zf.shard_params(nn.LayerNorm(3), axis)

@@ -1,20 +1,15 @@
 """Elementwise optimizers step on local tensors, and nothing of it is to be seen. The numbers: promises/test_optimizers.py."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
@@ -24,13 +19,13 @@ PLAIN = {Tensor, nn.Parameter}
 
 
 @contextmanager
-def seen_by(kind: type[torch.optim.Optimizer]) -> Iterator[list[type]]:
+def seen_by(kind):
     """The types of the parameters that the arithmetic of an optimizer gets in this block."""
-    seen: list[type] = []
+    seen = []
     module, name = sys.modules[kind.__module__], kind.__name__.lower()
     arithmetic = getattr(module, name)
 
-    def spy(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+    def spy(params, *args, **kwargs):
         seen.extend(map(type, params))
         arithmetic(params, *args, **kwargs)
 
@@ -38,15 +33,15 @@ def seen_by(kind: type[torch.optim.Optimizer]) -> Iterator[list[type]]:
         yield seen
 
 
-def ready(mesh: DeviceMesh) -> nn.Linear:
+def ready(mesh):
     """A layer with gradients."""
-    model: Any = zf.shard_params(nn.Linear(4, 4), mesh)
+    model = zf.shard_params(nn.Linear(4, 4), mesh)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     return model
 
 
-def test_the_arithmetic_sees_plain_tensors_unless_a_gradient_is_cut_otherwise() -> None:
+def test_the_arithmetic_sees_plain_tensors_unless_a_gradient_is_cut_otherwise():
     """The local tensor of that would be taken for the gradient of the shard."""
     with pretended(2) as mesh, seen_by(torch.optim.Adam) as seen:
         model = ready(mesh)
@@ -59,7 +54,7 @@ def test_the_arithmetic_sees_plain_tensors_unless_a_gradient_is_cut_otherwise() 
         assert set(seen) == {DTensor}
 
 
-def test_copies_and_states_of_an_optimizer_know_nothing_of_it() -> None:
+def test_copies_and_states_of_an_optimizer_know_nothing_of_it():
     with pretended(2) as mesh:
         model = ready(mesh)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -75,12 +70,12 @@ def test_copies_and_states_of_an_optimizer_know_nothing_of_it() -> None:
             gc.enable()
 
 
-def test_sgd_keeps_its_momentum_under_the_resting_parameters_for_every_hook() -> None:
+def test_sgd_keeps_its_momentum_under_the_resting_parameters_for_every_hook():
     """torch writes it under the tensors of the arithmetic, which are local ones."""
     with pretended(2) as mesh, seen_by(torch.optim.SGD) as seen:
         model = ready(mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        keys: list[set[int]] = []
+        keys = []
         optimizer.register_step_post_hook(lambda o, *_: keys.append(set(map(id, o.state))))
         buffers = []
         for _ in range(2):
@@ -92,7 +87,7 @@ def test_sgd_keeps_its_momentum_under_the_resting_parameters_for_every_hook() ->
         assert all(one is other for one, other in zip(*buffers, strict=True))  # the same objects, updated in place
 
 
-def test_sgd_steps_again_after_a_step_that_raised() -> None:
+def test_sgd_steps_again_after_a_step_that_raised():
     with pretended(2) as mesh:
         model = ready(mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,9 +1,7 @@
 """A backward inside a backward: reentrant checkpoints in a unit."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
@@ -13,16 +11,16 @@ from tests.support.groups import pretended
 class Part(nn.Module):
     """Two layers, of which a reentrant checkpoint computes the first one again."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.again, self.once = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.again, x, use_reentrant=True)
+    def forward(self, x):
+        y = checkpoint(self.again, x, use_reentrant=True)
         return self.once(y) + self.again(x)
 
 
-def test_a_unit_is_reduced_once_when_a_checkpoint_inside_it_has_a_backward_of_its_own() -> None:
+def test_a_unit_is_reduced_once_when_a_checkpoint_inside_it_has_a_backward_of_its_own():
     """Its gradients come while others of the unit are awaited, and were once reduced without waiting for these."""
     with pretended(2) as mesh:
         model = zf.zero3(nn.Sequential(Part(), Part()), mesh, units=Part)
@@ -32,9 +30,9 @@ def test_a_unit_is_reduced_once_when_a_checkpoint_inside_it_has_a_backward_of_it
         assert sent.calls["reduce-scatter"] == 2
 
 
-def test_units_are_reduced_while_the_backwards_of_others_are_to_come() -> None:
+def test_units_are_reduced_while_the_backwards_of_others_are_to_come():
     """All whole gradients would be in memory at once."""
-    issued: list[int] = []
+    issued = []
     with pretended(2) as mesh:
         model = zf.zero3(nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), mesh, units=nn.Linear)
         with zf.traffic() as sent:

@@ -1,7 +1,5 @@
 """`Numbering`: the numbers that a rank's elements have in the whole tensor, against the index arithmetic of numpy."""
 
-from __future__ import annotations
-
 from math import prod
 
 import numpy as np
@@ -15,7 +13,7 @@ from zero_fn.runtime.numbering import Numbering
 
 
 @st.composite
-def numberings(draw: st.DrawFn) -> Numbering:
+def numberings(draw):
     """Any box of any tensor, in any order of dims."""
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
     starts = tuple(draw(st.integers(0, size)) for size in shape)
@@ -23,17 +21,17 @@ def numberings(draw: st.DrawFn) -> Numbering:
     return Numbering(shape, Box(starts, sizes), tuple(draw(st.permutations(range(len(shape))))))
 
 
-def _in_memory(of: Numbering) -> list[int]:
+def _in_memory(of):
     """The numbers as numpy lays them out."""
     whole = np.arange(prod(of.shape)).reshape(of.shape)
     ranges = zip(of.box.starts, of.box.sizes, strict=True)
     held = whole[tuple(slice(start, start + size) for start, size in ranges)]
-    found: list[int] = held.transpose(of.order).reshape(-1).tolist()
+    found = held.transpose(of.order).reshape(-1).tolist()
     return found
 
 
 @given(numberings(), st.data())
-def test_numbers_and_runs_are_those_of_numpy(of: Numbering, data: st.DataObject) -> None:
+def test_numbers_and_runs_are_those_of_numpy(of, data):
     every = _in_memory(of)
     start = data.draw(st.integers(0, len(every)))
     stop = data.draw(st.integers(start, len(every)))
@@ -44,7 +42,7 @@ def test_numbers_and_runs_are_those_of_numpy(of: Numbering, data: st.DataObject)
     assert not every or of.is_in_order == (every == sorted(every))
 
 
-def test_runs_are_as_long_as_rows_allow() -> None:
+def test_runs_are_as_long_as_rows_allow():
     whole, columns, rows = Box((0, 0), (4, 6)), Box((0, 2), (4, 3)), Box((1, 0), (2, 6))
     found = [Numbering((4, 6), box, (0, 1)).run_numel for box in (whole, columns, rows)]
     assert found == [24, 3, 12]
@@ -52,7 +50,7 @@ def test_runs_are_as_long_as_rows_allow() -> None:
     assert Numbering((4, 1), Box((1, 0), (2, 1)), (1, 0)).run_numel == 2  # of one column no order is another
 
 
-def test_a_plain_parameter_is_numbered_as_it_lies_in_memory() -> None:
+def test_a_plain_parameter_is_numbered_as_it_lies_in_memory():
     image = nn.Parameter(torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last))
     stored = image.detach().as_strided((24,), (1,))
     assert Numbering.of(image).numbers(0, 24).tolist() == stored.tolist()

@@ -1,17 +1,11 @@
 """Tensors of a unit in another tier: what is written is read, whichever way it went, and staging memory comes back."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import zero_fn as zf
 from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
@@ -34,25 +28,23 @@ forms_of = st.lists(
 )
 
 
-def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
+def recorded(path, forms):
     shelf = storage_on(zf.nvme(path), "a test")
     (place,) = shelf.reserve([record_nbytes(forms)])
     shelf.stage(record_nbytes(forms), 1)
-    borrow: Any = shelf.borrow
-    shelf.borrow = lambda *what: borrow(*what).fill_(171)  # type: ignore[method-assign]
+    borrow = shelf.borrow
+    shelf.borrow = lambda *what: borrow(*what).fill_(171)
     return Record(shelf, forms, torch.device("cpu"), place), shelf
 
 
-def values(forms: Forms, seed: int) -> list[Tensor]:
+def values(forms, seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-99, 99, (numel,), generator=generator).to(dtype) for numel, dtype, *_ in forms]
 
 
 @example(forms=[Form(n, torch.float32, None, PARCEL_NBYTES) for n in (3, 5)], chosen={0}, way="behind")  # one parcel
 @given(forms=forms_of, chosen=st.sets(st.integers(0, 5)), way=st.sampled_from(["copy", "behind"]))
-def test_what_is_written_is_read_and_what_is_beside_it_stays(
-    tmp_path_factory: pytest.TempPathFactory, forms: Forms, chosen: set[int], way: str
-) -> None:
+def test_what_is_written_is_read_and_what_is_beside_it_stays(tmp_path_factory, forms, chosen, way):
     record, shelf = recorded(tmp_path_factory.getbasetemp(), forms)
     expected = [torch.zeros(numel, dtype=dtype) for numel, dtype, *_ in forms]
     for seed in range(2):
@@ -72,22 +64,22 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
     assert all(memory.numel() == record.nbytes for memory, *_ in shelf._free)
 
 
-def test_a_parcel_that_is_being_written_is_read_once_it_is_there(tmp_path: Path) -> None:
+def test_a_parcel_that_is_being_written_is_read_once_it_is_there(tmp_path):
     record, shelf = recorded(tmp_path, [Form(1024, torch.float32)])
-    write: Any = shelf.write
+    write = shelf.write
 
     class Late:
         """A transfer that has not begun when it is waited for."""
 
-        def __init__(self, *what: Any) -> None:
+        def __init__(self, *what):
             self.what = what
 
-        def wait(self) -> None:
+        def wait(self):
             write(*self.what).wait()
 
     record.begin_writing({0: torch.zeros(1024)})
     record.finish_writing()
-    shelf.write = Late  # type: ignore[method-assign]
+    shelf.write = Late
     record.begin_writing({0: torch.ones(1024)})
     memory = Slab(record.parcels[0].nbytes, zf.cpu(), "a test").memory
     wait_all([record.read_parcel(record.parcels[0], memory)])
@@ -95,9 +87,7 @@ def test_a_parcel_that_is_being_written_is_read_once_it_is_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("moment", ["before the first", "between", "as the second is waited for"])
-def test_what_an_interrupt_has_left_unread_is_read_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_what_an_interrupt_has_left_unread_is_read_the_next_time(tmp_path, monkeypatch, moment):
     """It counted as fetched; and a first transfer that had failed told nobody any more."""
     numel = PARCEL_NBYTES // 4
     record, shelf = recorded(tmp_path, [Form(numel, torch.float32)] * 2)
@@ -107,14 +97,14 @@ def test_what_an_interrupt_has_left_unread_is_read_the_next_time(
     class Once:
         """A transfer that says once what became of it."""
 
-        def __init__(self, error: BaseException) -> None:
+        def __init__(self, error):
             self.errors = [error]
 
-        def wait(self) -> None:
+        def wait(self):
             if self.errors:
                 raise self.errors.pop()
 
-    def begun(place: int, memory: Tensor) -> Any:
+    def begun(place, memory):
         is_first = not next(number)
         if moment == "as the second is waited for":
             failure = zf.StorageError("The disk failed.", fix="none")
@@ -132,14 +122,14 @@ def test_what_an_interrupt_has_left_unread_is_read_the_next_time(
     assert all(record.values(n).eq(n + 1).all() for n in range(2))
 
 
-def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path: Path) -> None:
+def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path):
     numel = PARCEL_NBYTES // 4
     record, _ = recorded(tmp_path, [Form(3, torch.float32), Form(2 * numel + 7, torch.float32), Form(5, torch.float64)])
     assert [parcel.nbytes for parcel in record.parcels] == [4096, PARCEL_NBYTES, PARCEL_NBYTES, 4096]
     assert [piece.numel for parcel in record.parcels for piece in parcel.pieces] == [3, numel, numel, 7, 5]
 
 
-def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path, monkeypatch):
     record, shelf = recorded(tmp_path, [Form(6, torch.float32)])
     tensor = TierTensor.of(record, 0).view(2, 3).t()
     monkeypatch.setattr(shelf, "read", None)
@@ -149,14 +139,14 @@ def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path: Path, monk
     assert (tensor.shape, tensor.dtype, tensor.device.type) == ((3, 2), torch.float32, "cpu")
 
 
-def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tensors_are_computed_one_at_a_time(tmp_path, monkeypatch):
     record, _ = recorded(tmp_path, [Form(8, torch.float32)] * 3)
-    tensors: list[Tensor] = [TierTensor.of(record, n) for n in range(3)]
-    opened: list[int] = []
+    tensors = [TierTensor.of(record, n) for n in range(3)]
+    opened = []
     bring, most = Record.opened, 0
 
     @contextmanager
-    def open_one(self: Record, number: int, **how: Any) -> Iterator[Tensor]:
+    def open_one(self, number, **how):
         nonlocal most
         with bring(self, number, **how) as flat:
             opened.append(number)
@@ -171,10 +161,10 @@ def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch:
     assert most == 1
 
 
-def test_a_tensor_that_is_given_twice_is_opened_once(tmp_path: Path) -> None:
+def test_a_tensor_that_is_given_twice_is_opened_once(tmp_path):
     """What was opened first would be written back last, as it was."""
     record, _ = recorded(tmp_path, [Form(8, torch.float32)])
-    tensor: Tensor = TierTensor.of(record, 0)
+    tensor = TierTensor.of(record, 0)
     tensor.fill_(3.0)
     tensor.mul_(tensor)
     assert tensor.clone().eq(9).all()
@@ -182,7 +172,7 @@ def test_a_tensor_that_is_given_twice_is_opened_once(tmp_path: Path) -> None:
     assert tensor.clone().eq(18).all()
 
 
-def test_what_is_written_or_small_is_computed_on_the_host_for_a_device(tmp_path: Path) -> None:
+def test_what_is_written_or_small_is_computed_on_the_host_for_a_device(tmp_path):
     shelf = storage_on(zf.nvme(tmp_path), "a test")
     forms = [Form(6, torch.float32)]
     record = Record(shelf, forms, torch.device("meta"), *shelf.reserve([record_nbytes(forms)]))

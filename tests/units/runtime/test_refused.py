@@ -1,11 +1,8 @@
 """Operations that DTensor does wrong without a word: refused or mended here, and still wrong in torch alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ import zero_fn as zf
 from tests.axes.grids import composed
 from tests.support.groups import alone, pretended
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.resident import in_new_process
 from tests.support.versions import IS_2_11
 from tests.support.wholes import full
@@ -34,26 +31,26 @@ Act = Callable[[Any, Any], Any]
 returns None, the tensor."""
 
 
-def _left(edit: Callable[[Any], object]) -> Act:
-    def left(t: Any, _: Any) -> None:
+def _left(edit):
+    def left(t, _):
         edit(t.detach())
 
     return left
 
 
-def _written(view: Callable[[Any], Any]) -> Act:
+def _written(view):
     return _left(lambda t: view(t).mul_(2))
 
 
-def _drawn(draw: Callable[[Any], Any]) -> Act:
-    def drawn(t: Any, _: Any) -> Any:
+def _drawn(draw):
+    def drawn(t, _):
         torch.manual_seed(3)
         return draw(t.detach())
 
     return drawn
 
 
-WRONG: dict[str, Act] = {
+WRONG = {
     "normal_": _drawn(lambda t: t.normal_()),
     "uniform_": _drawn(lambda t: t.uniform_()),
     "bernoulli_": _drawn(lambda t: t.bernoulli_(0.5)),
@@ -99,7 +96,7 @@ WRONG: dict[str, Act] = {
 }
 """By operation, as `ROWS` names it."""
 
-MORE: dict[str, Act] = {
+MORE = {
     "the backward of amax": lambda t, _: t.amax(),
     "the maximum norm of a difference": lambda t, _: (t.detach().max() - t.detach().norm()).norm(torch.inf),
     "the backward of the largest": lambda t, _: (2 * t).norm(torch.inf),
@@ -133,12 +130,12 @@ ELSEWHERE = {
 """What other tests here, `test_empty_shards.py` and `transforms/test_offload.py` look at."""
 
 
-def test_every_operation_in_the_table_has_an_example_and_a_way_out() -> None:
+def test_every_operation_in_the_table_has_an_example_and_a_way_out():
     assert {name for row in ROWS for name in row.names.split()} == WRONG.keys() | ELSEWHERE
     assert all(row.why and bool(row.fix or row.mend) for row in ROWS)
 
 
-def _outcome(act: Act, tensor: Any, anchor: Any) -> list[Tensor]:
+def _outcome(act, tensor, anchor):
     """What an example gives and leaves, whole."""
     value = act(tensor, anchor)
     found = [full(tensor.detach())] if value is None else [full(value.detach())]
@@ -148,12 +145,12 @@ def _outcome(act: Act, tensor: Any, anchor: Any) -> list[Tensor]:
     return found
 
 
-def _plain(rows: int) -> tuple[nn.Parameter, Tensor]:
+def _plain(rows):
     torch.manual_seed(1)
     return nn.Parameter(torch.randn(rows, 6)), torch.randn(rows, 6)
 
 
-def _is_as_plain(name: str, act: Act, tensor: Any, anchor: Any) -> bool:
+def _is_as_plain(name, act, tensor, anchor):
     expected = _outcome(act, *_plain(7))
     found = _outcome(act, tensor, anchor)
     return all(
@@ -162,7 +159,7 @@ def _is_as_plain(name: str, act: Act, tensor: Any, anchor: Any) -> bool:
     )
 
 
-def _alone(name: str) -> bool:
+def _alone(name):
     plain, anchor = _plain(7)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))  # no transform is given it
     tensor = distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]).requires_grad_()
@@ -171,24 +168,24 @@ def _alone(name: str) -> bool:
 
 @pytest.mark.skipif(OLD, reason="the table is that of torch 2.13")
 @pytest.mark.parametrize("name", [*WRONG, *MORE])
-def test_torch_alone_is_still_wrong(ranks: Ranks, name: str) -> None:
+def test_torch_alone_is_still_wrong(ranks, name):
     """Once it is right or raises, its row can leave."""
     if name in MENDED and TorchVersion(torch.__version__) >= "2.14.1":
         pytest.skip("torch has it right")
     assert ranks(2).run(_alone, name) == [False] * 2
 
 
-def _reshaped_alone() -> bool:
+def _reshaped_alone():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
     tensor = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
     tensor.view(2, -1).zero_()
     return bool(tensor.full_tensor().all())
 
 
-def _reshaped() -> None:
+def _reshaped():
     model, _ = composed("tp")
     weight = model.get_parameter("blocks.0.down.weight").detach()
-    assert weight.placements[-1] == Shard(1)  # type: ignore[attr-defined]
+    assert weight.placements[-1] == Shard(1)
     before = full(weight)
     view = weight.view(2, -1)
     assert torch.equal(full(view), before.view(2, -1))
@@ -198,24 +195,24 @@ def _reshaped() -> None:
 
 
 @pytest.mark.skipif(OLD, reason="torch refuses the view")
-def test_a_view_in_another_shape_that_gathers_is_not_written(ranks: Ranks) -> None:
+def test_a_view_in_another_shape_that_gathers_is_not_written(ranks):
     assert ranks(2).run(_reshaped_alone) == [True] * 2
     ranks(4).run(_reshaped)
 
 
 class Holder(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight):
         super().__init__()
         self.weight = weight
 
 
-def _resting(rows: int, composition: str) -> tuple[Any, Any]:
+def _resting(rows, composition):
     plain, anchor = _plain(rows)
-    weight: Any = getattr(zf, composition)(Holder(plain), axis()).weight
+    weight = getattr(zf, composition)(Holder(plain), axis()).weight
     return weight, distribute_tensor(anchor, weight.device_mesh, weight.placements)
 
 
-def _ours(name: str, composition: str) -> bool | str | None:
+def _ours(name, composition):
     """The fix that was named, whether it is right, or None where an old torch refuses it."""
     weight, anchor = _resting(7, composition)
     before = full(weight.detach())
@@ -231,14 +228,14 @@ def _ours(name: str, composition: str) -> bool | str | None:
         return None
 
 
-def _fix(name: str) -> str:
+def _fix(name):
     """What the table says of an operation."""
     return next((row.fix for row in ROWS if name in row.names.split() and (row.fix or row.until is None)), "")
 
 
 @pytest.mark.parametrize("composition", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", [*WRONG, *MORE])
-def test_it_is_refused_with_the_fix_or_right(ranks: Ranks, name: str, composition: str) -> None:
+def test_it_is_refused_with_the_fix_or_right(ranks, name, composition):
     view = _fix("select.int")
     fix = _fix(name) if name in WRONG else "" if name.startswith("the ") else view
     allowed = [fix or True, None] if OLD else [fix or True]
@@ -247,14 +244,14 @@ def test_it_is_refused_with_the_fix_or_right(ranks: Ranks, name: str, compositio
 
 @pytest.mark.skipif(OLD, reason="torch has no rule for some of them")
 @pytest.mark.parametrize("name", [name for name in (*WRONG, *MORE) if name != "fill_.Scalar"])  # a sum is still a term
-def test_one_rank_is_refused_nothing(name: str) -> None:
+def test_one_rank_is_refused_nothing(name):
     with alone() as mesh:
         plain, anchor = _plain(7)
-        weight: Any = zf.zero3(Holder(plain), mesh).weight
+        weight = zf.zero3(Holder(plain), mesh).weight
         assert _is_as_plain(name, {**WRONG, **MORE}[name], weight, distribute_tensor(anchor, weight.device_mesh))
 
 
-def _mixed() -> list[str]:
+def _mixed():
     """How a plain loss beside a penalty is refused."""
     found = []
     for mix in (lambda a, b: a + b, lambda a, b: b - a, lambda a, b: a * b, lambda a, b: b / a):
@@ -267,12 +264,12 @@ def _mixed() -> list[str]:
     return found
 
 
-def test_a_sum_of_a_plain_loss_and_a_penalty_is_refused_where_it_is_made(ranks: Ranks) -> None:
+def test_a_sum_of_a_plain_loss_and_a_penalty_is_refused_where_it_is_made(ranks):
     (fix,) = {row.fix for row in ROWS if "add.Tensor" in row.names}
     assert ranks(2).run(_mixed) == [[fix] * 4] * 2
 
 
-def _mixed_alone() -> bool:
+def _mixed_alone():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
     tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
     plain = torch.ones(3, requires_grad=True)
@@ -280,11 +277,11 @@ def _mixed_alone() -> bool:
     return isinstance(plain.grad, DTensor)
 
 
-def test_torch_alone_gives_the_plain_part_of_a_sum_a_gradient_in_shards(ranks: Ranks) -> None:
+def test_torch_alone_gives_the_plain_part_of_a_sum_a_gradient_in_shards(ranks):
     assert ranks(2).run(_mixed_alone) == [True] * 2
 
 
-def _clipped(own: str) -> tuple[bool, str]:
+def _clipped(own):
     """Whether gradients were clipped before it raised, and how."""
     if own == "zero_fn":
         weight, _ = _resting(7, "zero3")
@@ -301,13 +298,13 @@ def _clipped(own: str) -> tuple[bool, str]:
     return True, "nothing"
 
 
-def test_clipping_gradients_beside_plain_ones_is_refused_before_damage(ranks: Ranks) -> None:
+def test_clipping_gradients_beside_plain_ones_is_refused_before_damage(ranks):
     assert ranks(2).run(_clipped, "zero_fn") == [(False, "PlacementError")] * 2
     assert ranks(2).run(_clipped, "torch") == [(True, "RuntimeError")] * 2
 
 
 @on_ranks(2)
-def test_views_are_read_as_plain_ones() -> None:
+def test_views_are_read_as_plain_ones():
     """Views are read, copied and saved as those of the plain tensor."""
     weight, _ = _resting(7, "zero3")
     whole = full(weight.detach())
@@ -328,7 +325,7 @@ def test_views_are_read_as_plain_ones() -> None:
 
 
 @on_ranks(2)
-def test_noise_and_masks_of_whole_tensors_are_placed_by_hand() -> None:
+def test_noise_and_masks_of_whole_tensors_are_placed_by_hand():
     """What the errors say to write instead works."""
     weight, _ = _resting(7, "zero3")
     noise = distribute_tensor(torch.randn(weight.shape), weight.device_mesh, weight.placements)
@@ -342,7 +339,7 @@ def test_noise_and_masks_of_whole_tensors_are_placed_by_hand() -> None:
     assert torch.equal(full(weight.grad), mask.expand(7, 6))
 
 
-def _one_rank_reads() -> None:
+def _one_rank_reads():
     model = zf.zero3(nn.Linear(4, 4), axis())
     if torch.distributed.get_rank() == 0:
         model.weight.sum().item()
@@ -350,14 +347,14 @@ def _one_rank_reads() -> None:
         model(torch.ones(1, 4))
 
 
-def test_a_rank_that_reads_a_number_alone_is_told(ranks: Ranks) -> None:
+def test_a_rank_that_reads_a_number_alone_is_told(ranks):
     with pytest.raises(
         zf.DisagreementError, match=r"Reading the value of a sum over shards|are at different collectives"
     ):
         ranks(2).run(_one_rank_reads)
 
 
-def _clip_adaptively(p: Any) -> None:
+def _clip_adaptively(p):
     """What timm's adaptive gradient clipping does to the gradient of a parameter (arXiv:2102.06171)."""
     norms = (lambda t: t.norm(2.0)) if p.ndim <= 1 else (lambda t: t.norm(2.0, dim=(*range(1, p.ndim),), keepdim=True))
     largest = norms(p.detach()).clamp_(min=1e-3).mul_(0.01)
@@ -368,7 +365,7 @@ def _clip_adaptively(p: Any) -> None:
 
 @pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
 @on_ranks(2)
-def test_adaptive_clipping_is_that_of_a_plain_model(composition: str) -> None:
+def test_adaptive_clipping_is_that_of_a_plain_model(composition):
     plain, found = copy.deepcopy(model := nn.Linear(6, 7)), getattr(zf, composition)(model, axis())
     for model in (plain, found):
         model(torch.ones(3, 6)).square().sum().backward()
@@ -380,9 +377,9 @@ def test_adaptive_clipping_is_that_of_a_plain_model(composition: str) -> None:
 
 
 @on_ranks(2)
-def test_norms_and_sums_are_written_in_place_where_nothing_else_has_their_memory() -> None:
+def test_norms_and_sums_are_written_in_place_where_nothing_else_has_their_memory():
     """In place, as out of place: norms of a parameter, and sums of its columns. Torch refuses what has an alias."""
-    weight: Any = _resting(7, "zero3")[0].detach()
+    weight = _resting(7, "zero3")[0].detach()
     for value in (lambda: weight.norm(), lambda: weight.square().sum(0)):
         expected = full(value())
         for write in (
@@ -410,12 +407,12 @@ def test_norms_and_sums_are_written_in_place_where_nothing_else_has_their_memory
 
 
 @on_ranks(2)
-def test_lists_of_dtensors_and_plain_tensors_are_done_apart() -> None:
+def test_lists_of_dtensors_and_plain_tensors_are_done_apart():
     """Rows of DTensors and of plain tensors in one call; a row of both kinds is an error of torch."""
-    weight: Any = _resting(7, "zero3")[0].detach()
+    weight = _resting(7, "zero3")[0].detach()
     ones = torch.ones(3)
 
-    def lists() -> list[list[Any]]:
+    def lists():
         return [[ones.clone(), weight.clone(), ones.clone(), weight.clone()] for _ in range(3)]
 
     for act in (
@@ -435,7 +432,7 @@ def test_lists_of_dtensors_and_plain_tensors_are_done_apart() -> None:
         torch._foreach_add_([ones.clone(), weight.clone()], [ones, full(weight)])
 
 
-FLAT: tuple[Callable[[Any], Any], ...] = (
+FLAT = (
     *(lambda t: t.view(-1), lambda t: t.flatten(), lambda t: t.reshape(-1)),
     *(() if IS_2_11 else (lambda t: t.t().reshape(-1),)),
     *(lambda t: t.view(1, -1), lambda t: torch.cat([t.flatten(), t.view(-1)]), lambda t: t.detach().ravel()),
@@ -443,11 +440,11 @@ FLAT: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def _flattened() -> None:
+def _flattened():
     """Views as one row, of rows that the ranks do not divide and of a single one; their gradients; sums with shards."""
     for shape in ((7, 6), (1, 6), (5,), (1,)):
         plain = nn.Parameter(torch.randn(shape))
-        weight: Any = zf.zero3(Holder(nn.Parameter(plain.detach().clone())), axis()).weight
+        weight = zf.zero3(Holder(nn.Parameter(plain.detach().clone())), axis()).weight
         for flat in FLAT:
             found, expected = flat(weight), flat(plain)
             assert torch.equal(full(found.detach()), expected)
@@ -455,7 +452,7 @@ def _flattened() -> None:
                 continue
             found.square().sum().backward()
             expected.square().sum().backward()
-            assert torch.equal(full(weight.grad), plain.grad)  # type: ignore[arg-type]
+            assert torch.equal(full(weight.grad), plain.grad)
             weight.grad = plain.grad = None
         for p in (weight, plain):
             with torch.no_grad():
@@ -468,10 +465,10 @@ def _flattened() -> None:
                 weight.detach().view(-1).zero_()
 
 
-def _surgery(composition: str) -> list[Tensor]:
+def _surgery(composition):
     """The gradients that PCGrad leaves of two tasks (arXiv:2001.06782), as its loops flatten, project and write back."""
     torch.manual_seed(3)
-    model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
     if composition:
         model = getattr(zf, composition)(model, axis())
     tasks = []
@@ -483,25 +480,25 @@ def _surgery(composition: str) -> list[Tensor]:
     if (product := first.dot(second)) < 0:
         first = first - product / second.norm() ** 2 * second
     for p, values in zip(model.parameters(), first.split([p.numel() for p in model.parameters()]), strict=True):
-        p.grad.data.copy_(values.view_as(p))  # type: ignore[union-attr]
-    return [full(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
+        p.grad.data.copy_(values.view_as(p))
+    return [full(p.grad) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
 @on_ranks(2)
-def test_gradients_that_a_loop_flattens_and_projects_are_those_of_a_plain_model(composition: str) -> None:
+def test_gradients_that_a_loop_flattens_and_projects_are_those_of_a_plain_model(composition):
     for found, expected in zip(_surgery(composition), _surgery(""), strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_what_is_flattened_is_whole_where_the_ranks_do_not_divide_its_rows(ranks: Ranks) -> None:
+def test_what_is_flattened_is_whole_where_the_ranks_do_not_divide_its_rows(ranks):
     """torch refuses, also to add a row of a whole tensor to the only row of a cut one."""
     for n in (2, 3):
         ranks(n).run(_flattened)
 
 
 @on_ranks(2)
-def test_parameters_are_not_made_of_resting_ones() -> None:
+def test_parameters_are_not_made_of_resting_ones():
     """What libraries write that make new parameters of those at rest, as PEFT does; torch dies of SIGSEGV at the first."""
     weight = zf.shard_params(nn.Linear(4, 4), axis()).weight
     plain = nn.Parameter(torch.zeros(4, 4))
@@ -516,8 +513,8 @@ def test_parameters_are_not_made_of_resting_ones() -> None:
 
 
 @on_ranks(2)
-def test_a_norm_is_formatted_as_a_number() -> None:
-    weight: Any = _resting(7, "zero3")[0]
+def test_a_norm_is_formatted_as_a_number():
+    weight = _resting(7, "zero3")[0]
     weight.grad = torch.ones_like(weight)
     norm = nn.utils.clip_grad_norm_([weight], 1.0)
     assert f"{norm:.3f}" == f"{42**0.5:.3f}"
@@ -526,7 +523,7 @@ def test_a_norm_is_formatted_as_a_number() -> None:
         f"{weight:.3f}"
 
 
-def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path: Path) -> None:
+def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path):
     """A view that conjugates has no place in a tier: without its flag it would be the parameter itself."""
     plain = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
     weight = zf.offload(Holder(plain), params=zf.nvme(str(tmp_path))).weight
@@ -535,10 +532,10 @@ def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path: Path) -> No
             view(weight)
 
 
-def _seen_after_a_forward_without_a_mesh() -> list[str]:
+def _seen_after_a_forward_without_a_mesh():
     """Whether a write is refused while a forward is open, and after it."""
     zf.checkpoint_activations(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))(torch.ones(1, 4))
-    found: list[str] = []
+    found = []
     with pretended(2) as mesh:
         model = zf.shard_params(nn.Linear(4, 4), mesh)
         for is_open in (True, False):
@@ -551,6 +548,6 @@ def _seen_after_a_forward_without_a_mesh() -> list[str]:
     return found
 
 
-def test_a_forward_before_the_first_mesh_takes_no_refusal_away() -> None:
+def test_a_forward_before_the_first_mesh_takes_no_refusal_away():
     """The table of handlers of an open forward was made then, and lacked those that came with the mesh."""
     assert in_new_process(_seen_after_a_forward_without_a_mesh) == ["refused", "refused"]

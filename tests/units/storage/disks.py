@@ -1,20 +1,15 @@
 """Disks that fail: small ones, read-only ones, and answers of the kernel that are not those hoped for."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from zero_fn.storage import Slab, TierStorage
-from zero_fn.storage.files import SpillFile
+from zero_fn.storage import Slab
 from zero_fn.storage.io import Request, Threads
 from zero_fn.values.tiers import cpu
 
@@ -24,24 +19,24 @@ __all__ = ["Lazy", "answers", "failing", "filled", "limited", "old_disk", "overw
 class Lazy(Threads):
     """Begins requests when somebody waits for them."""
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests):
         self._begun.extend(requests)
 
 
-def reserved(shelf: TierStorage, nbytes: int) -> int:
+def reserved(shelf, nbytes):
     """The place of a range of its own."""
     (place,) = shelf.reserve([nbytes])
     return place
 
 
-def filled(nbytes: int, seed: int = 0) -> Slab:
+def filled(nbytes, seed=0):
     """Memory with random bytes."""
     slab = Slab(nbytes, cpu(), "test")
     slab.memory.random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return slab
 
 
-def overwrite(file: SpillFile, values: bytes | bytearray | memoryview, offset: int = 0) -> None:
+def overwrite(file, values, offset=0):
     """What flips bits, or another program, does to a file without a name."""
     with open(f"/proc/self/fd/{file.fd}", "r+b", buffering=0) as opened:
         os.pwrite(opened.fileno(), values, offset)
@@ -49,7 +44,7 @@ def overwrite(file: SpillFile, values: bytes | bytearray | memoryview, offset: i
 
 
 @contextmanager
-def limited(what: int, value: int) -> Iterator[None]:
+def limited(what, value):
     """Inside, the process has this soft limit: a number of `resource`."""
     before = resource.getrlimit(what)
     resource.setrlimit(what, (value, before[1]))
@@ -59,12 +54,12 @@ def limited(what: int, value: int) -> Iterator[None]:
         resource.setrlimit(what, before)
 
 
-def small_disk(path: Path, options: str = "size=1m") -> AbstractContextManager[Path]:
+def small_disk(path, options="size=1m"):
     """A file system in memory of its own at `path`; skips the test where mounting is not allowed."""
     return _mounted(path, ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path])
 
 
-def old_disk(path: Path) -> AbstractContextManager[Path]:
+def old_disk(path):
     """A file system of 16 MB that takes direct I/O and cannot reserve room (ext2, as NFS before 4.2 and some of FUSE); skips
     the test where it cannot be made."""
     image = path.with_suffix(".image")
@@ -73,7 +68,7 @@ def old_disk(path: Path) -> AbstractContextManager[Path]:
 
 
 @contextmanager
-def _mounted(path: Path, *commands: list[str | Path]) -> Iterator[Path]:
+def _mounted(path, *commands):
     path.mkdir(exist_ok=True)
     for command in commands:
         try:
@@ -87,7 +82,7 @@ def _mounted(path: Path, *commands: list[str | Path]) -> Iterator[Path]:
 
 
 @contextmanager
-def failing(code: int = errno.EIO, *, reads: bool = True, writes: bool = True, where: bool = True) -> Iterator[None]:
+def failing(code=errno.EIO, *, reads=True, writes=True, where=True):
     """Inside, the kernel refuses what any engine asks for, except where the disk is well (`where=False`)."""
     with pytest.MonkeyPatch.context() as patched:
         if where:
@@ -95,12 +90,12 @@ def failing(code: int = errno.EIO, *, reads: bool = True, writes: bool = True, w
         yield
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Request, int], int]) -> list[int]:
+def answers(monkeypatch, change):
     """From now on the kernel answers requests of any engine with `change(request, answer)`. Returns a list of all answers."""
     advance = Request.advance
-    given: list[int] = []
+    given = []
 
-    def changed(request: Request, result: int) -> None:
+    def changed(request, result):
         given.append(change(request, result))
         advance(request, given[-1])
 

@@ -1,7 +1,5 @@
 """Blocks on a disk: what was written comes back to the bit, or a typed error says why not. On both engines."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -13,21 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.units.storage.disks import Lazy, answers, filled, limited, old_disk, overwrite, reserved, small_disk
 from zero_fn.errors import StorageError, TierError
 from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
-from zero_fn.storage.io import IoBackend, Threads, Transfer
+from zero_fn.storage.io import Threads
 from zero_fn.storage.pool import BufferPool
 from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
 from zero_fn.storage.uring import Uring, _of_process, io_backend
@@ -39,21 +33,21 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=[Uring, Threads])
-def carrier(request: pytest.FixtureRequest) -> IoBackend:
+def carrier(request):
     try:
-        carrier: IoBackend = request.param()
+        carrier = request.param()
     except OSError as error:
         pytest.skip(f"no io_uring here: {error}")
     return carrier
 
 
 @pytest.fixture
-def disk(tmp_path: Path, carrier: IoBackend) -> DiskStorage:
+def disk(tmp_path, carrier):
     return DiskStorage(nvme(tmp_path), "states", carrier)
 
 
 @pytest.mark.parametrize("sizes", [[2 * BLOCK_NBYTES + 3 * PAGE_NBYTES] * 2, [PAGE_NBYTES] * 300])
-def test_ranges_come_back_to_the_bit(disk: DiskStorage, sizes: list[int]) -> None:
+def test_ranges_come_back_to_the_bit(disk, sizes):
     """Of several blocks; and more of them than a ring has entries."""
     slab = filled(sum(sizes))
     expected, views, places = slab.memory.clone(), torch.split(slab.memory, sizes), disk.reserve(sizes)
@@ -65,7 +59,7 @@ def test_ranges_come_back_to_the_bit(disk: DiskStorage, sizes: list[int]) -> Non
     assert torch.equal(slab.memory, expected)
 
 
-def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_path: Path) -> None:
+def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_path):
     """An interrupt drops them; the memory was that of the next tensor then, and the disk wrote into it."""
     carrier, buffers = Lazy(), BufferPool(2 * BLOCK_NBYTES, torch.uint8, torch.device("cpu"))
     disk = DiskStorage(nvme(tmp_path), "states", carrier)
@@ -80,7 +74,7 @@ def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_
     assert buffers.take().data_ptr() == taken
 
 
-def test_io_uring_carries_where_the_kernel_has_it() -> None:
+def test_io_uring_carries_where_the_kernel_has_it():
     """Threads would, silently, at a third of the speed beside a busy interpreter; and tests of the ring would be skipped."""
     params = (ctypes.c_char * 120)()
     fd = ctypes.CDLL(None).syscall(425, 1, ctypes.byref(params))
@@ -91,7 +85,7 @@ def test_io_uring_carries_where_the_kernel_has_it() -> None:
     assert isinstance(_of_process.__wrapped__(os.getpid()), Uring) is is_new
 
 
-def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_path: Path) -> None:
+def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_path):
     """An interrupt may come before anybody waits: the disk would get the bytes of whoever borrows it next."""
     disk = DiskStorage(nvme(tmp_path), "states", Lazy())
     place, other = reserved(disk, BLOCK_NBYTES), reserved(disk, BLOCK_NBYTES)
@@ -108,7 +102,7 @@ def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_pat
         assert torch.equal(found.memory, torch.full_like(found.memory, value))
 
 
-def test_an_interrupt_before_a_staging_buffer_is_lent_keeps_none(disk: DiskStorage) -> None:
+def test_an_interrupt_before_a_staging_buffer_is_lent_keeps_none(disk):
     place = reserved(disk, PAGE_NBYTES)
     disk.stage(PAGE_NBYTES, 1)
     with pytest.MonkeyPatch.context() as patched:
@@ -122,16 +116,14 @@ def test_an_interrupt_before_a_staging_buffer_is_lent_keeps_none(disk: DiskStora
     writes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=30),
     pages=st.lists(st.integers(1, 5), min_size=8, max_size=8),
 )
-def test_any_order_of_writes_and_reads_gives_what_was_written_last(
-    writes: list[tuple[int, int]], pages: list[int]
-) -> None:
+def test_any_order_of_writes_and_reads_gives_what_was_written_last(writes, pages):
     for carrier in (io_backend(), Threads()):
         with tempfile.TemporaryDirectory() as folder:
             disk = DiskStorage(nvme(folder), "states", carrier)
             offsets = [reserved(disk, n * PAGE_NBYTES) for n in pages]
             slab = Slab(sum(pages) * PAGE_NBYTES, cpu(), "test")
             views = list(torch.split(slab.memory, [n * PAGE_NBYTES for n in pages]))
-            last: dict[int, int] = {}
+            last = {}
             for region, value in writes:
                 views[region].fill_(value)
                 disk.write(offsets[region], views[region]).wait()
@@ -143,13 +135,13 @@ def test_any_order_of_writes_and_reads_gives_what_was_written_last(
 
 
 @pytest.mark.parametrize("is_write", [True, False])
-def test_short_answers_are_continued(disk: DiskStorage, is_write: bool) -> None:
+def test_short_answers_are_continued(disk, is_write):
     """A short write of a page and a half counts as a page: direct I/O goes on at sectors only."""
     slab = filled(10 * PAGE_NBYTES)
     expected = slab.memory.clone()
     offset = reserved(disk, slab.nbytes)
 
-    def done(acts: Callable[[int, Tensor], Transfer], is_short: bool) -> int:
+    def done(acts, is_short):
         with pytest.MonkeyPatch.context() as patched:
             given = answers(patched, lambda _, result: min(result, PAGE_NBYTES * 3 // 2) if is_short else result)
             acts(offset, slab.memory).wait()
@@ -161,7 +153,7 @@ def test_short_answers_are_continued(disk: DiskStorage, is_write: bool) -> None:
     assert torch.equal(slab.memory, expected)
 
 
-def test_interrupted_requests_are_asked_again(disk: DiskStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_requests_are_asked_again(disk, monkeypatch):
     slab = filled(PAGE_NBYTES)
     offset = reserved(disk, slab.nbytes)
     told = iter([-errno.EINTR, -errno.EAGAIN])
@@ -171,9 +163,7 @@ def test_interrupted_requests_are_asked_again(disk: DiskStorage, monkeypatch: py
 
 
 @pytest.mark.parametrize("is_write", [True, False])
-def test_an_error_of_the_disk_names_file_range_and_errno(
-    disk: DiskStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_write: bool
-) -> None:
+def test_an_error_of_the_disk_names_file_range_and_errno(disk, tmp_path, monkeypatch, is_write):
     slab = filled(2 * PAGE_NBYTES)
     offset = reserved(disk, slab.nbytes)
     if not is_write:
@@ -188,7 +178,7 @@ def test_an_error_of_the_disk_names_file_range_and_errno(
     transfer.wait()  # said once; nothing is under way
 
 
-def test_errors_of_the_kernel_itself_reach_the_caller(disk: DiskStorage) -> None:
+def test_errors_of_the_kernel_itself_reach_the_caller(disk):
     """No injection: something cut the file, and the descriptor is closed, as a failed mount would do."""
     slab = filled(4 * PAGE_NBYTES)
     offset, fd = reserved(disk, slab.nbytes), disk.files[0].fd
@@ -208,7 +198,7 @@ def test_errors_of_the_kernel_itself_reach_the_caller(disk: DiskStorage) -> None
 @given(
     at=st.integers(0, 3 * PAGE_NBYTES - 1), bit=st.integers(0, 7), word=st.integers(0, 511), apart=st.integers(1, 511)
 )
-def test_any_flipped_bit_and_swapped_words_are_found(at: int, bit: int, word: int, apart: int) -> None:
+def test_any_flipped_bit_and_swapped_words_are_found(at, bit, word, apart):
     """Inside a sector and beyond."""
     with tempfile.TemporaryDirectory() as folder:
         disk = DiskStorage(nvme(folder), "states", io_backend())
@@ -228,7 +218,7 @@ def test_any_flipped_bit_and_swapped_words_are_found(at: int, bit: int, word: in
         disk.read(offset, slab.memory).wait()
 
 
-def test_a_lost_write_is_told_from_damage(disk: DiskStorage) -> None:
+def test_a_lost_write_is_told_from_damage(disk):
     slab, old = filled(PAGE_NBYTES), bytes(filled(PAGE_NBYTES).memory.tolist())
     offset = reserved(disk, slab.nbytes)
     disk.write(offset, slab.memory).wait()
@@ -250,9 +240,7 @@ def test_a_lost_write_is_told_from_damage(disk: DiskStorage) -> None:
     ],
     ids=["small", "old"],
 )
-def test_a_full_disk_is_found_before_anything_is_written(
-    tmp_path: Path, carrier: IoBackend, made: Any, nbytes: int, more: int, told: str
-) -> None:
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, carrier, made, nbytes, more, told):
     """A file system that cannot reserve has its room written; it failed with EINVAL and the advice to check the disk."""
     with made(tmp_path / "disk") as path:
         disk, slab = DiskStorage(nvme(path), "states", carrier), filled(nbytes)
@@ -266,7 +254,7 @@ def test_a_full_disk_is_found_before_anything_is_written(
         assert reserved(disk, MIB // 2) == nbytes  # what fits, fits
 
 
-def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk: DiskStorage) -> None:
+def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk):
     """It said that all that is free on the disk can be taken."""
     reserved(disk, MIB // 2)
     with limited(resource.RLIMIT_FSIZE, MIB):
@@ -276,9 +264,7 @@ def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk: DiskStorage)
 
 
 @pytest.mark.parametrize("has_unnamed", [True, False])
-def test_a_limit_of_the_process_on_open_files_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool
-) -> None:
+def test_a_limit_of_the_process_on_open_files_is_named(tmp_path, monkeypatch, has_unnamed):
     """It said to give another folder."""
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
@@ -292,10 +278,8 @@ def test_a_limit_of_the_process_on_open_files_is_named(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_what_a_file_system_says_that_cannot_reserve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def refuses(*_: object) -> None:
+def test_what_a_file_system_says_that_cannot_reserve(tmp_path, monkeypatch, code):
+    def refuses(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", refuses)
@@ -304,10 +288,10 @@ def test_what_a_file_system_says_that_cannot_reserve(
     assert os.fstat(disk.files[0].fd).st_size == 9 * MIB + PAGE_NBYTES
 
 
-def test_room_is_given_back_when_an_interrupt_comes(disk: DiskStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_given_back_when_an_interrupt_comes(disk, monkeypatch):
     reserve = os.posix_fallocate
 
-    def interrupted(fd: int, begin: int, nbytes: int) -> None:
+    def interrupted(fd, begin, nbytes):
         reserve(fd, begin, nbytes)
         raise KeyboardInterrupt
 
@@ -319,18 +303,18 @@ def test_room_is_given_back_when_an_interrupt_comes(disk: DiskStorage, monkeypat
 
 
 @pytest.mark.parametrize("path", ["missing", "a_file", "/proc"])
-def test_a_path_that_takes_no_files_raises(tmp_path: Path, carrier: IoBackend, path: str) -> None:
+def test_a_path_that_takes_no_files_raises(tmp_path, carrier, path):
     (tmp_path / "a_file").touch()
     with pytest.raises(StorageError, match="No file can be made in"):
         DiskStorage(nvme(tmp_path / path), "states", carrier)
 
 
-def test_a_read_only_path_raises(tmp_path: Path, carrier: IoBackend) -> None:
+def test_a_read_only_path_raises(tmp_path, carrier):
     with small_disk(tmp_path / "disk", "size=1m,ro") as path, pytest.raises(StorageError, match="EROFS"):
         DiskStorage(nvme(path), "states", carrier)
 
 
-def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path: Path, carrier: IoBackend) -> None:
+def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path, carrier):
     folder = tmp_path / "gone"
     folder.mkdir()
     disk, slab = DiskStorage(nvme(folder), "states", carrier), filled(PAGE_NBYTES)
@@ -342,9 +326,7 @@ def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path: Path, carrier: IoB
 
 
 @pytest.mark.parametrize("has_unnamed", [True, False])
-def test_jobs_on_one_path_share_no_file(
-    tmp_path: Path, carrier: IoBackend, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool
-) -> None:
+def test_jobs_on_one_path_share_no_file(tmp_path, carrier, monkeypatch, has_unnamed):
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     disks = [DiskStorage(nvme(tmp_path), "states", carrier) for _ in range(2)]
@@ -359,7 +341,7 @@ def test_jobs_on_one_path_share_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dropped_spill_gives_its_room_back(tmp_path: Path, carrier: IoBackend) -> None:
+def test_a_dropped_spill_gives_its_room_back(tmp_path, carrier):
     disk = DiskStorage(nvme(tmp_path), "states", carrier)
     reserved(disk, 64 * MIB)
     fd = disk.files[0].fd
@@ -381,7 +363,7 @@ while True:
 """
 
 
-def test_a_killed_job_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_killed_job_leaves_nothing_behind(tmp_path):
     with small_disk(tmp_path / "disk", "size=128m") as path:
         empty = os.statvfs(path).f_bfree
         job = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, text=True)
@@ -398,8 +380,8 @@ def test_a_killed_job_leaves_nothing_behind(tmp_path: Path) -> None:
         assert os.statvfs(path).f_bfree == empty
 
 
-def test_threads_carry_requests_where_io_uring_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused() -> Uring:
+def test_threads_carry_requests_where_io_uring_is_refused(monkeypatch):
+    def refused():
         raise PermissionError(errno.EPERM, "seccomp")
 
     monkeypatch.setattr("zero_fn.storage.uring.Uring", refused)
@@ -422,7 +404,7 @@ step()
 """
 
 
-def test_a_program_ends_without_a_word(tmp_path: Path) -> None:
+def test_a_program_ends_without_a_word(tmp_path):
     """Finalizers run when modules have been taken apart already."""
     done = subprocess.run([sys.executable, "-c", ENDED, tmp_path], capture_output=True, text=True, check=True)
     assert done.stderr == ""

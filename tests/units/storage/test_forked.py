@@ -1,11 +1,6 @@
 """A forked process leaves what its parent has on a disk alone: an error there, and its parent goes on."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +9,7 @@ from torch import nn
 import zero_fn as zf
 
 
-def _trained(path: Path) -> dict[str, Any]:
+def _trained(path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model = zf.offload(model, params=zf.nvme(str(path)), grads=zf.nvme(str(path)))
     held = {"model": model, "optimizer": zf.streamed(torch.optim.Adam(model.parameters()), zf.nvme(str(path)))}
@@ -22,13 +17,13 @@ def _trained(path: Path) -> dict[str, Any]:
     return held
 
 
-def _step(held: dict[str, Any]) -> None:
+def _step(held):
     held["model"](torch.ones(2, 8)).square().sum().backward()
     held["optimizer"].step()
     held["optimizer"].zero_grad()
 
 
-def _in_a_fork(act: Callable[[], object]) -> str:
+def _in_a_fork(act):
     """What a child says that does this."""
     end, begin = os.pipe()
     child = os.fork()
@@ -47,7 +42,7 @@ def _in_a_fork(act: Callable[[], object]) -> str:
     return said
 
 
-USES: dict[str, Callable[[dict[str, Any]], object]] = {
+USES = {
     "a forward": lambda held: held["model"](torch.ones(2, 8)),
     "a read": lambda held: [p.sum().item() for p in held["model"].parameters()],
     "a step": _step,
@@ -56,14 +51,14 @@ USES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_fork_that_uses_what_is_on_a_disk_is_told(tmp_path: Path, use: str) -> None:
+def test_a_fork_that_uses_what_is_on_a_disk_is_told(tmp_path, use):
     """It ended with SIGSEGV: buffers are not copied into children."""
     held = _trained(tmp_path)
     assert "StorageError: A forked process used" in _in_a_fork(lambda: USES[use](held))
     _step(held)
 
 
-def test_what_a_fork_gives_up_stays_with_its_parent(tmp_path: Path) -> None:
+def test_what_a_fork_gives_up_stays_with_its_parent(tmp_path):
     """Its buffers were taken from the ring that both share, and the next forward of the parent blamed the disk."""
     held, replica = _trained(tmp_path), _trained(tmp_path)
     with torch.no_grad():
@@ -78,8 +73,8 @@ def test_what_a_fork_gives_up_stays_with_its_parent(tmp_path: Path) -> None:
         assert torch.equal(mine.clone(), its.clone())
 
 
-def test_a_fork_may_use_what_is_in_memory_of_the_host() -> None:
+def test_a_fork_may_use_what_is_in_memory_of_the_host():
     model = nn.Linear(8, 8)
-    held: dict[str, Any] = {"model": model, "optimizer": zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu())}
+    held = {"model": model, "optimizer": zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu())}
     _step(held)
     assert _in_a_fork(lambda: held["optimizer"].state_dict()) == "nothing"

@@ -1,14 +1,11 @@
 """Memory of a buffer serves the next of its size, once no tensor is on it, and is given up with its last user."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import sys
 
 import pytest
 import torch
-from torch import Tensor
 
 from zero_fn.storage.pool import BufferPool, Landing
 
@@ -17,16 +14,16 @@ NBYTES = 8 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts page faults and mappings of Linux")
 
 
-def buffers_of(nbytes: int) -> BufferPool:
+def buffers_of(nbytes):
     return BufferPool(nbytes, torch.uint8, torch.device("cpu"))
 
 
-def mappings() -> int:
+def mappings():
     with open("/proc/self/maps") as maps:
         return sum(1 for _ in maps)
 
 
-def test_live_buffers_are_apart_and_the_memory_of_a_dead_one_serves_the_next() -> None:
+def test_live_buffers_are_apart_and_the_memory_of_a_dead_one_serves_the_next():
     buffers = buffers_of(NBYTES)
     first, second = buffers.take(), buffers.take()
     first.fill_(1)
@@ -43,9 +40,9 @@ def test_live_buffers_are_apart_and_the_memory_of_a_dead_one_serves_the_next() -
     assert value == [1] * 16
 
 
-def test_buffers_that_come_and_go_fault_no_pages() -> None:
+def test_buffers_that_come_and_go_fault_no_pages():
     buffers = buffers_of(NBYTES)
-    live: list[Tensor] = []
+    live = []
     before = 0
     for number in range(40):
         if number == 10:
@@ -56,7 +53,7 @@ def test_buffers_that_come_and_go_fault_no_pages() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 30 * 20  # of 2,048 pages each
 
 
-def test_all_who_ask_share_and_the_last_takes_the_memory_along() -> None:
+def test_all_who_ask_share_and_the_last_takes_the_memory_along():
     before = mappings()
     one, other = buffers_of(NBYTES + 4096), buffers_of(NBYTES + 4096)
     place = one.take().data_ptr()
@@ -72,7 +69,7 @@ def test_all_who_ask_share_and_the_last_takes_the_memory_along() -> None:
     assert mappings() <= before + 1
 
 
-def test_memory_that_a_disk_fills_serves_whatever_fits_and_no_two_at_once() -> None:
+def test_memory_that_a_disk_fills_serves_whatever_fits_and_no_two_at_once():
     landing = Landing()
     first = landing.take(3 * 4096)
     part, address = first[:10], first.data_ptr()

@@ -1,7 +1,5 @@
 """Host memory of exact size: what it takes, what it refuses, and what bounds it."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys
@@ -20,25 +18,25 @@ from zero_fn.values.tiers import cpu, nvme
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
 
 
-def resident_nbytes() -> int:
+def resident_nbytes():
     match = re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * 1024
 
 
-def is_mapped(address: int) -> bool:
+def is_mapped(address):
     ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
-def test_a_slab_is_whole_pages_and_no_more() -> None:
+def test_a_slab_is_whole_pages_and_no_more():
     slab = Slab(3 * PAGE_NBYTES + 1, cpu(), "states")
     assert slab.nbytes == slab.memory.numel() == 4 * PAGE_NBYTES
     assert slab.memory.data_ptr() % PAGE_NBYTES == 0
     assert not slab.memory.any()
 
 
-def test_a_slab_takes_as_much_memory_as_it_says_and_gives_it_back() -> None:
+def test_a_slab_takes_as_much_memory_as_it_says_and_gives_it_back():
     before = resident_nbytes()
     slab = Slab(64 << 20, cpu(), "states")
     slab.memory.fill_(1)
@@ -47,7 +45,7 @@ def test_a_slab_takes_as_much_memory_as_it_says_and_gives_it_back() -> None:
     assert resident_nbytes() - before < 8 << 20
 
 
-def test_views_of_every_dtype_keep_the_memory_of_a_slab() -> None:
+def test_views_of_every_dtype_keep_the_memory_of_a_slab():
     slab = Slab(PAGE_NBYTES, cpu(), "states")
     views = [slab.memory[:64].view(dtype) for dtype in (torch.bfloat16, torch.float32, torch.complex64, torch.int8)]
     del slab
@@ -55,13 +53,13 @@ def test_views_of_every_dtype_keep_the_memory_of_a_slab() -> None:
     assert torch.equal(views[2], torch.full((8,), 1.5 + 1.5j))
 
 
-def test_a_slab_above_the_limit_of_its_tier_is_refused_with_both_numbers() -> None:
+def test_a_slab_above_the_limit_of_its_tier_is_refused_with_both_numbers():
     with pytest.raises(TierError, match=r"(?s)states need 8\.00 KiB.*4\.00 KiB can be taken.*limit of the tier"):
         Slab(2 * PAGE_NBYTES, cpu(limit="4KiB"), "states")
     Slab(2 * PAGE_NBYTES, cpu(limit="8KiB"), "states")
 
 
-def test_the_limit_of_a_tier_is_for_all_that_was_reserved_there(tmp_path: Path) -> None:
+def test_the_limit_of_a_tier_is_for_all_that_was_reserved_there(tmp_path):
     """It was counted for each time anew: 16 KiB were taken of 8."""
     for tier in (cpu(limit="8KiB"), nvme(tmp_path, limit="8KiB")):
         shelf = storage_on(tier, "states")
@@ -74,19 +72,19 @@ def test_the_limit_of_a_tier_is_for_all_that_was_reserved_there(tmp_path: Path) 
         assert shelf.nbytes == 2 * PAGE_NBYTES
 
 
-def test_a_slab_larger_than_the_machine_is_refused_before_it_is_made() -> None:
+def test_a_slab_larger_than_the_machine_is_refused_before_it_is_made():
     with pytest.raises(TierError, match=r"memory of the machine|cgroup|address space"):
         Slab(1 << 50, cpu(), "states")
 
 
-def test_a_slab_is_refused_when_the_memory_of_the_job_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_is_refused_when_the_memory_of_the_job_is_bounded(monkeypatch):
     monkeypatch.setattr("zero_fn.storage.host_memory.available", lambda: Available(PAGE_NBYTES, "cgroup /job"))
     with pytest.raises(TierError, match="cgroup /job"):
         Slab(2 * PAGE_NBYTES, cpu(), "states")
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_cgroup_on_the_way_to_the_root_bounds(tmp_path: Path, version: int) -> None:
+def test_the_tightest_cgroup_on_the_way_to_the_root_bounds(tmp_path, version):
     process = tmp_path / "cgroup"
     process.write_text("0::/job/task\n" if version == 2 else "5:pids:/x\n4:cpu,memory:/job/task\n")
     root = tmp_path / "fs"
@@ -105,7 +103,7 @@ def test_the_tightest_cgroup_on_the_way_to_the_root_bounds(tmp_path: Path, versi
 
 
 @pytest.mark.parametrize(("limit", "row"), [(resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")])
-def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit: int, row: str) -> None:
+def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit, row):
     match = re.search(rf"{row}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     with limited(limit, int(match[1]) * 1024 + (64 << 20)):
@@ -114,7 +112,7 @@ def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit: int, row: str
         Slab(16 << 20, cpu(), "states")
 
 
-def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch):
     """No accelerator here: what a driver that refuses would do."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.warns(RuntimeWarning, match="could not pin 8.00 KiB") as said:
@@ -125,11 +123,11 @@ def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch: pyte
     assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned
 
 
-def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch):
     """No accelerator here: the runtime keeps the error of a call, and the next kernel of torch raises it."""
-    pending: list[str] = []
+    pending = []
 
-    def kernel(*_: object, device: str) -> None:
+    def kernel(*_, device):
         if pending:
             raise RuntimeError(f"CUDA error: {pending.pop()}")
 
@@ -143,15 +141,15 @@ def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch
     torch.zeros(1, device="cuda")
 
 
-def test_memory_is_pinned_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_until_it_goes(monkeypatch):
     """No accelerator here: what is asked of a runtime, and that it is told before the memory goes."""
-    calls: list[tuple[str, int, int]] = []
+    calls = []
 
-    def register(address: int, nbytes: int, flags: int) -> int:
+    def register(address, nbytes, flags):
         calls.append(("pinned", address, nbytes))
         return flags
 
-    def unregister(address: int) -> int:
+    def unregister(address):
         calls.append(("let go", address, is_mapped(address)))
         return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -25,14 +24,14 @@ class Filled:
     is_stored: bool = False
 
 
-def _put(store: Store, *members: Filled) -> None:
+def _put(store, *members):
     for member in members:
         store.reserve([member], torch.device("cpu"))
         memory, _ = store.fetch(member)
         store.keep(member, memory.fill_(member.value))
 
 
-def test_a_place_that_was_read_ahead_and_freed_gives_what_was_put_there_last(tmp_path: Path) -> None:
+def test_a_place_that_was_read_ahead_and_freed_gives_what_was_put_there_last(tmp_path):
     store = Store(nvme(tmp_path), "activations")
     first, *others = members = [Filled(number) for number in range(6)]
     _put(store, *members)
@@ -47,7 +46,7 @@ def test_a_place_that_was_read_ahead_and_freed_gives_what_was_put_there_last(tmp
         assert torch.equal(store.get(member), torch.full((5000,), member.value, dtype=torch.uint8))
 
 
-def test_a_place_on_the_host_is_given_to_as_many_bytes_only() -> None:
+def test_a_place_on_the_host_is_given_to_as_many_bytes_only():
     """What lies there together lies back to back: more bytes would reach into the next."""
     store = Store(cpu(), "activations")
     first, second = Filled(1, nbytes=100), Filled(2, nbytes=200)
@@ -59,9 +58,7 @@ def test_a_place_on_the_host_is_given_to_as_many_bytes_only() -> None:
     assert torch.equal(store.get(second), torch.full((200,), 2, dtype=torch.uint8))
 
 
-def test_a_byte_string_without_room_is_counted_with_none_that_come_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_byte_string_without_room_is_counted_with_none_that_come_later(tmp_path, monkeypatch):
     """One that was too large locked out all others, and took room of the disk at each try."""
     little = Available(1 << 20, "cgroup /job")
     monkeypatch.setattr("zero_fn.storage.host_memory.available", lambda: little)
@@ -77,7 +74,7 @@ def test_a_byte_string_without_room_is_counted_with_none_that_come_later(
         assert store.get(member).eq(member.value).all()
 
 
-def test_an_interrupt_before_a_read_has_begun_keeps_no_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_a_read_has_begun_keeps_no_buffer(tmp_path, monkeypatch):
     """All later byte strings passed through memory of their own, which is not pinned."""
     store = Store(nvme(tmp_path), "activations")
     _put(store, *(members := [Filled(number) for number in range(4)]))

@@ -1,25 +1,21 @@
 """Several disks as one tier: every byte has one place, both ways are exact, and a fault is named with its path."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.units.storage.disks import answers, filled, overwrite, reserved, small_disk
 from zero_fn.storage.files import STRIPE_NBYTES, extents_of, share_of
 from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
 from zero_fn.storage.tier_storage import BLOCK_NBYTES, DiskStorage
-from zero_fn.values.tiers import Nvme, cpu
+from zero_fn.values.tiers import cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="opens files without a name again")
 
@@ -27,7 +23,7 @@ PAGES = 5 * STRIPE_NBYTES // PAGE_NBYTES
 
 
 @pytest.fixture
-def disks(tmp_path: Path) -> list[str]:
+def disks(tmp_path):
     paths = [tmp_path / name for name in ("first", "second", "third")]
     for path in paths:
         path.mkdir()
@@ -39,11 +35,9 @@ def disks(tmp_path: Path) -> list[str]:
     st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(1, PAGES)), min_size=1, max_size=6),
     st.integers(0, PAGES),
 )
-def test_every_page_has_one_place_inside_what_its_file_reserves(
-    count: int, ranges: list[tuple[int, int]], pages_taken: int
-) -> None:
+def test_every_page_has_one_place_inside_what_its_file_reserves(count, ranges, pages_taken):
     """However a range is cut, its pages are at the places that they have in the whole."""
-    places: dict[int, tuple[int, int]] = {}
+    places = {}
     for first, pages in [(0, 2 * PAGES), *ranges]:
         end = 0
         for start, nbytes, disk, offset in extents_of(first * PAGE_NBYTES, pages * PAGE_NBYTES, count, BLOCK_NBYTES):
@@ -54,7 +48,7 @@ def test_every_page_has_one_place_inside_what_its_file_reserves(
                 assert places.setdefault(page, (disk, offset + at)) == (disk, offset + at)
         assert end == pages * PAGE_NBYTES
     assert len(set(places.values())) == len(places)
-    taken: Counter[int] = Counter()
+    taken = Counter()
     for page in range(pages_taken):
         disk, offset = places[page]
         taken[disk] = max(taken[disk], offset + PAGE_NBYTES)
@@ -63,7 +57,7 @@ def test_every_page_has_one_place_inside_what_its_file_reserves(
     assert sum(shares) == pages_taken * PAGE_NBYTES
 
 
-def test_bytes_come_back_from_every_offset_and_lie_on_all_disks(disks: list[str]) -> None:
+def test_bytes_come_back_from_every_offset_and_lie_on_all_disks(disks):
     disk = DiskStorage(zf.nvme(*disks), "states")
     pad, size = 3 * PAGE_NBYTES, 9 * STRIPE_NBYTES + 5 * PAGE_NBYTES
     reserved(disk, pad)
@@ -81,7 +75,7 @@ def test_bytes_come_back_from_every_offset_and_lie_on_all_disks(disks: list[str]
     assert max(sizes) - min(sizes) <= STRIPE_NBYTES
 
 
-def test_a_fault_is_named_with_its_path(disks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_named_with_its_path(disks, monkeypatch):
     disk = DiskStorage(zf.nvme(*disks), "states")
     slab = filled(6 * STRIPE_NBYTES, 0)
     offset = reserved(disk, slab.nbytes)
@@ -95,7 +89,7 @@ def test_a_fault_is_named_with_its_path(disks: list[str], monkeypatch: pytest.Mo
         disk.write(offset, slab.memory).wait()
 
 
-def test_a_disk_too_small_leaves_all_as_they_were(disks: list[str], tmp_path: Path) -> None:
+def test_a_disk_too_small_leaves_all_as_they_were(disks, tmp_path):
     with small_disk(tmp_path / "small", "size=3m") as path:
         disk = DiskStorage(zf.nvme(disks[0], path, disks[1]), "states")
         reserved(disk, 3 * STRIPE_NBYTES)
@@ -111,12 +105,10 @@ def test_a_disk_too_small_leaves_all_as_they_were(disks: list[str], tmp_path: Pa
         DiskStorage(zf.nvme(disks[0], str(tmp_path / "missing")), "states")
 
 
-def test_training_on_several_disks_changes_no_bit(disks: list[str]) -> None:
-    def trained(tier: Nvme) -> list[Tensor]:
+def test_training_on_several_disks_changes_no_bit(disks):
+    def trained(tier):
         torch.manual_seed(0)
-        model: Any = zf.offload(
-            nn.Sequential(*(nn.Linear(700, 700) for _ in range(2))), params=tier, grads=tier, optim=tier
-        )
+        model = zf.offload(nn.Sequential(*(nn.Linear(700, 700) for _ in range(2))), params=tier, grads=tier, optim=tier)
         stock = torch.optim.AdamW(model.parameters(), lr=0.01)
         planned = zf.plan(model, stock)
         optimizer = zf.streamed(stock)

@@ -1,10 +1,7 @@
 """Faults beside states in 8 bits: disks, gradients that only some ranks have, options that change, copies."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from tests.units.storage.disks import failing
 
 @pytest.mark.parametrize("is_half_way", [True, False])
 @on_ranks(2)
-def test_a_disk_that_fails_in_a_step_on_one_rank_is_told_on_all(folder: str, is_half_way: bool) -> None:
+def test_a_disk_that_fails_in_a_step_on_one_rank_is_told_on_all(folder, is_half_way):
     """States that are loaded again mend it, to the bit: also codes in memory, some of which have changed."""
     model, optimizer = _made("zero3, disk", folder)
     expected, stock = _made("zero3, disk", folder)
@@ -42,7 +39,7 @@ def test_a_disk_that_fails_in_a_step_on_one_rank_is_told_on_all(folder: str, is_
 
 
 @on_ranks(2)
-def test_a_step_that_fails_while_it_is_tried_is_taken_again(folder: str) -> None:
+def test_a_step_that_fails_while_it_is_tried_is_taken_again(folder):
     expected, stock = _made("zero3", "")
     _train(expected, stock, 0)
     model, _ = _made("zero3", "")
@@ -55,9 +52,9 @@ def test_a_step_that_fails_while_it_is_tried_is_taken_again(folder: str) -> None
     assert not _unequal(_now(model, optimizer), _now(expected, stock))
 
 
-def _torn(has_none: bool) -> str:
+def _torn(has_none):
     """Each rank has the gradient of another of two weights of one shape; or one rank has none."""
-    model: Any = zf.zero3(nn.Sequential(nn.Linear(90, 90, bias=False), nn.Linear(90, 90, bias=False)), axis())
+    model = zf.zero3(nn.Sequential(nn.Linear(90, 90, bias=False), nn.Linear(90, 90, bias=False)), axis())
     optimizer = zf.states8bit(OPTIMIZERS["AdamW"]([*model.parameters()]))
     assert len(optimizer.states.divided) == 2
     model(torch.ones(4, 90)).sum().backward()
@@ -72,7 +69,7 @@ def _torn(has_none: bool) -> str:
 
 
 @pytest.mark.parametrize("has_none", [False, True])
-def test_ranks_with_gradients_of_different_parameters_are_told(has_none: bool) -> None:
+def test_ranks_with_gradients_of_different_parameters_are_told(has_none):
     """Once the largest values of one weight were taken for those of another."""
     ranks = Ranks()  # they lose one another
     try:
@@ -82,12 +79,12 @@ def test_ranks_with_gradients_of_different_parameters_are_told(has_none: bool) -
 
 
 @on_ranks(2)
-def test_a_state_that_options_leave_out_is_kept_once_it_comes() -> None:
+def test_a_state_that_options_leave_out_is_kept_once_it_comes():
     """Once a step without momentum looked for momentum that was to be coded."""
     found = []
     for whole in (True, False):
         seed_generator(0)
-        model: nn.Module = Blocks() if whole else zf.zero3(Blocks(), axis())
+        model = Blocks() if whole else zf.zero3(Blocks(), axis())
         optimizer = zf.states8bit(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
         for step, momentum in enumerate((0.0, 0.9, 0.0, 0.5)):
             optimizer.param_groups[0]["momentum"] = momentum
@@ -96,7 +93,7 @@ def test_a_state_that_options_leave_out_is_kept_once_it_comes() -> None:
     assert not _unequal(*found)
 
 
-def test_what_cannot_be_stepped_is_refused_before_it_is_tried() -> None:
+def test_what_cannot_be_stepped_is_refused_before_it_is_tried():
     columns = nn.Parameter(torch.randn(64, 100).t())
     optimizer = zf.states8bit(torch.optim.AdamW([columns], foreach=False))
     assert optimizer.states.divided
@@ -110,7 +107,7 @@ def test_what_cannot_be_stepped_is_refused_before_it_is_tried() -> None:
         optimizer.step()
 
 
-def test_it_cannot_be_copied_or_pickled() -> None:
+def test_it_cannot_be_copied_or_pickled():
     optimizer = zf.states8bit(torch.optim.AdamW([nn.Parameter(torch.randn(64, 64))], fused=True))
     for act in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(zf.StateError, match="cannot be copied or pickled"):

@@ -7,26 +7,23 @@ import copy
 import errno
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import zero_fn as zf
 from tests.support.models import Language
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import fulls
 from tests.units.storage.disks import answers, failing, overwrite
 from zero_fn.storage import tier_storage
-from zero_fn.storage.io import Request
 
 KINDS = ("states", "parameters", "gradients", "activations")
 
@@ -34,10 +31,10 @@ KINDS = ("states", "parameters", "gradients", "activations")
 class Training:
     """A model of which one kind of state rests in a tier; None is none."""
 
-    def __init__(self, kind: str | None, tier: Any, transform: Callable[[Any], Any] = lambda model: model) -> None:
+    def __init__(self, kind, tier, transform=lambda model: model):
         seed_generator(0)
         self.model = transform(Language(dim=30, blocks=7))
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if kind in (None, "states"):
             self.step(0)  # streamed after it, the next step begins with a chunk that is on the disk only
         if kind == "states":
@@ -52,7 +49,7 @@ class Training:
         if kind not in (None, "states"):
             self.step(0)
 
-    def step(self, seed: int, between: dict[str, Callable[[], object]] | None = None) -> None:
+    def step(self, seed, between=None):
         """A step; `between` is called after "zero_grad", "forward" and "backward"."""
         acts = between or {}
         self.optimizer.zero_grad()
@@ -64,11 +61,11 @@ class Training:
         acts.get("backward", lambda: None)()
         self.optimizer.step()
 
-    def values(self) -> list[Tensor]:
+    def values(self):
         return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in self.model.parameters()]
 
 
-def stepped(*seeds: int, transform: Callable[[Any], Any] = lambda model: model) -> list[Tensor]:
+def stepped(*seeds, transform=lambda model: model):
     """Parameters in memory after a step 0 and these."""
     plain = Training(None, None, transform)
     for seed in seeds:
@@ -77,17 +74,17 @@ def stepped(*seeds: int, transform: Callable[[Any], Any] = lambda model: model) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tier_too_small_is_found_before_anything_moves(tmp_path: Path, kind: str) -> None:
-    kept: list[Any] = []
+def test_a_tier_too_small_is_found_before_anything_moves(tmp_path, kind):
+    kept = []
     seed_generator(0)
     before = stepped() if kind == "states" else list(Language(dim=30, blocks=7).parameters())
     with pytest.raises(zf.TierError, match="the limit of the tier"):
-        Training(kind, zf.nvme(tmp_path, limit="4096B"), lambda model: kept.append(model) or model)  # type: ignore[func-returns-value]
+        Training(kind, zf.nvme(tmp_path, limit="4096B"), lambda model: kept.append(model) or model)
     assert all(map(torch.equal, kept[-1].parameters(), before))
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_a_step_in_which_the_disk_fails_before_any_update_is_taken_again(tmp_path: Path, kind: str) -> None:
+def test_a_step_in_which_the_disk_fails_before_any_update_is_taken_again(tmp_path, kind):
     training = Training(kind, zf.nvme(tmp_path))
     with failing(), pytest.raises(zf.StorageError, match=f"(?s)(Reading from|Writing to) {kind}.*EIO"):
         training.step(1)
@@ -98,14 +95,12 @@ def test_a_step_in_which_the_disk_fails_before_any_update_is_taken_again(tmp_pat
 
 @pytest.mark.parametrize("is_write", [True, False])
 @pytest.mark.parametrize("kind", ["states", "parameters"])
-def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_write: bool
-) -> None:
+def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(tmp_path, monkeypatch, kind, is_write):
     training = Training(kind, zf.nvme(tmp_path))
     saved = copy.deepcopy(training.optimizer.state_dict()), training.values()
-    seen: list[int] = []
+    seen = []
 
-    def fourth_fails(request: Request, result: int) -> int:
+    def fourth_fails(request, result):
         seen.extend([result] * (request.is_write == is_write))
         return -errno.ENOSPC if len(seen) == 4 else result
 
@@ -124,12 +119,12 @@ def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="opens a file without a name again")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_bit_is_not_computed_with(tmp_path: Path, kind: str) -> None:
+def test_a_flipped_bit_is_not_computed_with(tmp_path, kind):
     tier = zf.nvme(tmp_path)
     training = Training(kind, tier)
     before = training.values()
 
-    def flip() -> None:
+    def flip():
         (disk,) = (each for each in tier_storage._disks if each.tier == tier)
         overwrite(disk.files[0], b"other", 777)
 
@@ -145,7 +140,7 @@ def test_a_flipped_bit_is_not_computed_with(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 @on_ranks(2)
-def test_a_path_that_one_rank_lacks_is_an_error_on_all_that_changes_nothing(folder: str, kind: str) -> None:
+def test_a_path_that_one_rank_lacks_is_an_error_on_all_that_changes_nothing(folder, kind):
     training = Training(None, None, lambda model: zf.zero3(model, axis()))
     before = [value for state in training.optimizer.state.values() for value in state.values()]
     is_there = axis().get_local_rank() == 1
@@ -165,16 +160,16 @@ def test_a_path_that_one_rank_lacks_is_an_error_on_all_that_changes_nothing(fold
 # -- ranks whose disk is well ------------------------------------------------------------------------------------------
 
 
-def _norm(foreach: bool) -> Callable[[Any, Any], object]:
+def _norm(foreach):
     return lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
 
 
-def _in_unsharded(model: Any, _: object) -> None:
+def _in_unsharded(model, _):
     with zf.unsharded(model.blocks[1]):
         pass
 
 
-ACTS: dict[str, Callable[[Any, Any], object]] = {
+ACTS = {
     "unsharded": _in_unsharded,
     "norm": _norm(False),
     "norms": _norm(True),
@@ -229,14 +224,14 @@ FAILURES = {
 }  # fmt: skip
 
 
-def _told(path: str, failure: Failure) -> tuple[list[str], bool]:
+def _told(path, failure):
     """What this rank was told, and whether it trains to the bit as if nothing had been: a step that failed is taken again."""
-    said: list[str] = []
+    said = []
     values = []
     for steps in ((0, 1, 2), (0, 1, 1, 2)):
         seed_generator(0)
-        model: Any = STAGES[failure.stage](Language(dim=30, blocks=7), axis())
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model = STAGES[failure.stage](Language(dim=30, blocks=7), axis())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         breaks = len(steps) > 3 and axis().get_local_rank() == 1
         if len(steps) > 3:
             disk = zf.nvme(path)
@@ -246,7 +241,7 @@ def _told(path: str, failure: Failure) -> tuple[list[str], bool]:
             optimizer = zf.streamed(optimizer, where, buffer="12KiB" if failure.away == "optim" else "64KiB")
         for number, step in enumerate(steps):
 
-            def act(moment: str, do: Callable[[], Any], now: bool = breaks and number == 1) -> Any:
+            def act(moment, do, now=breaks and number == 1):
                 with failing(**failure.refuses, where=now and moment in failure.moments.split()):
                     return do()
 
@@ -265,9 +260,7 @@ def _told(path: str, failure: Failure) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_and_the_step_may_be_taken_again(
-    ranks: Ranks, tmp_path: Path, case: str
-) -> None:
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_and_the_step_may_be_taken_again(ranks, tmp_path, case):
     failure = FAILURES[case]
     (here, good), (there, good_there) = ranks(2).run(_told, str(tmp_path), failure)
     assert there[0].startswith(failure.own)

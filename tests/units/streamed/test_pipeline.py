@@ -1,11 +1,7 @@
 """The order in which a pass over chunks reads, computes and writes: no memory is taken again before its bytes have left."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,39 +9,39 @@ from zero_fn.storage import BUFFERS
 from zero_fn.streamed import windows
 from zero_fn.streamed.pieces import ParameterPiece
 from zero_fn.streamed.pieces import _Stepped as Stepped
-from zero_fn.streamed.pipeline import ChunkPipeline, Transfers
+from zero_fn.streamed.pipeline import ChunkPipeline
 from zero_fn.values.chunks import Piece
 
 
 class _Under:
     """Something under way, which notes that it was waited for."""
 
-    def __init__(self, log: list[tuple[str, int]], chunk: int) -> None:
+    def __init__(self, log, chunk):
         self._log, self._chunk = log, chunk
 
-    def wait(self) -> None:
+    def wait(self):
         self._log.append(("written", self._chunk))
 
 
 class _Noting:
     """A lane without bytes that notes what it is asked for."""
 
-    def __init__(self) -> None:
-        self.log: list[tuple[str, int]] = []
+    def __init__(self):
+        self.log = []
 
-    def fetch(self, chunk: int) -> tuple[Any, Transfers]:
+    def fetch(self, chunk):
         self.log.append(("fetch", chunk))
         return None, ()
 
-    def keep(self, chunk: int, memory: object) -> Transfers:
+    def keep(self, chunk, memory):
         self.log.append(("write", chunk))
         return [_Under(self.log, chunk)]
 
-    def forget(self) -> None:
+    def forget(self):
         raise AssertionError("the pass was whole")
 
 
-def test_a_chunk_has_been_written_before_its_memory_is_read_into_again() -> None:
+def test_a_chunk_has_been_written_before_its_memory_is_read_into_again():
     """A slow disk would get the bytes of another chunk. Disks of tests are never that slow."""
     lane = _Noting()
     ChunkPipeline([lane], range(3 * BUFFERS), lambda chunk, memory: None).run()
@@ -55,7 +51,7 @@ def test_a_chunk_has_been_written_before_its_memory_is_read_into_again() -> None
     assert all(("written", chunk) in at for chunk in range(3 * BUFFERS))
 
 
-def test_what_is_on_a_device_comes_to_the_host_where_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_a_device_comes_to_the_host_where_it_has_room(monkeypatch):
     monkeypatch.setattr(windows, "is_accelerator", lambda _: True)
     monkeypatch.setattr(windows, "side_stream", lambda _: SimpleNamespace(copy=Tensor.copy_))
     window, there = windows.Window(None, torch.zeros(64, dtype=torch.uint8), 0), torch.arange(6.0).view(2, 3).t()
@@ -68,8 +64,8 @@ def test_what_is_on_a_device_comes_to_the_host_where_it_has_room(monkeypatch: py
     assert copy.stride() == there.stride()
 
 
-def test_a_copy_is_made_by_the_streams_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_copy_is_made_by_the_streams_of_the_device(monkeypatch):
+    asked = []
     streams = SimpleNamespace(copy=lambda to, source: None)
     monkeypatch.setattr(windows, "side_stream", lambda device: asked.append(device.type) or streams)
     here, there = torch.empty(1), torch.empty(1, device="meta")
@@ -78,9 +74,9 @@ def test_a_copy_is_made_by_the_streams_of_the_device(monkeypatch: pytest.MonkeyP
     assert asked == ["meta", "meta"]
 
 
-def test_a_state_that_was_not_planned_stays_where_the_others_are() -> None:
+def test_a_state_that_was_not_planned_stays_where_the_others_are():
     class There(Tensor):
-        def cpu(self, *_: Any) -> Tensor:
+        def cpu(self, *_):
             return torch.zeros(3)
 
     for device, value in (("meta", torch.empty(3, device="meta")), ("cpu", torch.ones(3).as_subclass(There))):

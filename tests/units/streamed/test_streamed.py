@@ -1,18 +1,13 @@
 """Optimizers whose states are in another tier: the bits of the same one without, bounded memory, typed errors."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from ctypes import CDLL
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -44,11 +39,11 @@ one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.stre
 class Lion(Optimizer):
     """As users write them: no `foreach`, a state made at the first step, and a count beside it."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+    def __init__(self, params, lr=1e-2, betas=(0.9, 0.99)):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -64,7 +59,7 @@ class Lion(Optimizer):
                 state["exp_avg"] = average * second + p.grad * (1 - second)  # another tensor each time
 
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "adamw, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
     "adamw, foreach, amsgrad": lambda ps: torch.optim.AdamW(ps, foreach=True, amsgrad=True),
@@ -87,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def make(name: str, shapes: list[tuple[int, ...]], turned: bool = False) -> tuple[list[nn.Parameter], Optimizer]:
+def make(name, shapes, turned=False):
     """Parameters in two groups, and an optimizer over them."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -96,21 +91,19 @@ def make(name: str, shapes: list[tuple[int, ...]], turned: bool = False) -> tupl
     return parameters, over(name, parameters)
 
 
-def beside(
-    path: Path, name: str, shapes: list[tuple[int, ...]], **options: Any
-) -> tuple[Any, Optimizer, Any, Optimizer]:
+def beside(path, name, shapes, **options):
     """Parameters and a streamed optimizer, and the same in memory."""
     (parameters, inner), (twins, stock) = make(name, shapes), make(name, shapes)
     return parameters, zf.streamed(inner, zf.nvme(path), **options), twins, stock
 
 
-def over(name: str, parameters: list[nn.Parameter]) -> Optimizer:
+def over(name, parameters):
     half = len(parameters) // 2
-    groups: list[Any] = [{"params": parameters[:half], "lr": 0.02}] if half else []
+    groups = [{"params": parameters[:half], "lr": 0.02}] if half else []
     return OPTIMIZERS[name]([*groups, {"params": parameters[half:]}])
 
 
-def run(parameters: list[nn.Parameter], optimizer: Optimizer, steps: Iterable[int], skipped: int = 0) -> None:
+def run(parameters, optimizer, steps, skipped=0):
     """Steps with seeded gradients; parameter number `skipped - 1` gets its first gradient in step 1.
 
     Fused optimizers get gradients that lie as their parameters do, which backward sees to: given others, those of torch
@@ -126,7 +119,7 @@ def run(parameters: list[nn.Parameter], optimizer: Optimizer, steps: Iterable[in
         optimizer.step()
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Whether two state dicts, lists or values are equal to the bit."""
     if isinstance(one, Tensor):
         return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
@@ -166,23 +159,23 @@ shapes = st.lists(
 @example("adagrad", [(70, 100), (3,), ()], 16, False, True, 0, 1, 1.0, True, True)
 @example("lion", [(120, 130), (7, 5), ()], 13, True, True, 1, 1, 0.25, True, True)
 def test_streaming_changes_no_bit(
-    tmp_path_factory: pytest.TempPathFactory,
-    name: str,
-    shapes: list[tuple[int, ...]],
-    buffer: int,
-    turned: bool,
-    on_disk: bool,
-    skipped: int,
-    warm: int,
-    fraction: float,
-    has_kernels: bool,
-    loads: bool,
-) -> None:
+    tmp_path_factory,
+    name,
+    shapes,
+    buffer,
+    turned,
+    on_disk,
+    skipped,
+    warm,
+    fraction,
+    has_kernels,
+    loads,
+):
     """Of parameters, states and groups; with states from before, or loaded, and with parameters that join later."""
     expected, stock = make(name, shapes, turned)
     parameters, inner = make(name, shapes, turned)
-    tier: Any = zf.nvme(tmp_path_factory.getbasetemp()) if on_disk else zf.cpu()
-    options: Any = {"buffer": buffer * KIB, "elementwise": name == "lion", "fraction": fraction}
+    tier = zf.nvme(tmp_path_factory.getbasetemp()) if on_disk else zf.cpu()
+    options = {"buffer": buffer * KIB, "elementwise": name == "lion", "fraction": fraction}
     lacking = nullcontext() if has_kernels else patch("zero_fn.kernels.adam.library", lambda: Library(None, "a test"))
     with lacking:
         run(expected, stock, range(2), skipped)
@@ -198,7 +191,7 @@ def test_streaming_changes_no_bit(
     assert same(optimizer.state_dict(), stock.state_dict())
 
 
-def test_a_flattened_checkpoint_of_an_optimizer_without_states_is_loaded(tmp_path: Path) -> None:
+def test_a_flattened_checkpoint_of_an_optimizer_without_states_is_loaded(tmp_path):
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     model = nn.Linear(3, 2)
     optimizer = zf.streamed(torch.optim.SGD(model.parameters(), lr=0.5), zf.nvme(tmp_path))
@@ -209,7 +202,7 @@ def test_a_flattened_checkpoint_of_an_optimizer_without_states_is_loaded(tmp_pat
 
 
 @pytest.mark.parametrize("driver", ["a schedule of before", "a schedule", "a compiler"])
-def test_what_drives_an_optimizer_drives_a_streamed_one(tmp_path: Path, driver: str) -> None:
+def test_what_drives_an_optimizer_drives_a_streamed_one(tmp_path, driver):
     """A compiler traced the pipeline of chunks: values were wrong, or it failed inside."""
     torch._dynamo.reset()
     found = []
@@ -219,7 +212,7 @@ def test_what_drives_an_optimizer_drives_a_streamed_one(tmp_path: Path, driver: 
         optimizer = zf.streamed(optimizer, zf.nvme(tmp_path), buffer="20KiB") if stream else optimizer
         late = CosineAnnealingLR(optimizer, 4) if driver == "a schedule" else None
         step = torch.compile(optimizer.step, backend="eager") if stream and driver == "a compiler" else optimizer.step
-        driven: Any = SimpleNamespace(step=step, param_groups=optimizer.param_groups)
+        driven = SimpleNamespace(step=step, param_groups=optimizer.param_groups)
         for number in range(4):
             run(parameters, driven, [number])
             for schedule in filter(None, (early, late)):
@@ -231,12 +224,12 @@ def test_what_drives_an_optimizer_drives_a_streamed_one(tmp_path: Path, driver: 
 @pytest.mark.parametrize("first", [1, 2, 7])
 @pytest.mark.parametrize("name", ["adamw", "sgd, momentum"])
 @pytest.mark.parametrize("away", [False, True])
-def test_a_group_that_is_added_is_streamed(tmp_path: Path, name: str, first: int, away: bool) -> None:
+def test_a_group_that_is_added_is_streamed(tmp_path, name, first, away):
     """It may share a unit with others: each of the two wrote back what the other had changed, and the disk was blamed."""
     found = []
     for stream in (False, True):
         torch.manual_seed(0)
-        model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         model = zf.offload(model, params=zf.nvme(tmp_path)) if stream and away else model
         parameters = list(model.parameters())
         optimizer = OPTIMIZERS[name](parameters[:first])
@@ -251,7 +244,7 @@ def test_a_group_that_is_added_is_streamed(tmp_path: Path, name: str, first: int
     assert same(*found)
 
 
-def test_a_buffer_too_small_is_told_what_all_parcels_need(tmp_path: Path) -> None:
+def test_a_buffer_too_small_is_told_what_all_parcels_need(tmp_path):
     model = zf.offload(nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64)), params=zf.nvme(tmp_path))
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(zf.TierError, match=r"buffer=(\d+) or more") as error:
@@ -261,14 +254,14 @@ def test_a_buffer_too_small_is_told_what_all_parcels_need(tmp_path: Path) -> Non
     zf.streamed(optimizer, zf.nvme(tmp_path), buffer=int(needed[1]))
 
 
-def test_closures_hooks_and_scalers_see_one_step(tmp_path: Path) -> None:
+def test_closures_hooks_and_scalers_see_one_step(tmp_path):
     parameters, inner = make("adamw", [(30, 40)])
-    calls: list[str] = []
+    calls = []
     inner.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="16KiB")
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
 
-    def closure() -> Tensor:
+    def closure():
         loss = parameters[0].square().sum()
         loss.backward()
         return loss
@@ -286,7 +279,7 @@ def test_closures_hooks_and_scalers_see_one_step(tmp_path: Path) -> None:
     assert parameters[0].grad is None
 
 
-def _growth_of_steps(path: str) -> int:
+def _growth_of_steps(path):
     parameters = [nn.Parameter(torch.ones(1 << 20)) for _ in range(8)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -305,12 +298,12 @@ def _growth_of_steps(path: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
-def test_resident_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
+def test_resident_memory_is_bounded_by_the_buffers(tmp_path):
     """States of 64 MiB, buffers of 2 MiB; 2.5 MiB were seen."""
     assert in_new_process(_growth_of_steps, str(tmp_path)) < 4 << 20
 
 
-def test_an_optimizer_says_where_its_states_are(tmp_path: Path) -> None:
+def test_an_optimizer_says_where_its_states_are(tmp_path):
     text = repr(zf.streamed(make("adamw", [(128, 128)])[1], zf.nvme(tmp_path), buffer="16KiB"))
     assert f"128.00 KiB in nvme('{tmp_path}'), direct by" in text
     assert "4 buffers of 16.00 KiB" in text
@@ -318,7 +311,7 @@ def test_an_optimizer_says_where_its_states_are(tmp_path: Path) -> None:
     assert "32.00 KiB of memory of the host, the device's own: nothing is copied" in repr(optimizer)
 
 
-def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path: Path) -> None:
+def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path):
     parameters, inner = make("adamw", [(64, 64), (3,)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
     assert optimizer.buffers_nbytes == 36 * KIB  # one chunk: 32 KiB and a little, in whole pages
@@ -329,7 +322,7 @@ def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path: Path) -> 
     run([*parameters, late], optimizer, [1])
 
 
-def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path: Path) -> None:
+def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path):
     with alone() as mesh:
         model = zf.zero3(Language(), mesh)
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path))
@@ -341,7 +334,7 @@ def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path: Path) -> None:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_fails_while_states_move_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_while_states_move_leaves_them(tmp_path, monkeypatch):
     parameters, inner = make("adamw", [(100, 100)] * 4)
     run(parameters, inner, [0])
     answers(monkeypatch, lambda request, result: -errno.EIO if request.begin else result)
@@ -352,7 +345,7 @@ def test_a_disk_that_fails_while_states_move_leaves_them(tmp_path: Path, monkeyp
     assert same(inner.state_dict(), stock.state_dict())
 
 
-def test_memory_too_small_for_the_buffers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_too_small_for_the_buffers_is_refused(tmp_path, monkeypatch):
     _, inner = make("adamw", [(100, 100)])
     monkeypatch.setattr("zero_fn.storage.host_memory.available", lambda: Available(64 * KIB, "cgroup /job"))
     with pytest.raises(zf.TierError, match=r"(?s)buffers of states of AdamW need 80\.00 KiB.*cgroup /job"):
@@ -361,13 +354,11 @@ def test_memory_too_small_for_the_buffers_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("chunks", "expected"), [(3, [0, 0, 0, 0]), (9, [0, 5, 5, 5])])
-def test_a_step_begins_with_what_is_in_memory_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, expected: list[int]
-) -> None:
+def test_a_step_begins_with_what_is_in_memory_still(tmp_path, monkeypatch, chunks, expected):
     """The four chunks that the step before computed last are not read. Whatever comes between leaves the bits alone."""
-    reads: list[int] = []
+    reads = []
     parameters, optimizer, twins, stock = beside(tmp_path, "adamw", [(100, 100)] * chunks, buffer="128KiB")
-    answers(monkeypatch, lambda request, result: reads.append(not request.is_write) or result)  # type: ignore[func-returns-value]
+    answers(monkeypatch, lambda request, result: reads.append(not request.is_write) or result)
     found = []
     for step in range(4):
         reads.clear()
@@ -382,7 +373,7 @@ def test_a_step_begins_with_what_is_in_memory_still(
     assert same(optimizer.state_dict(), stock.state_dict())
 
 
-def test_optimizers_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+def test_optimizers_that_cannot_be_cut_are_refused(tmp_path):
     matrix = nn.Parameter(torch.randn(64, 64))
     whole = {torch.optim.Muon: ".*at whole tensors", torch.optim.Adafactor: ".*at whole tensors"}
     for kind in (*whole, torch.optim.LBFGS, torch.optim.SparseAdam):
@@ -392,13 +383,13 @@ def test_optimizers_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
                 zf.streamed(kind([matrix]), zf.nvme(tmp_path), elementwise=word)
 
 
-def test_states_are_read_through_the_state_dict(tmp_path: Path) -> None:
+def test_states_are_read_through_the_state_dict(tmp_path):
     parameters, inner = make("adamw", [(3, 4)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
     run(parameters, optimizer, range(2))
     (states,) = optimizer.state.values()
     assert states["step"] == 2 and states["exp_avg"] is None
-    edits: list[Any] = [
+    edits = [
         lambda: optimizer.state.clear(),
         lambda: optimizer.state.pop(parameters[0]),
         lambda: states.update(step=1),
@@ -422,9 +413,7 @@ def test_states_are_read_through_the_state_dict(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_optimizer_that_was_given_is_not_used_any_more(
-    tmp_path: Path, use: Callable[[Optimizer, Any], Any]
-) -> None:
+def test_the_optimizer_that_was_given_is_not_used_any_more(tmp_path, use):
     """It had stepped with states of its own, saved none, and dropped what it loaded, silently."""
     parameters, inner = make("adamw", [(3, 4)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
@@ -437,7 +426,7 @@ def test_the_optimizer_that_was_given_is_not_used_any_more(
     assert same(parameters, twins)
 
 
-def test_a_parameter_of_another_shape_is_refused_before_any_update(tmp_path: Path) -> None:
+def test_a_parameter_of_another_shape_is_refused_before_any_update(tmp_path):
     """Casts, and gradients that do not fit, are in `tests/errors`."""
     parameters, inner = make("adamw", [(30, 40), (5,)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
@@ -455,9 +444,7 @@ def test_a_parameter_of_another_shape_is_refused_before_any_update(tmp_path: Pat
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
-) -> None:
+def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(tmp_path, monkeypatch, has_kernels):
     if not has_kernels:
         monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
     parameters, optimizer, expected, stock = beside(tmp_path, "adamw, fused", [(70, 100), (9973,)], buffer="31KiB")
@@ -472,19 +459,19 @@ def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(
     assert same(parameters, expected)
 
 
-def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch):
     """Other classes, other groups, other dtypes, other strides, a scale left to the optimizer; seen by whom is called."""
-    calls: list[int] = []
+    calls = []
     monkeypatch.setattr(one_pass, "in_c", lambda pieces, *_: calls.append(len(pieces)))
     monkeypatch.setattr(one_pass, "rounding", lambda rates: Rounding(True, 2, 1, 8))
 
     class Mine(torch.optim.AdamW):
         pass
 
-    def made(kind: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    def made(kind=torch.optim.AdamW, dtype=torch.float32, **options):
         return kind([nn.Parameter(torch.ones(8, 4, dtype=dtype))], **options)
 
-    def stepped(inner: Any, grad: Tensor | None = None, **scales: Tensor) -> list[int]:
+    def stepped(inner, grad=None, **scales):
         (parameter,) = inner.param_groups[0]["params"]
         optimizer = zf.streamed(inner, zf.cpu(), elementwise=type(inner) is Mine)
         vars(inner).update(scales)
@@ -504,13 +491,13 @@ def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch: pytest.Monkey
     assert torch.equal(overflown.param_groups[0]["params"][0], torch.ones(8, 4))
 
 
-def test_an_optimizer_says_who_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_says_who_steps_it(monkeypatch):
     """So that no path is taken in silence."""
 
-    def says(optimizer: Optimizer) -> str:
+    def says(optimizer):
         return repr(zf.streamed(optimizer, zf.cpu())).partition("\n")[0]
 
-    def adamw(**options: Any) -> Optimizer:
+    def adamw(**options):
         return torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
 
     way = Rounding(True, 2, 1, 8)

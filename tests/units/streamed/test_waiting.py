@@ -1,18 +1,12 @@
 """A step that is finished by the next forward: unit by unit, as if it had been finished at once for whoever looks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import tempfile
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.models import Language
@@ -21,20 +15,20 @@ from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import fulls
 from tests.units.storage.disks import Lazy, failing
-from zero_fn.streamed.pipeline import ChunkPipeline, Waiting
+from zero_fn.streamed.pipeline import ChunkPipeline
 
 KINDS = ("params", "grads", "optim")
 
 
-def tokens(seed: int) -> Tensor:
+def tokens(seed):
     return torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
 
 
-def backward(model: nn.Module, seed: int) -> None:
+def backward(model, seed):
     model(tokens(seed)).logsumexp(-1).mean().backward()
 
 
-def step(model: nn.Module, optimizer: Any, seed: int) -> None:
+def step(model, optimizer, seed):
     backward(model, seed)
     optimizer.step()
     optimizer.zero_grad()
@@ -45,47 +39,47 @@ class Pair:
 
     def __init__(
         self,
-        path: Path | str,
-        transform: Callable[[nn.Module], nn.Module] = lambda model: model,
-        kinds: tuple[str, ...] = KINDS,
-        finish: str = "forward",
-    ) -> None:
+        path,
+        transform=lambda model: model,
+        kinds=KINDS,
+        finish="forward",
+    ):
         seed_generator(0)
-        self.plain: Any = Language(blocks=4)
-        self.model: Any = zf.offload(transform(copy.deepcopy(self.plain)), **dict.fromkeys(kinds, zf.nvme(path)))  # type: ignore[arg-type]
+        self.plain = Language(blocks=4)
+        self.model = zf.offload(transform(copy.deepcopy(self.plain)), **dict.fromkeys(kinds, zf.nvme(path)))
         self.stock = torch.optim.AdamW(self.plain.parameters(), lr=0.01)
         self.optimizer = zf.streamed(torch.optim.AdamW(self.model.parameters(), lr=0.01), finish=finish)
 
     @property
-    def both(self) -> tuple[tuple[Any, Any], ...]:
+    def both(self):
         return (self.model, self.optimizer), (self.plain, self.stock)
 
-    def step(self, seed: int = 0) -> None:
+    def step(self, seed=0):
         for model, optimizer in self.both:
             step(model, optimizer, seed)
 
     @property
-    def waiting(self) -> Waiting | None:
+    def waiting(self):
         return self.optimizer._steps.waiting
 
-    def require_same(self) -> None:
+    def require_same(self):
         assert all(map(torch.equal, fulls(self.model.parameters()), self.plain.parameters()))
         states, golden = self.optimizer.state_dict()["state"], self.stock.state_dict()["state"]
         assert all(torch.equal(*fulls([states[i][name], golden[i][name]])) for i in golden for name in golden[i])
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Pair:
+def pair(tmp_path):
     return Pair(tmp_path)
 
 
-def test_a_step_is_taken_unit_by_unit_by_the_forward_that_reads_it(pair: Pair) -> None:
+def test_a_step_is_taken_unit_by_unit_by_the_forward_that_reads_it(pair):
     pair.step()
     assert "before the next forward" in str(pair.optimizer)
     assert pair.waiting is not None
     chunks = len(pair.optimizer.states.chunks)
     assert pair.waiting.progress == f"0 of {chunks} chunks"
-    seen: list[str] = []
+    seen = []
     for block in pair.model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(pair.waiting.progress if pair.waiting else "all"))
     pair.model(tokens(1))
@@ -97,21 +91,21 @@ def test_a_step_is_taken_unit_by_unit_by_the_forward_that_reads_it(pair: Pair) -
 
 
 @pytest.mark.parametrize("kinds", [("optim",), ("params", "optim"), ("grads", "optim")])
-def test_what_is_in_memory_is_stepped_at_once(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_what_is_in_memory_is_stepped_at_once(tmp_path, kinds):
     """Anybody can read it."""
     pair = Pair(tmp_path, kinds=kinds)
     pair.step()
     assert pair.waiting is None
 
 
-def edited_whole(pair: Pair) -> None:
+def edited_whole(pair):
     with zf.unsharded(pair.model, writeback=True), torch.no_grad():
         assert all(map(torch.equal, pair.model.parameters(), pair.plain.parameters()))
         for model in (pair.model, pair.plain):
             model.blocks[1].up.weight.mul_(0.5)
 
 
-def saved(pair: Pair) -> None:
+def saved(pair):
     read = Language(blocks=4)
     with tempfile.TemporaryDirectory() as folder:
         zf.save(f"{folder}/step-2", pair.model)
@@ -119,11 +113,11 @@ def saved(pair: Pair) -> None:
     assert all(map(torch.equal, read.parameters(), pair.plain.parameters()))
 
 
-def handed_over(pair: Pair) -> None:
+def handed_over(pair):
     assert all(torch.equal(value, pair.plain.get_parameter(name)) for name, value in zf.weights(pair.model))
 
 
-def loaded(pair: Pair) -> None:
+def loaded(pair):
     """States of before, which come after the step that waits."""
     with tempfile.TemporaryDirectory() as folder:
         zf.save(f"{folder}/step-2", pair.model, pair.optimizer)
@@ -134,13 +128,13 @@ def loaded(pair: Pair) -> None:
     pair.stock.load_state_dict(states)
 
 
-def inferred(pair: Pair) -> None:
+def inferred(pair):
     with torch.inference_mode():
         pair.model(tokens(5))
     pair.step(2)
 
 
-READS: dict[str, Callable[[Pair], object]] = {
+READS = {
     "a parameter": lambda pair: pair.model.blocks[3].down.weight.detach().clone(),
     "state_dict": lambda pair: {name: value.clone() for name, value in pair.model.state_dict().items()},
     "states": lambda pair: pair.optimizer.state_dict(),
@@ -159,7 +153,7 @@ READS: dict[str, Callable[[Pair], object]] = {
 
 
 @pytest.mark.parametrize("reads", READS)
-def test_whoever_reads_finds_it_stepped(pair: Pair, reads: str) -> None:
+def test_whoever_reads_finds_it_stepped(pair, reads):
     pair.step(1)
     pair.step(2)
     READS[reads](pair)
@@ -167,9 +161,7 @@ def test_whoever_reads_finds_it_stepped(pair: Pair, reads: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [float, torch.tensor])
-def test_edits_and_gradients_after_a_step_are_those_of_one_that_was_finished(
-    pair: Pair, rate: Callable[[float], Any]
-) -> None:
+def test_edits_and_gradients_after_a_step_are_those_of_one_that_was_finished(pair, rate):
     for model, optimizer in pair.both:
         for group in optimizer.param_groups:
             group["lr"] = rate(0.01)
@@ -188,7 +180,7 @@ def test_edits_and_gradients_after_a_step_are_those_of_one_that_was_finished(
     pair.require_same()
 
 
-def test_nothing_is_read_that_is_still_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_that_is_still_being_written(tmp_path, monkeypatch):
     """Whatever the disk does first: a read may pass a write, which is under way until somebody has waited for it."""
     monkeypatch.setattr("zero_fn.storage.tier_storage.io_backend", Lazy)
     pair = Pair(tmp_path)
@@ -199,7 +191,7 @@ def test_nothing_is_read_that_is_still_being_written(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("is_in_a_cycle", [False, True])
-def test_parameters_outlive_their_optimizer(pair: Pair, is_in_a_cycle: bool) -> None:
+def test_parameters_outlive_their_optimizer(pair, is_in_a_cycle):
     pair.step(1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(pair.optimizer, lambda _: 1.0) if is_in_a_cycle else None
     del pair.optimizer, scheduler
@@ -207,7 +199,7 @@ def test_parameters_outlive_their_optimizer(pair: Pair, is_in_a_cycle: bool) -> 
     assert all(map(torch.equal, fulls(pair.model.parameters()), pair.plain.parameters()))
 
 
-def test_a_model_that_is_gone_is_not_stepped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_gone_is_not_stepped(pair, monkeypatch):
     pair.step(1)
     waiting, reached = weakref.ref(pair.waiting), []
     monkeypatch.setattr(ChunkPipeline, "reach", lambda _, count: reached.append(count))
@@ -222,12 +214,12 @@ def test_a_model_that_is_gone_is_not_stepped(pair: Pair, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("finishes", [("forward", "forward"), ("forward", "step"), ("step", "forward")])
 @pytest.mark.parametrize("second", ["every other parameter", "one of the second unit"])
-def test_two_optimizers_may_step_the_same_parcels(pair: Pair, second: str, finishes: Any) -> None:
+def test_two_optimizers_may_step_the_same_parcels(pair, second, finishes):
     for model in (pair.model, pair.plain):
         named = list(model.named_parameters())
         of_second = [name for name, _ in named[1::2]] if "other" in second else ["blocks.0.up.weight"]
         parts = [[p for name, p in named if (name in of_second) == is_second] for is_second in (False, True)]
-        optimizers: list[Any] = [torch.optim.AdamW(parts[0], lr=0.01), torch.optim.SGD(parts[1], lr=0.1, momentum=0.9)]
+        optimizers = [torch.optim.AdamW(parts[0], lr=0.01), torch.optim.SGD(parts[1], lr=0.1, momentum=0.9)]
         if model is pair.model:
             optimizers = [zf.streamed(each, finish=how) for each, how in zip(optimizers, finishes, strict=True)]
         for seed in range(3):
@@ -241,13 +233,13 @@ def test_two_optimizers_may_step_the_same_parcels(pair: Pair, second: str, finis
 
 @pytest.mark.parametrize("moment", ["forward", "the next step", "states"])
 @on_ranks(2)
-def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(folder: str, moment: str) -> None:
+def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(folder, moment):
     pair = Pair(folder, lambda model: zf.zero3(model, axis()))
     pair.step(1)
     states = copy.deepcopy(pair.optimizer.state_dict())
     values = {key: value.clone() for key, value in pair.model.state_dict().items()}
     pair.step(2)
-    acts: dict[str, Callable[[], object]] = {
+    acts = {
         "forward": lambda: pair.model(tokens(7)), "the next step": pair.optimizer.step, "states": pair.optimizer.state_dict
     }  # fmt: skip
     fails = axis().get_local_rank() == 1
@@ -265,7 +257,7 @@ def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(folde
 
 @pytest.mark.parametrize("finish", ["step", "forward"])
 @on_ranks(2)
-def test_one_rank_may_read_states_that_every_rank_has_whole(folder: str, finish: str) -> None:
+def test_one_rank_may_read_states_that_every_rank_has_whole(folder, finish):
     pair = Pair(folder, lambda model: zf.replicate(model, axis()), finish=finish)
     pair.step(1)
     if axis().get_local_rank() == 0:

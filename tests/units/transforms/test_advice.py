@@ -1,21 +1,16 @@
 """What is said once: a UserWarning with what to write instead, at the line of the user."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 import zero_fn as zf
 from tests.support.groups import alone
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from zero_fn import errors
 
 SLOW = "is stepped on the host without fused=True"
@@ -23,7 +18,7 @@ ROUNDED = "without float32 masters"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_was_said(monkeypatch):
     monkeypatch.setattr("zero_fn.errors._said", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -31,12 +26,12 @@ def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh():
     with alone() as axis:
         yield axis
 
 
-def trained(model: nn.Module, optimizer: Optimizer) -> None:
+def trained(model, optimizer):
     for _ in range(2):
         model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).float().sum().backward()
         optimizer.step()
@@ -44,7 +39,7 @@ def trained(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_a_streamed_adam_that_is_not_fused_says_so_once(mesh: DeviceMesh, kind: Any) -> None:
+def test_a_streamed_adam_that_is_not_fused_says_so_once(mesh, kind):
     model = zf.zero3(nn.Linear(4, 4), mesh)
     with pytest.warns(UserWarning, match=f"{kind.__name__} {SLOW}") as said:
         optimizer = zf.streamed(kind(model.parameters()), zf.cpu())
@@ -56,7 +51,7 @@ def test_a_streamed_adam_that_is_not_fused_says_so_once(mesh: DeviceMesh, kind: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_adam_over_parameters_that_rest_in_few_bits_says_so(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def test_adam_over_parameters_that_rest_in_few_bits_says_so(mesh, dtype):
     """At its first step, and where it is streamed."""
     model = zf.zero3(nn.Linear(4, 4).to(dtype), mesh)
     with pytest.warns(UserWarning, match=f"AdamW trains parameters that rest in .*{ROUNDED}") as said:
@@ -72,7 +67,7 @@ def test_adam_over_parameters_that_rest_in_few_bits_says_so(mesh: DeviceMesh, dt
     trained(model, AdamW(model.parameters()))
 
 
-def test_nothing_is_said_of_what_is_right(mesh: DeviceMesh) -> None:
+def test_nothing_is_said_of_what_is_right(mesh):
     """An optimizer that says whether it is fused, or is not Adam; masters in float32; what is frozen."""
     model = zf.precision(zf.zero3(nn.Linear(4, 4), mesh))
     trained(model, AdamW(model.parameters()))
@@ -85,14 +80,14 @@ def test_nothing_is_said_of_what_is_right(mesh: DeviceMesh) -> None:
     trained(rounded, SGD(rounded.parameters(), lr=0.1))
 
 
-MADE: dict[str, Callable[[nn.Module], nn.Module]] = {
+MADE = {
     "replicated": lambda loss: zf.replicate(loss, axis()),
     "ddp": DistributedDataParallel,
     "frozen": lambda loss: loss.requires_grad_(False),
 }
 
 
-def _beside(how: str) -> list[str]:
+def _beside(how):
     """What is said of a loss with a parameter that is in the optimizer beside the model."""
     torch.manual_seed(0)
     model = zf.zero3(nn.Linear(4, 4), axis())
@@ -118,15 +113,13 @@ def _beside(how: str) -> list[str]:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("how", ["plain", "checked", "streamed", "replicated", "ddp", "frozen", "not trained"])
-def test_plain_parameters_beside_a_transformed_model_are_told_where_ranks_would_drift(
-    ranks: Ranks, how: str, n: int
-) -> None:
+def test_plain_parameters_beside_a_transformed_model_are_told_where_ranks_would_drift(ranks, how, n):
     for said in ranks(n).run(_beside, how):
         assert len(said) == (how in ("plain", "checked", "streamed") and n > 1)
         assert all("loss = zf.replicate(loss, mesh['dp'])" in one and "of 2" in one for one in said)
 
 
-def test_an_optimizer_over_two_transformed_modules_is_right(mesh: DeviceMesh) -> None:
+def test_an_optimizer_over_two_transformed_modules_is_right(mesh):
     """`check` knew one module only, and said that the other was stale."""
     first, second = zf.zero3(nn.Linear(4, 4), mesh), zf.replicate(nn.Linear(4, 4), mesh)
     optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)

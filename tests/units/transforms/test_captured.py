@@ -1,64 +1,60 @@
 """What refers to a module goes along when a transform copies it, or is refused: functions do not."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable
 from types import MethodType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
-from tests.support.worlds import Run, as_replicas, noise
+from tests.support.worlds import as_replicas, noise
 
 
 class Pair(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.between: Callable[[Tensor], Tensor] = torch.tanh
+        self.between = torch.tanh
         self.count = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.between(self.first(x)))
+    def forward(self, x):
+        y = self.second(self.between(self.first(x)))
         return y
 
-    def scaled(self, _module: nn.Module, _args: object, y: Tensor) -> Tensor:
+    def scaled(self, _module, _args, y):
         """A hook."""
         return y * self.first.bias.sum()
 
-    def note(self, _parameter: Tensor) -> None:
+    def note(self, _parameter):
         """A hook of a parameter."""
         self.count += 1
 
 
-def _default(model: Any) -> None:
-    def between(x: Tensor, layer: nn.Module = model.first, *, scale: nn.Module = model.second) -> Tensor:
-        y: Tensor = layer(x) * scale.weight.sum()
+def _default(model):
+    def between(x, layer=model.first, *, scale=model.second):
+        y = layer(x) * scale.weight.sum()
         return y
 
     model.between = between
 
 
-def _refers_to_itself(model: Any) -> None:
-    def between(x: Tensor, times: int = 2) -> Tensor:
+def _refers_to_itself(model):
+    def between(x, times=2):
         return x if not times else between(torch.tanh(model.first(x)), times - 1)
 
     model.between = between
 
 
-def _list_in_a_closure(model: Any) -> None:
+def _list_in_a_closure(model):
     layers = [model.first, model.first]
     model.between = lambda x: functools.reduce(lambda y, layer: torch.tanh(layer(y)), layers, x)
 
 
-REFUSED: list[tuple[str, Callable[[Any], object]]] = [
+REFUSED = [
     ("between", lambda m: setattr(m, "between", lambda x: torch.tanh(m.first(x)))),
     ("between", _list_in_a_closure),
     ("between", _default),
@@ -76,7 +72,7 @@ REFUSED: list[tuple[str, Callable[[Any], object]]] = [
 
 
 @pytest.mark.parametrize(("path", "change"), REFUSED)
-def test_a_function_that_holds_a_module_is_refused(path: str, change: Callable[[Any], object]) -> None:
+def test_a_function_that_holds_a_module_is_refused(path, change):
     model = Pair()
     change(model)
     with pytest.raises(zf.LayoutError, match=f"'{path}' is, or holds, a function that holds the module"):
@@ -84,24 +80,24 @@ def test_a_function_that_holds_a_module_is_refused(path: str, change: Callable[[
     model(torch.ones(2, 6)).sum().backward()  # as before
 
 
-def _wrapped() -> nn.Module:
+def _wrapped():
     model = Pair()
     old = model.first.forward
-    model.first.forward = functools.wraps(old)(lambda x: 2 * old(x))  # type: ignore[method-assign]
+    model.first.forward = functools.wraps(old)(lambda x: 2 * old(x))
     return model
 
 
-def _wrapped_by_name() -> nn.Module:
+def _wrapped_by_name():
     """As trl does: the new forward holds the module, and never calls what it replaces."""
     model = Pair()
     first = model.first
-    first.forward = lambda x, scale=2: scale * torch.nn.functional.linear(x, first.weight, first.bias)  # type: ignore[method-assign]
+    first.forward = lambda x, scale=2: scale * torch.nn.functional.linear(x, first.weight, first.bias)
     return model
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_was_compiled_before_the_transform_is_refused(whole: bool) -> None:
-    model: Any = Pair()
+def test_what_was_compiled_before_the_transform_is_refused(whole):
+    model = Pair()
     if whole:
         model.first = torch.compile(model.first, backend="eager")
     else:
@@ -110,29 +106,29 @@ def test_what_was_compiled_before_the_transform_is_refused(whole: bool) -> None:
         zf.offload(model, params=zf.cpu())
 
 
-def _partial() -> nn.Module:
+def _partial():
     model = Pair()
     model.between = functools.partial(lambda layer, x: torch.tanh(layer(x)), model.first)
     return model
 
 
-def _methods() -> nn.Module:
+def _methods():
     model = Pair()
     model.between = MethodType(lambda self, x: torch.tanh(self.first(x)), model)
     model.second.register_forward_hook(model.scaled)
     return model
 
 
-def _adapted() -> nn.Module:
+def _adapted():
     """As libraries put hooks around a forward, and look at its signature later."""
-    model: Any = Pair()
+    model = Pair()
     model.first.old_forward = old = model.first.forward
     new = functools.partial(lambda module, x: 2 * module.old_forward(x), model.first)
     model.first.forward = functools.update_wrapper(new, old)
     return model
 
 
-def _hooks_that_are_given_modules() -> nn.Module:
+def _hooks_that_are_given_modules():
     model = Pair()
     model.second.register_forward_hook(lambda module, args, y: y * module.bias.sum())
     model.first.register_forward_pre_hook(lambda module, args: (args[0] + module.bias,))
@@ -144,18 +140,18 @@ FOLLOWED = [_wrapped, _wrapped_by_name, _partial, _adapted, _hooks_that_are_give
 
 @pytest.mark.parametrize("build", FOLLOWED)
 @as_replicas(transform=lambda model: zf.offload(model, params=zf.cpu()))
-def test_what_a_copy_follows_trains_the_copy(model: Any, run: Run, number: int) -> None:
+def test_what_a_copy_follows_trains_the_copy(model, run, number):
     """And the copy of the copy."""
     run.backward(model(noise(3, 6, seed=number)).square().mean())
 
 
-def test_a_wrapped_forward_says_what_it_wraps() -> None:
+def test_a_wrapped_forward_says_what_it_wraps():
     copied = zf.offload(_adapted(), params=zf.cpu())
-    forward: Any = inspect.unwrap(copied.first.forward)  # type: ignore[union-attr, arg-type]
+    forward = inspect.unwrap(copied.first.forward)
     assert forward.__self__ is copied.first
 
 
-def test_a_method_that_is_a_hook_of_a_parameter_is_one_of_the_copy() -> None:
+def test_a_method_that_is_a_hook_of_a_parameter_is_one_of_the_copy():
     model = Pair()
     model.first.weight.register_post_accumulate_grad_hook(model.note)
     copied = zf.offload(model, params=zf.cpu())
@@ -163,10 +159,10 @@ def test_a_method_that_is_a_hook_of_a_parameter_is_one_of_the_copy() -> None:
     assert (model.count, copied.count) == (0, 1)
 
 
-def test_what_refers_to_no_copied_module_stays_shared() -> None:
+def test_what_refers_to_no_copied_module_stays_shared():
     model, other, calls = Pair(), nn.Linear(6, 6), []
 
-    def between(x: Tensor) -> Tensor:
+    def between(x):
         calls.append(other)
         return x
 
@@ -190,8 +186,8 @@ def test_what_refers_to_no_copied_module_stays_shared() -> None:
         lambda weight: SimpleNamespace(weight=weight),
     ],
 )
-def test_a_place_that_cannot_follow_a_parameter_is_refused(hold: Callable[[nn.Parameter], object]) -> None:
-    model: Any = Pair()
+def test_a_place_that_cannot_follow_a_parameter_is_refused(hold):
+    model = Pair()
     model.held = hold(model.first.weight)
     with pytest.raises(zf.PlacementError, match=r"'held' holds the parameter 'first.weight' itself"):
         zf.offload(model, params=zf.cpu())

@@ -1,12 +1,8 @@
 """A model and its optimizer leave memory and come back to the bit; until then nothing can use them."""
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,14 +14,14 @@ from tests.support.eviction import evicted
 from tests.support.groups import alone
 from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
-from tests.support.worlds import ALL, Run, differences, trained
+from tests.support.worlds import ALL, differences, trained
 
 
 @on_ranks(2)
-def test_a_model_that_was_evicted_goes_on_to_the_bit() -> None:
+def test_a_model_that_was_evicted_goes_on_to_the_bit():
     """Between steps, and in the midst of one, with gradients that are added to after. Plain models: the laws."""
 
-    def program(model: Any, run: Run, step: int) -> None:
+    def program(model, run, step):
         tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(step))
         for given in (tokens, tokens.flip(0)):
             if not run.world.is_replica:
@@ -38,7 +34,7 @@ def test_a_model_that_was_evicted_goes_on_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("transform", [lambda m: m, zf.precision], ids=["plain", "precision"])
-def test_what_an_evicted_parameter_shows_is_not_taken_for_values(transform: Callable[[nn.Module], nn.Module]) -> None:
+def test_what_an_evicted_parameter_shows_is_not_taken_for_values(transform):
     """Its norm was 0, and an edit was dropped."""
     model = transform(nn.Linear(4, 3))
     before = [p.detach().clone() for p in model.parameters()]
@@ -52,8 +48,8 @@ def test_what_an_evicted_parameter_shows_is_not_taken_for_values(transform: Call
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for resident memory")
-def test_as_much_is_freed_as_the_host_takes() -> None:
-    def resident_nbytes() -> int:
+def test_as_much_is_freed_as_the_host_takes():
+    def resident_nbytes():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     model = nn.Linear(4096, 4096)
@@ -69,7 +65,7 @@ def test_as_much_is_freed_as_the_host_takes() -> None:
     assert resident_nbytes() - before < 64 << 20
 
 
-def test_nothing_is_moved_where_the_tier_is_the_memory_of_the_model() -> None:
+def test_nothing_is_moved_where_the_tier_is_the_memory_of_the_model():
     model = Language()
     address = model.norm.weight.data_ptr()
     away = zf.evict(model, to=zf.cpu())
@@ -80,7 +76,7 @@ def test_nothing_is_moved_where_the_tier_is_the_memory_of_the_model() -> None:
     assert model.norm.weight.data_ptr() == address
 
 
-USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+USES = {
     "forward": lambda model, _: model(torch.zeros(1, 3, dtype=torch.int64)),
     "a block alone": lambda model, _: model.get_submodule("blocks.0")(torch.zeros(1, 10)),
     "step": lambda _, optimizer: optimizer.step(),
@@ -94,7 +90,7 @@ USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_an_evicted_model_cannot_be_used(use: str, is_plain: bool) -> None:
+def test_an_evicted_model_cannot_be_used(use, is_plain):
     if is_plain and use in ("unsharded", "describe"):
         return  # nothing of ours
     with alone() as mesh:
@@ -102,7 +98,7 @@ def test_an_evicted_model_cannot_be_used(use: str, is_plain: bool) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.zeros(2, 5, dtype=torch.int64)).logsumexp(-1).mean().backward()
         optimizer.step()
-        seen: list[object] = []
+        seen = []
         model.get_submodule("blocks.0").register_forward_pre_hook(lambda *given: seen.append(given))
         away = evicted(model, optimizer)
         with pytest.raises(zf.StateError, match="evicted"):
@@ -119,7 +115,7 @@ class Averaged(torch.optim.SGD):
     """Keeps a second view of its momentum."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
@@ -129,7 +125,7 @@ class Averaged(torch.optim.SGD):
             parameter.sub_(state["momentum"])
 
 
-def test_what_shares_memory_is_not_evicted() -> None:
+def test_what_shares_memory_is_not_evicted():
     """It had come back apart: momentum was no longer what had been added up, silently."""
     model = nn.Linear(4, 4)
     optimizer = Averaged(model.parameters())
@@ -146,7 +142,7 @@ def test_what_shares_memory_is_not_evicted() -> None:
     optimizer.step()  # as before
 
 
-def test_a_model_in_use_is_not_evicted() -> None:
+def test_a_model_in_use_is_not_evicted():
     with alone() as mesh:
         model = zf.zero3(Language(), mesh)
         with zf.unsharded(model), pytest.raises(zf.StateError, match="in use"):
@@ -156,7 +152,7 @@ def test_a_model_in_use_is_not_evicted() -> None:
             evicted(model)
 
 
-def test_a_model_stays_where_it_is_when_memory_has_no_room() -> None:
+def test_a_model_stays_where_it_is_when_memory_has_no_room():
     """That of the host, to leave; that of the device, to come back, which can be tried again."""
     model = nn.Linear(700, 700)
     before = model.weight.detach().clone()
@@ -173,7 +169,7 @@ def test_a_model_stays_where_it_is_when_memory_has_no_room() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_a_model_that_is_in_a_tier_already_leaves_nothing_to_evict(tmp_path: Path) -> None:
+def test_a_model_that_is_in_a_tier_already_leaves_nothing_to_evict(tmp_path):
     model = zf.offload(nn.Linear(3, 2), params=zf.nvme(tmp_path))
     before = model.weight.detach().clone()
     evicted(model).restore()

@@ -6,11 +6,9 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from tests.support.ranks import axis
 WIDTH = 16
 
 
-_made: list[weakref.ref[Tensor]] = []  # values of each tensor of 8 bits, plain or gathered
+_made = []  # values of each tensor of 8 bits, plain or gathered
 
 
 class Scaled(Tensor):
@@ -39,23 +37,23 @@ class Scaled(Tensor):
     scale: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor, scale: Tensor) -> Scaled:
-        tensor: Scaled = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+    def __new__(cls, values, scale):
+        tensor = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
         tensor.values, tensor.scale = values, scale
         return tensor
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_):
         _made.append(weakref.ref(self.values))
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
+    def __tensor_flatten__(self):
         return ["values", "scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], _context: None, _size: object, _stride: object) -> Scaled:
+    def __tensor_unflatten__(inner, _context, _size, _stride):
         return Scaled(inner["values"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0].values, args[0].scale)
         plain = tree_map_only(Scaled, lambda tensor: tensor.values * tensor.scale, (args, kwargs or {}))
@@ -66,35 +64,35 @@ class _Matmul(torch.autograd.Function):
     """Saves the quantized weight, as quantized linears do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(weight)
         return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, *grads):
         (weight,) = ctx.saved_tensors
         assert isinstance(weight, Scaled)
         return grads[0] @ (weight.values * weight.scale).to(grads[0].dtype), None
 
 
 class Adapted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         scaled = Scaled(torch.randint(-99, 99, (WIDTH, WIDTH), dtype=torch.int8), torch.rand(WIDTH, 1) / 400)
         self.weight = nn.Parameter(scaled, requires_grad=False)
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + _Matmul.apply(x, self.weight) + self.up(self.down(x))
+    def forward(self, x):
+        y = x + _Matmul.apply(x, self.weight) + self.up(self.down(x))
         return y
 
 
-def _model(seed: int = 0) -> nn.Module:
+def _model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(*(Adapted() for _ in range(3)))
 
 
-def _trained(model: nn.Module) -> list[Tensor]:
+def _trained(model):
     """Losses, of the same batch on every rank, so that they are those of one process."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
@@ -108,30 +106,30 @@ def _trained(model: nn.Module) -> list[Tensor]:
     return losses
 
 
-WORLDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WORLDS = {
     "alone": lambda model: model,
-    **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},  # type: ignore[misc]
+    **{stage: lambda model, make=make: make(model, axis()) for stage, make in STAGES.items()},
     "on the host": lambda model: zf.offload(zf.zero3(model, axis()), params=zf.cpu(), where="*parametrizations*"),
     "in 16 bits": lambda model: zf.precision(zf.zero3(model, axis()), compute=torch.float32),
 }
 
 
 @on_ranks(2)
-def test_adapters_on_weights_of_a_subclass_train_as_alone() -> None:
+def test_adapters_on_weights_of_a_subclass_train_as_alone():
     expected = _trained(_model())
     for name, make in WORLDS.items():
         model = make(zf.flatten_subclasses(_model()))
         for _ in range(2):
             assert all(map(torch.equal, _trained(copy.deepcopy(model)), expected)), name
         with zf.unsharded(model) if name != "alone" else nullcontext():
-            weight: Any = model[1].weight  # type: ignore[index]
+            weight = model[1].weight
             assert type(weight) is Scaled
             assert not weight.requires_grad
 
 
 @on_ranks(2)
-def test_they_rest_and_wait_for_backward_in_their_own_bytes() -> None:
-    model: Any = zf.zero3(zf.flatten_subclasses(_model()), axis())
+def test_they_rest_and_wait_for_backward_in_their_own_bytes():
+    model = zf.zero3(zf.flatten_subclasses(_model()), axis())
     elements, scales, trained = 3 * WIDTH * WIDTH, 3 * WIDTH, 3 * 4 * WIDTH
     assert 2 * sum(p.to_local().nbytes for p in model.parameters()) == elements + 4 * (scales + trained)
     names = [name for name, _ in model.named_parameters() if "parametrizations" in name]
@@ -144,8 +142,8 @@ def test_they_rest_and_wait_for_backward_in_their_own_bytes() -> None:
 
 
 @on_ranks(2)
-def test_precision_leaves_parts_in_their_dtypes() -> None:
-    model: Any = zf.precision(zf.zero3(zf.flatten_subclasses(_model()), axis()), compute=torch.bfloat16)
+def test_precision_leaves_parts_in_their_dtypes():
+    model = zf.precision(zf.zero3(zf.flatten_subclasses(_model()), axis()), compute=torch.bfloat16)
     model(torch.ones(2, WIDTH)).sum().backward()
     layer, seen = model[0], []
     layer.down.register_forward_hook(lambda *_: seen.extend([layer.weight.scale.dtype, layer.down.weight.dtype]))
@@ -157,7 +155,7 @@ def test_precision_leaves_parts_in_their_dtypes() -> None:
 
 
 @on_ranks(2)
-def test_parts_are_saved_and_loaded_between_stages(folder: str) -> None:
+def test_parts_are_saved_and_loaded_between_stages(folder):
     expected = _model()
     zf.save(f"{folder}/one", zf.zero3(zf.flatten_subclasses(expected), axis()))
     other = zf.zero1(zf.flatten_subclasses(_model(seed=1)), axis())
@@ -165,10 +163,10 @@ def test_parts_are_saved_and_loaded_between_stages(folder: str) -> None:
     assert torch.equal(other(torch.ones(2, WIDTH)), expected(torch.ones(2, WIDTH)))
 
 
-def test_tied_weights_are_made_of_the_same_parts() -> None:
+def test_tied_weights_are_made_of_the_same_parts():
     plain = nn.Sequential(Adapted(), Adapted())
     plain[1].weight = plain[0].weight
-    model: Any = zf.flatten_subclasses(plain)
+    model = zf.flatten_subclasses(plain)
     assert sum(p.dtype == torch.int8 for p in model.parameters()) == 1
     assert torch.equal(model(torch.ones(1, WIDTH)), plain(torch.ones(1, WIDTH)))
     assert type(plain[0].weight) is Scaled, "the module that was passed is unchanged"
@@ -176,14 +174,14 @@ def test_tied_weights_are_made_of_the_same_parts() -> None:
     assert isinstance(model[0], Adapted)
 
 
-def test_a_text_of_a_module_may_hold_the_module_of_before() -> None:
+def test_a_text_of_a_module_may_hold_the_module_of_before():
     """torchao leaves one at each linear that it quantizes. It is printed, and computes nothing."""
 
-    def text(before: Callable[[], str], module: nn.Module) -> str:
+    def text(before, module):
         return f"{before()}, quantized"
 
     plain = nn.Linear(2, 2)
-    plain.extra_repr = types.MethodType(functools.partial(text, plain.extra_repr), plain)  # type: ignore[method-assign]
+    plain.extra_repr = types.MethodType(functools.partial(text, plain.extra_repr), plain)
     model = zf.flatten_subclasses(plain)
     assert "quantized" in repr(zf.precision(model))
     assert (
@@ -195,7 +193,7 @@ class Opaque(nn.Parameter):
     """A class that says nothing of what it is made of."""
 
 
-def test_what_cannot_be_flattened_is_refused() -> None:
+def test_what_cannot_be_flattened_is_refused():
     trained = Adapted()
     values, scale = torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)
     trained.weight.requires_grad_(True)
@@ -219,10 +217,10 @@ def test_what_cannot_be_flattened_is_refused() -> None:
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @on_ranks(2)
-def test_weights_that_torchao_has_quantized_train_adapters_as_alone(kind: str) -> None:
-    quantization: Any = import_module("torchao.quantization")
+def test_weights_that_torchao_has_quantized_train_adapters_as_alone(kind):
+    quantization = import_module("torchao.quantization")
 
-    def build() -> nn.Module:
+    def build():
         torch.manual_seed(0)
         base = [nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(3)]
         for layer in base:

@@ -1,21 +1,16 @@
 """Parameters that rest in another tier: the bits of the same model without, bounded memory, typed errors on every rank."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re
 import sys
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.support.groups import alone
@@ -24,32 +19,32 @@ from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.support.wholes import full
-from tests.support.worlds import DAILY, Run, differences, trained
+from tests.support.worlds import DAILY, differences, trained
 from tests.units.storage.disks import answers
 from zero_fn.runtime.tier_tensor import TierTensor
 
 MIB = 1 << 20
 
 
-def tokens(seed: int) -> Tensor:
+def tokens(seed):
     return torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
 
 
-def is_away(module: nn.Module) -> bool:
+def is_away(module):
     """Whether every parameter of it rests in another tier."""
     return all(map(is_in_tier, module.parameters()))
 
 
-def is_in_tier(tensor: Tensor | None) -> bool:
+def is_in_tier(tensor):
     return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, TierTensor)
 
 
 @pytest.mark.parametrize("away", ["params", "params grads optim", "grads optim"])
 @on_ranks(3)
-def test_offload_changes_no_bit_of_parameters_of_any_kind(folder: str, away: str) -> None:
+def test_offload_changes_no_bit_of_parameters_of_any_kind(folder, away):
     """At every stage, with recomputation; one step is several backwards, of which one gathers once, and an edit of wholes."""
 
-    def program(model: Any, run: Run, step: int) -> None:
+    def program(model, run, step):
         with run.accumulate(unshard=step == 1):
             for micro in range(2):
                 run.backward(model(tokens(100 * step + 10 * axis().get_local_rank() + micro)).real.square().mean())
@@ -57,12 +52,12 @@ def test_offload_changes_no_bit_of_parameters_of_any_kind(folder: str, away: str
         with run.world.unsharded(model.head), torch.no_grad():
             model.head.weight.mul_(1.5)
 
-    def leaves(model: Any) -> Any:
+    def leaves(model):
         model = zf.offload(model, **dict.fromkeys(away.split(), zf.nvme(folder)))
         assert is_away(model) == ("params" in away)
         return zf.checkpoint_activations(model, units=type(model.blocks[0]))
 
-    def streams(optimizer: Optimizer) -> Optimizer:
+    def streams(optimizer):
         return zf.streamed(optimizer, None if "optim" in away else zf.nvme(folder))
 
     trial = trained(Odd, program, optimizer="adamw", transform=leaves, stream=streams)
@@ -73,7 +68,7 @@ def test_offload_changes_no_bit_of_parameters_of_any_kind(folder: str, away: str
 
 
 @pytest.fixture(params=["plain", "zero3"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def pair(request, tmp_path):
     """A model, and the same offloaded."""
     torch.manual_seed(3)
     model, tier = Language(), zf.nvme(tmp_path)
@@ -84,12 +79,12 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         yield model, lambda m: zf.offload(zf.zero3(m, mesh), params=tier)
 
 
-def equal(one: nn.Module, other: nn.Module) -> bool:
+def equal(one, other):
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(full(a), full(b)) and a.dtype == b.dtype for a, b in pairs)
 
 
-def test_reading_a_parameter_reads_the_tier_and_writing_writes_it(pair: Any) -> None:
+def test_reading_a_parameter_reads_the_tier_and_writing_writes_it(pair):
     model, offload = pair
     away = offload(model)
     for p in (*model.parameters(), *away.parameters()):
@@ -101,14 +96,14 @@ def test_reading_a_parameter_reads_the_tier_and_writing_writes_it(pair: Any) -> 
     assert equal(away, model)
     assert torch.equal(away(tokens(0)), model(tokens(0)))
     for module in (model, away):
-        penalty: Any = sum(p.square().sum() for p in module.parameters())
+        penalty = sum(p.square().sum() for p in module.parameters())
         penalty.backward()
     assert all(
         torch.equal(full(a.grad), b.grad) for a, b in zip(away.parameters(), model.parameters(), strict=True)
     )  # fmt: skip
 
 
-def test_a_complex_parameter_away_is_not_read_as_its_own_conjugate(tmp_path: Path) -> None:
+def test_a_complex_parameter_away_is_not_read_as_its_own_conjugate(tmp_path):
     """A conjugate is a view with a flag, which what has no memory cannot carry."""
     plain = nn.Linear(2, 2, bias=False, dtype=torch.complex64)
     away = zf.offload(copy.deepcopy(plain), params=zf.nvme(tmp_path))
@@ -119,7 +114,7 @@ def test_a_complex_parameter_away_is_not_read_as_its_own_conjugate(tmp_path: Pat
     assert torch.equal(away.weight.conj_physical(), plain.weight.conj())
 
 
-def test_state_dicts_are_saved_and_loaded(pair: Any, tmp_path: Path) -> None:
+def test_state_dicts_are_saved_and_loaded(pair, tmp_path):
     model, offload = pair
     away = offload(model)
     file = io.BytesIO()
@@ -144,7 +139,7 @@ def test_state_dicts_are_saved_and_loaded(pair: Any, tmp_path: Path) -> None:
     assert equal(other, model)
 
 
-def test_copies_and_casts_go_to_the_tier_again(pair: Any) -> None:
+def test_copies_and_casts_go_to_the_tier_again(pair):
     model, offload = pair
     away = offload(model)
     twin = copy.deepcopy(away)
@@ -171,7 +166,7 @@ def test_copies_and_casts_go_to_the_tier_again(pair: Any) -> None:
     assert zf.held(away).parameters == 0
 
 
-def test_another_transform_keeps_what_was_asked(tmp_path: Path) -> None:
+def test_another_transform_keeps_what_was_asked(tmp_path):
     tier = zf.nvme(tmp_path)
     with alone() as mesh:
         model = zf.offload(Language(), params=tier, where="blocks.*")
@@ -183,11 +178,11 @@ def test_another_transform_keeps_what_was_asked(tmp_path: Path) -> None:
             zf.offload(model, params=zf.nvme(tmp_path / "other"))
 
 
-def test_nothing_of_the_place_before_is_carried_over(tmp_path: Path) -> None:
+def test_nothing_of_the_place_before_is_carried_over(tmp_path):
     """Parameters that were offloaded first and sharded then kept the room of before, and could not be copied."""
     with alone() as mesh:
         before = zf.offload(Language(), params=zf.nvme(tmp_path))
-        room = weakref.ref(next(before.parameters()).record)  # type: ignore[attr-defined]
+        room = weakref.ref(next(before.parameters()).record)
         model = zf.shard_params(before, mesh)
         del before
         assert room() is None
@@ -197,7 +192,7 @@ def test_nothing_of_the_place_before_is_carried_over(tmp_path: Path) -> None:
         assert zf.held(twin).parameters == 0
 
 
-def test_the_host_is_the_own_memory_of_a_model_on_the_cpu() -> None:
+def test_the_host_is_the_own_memory_of_a_model_on_the_cpu():
     model = zf.offload(Language(), params=zf.cpu())
     assert not any(isinstance(p, TierTensor) for p in model.parameters())
     assert all(row.tier == "params in cpu(), the device's own" for row in zf.describe(model).rows)
@@ -207,7 +202,7 @@ def test_the_host_is_the_own_memory_of_a_model_on_the_cpu() -> None:
     optimizer.step()  # a stock one
 
 
-def test_a_stock_optimizer_is_refused_before_it_updates(tmp_path: Path) -> None:
+def test_a_stock_optimizer_is_refused_before_it_updates(tmp_path):
     model = zf.offload(Language(), params=zf.nvme(tmp_path))
     before = [full(p) for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -223,13 +218,13 @@ def test_a_stock_optimizer_is_refused_before_it_updates(tmp_path: Path) -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _growth_of_passes(path: str) -> int:
+def _growth_of_passes(path):
     with torch.device("meta"):
-        model: Any = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     tier = zf.nvme(path)
     x = torch.ones(1, 1024)
 
-    def passes(model: nn.Module) -> None:
+    def passes(model):
         with torch.inference_mode():
             model(x)
             model(x)
@@ -246,14 +241,14 @@ def _growth_of_passes(path: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
-def test_resident_memory_is_bounded_by_units_and_buffers(tmp_path: Path) -> None:
+def test_resident_memory_is_bounded_by_units_and_buffers(tmp_path):
     """96 MiB of parameters in 24 units of 4 MiB: three gathered, a staging; 12.2 MiB were seen."""
     assert in_new_process(_growth_of_passes, str(tmp_path)) < 20 * MIB
 
 
-def test_the_optimizer_goes_where_the_verb_says(tmp_path: Path) -> None:
+def test_the_optimizer_goes_where_the_verb_says(tmp_path):
     tier = zf.nvme(tmp_path)
-    model: Any = zf.offload(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), optim=tier, where="0.*")
+    model = zf.offload(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), optim=tier, where="0.*")
     model = zf.offload(model, optim=zf.cpu(), where="1.*")
     model(torch.ones(300)).sum().backward()
     stock = torch.optim.AdamW(model.parameters())
@@ -273,9 +268,9 @@ def test_the_optimizer_goes_where_the_verb_says(tmp_path: Path) -> None:
     assert optimizer.tier_nbytes()[tier] == pytest.approx(4 * MIB, rel=0.1)
 
 
-def test_a_step_reads_each_gradient_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_each_gradient_once(tmp_path, monkeypatch):
     """And writes none: 10 MiB of parameters are read and written, and as much of gradients read."""
-    model: Any = zf.offload(nn.Linear(1024, 2560, bias=False), params=zf.nvme(tmp_path), grads=zf.nvme(tmp_path))
+    model = zf.offload(nn.Linear(1024, 2560, bias=False), params=zf.nvme(tmp_path), grads=zf.nvme(tmp_path))
     optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
     model(torch.ones(1024)).sum().backward()
     assert f"params in {zf.nvme(tmp_path)}, grads in" in str(zf.describe(model))

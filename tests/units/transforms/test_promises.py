@@ -1,32 +1,26 @@
 """Promises of options and verbs, each where few ranks can see it: larger tests did not notice when they were broken."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import zero_fn as zf
 from tests.support.groups import alone, pretended
-from tests.support.ranks import Ranks
 from tests.support.ranks import axis as axis_of_ranks
 
 STAGES = [zf.replicate, zf.zero1, zf.zero2, zf.zero3]
 
 
 @pytest.fixture
-def axis() -> Iterator[DeviceMesh]:
+def axis():
     with alone() as mesh:
         yield mesh
 
 
 @pytest.mark.parametrize(("reduce", "total"), [(torch.float32, 257.0), (torch.bfloat16, 256.0)])
-def test_microbatches_are_summed_in_the_dtype_asked_for(axis: DeviceMesh, reduce: torch.dtype, total: float) -> None:
+def test_microbatches_are_summed_in_the_dtype_asked_for(axis, reduce, total):
     """257 is no bfloat16."""
     model = zf.precision(zf.shard_params(nn.Linear(1, 1, bias=False), axis), compute=torch.bfloat16, reduce=reduce)
     with zf.accumulate(model):
@@ -36,16 +30,16 @@ def test_microbatches_are_summed_in_the_dtype_asked_for(axis: DeviceMesh, reduce
     assert model.weight.grad.full_tensor().item() == total
 
 
-def test_outputs_have_the_dtype_asked_for(axis: DeviceMesh) -> None:
+def test_outputs_have_the_dtype_asked_for(axis):
     model = zf.precision(zf.shard_params(nn.Linear(2, 2), axis), compute=torch.bfloat16, output=torch.float64)
     assert model(torch.ones(1, 2)).dtype == torch.float64
 
 
-def test_hooks_on_saved_tensors_around_a_unit_get_what_is_not_a_parameter(axis: DeviceMesh) -> None:
+def test_hooks_on_saved_tensors_around_a_unit_get_what_is_not_a_parameter(axis):
     model = zf.shard_params(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), axis)
-    packed: list[Tensor] = []
+    packed = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         packed.append(tensor)
         return tensor
 
@@ -55,10 +49,10 @@ def test_hooks_on_saved_tensors_around_a_unit_get_what_is_not_a_parameter(axis: 
     loss.backward()
 
 
-def test_a_block_of_accumulation_gathers_what_was_edited_before_it(ranks: Ranks) -> None:
+def test_a_block_of_accumulation_gathers_what_was_edited_before_it(ranks):
     """On two ranks, where a kept parameter is a copy of the shards of others."""
 
-    def seen() -> list[float]:
+    def seen():
         found = []
         for stage in STAGES:
             torch.manual_seed(0)
@@ -73,13 +67,13 @@ def test_a_block_of_accumulation_gathers_what_was_edited_before_it(ranks: Ranks)
     assert ranks(2).run(seen) == [[6.0] * 8] * 2
 
 
-def test_where_selects(axis: DeviceMesh) -> None:
+def test_where_selects(axis):
     with_where = zf.shard_params(nn.Linear(4, 4), axis, where="weight")
     assert with_where.weight.placements == (Shard(0),)
     assert with_where.bias.placements == (Replicate(),)
 
 
-def test_a_parameter_of_exactly_persist_below_bytes_is_sharded() -> None:
+def test_a_parameter_of_exactly_persist_below_bytes_is_sharded():
     with pretended(2) as mesh:
         model = zf.shard_params(nn.Linear(4, 2, bias=False), mesh, persist_below=32)
         assert model.weight.placements == (Shard(0),)
@@ -87,7 +81,7 @@ def test_a_parameter_of_exactly_persist_below_bytes_is_sharded() -> None:
         assert model.weight.placements == (Replicate(),)
 
 
-def test_a_backward_of_a_forward_before_refresh_is_refused(axis: DeviceMesh) -> None:
+def test_a_backward_of_a_forward_before_refresh_is_refused(axis):
     model = zf.shard_params(nn.Linear(2, 1), axis)
     loss = model(torch.ones(1, 2)).sum()
     zf.refresh(model)
@@ -96,19 +90,19 @@ def test_a_backward_of_a_forward_before_refresh_is_refused(axis: DeviceMesh) -> 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_that_raised_leaves_no_gradient_to_the_next(axis: DeviceMesh, stage: object) -> None:
+def test_a_backward_that_raised_leaves_no_gradient_to_the_next(axis, stage):
     class Twice(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = nn.Linear(2, 2, bias=False)
 
-        def forward(self, x: Tensor, fails: bool) -> Tensor:
+        def forward(self, x, fails):
             middle = self.inner(x)
             if fails:
                 middle.register_hook(_raise)
             return self.inner(middle)
 
-    model = stage(Twice(), axis, units="inner")  # type: ignore[operator]
+    model = stage(Twice(), axis, units="inner")
     x = torch.ones(1, 2)
     model(x, False).sum().backward()
     expected = model.inner.weight.grad.full_tensor().clone()
@@ -120,5 +114,5 @@ def test_a_backward_that_raised_leaves_no_gradient_to_the_next(axis: DeviceMesh,
     assert torch.equal(model.inner.weight.grad.full_tensor(), expected)
 
 
-def _raise(_: Tensor) -> None:
+def _raise(_):
     raise ZeroDivisionError

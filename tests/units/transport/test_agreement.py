@@ -1,20 +1,18 @@
 """Ranks that disagree raise the same error on every rank, naming the first difference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.axes.grids import grid
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from zero_fn.errors import DisagreementError
 from zero_fn.transport.agreement import agree, content_digest, digest
 from zero_fn.transport.links import line_over
 from zero_fn.values.mesh import mesh_axis
 
 
-def message(rows_by_rank: dict[int, list[str]], common: list[str]) -> str:
+def message(rows_by_rank, common):
     """What this rank is told when some ranks hold other rows than `common`; "" if all agree."""
     try:
         agree(
@@ -34,12 +32,12 @@ ROWS = ["weight  float32[4, 4]", "bias  float32[4]"]
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("rows", [ROWS, [], ["ü"] * 40])
-def test_ranks_that_hold_the_same_are_not_disturbed(ranks: Ranks, n: int, rows: list[str]) -> None:
+def test_ranks_that_hold_the_same_are_not_disturbed(ranks, n, rows):
     assert ranks(n).run(message, {}, rows) == [""] * n
 
 
 @pytest.mark.parametrize("other", [1, 2])
-def test_every_rank_raises_the_same_error_when_one_differs(ranks: Ranks, other: int) -> None:
+def test_every_rank_raises_the_same_error_when_one_differs(ranks, other):
     messages = ranks(3).run(message, {other: [ROWS[0], "bias  float32[5]"]}, ROWS)
     assert set(messages) == {
         f"Ranks 0 and {other} hold different layouts.\n"
@@ -65,27 +63,25 @@ MANY = [f"layers.{i}.weight  float32[4096, 4096]" for i in range(2000)]
     ],
     ids=["first", "rank 0", "more", "fewer", "none", "long"],
 )
-def test_the_first_row_that_differs_is_told(
-    ranks: Ranks, others: dict[int, list[str]], common: list[str], expected: str
-) -> None:
+def test_the_first_row_that_differs_is_told(ranks, others, common, expected):
     (found,) = set(ranks(4).run(message, others, common))
     assert expected in found
 
 
-def _over_two_axes() -> tuple[int, list[int]]:
+def _over_two_axes():
     links = line_over([mesh_axis(grid("outer", "inner")[name], verb="test") for name in ("inner", "outer")])
     return links.rank, links.exchange(torch.tensor([dist.get_rank()], dtype=torch.uint8)).view(-1).tolist()
 
 
-def test_ranks_of_two_axes_have_the_numbers_that_errors_give_them(ranks: Ranks) -> None:
+def test_ranks_of_two_axes_have_the_numbers_that_errors_give_them(ranks):
     assert ranks(4).run(_over_two_axes) == [(rank, [0, 1, 2, 3]) for rank in range(4)]
 
 
-def test_one_rank_always_agrees() -> None:
+def test_one_rank_always_agrees():
     agree(line_over([]).exchange, "layouts", ROWS, why="", fix="")
 
 
-def test_a_digest_is_sixteen_bytes_and_sees_every_row_and_their_order() -> None:
+def test_a_digest_is_sixteen_bytes_and_sees_every_row_and_their_order():
     assert len(digest(ROWS)) == 16
     assert len({digest(rows) for rows in (ROWS, ROWS[::-1], ROWS[:1], [*ROWS, ""], [])}) == 5
 
@@ -94,7 +90,7 @@ def test_a_digest_is_sixteen_bytes_and_sees_every_row_and_their_order() -> None:
     "dtype",
     ["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int64", "uint8", "bool"],
 )
-def test_the_digest_of_contents_sees_every_element_wherever_it_lies(dtype: str) -> None:
+def test_the_digest_of_contents_sees_every_element_wherever_it_lies(dtype):
     for shape in ((), (3,), (2, 3), (8,), (11,)):
         one = torch.zeros(shape, dtype=getattr(torch, dtype))
         for number in range(one.numel()):
@@ -105,12 +101,12 @@ def test_the_digest_of_contents_sees_every_element_wherever_it_lies(dtype: str) 
         assert content_digest(memory[3:]) == content_digest(memory[3:].clone())
 
 
-def test_the_digest_of_contents_does_not_depend_on_strides() -> None:
+def test_the_digest_of_contents_does_not_depend_on_strides():
     x = torch.randn(4, 6)
     assert content_digest(x.t()) == content_digest(x.t().contiguous())
 
 
-def test_the_digest_of_one_element_does_not_ask_for_its_stride() -> None:
+def test_the_digest_of_one_element_does_not_ask_for_its_stride():
     """torch calls it contiguous at any stride; a word of 8 bytes could not be made of it, and the transform raised."""
     value = torch.ones(3, 64)[0, :1].as_strided((1,), (64,))
     assert value.stride() == (64,)
@@ -118,5 +114,5 @@ def test_the_digest_of_one_element_does_not_ask_for_its_stride() -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, device="meta")], ids=["empty", "meta"])
-def test_what_has_no_contents_has_digest_0(tensor: torch.Tensor) -> None:
+def test_what_has_no_contents_has_digest_0(tensor):
     assert content_digest(tensor) == 0

@@ -1,7 +1,5 @@
 """Blocks of an arena never overlap, come lowest first, and are given back one at a time."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -17,10 +15,10 @@ from zero_fn.one_host.arena import Arena, map_arena  # noqa: E402
 
 @given(st.lists(st.one_of(st.integers(0, 1000), st.integers(-20, -1)), max_size=60))
 @example([0, 100, -1])  # a free block of no bytes once shared its address with the next, and freed it too
-def test_live_blocks_are_disjoint(actions: list[int]) -> None:
+def test_live_blocks_are_disjoint(actions):
     """A number from 0 allocates that many bytes, a negative one frees a live block."""
     arena = Arena()
-    live: dict[int, int] = {0: 16}  # the token
+    live = {0: 16}  # the token
     try:
         for action in actions:
             if action < 0:
@@ -39,7 +37,7 @@ def test_live_blocks_are_disjoint(actions: list[int]) -> None:
         arena.close_file()
 
 
-def test_an_arena_refuses_what_it_has_no_room_for() -> None:
+def test_an_arena_refuses_what_it_has_no_room_for():
     arena = Arena()
     with pytest.raises(zf.TierError, match="Messages to ranks of this host need"):
         arena.allocate(arena.mapped.memory.numel())
@@ -47,7 +45,7 @@ def test_an_arena_refuses_what_it_has_no_room_for() -> None:
     arena.close_file()
 
 
-def test_a_mapped_arena_is_the_same_memory_and_a_wrong_one_is_refused() -> None:
+def test_a_mapped_arena_is_the_same_memory_and_a_wrong_one_is_refused():
     arena = Arena()
     seen = map_arena(os.getpid(), arena.fd, arena.token)
     assert seen is not None
@@ -60,7 +58,7 @@ def test_a_mapped_arena_is_the_same_memory_and_a_wrong_one_is_refused() -> None:
     arena.close_file()
 
 
-def test_pages_after_the_last_block_go_back_to_the_system() -> None:
+def test_pages_after_the_last_block_go_back_to_the_system():
     arena = Arena(head_nbytes=3000)
     start = arena.allocate(10_000_000)
     assert start is not None and start >= 3128

@@ -7,24 +7,23 @@ every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import einops
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zero_fn as zf
 from tests.support import reference
 from tests.support.collectives import gather, reduce
-from tests.support.ranks import Ranks, axis, sent_by_value
+from tests.support.ranks import axis, sent_by_value
 from zero_fn.local.ranks import LocalRanks
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport import links
 from zero_fn.transport import segment as sizes
 from zero_fn.transport.exchange import Alone, Exchange
-from zero_fn.transport.line import Transport, Work
+from zero_fn.transport.line import Work
 from zero_fn.transport.links import line_over
 from zero_fn.transport.native import Native
 from zero_fn.transport.segment import Contribution, Segment
@@ -37,7 +36,7 @@ DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 SMALL, LARGE = 10**9, 1  # values of PACKED_NBYTES by which every piece is packed, or sent alone
 
 
-def values(seed: int, numel: int, dtype: torch.dtype, *, exact: bool = True) -> Tensor:
+def values(seed, numel, dtype, *, exact=True):
     """Values of a case; sums of `exact` ones are exact in any order and every dtype."""
     generator = torch.Generator().manual_seed(seed)
     if not exact:
@@ -46,7 +45,7 @@ def values(seed: int, numel: int, dtype: torch.dtype, *, exact: bool = True) -> 
     return (12 * integers if dtype.is_floating_point or dtype.is_complex else integers).to(dtype)
 
 
-def is_same(one: Tensor, other: Tensor) -> bool:
+def is_same(one, other):
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
@@ -59,11 +58,11 @@ class Case:
     dtype: torch.dtype
     seed: int
 
-    def owned(self, rank: int) -> slice:
+    def owned(self, rank):
         return slice(min(rank * self.piece_numel, self.numel), min((rank + 1) * self.piece_numel, self.numel))
 
 
-def cases_of(n: int, dtypes: tuple[torch.dtype, ...]) -> list[Case]:
+def cases_of(n, dtypes):
     """Even, uneven and partly empty cuts, in every dtype. With rows of 3 elements a piece is a multiple of 3."""
     cuts = [(n * 4, 4), (n * 4 - 1, 4), (n + 1, 2), (1, 1), (3 * (n + 1), 6), (0, 0)]
     return [
@@ -72,15 +71,15 @@ def cases_of(n: int, dtypes: tuple[torch.dtype, ...]) -> list[Case]:
     ]
 
 
-def open_transport(kind: str) -> Transport:
+def open_transport(kind):
     own = mesh_axis(axis(), verb="test")
-    kinds: dict[str, type[Exchange | Native]] = {"shared": SameHost, "sockets": Exchange, "native": Native}
+    kinds = {"shared": SameHost, "sockets": Exchange, "native": Native}
     chosen = kinds[kind](own.group, own.rank, own.size)
     assert kind != "shared" or type(links.open_transport(own)) is SameHost
     return chosen
 
 
-def segment_for(case: Case, n: int, piece: Tensor, *, pads: bool) -> Segment:
+def segment_for(case, n, piece, *, pads):
     """Memory as large as the transport needs, with another tensor's elements after it. Every other piece rests elsewhere."""
     room = n * case.piece_numel if pads else case.numel
     whole = piece.new_ones(room + 5)
@@ -95,7 +94,7 @@ def segment_for(case: Case, n: int, piece: Tensor, *, pads: bool) -> Segment:
 # -- all-gather ------------------------------------------------------------------------------------------------------
 
 
-def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
+def gathered(cases, packed_nbytes, kind):
     """What each segment holds after the all-gather; before it, this rank's piece is right and the rest is not."""
     own = dist.get_rank()
     at_rest = open_transport(kind)
@@ -118,7 +117,7 @@ def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
 @pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_gather_brings_every_piece_to_every_rank(ranks: Ranks, n: int, kind: str, packed_nbytes: int) -> None:
+def test_all_gather_brings_every_piece_to_every_rank(ranks, n, kind, packed_nbytes):
     """From where it rests, and touches nothing behind a tensor."""
     cases = [case for case in cases_of(n, DTYPES) if case.numel or kind != "native"]
     for got in ranks(n).run(gathered, cases, packed_nbytes, kind):
@@ -126,7 +125,7 @@ def test_all_gather_brings_every_piece_to_every_rank(ranks: Ranks, n: int, kind:
             assert is_same(whole, values(case.seed, case.numel, case.dtype)), case
 
 
-def _of_rank_0() -> list[int]:
+def _of_rank_0():
     """Gathers tensors that rank 0 holds, in memory for them alone. The bytes of each."""
     own, found = mesh_axis(axis(), verb="test"), []
     for numel, dtype in ((7, torch.float32), (3, torch.bool), (0, torch.float32)):
@@ -139,37 +138,37 @@ def _of_rank_0() -> list[int]:
     return found
 
 
-def test_native_broadcasts_what_rank_0_holds_alone(ranks: Ranks) -> None:
+def test_native_broadcasts_what_rank_0_holds_alone(ranks):
     """Buffers of rank 0 were gathered from all ranks: as often their bytes, and their memory."""
     assert ranks(3).run(_of_rank_0) == [[7 * 4 * 2 // 3, 3 * 2 // 3, 0]] * 3
 
 
 @pytest.mark.parametrize("backend", ["gloo", "other"])
-def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend: str) -> None:
-    calls: list[tuple[str, int]] = []
+def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend):
+    calls = []
 
     class Group:
         """What a group of ranks is to `Native`."""
 
-        def _get_backend(self, device: torch.device) -> Group:
+        def _get_backend(self, device):
             return self
 
-        def name(self) -> str:
+        def name(self):
             return backend
 
-        def all_gather_single(self, whole: Tensor, piece: Tensor) -> dist.Work:
+        def all_gather_single(self, whole, piece):
             calls.append(("one", whole.numel() // piece.numel()))
             return cast(dist.Work, Done())
 
-        def all_gather_single_coalesced(self, wholes: list[Tensor], pieces: list[Tensor]) -> dist.Work:
+        def all_gather_single_coalesced(self, wholes, pieces):
             calls.append(("together", len(pieces)))
             return cast(dist.Work, Done())
 
-        def reduce_scatter_single_coalesced(self) -> None:
+        def reduce_scatter_single_coalesced(self):
             raise AssertionError("nothing is reduced here")
 
     class Done:
-        def wait(self, _limit: object) -> None:
+        def wait(self, _limit):
             calls.append(("waited", 0))
 
     segments = [Segment(torch.zeros(numel), numel, numel // 2) for numel in (40_000, 60_000)]
@@ -181,7 +180,7 @@ def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend: str) 
 # -- reduce-scatter --------------------------------------------------------------------------------------------------
 
 
-def reduced(cases: list[Case], packed_nbytes: int, kind: str, exact: bool, aliased: bool) -> list[tuple[Tensor, bool]]:
+def reduced(cases, packed_nbytes, kind, exact, aliased):
     """This rank's mean of each case, and whether the addend was only read (beyond `out`, if that is part of it)."""
     own = dist.get_rank()
     at_rest = open_transport(kind)
@@ -208,7 +207,7 @@ def reduced(cases: list[Case], packed_nbytes: int, kind: str, exact: bool, alias
     return answers
 
 
-def expected_means(cases: list[Case], n: int, rank: int, *, exact: bool) -> list[Tensor]:
+def expected_means(cases, n, rank, *, exact):
     means = []
     for case in cases:
         addends = [values(1000 * case.seed + r, case.numel, case.dtype, exact=exact) for r in range(n)]
@@ -224,9 +223,7 @@ def expected_means(cases: list[Case], n: int, rank: int, *, exact: bool) -> list
     ids=["shared, apart", "shared, aliased", "sockets, apart", "sockets, aliased", "native, apart"],
 )
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(
-    ranks: Ranks, n: int, kind: str, packed_nbytes: int, aliased: bool
-) -> None:
+def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(ranks, n, kind, packed_nbytes, aliased):
     """Bitwise, on values whose sum depends on the order of the addends, also where `out` is a part of the addend.
 
     So a sum does not depend on how the tensor is cut. The order of the backend is its own: there on values of exact sums.
@@ -240,8 +237,8 @@ def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(
             assert only_read, case
 
 
-def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(ranks: Ranks) -> None:
-    def means() -> list[float]:
+def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(ranks):
+    def means():
         own = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
         outs = [torch.empty(1, dtype=torch.float32) for _ in range(2)]
         both = zip(outs, (torch.float32, torch.bfloat16), strict=True)
@@ -252,8 +249,8 @@ def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(rank
     assert ranks(3).run(means) == [[86.0, narrow]] * 3
 
 
-def test_a_message_that_finds_no_room_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    def refused() -> str:
+def test_a_message_that_finds_no_room_is_an_error_on_every_rank(ranks):
+    def refused():
         group = dist.new_group()
         transport = SameHost(group, dist.get_rank(), 3)
         transport.exchange(torch.zeros(3, 1, dtype=torch.uint8)).wait()
@@ -272,8 +269,8 @@ def test_a_message_that_finds_no_room_is_an_error_on_every_rank(ranks: Ranks) ->
     assert there.endswith("can be taken.")
 
 
-def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks) -> None:
-    def mean() -> Tensor:
+def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks):
+    def mean():
         out = torch.empty(2, dtype=torch.float64)
         addend = torch.full((4,), 1.0 + dist.get_rank())
         reduce(open_transport("shared"), [Contribution(addend, 2, out, torch.float32)]).wait()
@@ -285,7 +282,7 @@ def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks)
 # -- all-to-all ------------------------------------------------------------------------------------------------------
 
 
-def parcel(source: int, target: int, seed: int) -> list[Tensor]:
+def parcel(source, target, seed):
     """What a rank sends to another: tensors of all dtypes and three sizes, of whose numbers some are NaN; or nothing."""
     if source == target or (source + 2 * target + seed) % 3 == 0:
         return []
@@ -297,12 +294,12 @@ def parcel(source: int, target: int, seed: int) -> list[Tensor]:
     return [*found, torch.tensor(float(source))]
 
 
-def laid(tensor: Tensor, seed: int) -> Tensor:
+def laid(tensor, seed):
     """The same, transposed in memory, or row by row."""
     return tensor.t().contiguous().t() if seed else tensor
 
 
-def sent_to_all(kind: str) -> list[bool]:
+def sent_to_all(kind):
     """Whether two that are under way at once, and waited for in the other order, bring all to the bit and count bytes."""
     own, n, through = dist.get_rank(), dist.get_world_size(), line_over([mesh_axis(axis(), verb="test")])
     through.raw = open_transport(kind)
@@ -323,13 +320,13 @@ def sent_to_all(kind: str) -> list[bool]:
 
 @pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_to_all_brings_every_tensor_to_its_place(ranks: Ranks, n: int, kind: str) -> None:
+def test_all_to_all_brings_every_tensor_to_its_place(ranks, n, kind):
     assert all(map(all, ranks(n).run(sent_to_all, kind)))
 
 
 @pytest.mark.parametrize("kind", ["shared, elsewhere", "shared", "sockets", "native"])
-def test_who_waits_in_an_all_to_all_is_told_of_a_rank_that_is_elsewhere_or_late(kind: str) -> None:
-    def told() -> str:
+def test_who_waits_in_an_all_to_all_is_told_of_a_rank_that_is_elsewhere_or_late(kind):
+    def told():
         through, own, place = line_over([mesh_axis(axis(), verb="test")]), dist.get_rank(), torch.zeros(2)
         through.raw = open_transport(kind.partition(",")[0])
         through.exchange(torch.zeros(1, dtype=torch.uint8))
@@ -357,11 +354,11 @@ def test_who_waits_in_an_all_to_all_is_told_of_a_rank_that_is_elsewhere_or_late(
 
 @pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_any_and_exchange_are_their_patterns(ranks: Ranks, n: int, kind: str) -> None:
-    def bits_of(rank: int) -> Tensor:
+def test_any_and_exchange_are_their_patterns(ranks, n, kind):
+    def bits_of(rank):
         return values(rank, 9, torch.int64).abs().clamp(max=1).to(torch.uint8)
 
-    def both() -> tuple[Tensor, Tensor]:
+    def both():
         own, transport = dist.get_rank(), open_transport(kind)
         bits, rows = bits_of(own), torch.zeros(n, 16, dtype=torch.uint8)
         rows[own] = values(own, 16, torch.uint8)
@@ -374,10 +371,10 @@ def test_any_and_exchange_are_their_patterns(ranks: Ranks, n: int, kind: str) ->
     assert all(is_same(bits, ored) and is_same(rows, exchanged) for bits, rows in ranks(n).run(both))
 
 
-def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
+def test_directions_do_not_wait_for_one_another(ranks):
     """An all-gather, a reduction and a membership are under way at once and finish in another order."""
 
-    def together() -> tuple[Tensor, Tensor, Tensor]:
+    def together():
         own = dist.get_rank()
         at_rest = open_transport("shared")
         whole = torch.zeros(4)
@@ -400,11 +397,11 @@ def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
+def test_sent_bytes_are_those_of_the_formulas(ranks, n):
     """(n - 1)/n of the whole in each direction, when rows divide; by every transport."""
     numel = 12 * n
 
-    def both(through: Any, *what: str) -> list[int]:
+    def both(through, *what):
         segment, out = Segment(torch.zeros(numel), numel, 12), torch.empty(12)
         arrival = gather(through, [segment], *what)
         arrival.wait()
@@ -412,7 +409,7 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
         reduction.wait()
         return [arrival.nbytes, reduction.nbytes]
 
-    def sent() -> tuple[dict[str, int], list[list[int]]]:
+    def sent():
         own = line_over([mesh_axis(axis(), verb="test")])
         with traffic() as counted:
             both(own, "a test")
@@ -428,14 +425,14 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
 # -- without ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_pieces_of_a_segment_partition_its_elements() -> None:
+def test_pieces_of_a_segment_partition_its_elements():
     segment = Segment(torch.arange(20), 11, 4)
     pieces = [segment.piece(rank) for rank in range(4)]
     assert [piece.numel() for piece in pieces] == [4, 4, 3, 0]
     assert einops.pack(pieces, "*")[0].tolist() == list(range(11))
 
 
-def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
+def test_one_rank_moves_nothing_and_its_mean_is_its_addend():
     lonely = line_over([])
     addend, out = torch.arange(4.0), torch.empty(4)
     with traffic() as sent:
@@ -449,7 +446,7 @@ def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
     assert (sent.nbytes, sent.calls) == (0, {})
 
 
-def test_one_rank_reduces_into_its_own_addend_and_a_transposed_one() -> None:
+def test_one_rank_reduces_into_its_own_addend_and_a_transposed_one():
     """A gradient that comes transposed is cut by rows, not laid flat first; `out` is flat all the same."""
     addend = torch.arange(4.0)
     reduce(Alone(), [Contribution(addend, 4, addend, torch.float32)]).wait()
@@ -459,8 +456,8 @@ def test_one_rank_reduces_into_its_own_addend_and_a_transposed_one() -> None:
     assert torch.equal(out, gradient.reshape(-1))
 
 
-def test_a_work_finishes_once_and_lets_go_of_what_it_kept() -> None:
-    calls: list[str] = []
+def test_a_work_finishes_once_and_lets_go_of_what_it_kept():
+    calls = []
     pending = Work(finish=calls.append, kept=("finished",))
     pending.wait()
     pending.wait()

@@ -3,8 +3,6 @@
 How many cases run is decided by the profile of Hypothesis (`tests/conftest.py`); each takes fresh processes.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 
@@ -15,7 +13,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import zero_fn as zf
-from tests.support.faults import ASTRAY, Fault, FreshRanks, Said
+from tests.support.faults import ASTRAY, Fault
 from tests.support.profiles import examples
 from tests.support.programs import STAGES
 from tests.support.ranks import axis, sent_by_value
@@ -31,13 +29,13 @@ stages = st.sampled_from(sorted(STAGES))
 
 
 @st.composite
-def victims(draw: st.DrawFn) -> tuple[int, int]:
+def victims(draw):
     """A number of ranks, and one of them."""
     n = draw(st.integers(2, 3))
     return n, draw(st.integers(0, n - 1))
 
 
-def told(fresh_ranks: FreshRanks, n: int, stage: str, fault: Fault, kind: str) -> list[Said]:
+def told(fresh_ranks, n, stage, fault, kind):
     """What ranks were told, in time, each by an error of this kind. If one was told late they are asked once more: a shared
     machine may stop for a moment, which does not happen twice at the same place, and a rank that notices late does."""
     said = fresh_ranks(n, stage, fault)
@@ -59,9 +57,7 @@ LOST = {"kill": "closed the connection.", "exit": "closed the connection.", "sto
 @given(where=victims(), stage=stages, kind=st.sampled_from(sorted(LOST)), at=st.integers(0, 30))
 @example(where=(3, 0), stage="zero3", kind="kill", at=0)
 @example(where=(3, 2), stage="zero2", kind="stop", at=11)
-def test_the_others_name_a_rank_that_ended_or_stopped_and_nobody_else(
-    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, kind: str, at: int
-) -> None:
+def test_the_others_name_a_rank_that_ended_or_stopped_and_nobody_else(fresh_ranks, where, stage, kind, at):
     n, victim = where
     deadline_s = [DEADLINE_S] if kind == "stop" else []
     reports = told(fresh_ranks, n, stage, Fault(kind, victim, at, *deadline_s), "LostRankError")
@@ -76,9 +72,7 @@ def test_the_others_name_a_rank_that_ended_or_stopped_and_nobody_else(
 @given(where=victims(), stage=stages, kind=st.sampled_from(ASTRAY), step=st.integers(0, 2))
 @example(where=(2, 1), stage="zero3", kind="skips a backward", step=1)
 @example(where=(3, 0), stage="zero1", kind="raises and goes on", step=1)
-def test_every_rank_is_told_at_once_where_one_went_astray(
-    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, kind: str, step: int
-) -> None:
+def test_every_rank_is_told_at_once_where_one_went_astray(fresh_ranks, where, stage, kind, step):
     assume((stage, kind) != ("replicate", "raises and goes on"))  # its forward sends nothing: nothing was missed
     n, victim = where
     reports = told(fresh_ranks, n, stage, Fault(kind, victim, step), "DisagreementError")
@@ -88,17 +82,17 @@ def test_every_rank_is_told_at_once_where_one_went_astray(
 
 
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
-def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(fresh_ranks: FreshRanks, stage: str) -> None:
+def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(fresh_ranks, stage):
     """No rank trains on beside it: replicas would part without a word."""
     for rank, report in enumerate(told(fresh_ranks, 2, stage, Fault("skips a step", 1, 1), "DisagreementError")):
         assert re.findall(r"after (\d) steps of optimizers", report.text) == [str(2 - rank)], report.text
         assert "left out optimizer.step()" in report.text
 
 
-def test_a_lost_group_stays_lost() -> None:
+def test_a_lost_group_stays_lost():
     """After a failure the bytes on the way belong to nothing: going on would take them for others."""
 
-    def errors() -> tuple[str, str, bool]:
+    def errors():
         model = zf.shard_params(torch.nn.Linear(4, 4), axis())
         first = second = None
         try:
@@ -121,7 +115,7 @@ def test_a_lost_group_stays_lost() -> None:
         assert value == ("DisagreementError", "DisagreementError", True)
 
 
-def test_guard_holds_inside_its_block_only() -> None:
+def test_guard_holds_inside_its_block_only():
     with zf.guard(deadline_s=7):
         assert deadline() == 7
         with zf.guard():
@@ -130,8 +124,8 @@ def test_guard_holds_inside_its_block_only() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e20, "soon", ""])
-def test_a_deadline_that_is_no_time_is_refused(seconds: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(zf.LayoutError, match="deadline_s must be positive"), zf.guard(deadline_s=seconds):  # type: ignore[arg-type]
+def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
+    with pytest.raises(zf.LayoutError, match="deadline_s must be positive"), zf.guard(deadline_s=seconds):
         pass
     assert deadline() == 300
     monkeypatch.setenv("ZERO_FN_DEADLINE_S", str(seconds))

@@ -1,33 +1,27 @@
 """What a failed collective tells the user, from transports that fail on purpose."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.support.groups import pretended
-from tests.support.ranks import Ranks
 from zero_fn.transport import exchange
 from zero_fn.transport.exchange import GatherPlan
 from zero_fn.transport.line import MISMATCH, Line, Work
 from zero_fn.transport.links import line_over, open_transport
 from zero_fn.transport.segment import Segment
-from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost
-from zero_fn.values.mesh import Axis, mesh_axis
+from zero_fn.transport.waiting import OutOfStep, PeerLost
+from zero_fn.values.mesh import mesh_axis
 
 
 class Failing:
@@ -35,40 +29,40 @@ class Failing:
 
     pads = False
 
-    def __init__(self, failure: Exception | None = None) -> None:
+    def __init__(self, failure=None):
         self.failure = failure
-        self.marks: list[int] = []
-        self.told: object = None
+        self.marks = []
+        self.told = None
 
-    def gather_plan(self, segments: Sequence[Segment]) -> GatherPlan:
+    def gather_plan(self, segments):
         return GatherPlan(segments, 0, [])
 
-    def all_gather(self, plan: object, mark: int = 0) -> Work:
+    def all_gather(self, plan, mark=0):
         return self._work(mark)
 
-    def reduce_plan(self, contributions: object, buffers: object) -> None:
+    def reduce_plan(self, contributions, buffers):
         raise NotImplementedError
 
-    def reduce_scatter(self, plan: object, rows: object, buffers: object, mark: int = 0) -> Work:
+    def reduce_scatter(self, plan, rows, buffers, mark=0):
         return self._work(mark)
 
-    def all_to_all(self, sends: object, places: object, device: torch.device, mark: int = 0) -> Work:
+    def all_to_all(self, sends, places, device, mark=0):
         return self._work(mark)
 
-    def any(self, bits: Tensor, mark: int = 0) -> Work:
+    def any(self, bits, mark=0):
         return self._work(mark)
 
-    def exchange(self, rows: Tensor, mark: int = 0) -> Work:
+    def exchange(self, rows, mark=0):
         return self._work(mark)
 
-    def give_up(self, failure: Failure | None = None) -> None:
+    def give_up(self, failure=None):
         self.told = failure
 
-    def _work(self, mark: int) -> Work:
+    def _work(self, mark):
         self.marks.append(mark)
         return Work(finish=self._fail)
 
-    def _fail(self) -> None:
+    def _fail(self):
         if self.failure is not None:
             raise self.failure
 
@@ -78,17 +72,17 @@ LOST = PeerLost(1, is_late=False, text="Connection closed by peer")
 LATE = PeerLost(1, is_late=True, text="Timed out")
 
 
-def line_of(raw: Failing, axis: Axis) -> Line:
+def line_of(raw, axis):
     """What a module sends through, over this transport."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_fn.transport.links.open_transport", lambda _: raw)
         return line_over([axis])
 
 
-def failed(failure: Exception, before: Callable[[Line], object] = lambda _: None) -> zf.ZeroError:
+def failed(failure, before=lambda _: None):
     """The error of an all-gather on rank 0 of 3."""
     with pretended(3) as mesh:
-        axis: Axis = mesh_axis(mesh, verb="test")
+        axis = mesh_axis(mesh, verb="test")
         raw = Failing()
         transport = line_of(raw, axis)
         before(transport)
@@ -112,7 +106,7 @@ def failed(failure: Exception, before: Callable[[Line], object] = lambda _: None
     ],
     ids=["lost", "late", "of the backend"],
 )
-def test_a_lost_rank_is_named_and_where_this_one_waited(failure: PeerLost, summary: str) -> None:
+def test_a_lost_rank_is_named_and_where_this_one_waited(failure, summary):
     error = failed(failure)
     assert isinstance(error, zf.LostRankError)
     assert error.summary == summary
@@ -120,24 +114,24 @@ def test_a_lost_rank_is_named_and_where_this_one_waited(failure: PeerLost, summa
 
 
 @pytest.mark.parametrize(("peer", "seen_by"), [(2, 1), (1, 2)])
-def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer: int, seen_by: int) -> None:
+def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer, seen_by):
     error = failed(OutOfStep(peer, seen_by=seen_by))
     assert isinstance(error, zf.DisagreementError)
     assert error.summary == "Ranks 1 and 2 of axis 'dp' (3) are at different collectives."
     assert "layerdrop" in error.fix, "models that skip layers at random are a frequent cause"
 
 
-def test_the_collective_that_failed_has_its_number() -> None:
+def test_the_collective_that_failed_has_its_number():
     """Of the collectives on the group: ranks that waited in other numbers have parted before."""
 
-    def many(transport: Line) -> None:
+    def many(transport):
         for _ in range(400):
             transport.any(torch.zeros(1, dtype=torch.uint8), "nothing").wait()
 
     assert "#400 all-gather of parameters of unit root (6 elements)" in str(failed(LOST, many))
 
 
-def test_where_torch_compares_collectives_its_error_names_ours() -> None:
+def test_where_torch_compares_collectives_its_error_names_ours():
     """[TORCH_DISTRIBUTED_DEBUG=DETAIL]"""
     with pretended(2) as mesh:
         raw = Failing()
@@ -154,13 +148,13 @@ def test_where_torch_compares_collectives_its_error_names_ours() -> None:
             transport.all_gather([SEGMENT], "parameters of unit b")
 
 
-def test_comparing_is_refused_with_what_compares() -> None:
+def test_comparing_is_refused_with_what_compares():
     environment = {**os.environ, "ZERO_FN_COMPARE": "1"}
     done = subprocess.run([sys.executable, "-c", "import zero_fn"], env=environment, capture_output=True, text=True)
     assert "ZERO_FN_COMPARE is gone" in done.stderr
 
 
-def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
+def test_marks_tell_operations_tensors_and_sizes_apart():
     with pretended(2) as mesh:
         raw = Failing()
         transport = line_of(raw, mesh_axis(mesh, verb="test"))
@@ -179,7 +173,7 @@ def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
         assert raw.marks[-1] == raw.marks[0]
 
 
-def test_models_on_one_group_share_its_failure() -> None:
+def test_models_on_one_group_share_its_failure():
     with pretended(2) as mesh:
         axis = mesh_axis(mesh, verb="test")
         broken, other = Failing(LOST), Failing()
@@ -196,9 +190,9 @@ def test_models_on_one_group_share_its_failure() -> None:
     ("text", "is_late"),
     [("Timed out waiting 1000ms for recv operation", True), ("Connection closed by peer [127.0.0.1]:80", False)],
 )
-def test_waiting_tells_late_from_lost(text: str, is_late: bool) -> None:
+def test_waiting_tells_late_from_lost(text, is_late):
     class Message:
-        def wait(self, limit: object) -> None:
+        def wait(self, limit):
             raise RuntimeError(text)
 
     with pytest.raises(PeerLost) as error:
@@ -207,7 +201,7 @@ def test_waiting_tells_late_from_lost(text: str, is_late: bool) -> None:
     assert error.value.peer == 1
 
 
-def _says_at_the_transform() -> None:
+def _says_at_the_transform():
     with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
         with pytest.warns(UserWarning, match="The deadline of guard does not act on this accelerator") as said:
             Line(Failing(), mesh_axis(mesh, verb="test"))
@@ -216,7 +210,7 @@ def _says_at_the_transform() -> None:
         assert "timeout=timedelta" in str(said[0].message)
 
 
-def _says_at_guard() -> None:
+def _says_at_guard():
     with pretended(2, device_type="cuda") as mesh:
         transport = Line(Failing(), mesh_axis(mesh, verb="test"))
         with zf.guard():
@@ -229,9 +223,7 @@ def _says_at_guard() -> None:
 
 
 @pytest.mark.parametrize("says", [_says_at_the_transform, _says_at_guard])
-def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(
-    says: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(says, monkeypatch):
     """Its backend takes no timeout."""
     monkeypatch.setattr("zero_fn.errors._said", set())
     with warnings.catch_warnings():
@@ -241,13 +233,13 @@ def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(
         says()
 
 
-def _timeouts() -> list[float]:
+def _timeouts():
     """Of a group of an accelerator, before, inside and after guards; the last two in one of an axis that comes later."""
-    world: Any = dist.group.WORLD
+    world = dist.group.WORLD
     backend = world._get_backend(torch.device("cpu"))
-    found: list[float] = []
+    found = []
 
-    def note() -> None:
+    def note():
         found.append(backend.options._timeout.total_seconds())
 
     note()
@@ -265,18 +257,18 @@ def _timeouts() -> list[float]:
     return found
 
 
-def test_a_deadline_is_the_timeout_of_an_accelerators_group(ranks: Ranks) -> None:
+def test_a_deadline_is_the_timeout_of_an_accelerators_group(ranks):
     """On NCCL the device waits, and the watchdog of the group ends the process."""
     for own, *inside in ranks(2).run(_timeouts):
         assert inside == [40, 7, 40, own, 9, own]
 
 
-def test_of_dropped_messages_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_dropped_messages_few_bytes_are_kept(monkeypatch):
     """And none on a device: there the backend keeps them, until the device has used them."""
-    kept: deque[object] = deque(maxlen=1024)
+    kept = deque(maxlen=1024)
     monkeypatch.setattr(exchange, "_dropped", kept)
 
-    def drop(of: type[Work], nbytes: int) -> weakref.ref[Tensor]:
+    def drop(of, nbytes):
         memory = torch.zeros(3)
         of([(None, 1)], kept=(memory,), nbytes=nbytes)
         return weakref.ref(memory)
@@ -294,14 +286,14 @@ def test_of_dropped_messages_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch)
     assert len(kept) == 16
 
 
-def _over_gloo(device_type: str) -> list[str]:
+def _over_gloo(device_type):
     with warnings.catch_warnings(record=True) as said, patch("zero_fn.errors._said", set()):
         warnings.simplefilter("always")
         open_transport(mesh_axis(DeviceMesh.from_group(dist.group.WORLD, device_type), verb="test"))
     return [str(each.message).splitlines()[0] for each in said]
 
 
-def test_gloo_on_cuda_is_said(ranks: Ranks) -> None:
+def test_gloo_on_cuda_is_said(ranks):
     """DTensor's all-gather ends the process there, without a word."""
     for device_type, expected in (("cpu", []), ("cuda", ["gloo moves what rests on CUDA."])):
         assert ranks(2).run(_over_gloo, device_type) == [expected, expected]

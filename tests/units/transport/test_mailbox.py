@@ -1,15 +1,11 @@
 """Headers arrive in order, once, whoever reads first; a peer that ended, left or is late is found; blocks wait for all."""
 
-from __future__ import annotations
-
 import gc
 import os
-import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -23,7 +19,7 @@ from zero_fn.transport.waiting import OutOfStep, PeerLost, guard
 pytestmark = pytest.mark.skipif(not are_mailboxes_available(), reason="mailboxes need futexes and pidfds of Linux")
 
 
-def open_boxes(pid: int | None = None) -> tuple[Mailbox, Mailbox]:
+def open_boxes(pid=None):
     """Boxes of ranks 0 and 1, both of this process; what rank 0 watches in place of rank 1 is `pid`."""
     arenas = [Arena(box_nbytes(2)) for _ in range(2)]
     for arena in arenas:
@@ -33,12 +29,12 @@ def open_boxes(pid: int | None = None) -> tuple[Mailbox, Mailbox]:
 
 
 @pytest.fixture
-def boxes() -> tuple[Mailbox, Mailbox]:
+def boxes():
     return open_boxes()
 
 
 @given(st.lists(st.booleans(), max_size=40), st.randoms(use_true_random=False))
-def test_headers_are_taken_by_number_in_any_order(sends: list[bool], order: random.Random) -> None:
+def test_headers_are_taken_by_number_in_any_order(sends, order):
     """True sends a header; False takes one that was sent."""
     here, there = open_boxes()
     sent, waiting = 0, list[int]()
@@ -52,12 +48,12 @@ def test_headers_are_taken_by_number_in_any_order(sends: list[bool], order: rand
             assert there.take(number) == (number * 7, number - 1)
 
 
-def test_more_headers_than_the_ring_holds_wait_until_the_peer_takes_one(boxes: tuple[Mailbox, Mailbox]) -> None:
+def test_more_headers_than_the_ring_holds_wait_until_the_peer_takes_one(boxes):
     """Both ranks send first, and more than fits: each takes what has come while it waits, or both would wait for ever."""
     count = 3 * 256 + 5
-    got: list[list[tuple[int, int]]] = [[], []]
+    got = [[], []]
 
-    def run(rank: int) -> None:
+    def run(rank):
         for number in range(count):
             boxes[rank].send(number, rank)
         got[rank] = [boxes[rank].take(number) for number in range(count)]
@@ -71,7 +67,7 @@ def test_more_headers_than_the_ring_holds_wait_until_the_peer_takes_one(boxes: t
     assert got == [[(number, 1 - rank) for number in range(count)] for rank in range(2)]
 
 
-def test_a_header_that_is_late_wakes_the_waiter(boxes: tuple[Mailbox, Mailbox]) -> None:
+def test_a_header_that_is_late_wakes_the_waiter(boxes):
     here, there = boxes
     threading.Timer(0.2, here.send, (3, 4)).start()
     before = time.process_time()
@@ -79,7 +75,7 @@ def test_a_header_that_is_late_wakes_the_waiter(boxes: tuple[Mailbox, Mailbox]) 
     assert time.process_time() - before < 0.1  # it slept
 
 
-def test_a_dropped_message_is_skipped_whether_it_has_come_or_not(boxes: tuple[Mailbox, Mailbox]) -> None:
+def test_a_dropped_message_is_skipped_whether_it_has_come_or_not(boxes):
     here, there = boxes
     here.send(0, 0)
     there.drop(0, 1, 0)
@@ -94,7 +90,7 @@ def test_a_dropped_message_is_skipped_whether_it_has_come_or_not(boxes: tuple[Ma
     assert here.read_by_peer(0) == 0
 
 
-def test_a_peer_that_is_late_is_told_from_one_that_left(boxes: tuple[Mailbox, Mailbox]) -> None:
+def test_a_peer_that_is_late_is_told_from_one_that_left(boxes):
     here, there = boxes
     with guard(deadline_s=0.1), pytest.raises(PeerLost) as late:
         there.take(0)
@@ -120,9 +116,7 @@ def test_a_peer_that_is_late_is_told_from_one_that_left(boxes: tuple[Mailbox, Ma
     ],
     ids=repr,
 )
-def test_whom_a_peer_blames_is_heard_and_the_first_word_stands(
-    boxes: tuple[Mailbox, Mailbox], failure: PeerLost | OutOfStep, expected: dict[str, object]
-) -> None:
+def test_whom_a_peer_blames_is_heard_and_the_first_word_stands(boxes, failure, expected):
     here, there = boxes
     here.leave(failure)
     here.leave()
@@ -131,12 +125,10 @@ def test_whom_a_peer_blames_is_heard_and_the_first_word_stands(
     assert vars(heard.value) == expected
 
 
-def test_what_a_peer_wrote_while_its_loss_was_found_is_read(
-    boxes: tuple[Mailbox, Mailbox], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_peer_wrote_while_its_loss_was_found_is_read(boxes, monkeypatch):
     here, there = boxes
 
-    def found(end_s: float) -> PeerLost:
+    def found(end_s):
         there.send(3, 4)
         return PeerLost(1, is_late=False, text="")
 
@@ -145,14 +137,14 @@ def test_what_a_peer_wrote_while_its_loss_was_found_is_read(
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+def sleeper():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield process
     process.kill()
     process.wait()
 
 
-def test_a_peer_that_was_killed_is_found_at_once(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_peer_that_was_killed_is_found_at_once(sleeper):
     here, there = open_boxes(sleeper.pid)
     there.send(1, 2)
     threading.Timer(0.1, sleeper.kill).start()
@@ -165,8 +157,8 @@ def test_a_peer_that_was_killed_is_found_at_once(sleeper: subprocess.Popen[bytes
 
 
 def test_nobody_who_does_not_run_can_be_watched_and_closed_mailboxes_leave_no_descriptor(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
+    sleeper,
+):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         open_boxes()
@@ -177,7 +169,7 @@ def test_nobody_who_does_not_run_can_be_watched_and_closed_mailboxes_leave_no_de
         open_boxes(sleeper.pid)
 
 
-def test_a_block_is_given_back_once_all_peers_have_read_it() -> None:
+def test_a_block_is_given_back_once_all_peers_have_read_it():
     arenas = [Arena(box_nbytes(3)) for _ in range(3)]
     own = {peer: Mailbox(arenas[0].mapped, 0, arenas[peer].mapped, peer, os.getpid()) for peer in (1, 2)}
     theirs = {peer: Mailbox(arenas[peer].mapped, peer, arenas[0].mapped, 0, os.getpid()) for peer in (1, 2)}
@@ -195,7 +187,7 @@ def test_a_block_is_given_back_once_all_peers_have_read_it() -> None:
         arena.close_file()
 
 
-def test_pages_of_an_arena_go_back_when_its_last_transport_is_gone() -> None:
+def test_pages_of_an_arena_go_back_when_its_last_transport_is_gone():
     arena = Arena(box_nbytes(1))
     shared = Shared(arena, {}, {})
     first, second = threading.local(), threading.local()
@@ -209,10 +201,10 @@ def test_pages_of_an_arena_go_back_when_its_last_transport_is_gone() -> None:
     arena.close_file()
 
 
-def test_the_end_of_a_forked_child_says_nothing_of_its_parent() -> None:
+def test_the_end_of_a_forked_child_says_nothing_of_its_parent():
     """A worker of a data loader collected the model it had inherited, and the pages its parent wrote were gone."""
 
-    def in_child(act: Callable[[], None]) -> None:
+    def in_child(act):
         pid = os.fork()
         if not pid:
             act()
@@ -224,9 +216,9 @@ def test_the_end_of_a_forked_child_says_nothing_of_its_parent() -> None:
     here = Mailbox(arenas[0].mapped, 0, arenas[1].mapped, 1, os.getpid())
     there = Mailbox(arenas[1].mapped, 1, arenas[0].mapped, 0, os.getpid())
     held = {"shared": Shared(arenas[0], {1: arenas[1].mapped}, {1: here}), "user": threading.local()}
-    held["shared"].used_by(held["user"])  # type: ignore[attr-defined]
+    held["shared"].used_by(held["user"])
     arenas[0].mapped.memory[1_000_000:2_000_000] = 1
-    in_child(lambda: held.pop("user"))  # type: ignore[arg-type, return-value]
+    in_child(lambda: held.pop("user"))
     in_child(held.clear)
     assert arenas[0].mapped.memory[1_000_000:2_000_000].all()
     with guard(deadline_s=0.1), pytest.raises(PeerLost) as late:

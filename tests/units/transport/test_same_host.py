@@ -1,7 +1,5 @@
 """What transports of one process group share when its ranks share memory: one sequence of operations, one arena."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.promises.test_interrupts import _ROOT, _moments, _Tracer
-from tests.support.ranks import Ranks, axis
+from tests.support.ranks import axis
 from zero_fn.one_host.mailbox import Mailbox
 from zero_fn.one_host.same_host import SameHost, _Message
 from zero_fn.one_host.shared import Shared, _map_all, shared_by
@@ -24,7 +22,7 @@ from zero_fn.transport.waiting import OutOfStep, PeerLost
 from zero_fn.values.mesh import mesh_axis
 
 
-def exchanged(at_rest: SameHost) -> list[list[int]]:
+def exchanged(at_rest):
     """The number of each rank, from that rank."""
     rows = torch.zeros(dist.get_world_size(), 1, dtype=torch.uint8)
     rows[dist.get_rank()] = dist.get_rank()
@@ -32,26 +30,26 @@ def exchanged(at_rest: SameHost) -> list[list[int]]:
     return rows.tolist()
 
 
-def open_transport() -> SameHost:
+def open_transport():
     chosen = links.open_transport(mesh_axis(axis(), verb="test"))
     assert type(chosen) is SameHost
     return chosen
 
 
-def shared_now() -> Shared:
+def shared_now():
     own = mesh_axis(axis(), verb="test")
     shared = shared_by(own.group, own.rank, own.size, Exchange(own.group, own.rank, own.size))
     assert shared is not None, "these ranks should share memory"
     return shared
 
 
-def live_blocks() -> int:
+def live_blocks():
     shared = shared_now()
     shared._free_read()
     return sum(map(len, shared._blocks))
 
 
-def arenas_open() -> int:
+def arenas_open():
     count = 0
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -59,8 +57,8 @@ def arenas_open() -> int:
     return count
 
 
-def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_used(ranks: Ranks) -> None:
-    def at_different_models() -> tuple[list[float], list[list[int]]]:
+def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_used(ranks):
+    def at_different_models():
         own = dist.get_rank()
         models = [open_transport(), open_transport()]
         whole = torch.full((4,), float(own))
@@ -71,10 +69,10 @@ def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_use
     assert ranks(2).run(at_different_models) == [([float(own)] * 4, [[0], [1]]) for own in range(2)]
 
 
-def test_collectives_that_nobody_waits_for_leave_no_block(ranks: Ranks) -> None:
+def test_collectives_that_nobody_waits_for_leave_no_block(ranks):
     """Nor do those that are interrupted between two lines, as they find what was read or tell that they have read."""
 
-    def dropped() -> int:
+    def dropped():
         at_rest, text = (
             open_transport(),
             "".join(map(inspect.getsource, told)).replace("return header, number, start", ""),
@@ -98,25 +96,25 @@ def test_collectives_that_nobody_waits_for_leave_no_block(ranks: Ranks) -> None:
     assert max(ranks(2).run(dropped)) <= 1  # the last exchange: the peer may not have read it yet
 
 
-def test_no_file_stays_open_but_those_of_mappings(ranks: Ranks) -> None:
+def test_no_file_stays_open_but_those_of_mappings(ranks):
     """Python keeps a descriptor for each mapping: one for each rank."""
 
-    def open_files() -> int:
+    def open_files():
         exchanged(open_transport())
         return arenas_open()
 
     assert ranks(2).run(open_files) == [2, 2]
 
 
-def test_ranks_that_do_not_come_together_leave_no_file_open() -> None:
+def test_ranks_that_do_not_come_together_leave_no_file_open():
     class Lost:
-        def exchange(self, rows: torch.Tensor) -> None:
+        def exchange(self, rows):
             raise PeerLost(1, is_late=True, text="a test")
 
     gc.collect()
     before = arenas_open()
     for _ in range(3):
         with pytest.raises(PeerLost):
-            _map_all(0, 2, Lost())  # type: ignore[arg-type]
+            _map_all(0, 2, Lost())
     gc.collect()
     assert arenas_open() == before

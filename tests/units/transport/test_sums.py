@@ -1,10 +1,7 @@
 """What one rank adds up: its pieces and those of its peers, in the order of the ranks, wherever they lie."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from zero_fn.transport.exchange import ReducePlan
 from zero_fn.transport.segment import Contribution
@@ -12,7 +9,7 @@ from zero_fn.transport.segment import Contribution
 SIZE = 4
 
 
-def in_order(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+def in_order(parts, dtype):
     """The mean, one rank after another."""
     total = torch.zeros_like(parts[0], dtype=dtype)
     for part in parts:
@@ -24,7 +21,7 @@ def in_order(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("numel", [1, 1 << 17, 3 * (1 << 17) + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["apart", "in place", "transposed"])
-def test_a_sum_is_that_of_the_ranks_in_their_order(rank: int, numel: int, dtype: torch.dtype, where: str) -> None:
+def test_a_sum_is_that_of_the_ranks_in_their_order(rank, numel, dtype, where):
     torch.manual_seed(numel)
     parts = [torch.randn(numel, dtype=torch.float64).mul(100).to(dtype) for _ in range(SIZE)]
     whole = torch.zeros(SIZE * numel, dtype=dtype)

@@ -1,13 +1,11 @@
 """What this rank sends, counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero_fn.transport.traffic import count, traffic
 
 
-def test_bytes_are_counted_by_collective_and_control_messages_are_not_payload() -> None:
+def test_bytes_are_counted_by_collective_and_control_messages_are_not_payload():
     with traffic() as sent:
         assert repr(sent) == "Sent(nothing)"
         count("all-gather", 100, "dp")
@@ -21,7 +19,7 @@ def test_bytes_are_counted_by_collective_and_control_messages_are_not_payload() 
     assert repr(sent) == "Sent(all-gather 110 B in 2, reduce-scatter 30 B in 1, control 16 B in 1)"
 
 
-def test_a_block_counts_for_outer_ones_and_stops_at_its_end_though_it_raises() -> None:
+def test_a_block_counts_for_outer_ones_and_stops_at_its_end_though_it_raises():
     with pytest.raises(ValueError, match="stop"), traffic() as outer:
         count("all-gather", 1)
         with traffic() as inner:

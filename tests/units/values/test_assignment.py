@@ -1,9 +1,5 @@
 """Assignments: what has been asked of a module, joined."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,16 +7,16 @@ from tests.support.groups import pretended_grid
 from zero_fn.errors import LayoutError, UnitError
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home, Stage
-from zero_fn.values.mesh import Axis, mesh_axis
+from zero_fn.values.mesh import mesh_axis
 
 
 @pytest.fixture(scope="module")
-def axes() -> Iterator[tuple[Axis, Axis]]:
+def axes():
     with pretended_grid(4, 2) as mesh:
         yield mesh_axis(mesh["dp"], verb="test"), mesh_axis(mesh["tp"], verb="test")
 
 
-def test_join_joins_homes_by_name() -> None:
+def test_join_joins_homes_by_name():
     one = Assignment(homes={"a": Home(Stage.GRADS), "b": Home(Stage.OPTIMIZER)})
     other = Assignment(homes={"b": Home(Stage.PARAMS), "c": Home(compute=torch.bfloat16)})
     joined = one.join(other)
@@ -33,19 +29,19 @@ def test_join_joins_homes_by_name() -> None:
     assert one.homes["b"] == Home(Stage.OPTIMIZER)
 
 
-def test_join_keeps_what_only_one_side_says(axes: tuple[Axis, Axis]) -> None:
+def test_join_keeps_what_only_one_side_says(axes):
     one, other = Assignment(over=((axes[0], {}),)), Assignment(anchors=("layers.0",), outputs={"": torch.float32})
     expected = Assignment({}, ((axes[0], {}),), ("layers.0",), {"": torch.float32})
     assert one.join(other) == other.join(one) == expected
 
 
-def test_no_units_asked_for_are_not_the_same_as_the_empty_choice() -> None:
+def test_no_units_asked_for_are_not_the_same_as_the_empty_choice():
     assert Assignment(anchors=()).join(Assignment()).anchors == ()
     with pytest.raises(UnitError, match="different units"):
         Assignment(anchors=()).join(Assignment(anchors=("a",)))
 
 
-def test_two_axes_are_joined_in_any_order(axes: tuple[Axis, Axis]) -> None:
+def test_two_axes_are_joined_in_any_order(axes):
     outer, inner = axes
     one = Assignment(over=((inner, {"a": Home(Stage.PARAMS), "b": Home(Stage.GRADS)}),))
     other = Assignment(over=((outer, {"a": Home(Stage.OPTIMIZER), "c": Home(Stage.GRADS)}),))
@@ -59,7 +55,7 @@ def test_two_axes_are_joined_in_any_order(axes: tuple[Axis, Axis]) -> None:
     assert joined.below("x").stages("x.a") == joined.stages("a")
 
 
-def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
+def test_dtypes_join_whichever_axis_came_first(axes):
     outer, inner = (Assignment(over=((axis, {"a": Home()}),)) for axis in axes)
     cast = Assignment(homes={"a": Home(compute=torch.bfloat16)})
     assert outer.join(cast).join(inner) == inner.join(outer).join(cast) == cast.join(inner).join(outer)
@@ -67,13 +63,13 @@ def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
         outer.join(cast).join(inner).join(Assignment(homes={"a": Home(compute=torch.float16)}))
 
 
-def test_join_names_the_parameter_whose_dtypes_differ() -> None:
+def test_join_names_the_parameter_whose_dtypes_differ():
     with pytest.raises(LayoutError) as caught:
         Assignment(homes={"w": Home(compute=torch.bfloat16)}).join(Assignment(homes={"w": Home(compute=torch.float16)}))
     assert caught.value.facts["parameter"] == "w"
 
 
-def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:
+def test_a_part_of_a_module_is_named_as_the_whole_sees_it():
     part = Assignment(homes={"weight": Home(Stage.GRADS)}, anchors=("", "layers.0"))
     whole = part.below("head")
     assert whole.homes == {"head.weight": Home(Stage.GRADS)}
@@ -81,7 +77,7 @@ def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:
     assert part.below("") == part
 
 
-def test_a_part_keeps_what_was_asked_of_itself() -> None:
+def test_a_part_keeps_what_was_asked_of_itself():
     whole = Assignment(
         {"head.weight": Home(Stage.GRADS), "token.weight": Home()},
         anchors=("", "head", "head.layers.0"),

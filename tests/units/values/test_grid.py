@@ -1,17 +1,14 @@
 """Grids: where parameters rest on a mesh of data and model axes."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import product
 from math import prod
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.groups import pretended_grid
 from zero_fn.values.grid import Grid, _reads_alike, grid_of, local_part
@@ -23,34 +20,32 @@ NOTHING, OPTIMIZER, GRADS, PARAMS = Stage
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
+def mesh():
     with pretended_grid(4, 4):
         yield init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("outer", "inner", "cp", "tp"))
 
 
-def _placed(mesh: DeviceMesh, shape: tuple[int, ...], *placements: Placement) -> DTensorSpec:
+def _placed(mesh, shape, *placements):
     meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
     return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
-def _over(mesh: DeviceMesh, *names: str, **models: DTensorSpec) -> Grid:
+def _over(mesh, *names, **models):
     return grid_of([mesh_axis(mesh[name], verb="test") for name in names], models, lambda _: (PARAMS,) * len(names))
 
 
-def _placements(
-    grid: Grid, shape: tuple[int, ...], stages: tuple[Stage, ...], model: DTensorSpec | None = None
-) -> tuple[Placement, ...]:
+def _placements(grid, shape, stages, model=None):
     local = local_part(torch.empty(shape, device="meta"), model)
     return grid.placements(model, grid.cut(tuple(local.shape), local.contiguous().stride(), model, stages))
 
 
-def test_one_axis_is_its_own_mesh(mesh: DeviceMesh) -> None:
+def test_one_axis_is_its_own_mesh(mesh):
     assert _over(mesh, "inner").mesh is not None
     assert _over(mesh, "inner").mesh == mesh["inner"]
     assert Grid().spec(None, None, (3,), (1,), torch.float32) is None
 
 
-def test_the_full_mesh_has_the_order_of_its_root(mesh: DeviceMesh) -> None:
+def test_the_full_mesh_has_the_order_of_its_root(mesh):
     column = _placed(mesh["tp"], (8, 6), Shard(0))
     grid = _over(mesh, "inner", "outer", column=column)
     assert grid.mesh == mesh["outer", "inner", "tp"]
@@ -61,7 +56,7 @@ def test_the_full_mesh_has_the_order_of_its_root(mesh: DeviceMesh) -> None:
     assert grid.mesh.mesh_dim_names == ("dp", "tp")
 
 
-def test_parameters_lie_whole_on_model_axes_of_others(mesh: DeviceMesh) -> None:
+def test_parameters_lie_whole_on_model_axes_of_others(mesh):
     column, context = _placed(mesh["tp"], (8, 6), Shard(0)), _placed(mesh["cp"], (8, 6), Replicate())
     both = _placed(mesh["cp", "tp"], (8, 6), Shard(1), Shard(0))
     grid = _over(mesh, "inner", column=column, context=context, both=both)
@@ -73,14 +68,14 @@ def test_parameters_lie_whole_on_model_axes_of_others(mesh: DeviceMesh) -> None:
     assert _placements(grid, (8, 6), (PARAMS,), both) == (strided, Shard(1), Shard(0))
 
 
-def test_two_model_axes_may_cut_one_dim(mesh: DeviceMesh) -> None:
+def test_two_model_axes_may_cut_one_dim(mesh):
     both = _placed(mesh["cp", "tp"], (8, 6), Shard(0), Shard(0))
     grid = _over(mesh, "inner", "outer", both=both)
     expected = (_StridedShard(0, split_factor=8), _StridedShard(0, split_factor=4), Shard(0), Shard(0))
     assert _placements(grid, (16, 6), (PARAMS, OPTIMIZER), both) == expected
 
 
-def test_the_axis_that_shards_more_cuts_first(mesh: DeviceMesh) -> None:
+def test_the_axis_that_shards_more_cuts_first(mesh):
     grid = _over(mesh, "inner", "outer")
     assert _placements(grid, (8, 6), (PARAMS, GRADS)) == (_StridedShard(0, split_factor=2), Shard(0))
     assert _placements(grid, (8, 6), (GRADS, PARAMS)) == (Shard(0), Shard(0))
@@ -91,7 +86,7 @@ def test_the_axis_that_shards_more_cuts_first(mesh: DeviceMesh) -> None:
     assert grid.order((OPTIMIZER, GRADS)) == (1, 0)
 
 
-def test_rows_that_no_placement_describes_are_cut_less_or_along_another_dim(mesh: DeviceMesh) -> None:
+def test_rows_that_no_placement_describes_are_cut_less_or_along_another_dim(mesh):
     column = _placed(mesh["tp"], (10, 6), Shard(0))
     grid = _over(mesh, "inner", "outer", column=column)
     strided = _StridedShard(0, split_factor=2)
@@ -102,7 +97,7 @@ def test_rows_that_no_placement_describes_are_cut_less_or_along_another_dim(mesh
     assert _placements(grid, (10, wide), (PARAMS, PARAMS), large) == expected
 
 
-def _left_to_right(rows: int, sizes: tuple[int, ...], factors: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
+def _left_to_right(rows, sizes, factors, at):
     held = torch.arange(rows)
     for size, factor, rank in zip(sizes, factors, at, strict=True):
         placement = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
@@ -110,7 +105,7 @@ def _left_to_right(rows: int, sizes: tuple[int, ...], factors: tuple[int, ...], 
     return held.tolist()
 
 
-def _one_after_the_other(rows: int, sizes: tuple[int, ...], order: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
+def _one_after_the_other(rows, sizes, order, at):
     held = torch.arange(rows)
     for dim in order:
         held = Shard(0)._split_tensor(held, sizes[dim], with_padding=False)[0][at[dim]]
@@ -118,7 +113,7 @@ def _one_after_the_other(rows: int, sizes: tuple[int, ...], order: tuple[int, ..
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 4), (3, 2), (2, 2, 2)])
-def test_dtensor_reads_rows_where_they_were_put_or_the_check_says_so(sizes: tuple[int, ...]) -> None:
+def test_dtensor_reads_rows_where_they_were_put_or_the_check_says_so(sizes):
     """Against DTensor's own cuts, for all small numbers of rows: a wrong yes would be a wrong `full_tensor()`."""
     for order in (tuple(reversed(range(len(sizes)))), tuple(range(len(sizes)))):
         factors = tuple(

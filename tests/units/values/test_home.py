@@ -1,7 +1,5 @@
 """Homes: what transforms join, by example; the laws of joining are in property_tests/test_value_laws.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,8 +9,8 @@ from zero_fn.values.tiers import Tiers, cpu
 
 
 @pytest.mark.parametrize("name", ["compute", "reduce", "grads"])
-def test_join_refuses_two_dtypes_for_one_parameter(name: str) -> None:
-    one, other = (Home(**{name: dtype}) for dtype in (torch.bfloat16, torch.float16))  # type: ignore[arg-type]
+def test_join_refuses_two_dtypes_for_one_parameter(name):
+    one, other = (Home(**{name: dtype}) for dtype in (torch.bfloat16, torch.float16))
     with pytest.raises(LayoutError, match=f"different {name} dtypes") as caught:
         one.join(other)
     assert caught.value.facts == {"first": torch.bfloat16, "second": torch.float16}
@@ -31,13 +29,11 @@ def test_join_refuses_two_dtypes_for_one_parameter(name: str) -> None:
         (torch.complex64, Home(), torch.complex64),
     ],
 )
-def test_sixteen_bit_gradients_are_summed_in_float32_unless_asked(
-    resting: torch.dtype, home: Home, expected: torch.dtype
-) -> None:
+def test_sixteen_bit_gradients_are_summed_in_float32_unless_asked(resting, home, expected):
     assert home.sum_dtype(resting) == expected
 
 
-def test_join_refuses_two_fractions_of_states_in_one_tier() -> None:
+def test_join_refuses_two_fractions_of_states_in_one_tier():
     one, other = (Home(tiers=Tiers(optim=cpu(), fraction=fraction)) for fraction in (0.5, 0.25))
     with pytest.raises(LayoutError, match="different fractions") as caught:
         one.join(other)

@@ -1,18 +1,16 @@
 """Where elements live: the arithmetic by example; the laws are in property_tests/test_value_laws.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from zero_fn.values.layout import ALIGNMENT_NBYTES, aligned_offsets, shard_layout
 
 
-def strides_of(*shape: int) -> tuple[int, ...]:
+def strides_of(*shape):
     return torch.empty(shape).stride()
 
 
-def test_rows_are_cut_over_dim_0_when_there_is_one_for_every_rank() -> None:
+def test_rows_are_cut_over_dim_0_when_there_is_one_for_every_rank():
     layout = shard_layout((5, 3), strides_of(5, 3), 3)
     assert layout.dim == 0
     assert (layout.rows, layout.row_numel, layout.shard_rows) == (5, 3, 2)
@@ -22,7 +20,7 @@ def test_rows_are_cut_over_dim_0_when_there_is_one_for_every_rank() -> None:
     assert [layout.owned_numel(rank) for rank in range(3)] == [6, 6, 3]
 
 
-def in_memory(*shape: int) -> torch.Tensor:
+def in_memory(*shape):
     return torch.empty(shape, device="meta")
 
 
@@ -42,16 +40,14 @@ def in_memory(*shape: int) -> torch.Tensor:
         pytest.param(in_memory(1).expand(6, 4), 2, (0, 1), id="elements that share their memory"),
     ],
 )
-def test_the_outermost_dim_in_memory_is_cut_unless_it_has_too_few_rows(
-    parameter: torch.Tensor, n: int, order: tuple[int, ...]
-) -> None:
+def test_the_outermost_dim_in_memory_is_cut_unless_it_has_too_few_rows(parameter, n, order):
     layout = shard_layout(parameter.shape, parameter.stride(), n)
     assert (layout.order, layout.dim) == (order, order[0])
     sizes = [layout.shape[dim] for dim in order]
     assert [layout.stride[dim] for dim in order] == list(torch.empty(sizes, device="meta").stride())
 
 
-def test_offsets_are_aligned_and_end_where_the_buffer_ends() -> None:
+def test_offsets_are_aligned_and_end_where_the_buffer_ends():
     assert ALIGNMENT_NBYTES == 128
     assert aligned_offsets([1, 32, 33, 0], 4) == (0, 32, 64, 128, 128)
     assert aligned_offsets([1, 1], 2) == (0, 64, 128)
@@ -59,5 +55,5 @@ def test_offsets_are_aligned_and_end_where_the_buffer_ends() -> None:
     assert aligned_offsets([], 4) == (0,)
 
 
-def test_items_larger_than_the_alignment_are_not_padded() -> None:
+def test_items_larger_than_the_alignment_are_not_padded():
     assert aligned_offsets([3, 2], 256) == (0, 3, 5)

@@ -1,7 +1,5 @@
 """Meshes: where submeshes lie in the mesh they were cut from, by torch's private ways."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,7 +8,7 @@ from tests.support.groups import pretended_grid
 from zero_fn.values.mesh import dims_in, joined_mesh, mesh_axis, root_of
 
 
-def test_submeshes_know_their_root_and_can_be_joined_again() -> None:
+def test_submeshes_know_their_root_and_can_be_joined_again():
     with pretended_grid(4, 2) as grid:
         assert root_of(grid["dp"]) is grid
         assert root_of(grid) is grid
@@ -25,7 +23,7 @@ def test_submeshes_know_their_root_and_can_be_joined_again() -> None:
 
 
 @pytest.mark.parametrize("named", [None, "gloo", "cpu:gloo"])
-def test_a_group_that_was_started_without_a_backend_has_one_for_each_device(named: str | None) -> None:
+def test_a_group_that_was_started_without_a_backend_has_one_for_each_device(named):
     """As `init_device_mesh` starts it where there is none: torch calls its backend undefined, and ranks shared no memory."""
     dist.init_process_group(named, store=dist.HashStore(), rank=0, world_size=1)
     try:

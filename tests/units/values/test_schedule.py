@@ -8,34 +8,27 @@
     SNAPSHOTS=write python -m pytest tests/units/values/test_schedule.py  # writes them again; read the difference
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.snapshot import assert_matches
-from zero_fn.runtime.gradients import Gradients, Reduction
+from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.groups import Phase
-from zero_fn.runtime.passes import BackwardPass, Script, UnitUse
+from zero_fn.runtime.passes import BackwardPass, Script
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.values.schedule import (
     Await,
     Enter,
-    Event,
     Exit,
     Reduce,
     Reshard,
     Settle,
-    Trace,
     Unshard,
     Use,
     backward_schedule,
@@ -52,7 +45,7 @@ GOLDEN = Path(__file__).parent / "schedules" / "golden"
 NAMES = ("root", "block 0", "block 1", "block 2")
 
 
-def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
+def text(events, names=None):
     """A schedule as text, an event a line."""
     lines = []
     indent = 0
@@ -67,11 +60,11 @@ def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
     return "\n".join(lines)
 
 
-def trace_of(brackets: str) -> Trace:
+def trace_of(brackets):
     """A trace from digits and parentheses: `0(1()2())` is unit 0 around units 1 and 2."""
-    trace: list[Enter | Exit] = []
-    counts: dict[int, int] = {}
-    open_uses: list[Use] = []
+    trace = []
+    counts = {}
+    open_uses = []
     for sign in brackets:
         if sign.isdigit():
             unit = int(sign)
@@ -99,36 +92,36 @@ TRACES = {
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("name", TRACES)
-def test_forward_schedule_is_golden(name: str, depth: int) -> None:
+def test_forward_schedule_is_golden(name, depth):
     events = prefetch(forward_schedule(trace_of(TRACES[name]), keeps_last=True), depth=depth)
     assert_matches(GOLDEN / f"forward_{name}_prefetch_{depth}.txt", text(events, NAMES))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("name", TRACES)
-def test_backward_schedule_is_golden(name: str, depth: int) -> None:
+def test_backward_schedule_is_golden(name, depth):
     events = backward_schedule(backward_trace(trace_of(TRACES[name])), reduces=lambda _: True)
     events = limit_reductions(prefetch(events, depth=depth), limit=2)
     assert_matches(GOLDEN / f"backward_{name}_prefetch_{depth}.txt", text(events, NAMES))
 
 
-def test_forward_schedule_of_inference_is_golden() -> None:
+def test_forward_schedule_of_inference_is_golden():
     events = forward_schedule(trace_of(CHAIN), keeps_last=False)
     assert_matches(GOLDEN / "forward_chain_inference.txt", text(events, NAMES))
 
 
-def test_backward_schedule_of_an_accumulated_microbatch_is_golden() -> None:
+def test_backward_schedule_of_an_accumulated_microbatch_is_golden():
     events = backward_schedule(backward_trace(trace_of(CHAIN)), reduces=lambda _: False)
     assert_matches(GOLDEN / "backward_chain_accumulating.txt", text(events, NAMES))
 
 
 class Root(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inlet = nn.Linear(2, 2)
         self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.inlet(x)
         for block in self.blocks:
             x = torch.tanh(block(x))
@@ -136,12 +129,12 @@ class Root(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def axis() -> Iterator[DeviceMesh]:
+def axis():
     with alone() as mesh:
         yield mesh
 
 
-RECIPES: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
+RECIPES = {
     "zero0": zf.replicate,
     "zero1": zf.zero1,
     "zero2": zf.zero2,
@@ -152,9 +145,7 @@ RECIPES: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 
 
 @pytest.mark.parametrize(("recipe", "depth"), [*((recipe, 1) for recipe in RECIPES), ("zero3", 0), ("zero3", 2)])
-def test_second_step_of_a_recipe_is_golden(
-    axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str, depth: int
-) -> None:
+def test_second_step_of_a_recipe_is_golden(axis, monkeypatch, recipe, depth):
     model = RECIPES[recipe](Root(), axis)
     zf.runtime.door.runs_of(model, verb="test")[0].depth = depth
     done = record(monkeypatch)
@@ -169,9 +160,7 @@ def test_second_step_of_a_recipe_is_golden(
 
 
 @pytest.mark.parametrize("recipe", ["zero0", "zero1", "zero2", "zero3"])
-def test_an_accumulated_step_of_a_recipe_is_golden(
-    axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
+def test_an_accumulated_step_of_a_recipe_is_golden(axis, monkeypatch, recipe):
     model = RECIPES[recipe](Root(), axis)
     model(torch.ones(1, 2)).sum().backward()
     done = record(monkeypatch)
@@ -181,44 +170,44 @@ def test_an_accumulated_step_of_a_recipe_is_golden(
     assert_matches(GOLDEN / f"{recipe}_accumulating_2.txt", text(done, NAMES))
 
 
-def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+def record(monkeypatch):
     """From now on, the events that units live through, in a list. What changes nothing is left out."""
-    done: list[Event] = []
+    done = []
     unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
     enter, leave, reduce, settle = Run.enter, Run.leave, Gradients.reduce, Run.settle
 
-    def note(event: Event, unit: Unit, *phases: Phase) -> None:
+    def note(event, unit, *phases):
         if not phases or unit.groups.phase in phases:
             done.append(event)
 
-    def unshard_noted(unit: Unit) -> None:
+    def unshard_noted(unit):
         note(Unshard(unit.index), unit, Phase.AT_REST)
         unshard(unit)
 
-    def await_noted(unit: Unit) -> None:
+    def await_noted(unit):
         note(Await(unit.index), unit, Phase.GATHERING)
         awaited(unit)
 
-    def reshard_noted(unit: Unit) -> None:
+    def reshard_noted(unit):
         note(Reshard(unit.index), unit, Phase.GATHERING, Phase.GATHERED)
         reshard(unit)
 
-    def enter_noted(run: Run, unit: Unit, door: Any, method: str) -> UnitUse:
+    def enter_noted(run, unit, door, method):
         use = enter(run, unit, door, method)
         done.append(Enter(use.key))
         return use
 
-    def leave_noted(run: Run, use: UnitUse, *, failed: bool) -> None:
+    def leave_noted(run, use, *, failed):
         done.append(Exit(use.key))
         leave(run, use, failed=failed)
 
-    def reduce_noted(gradients: Gradients, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+    def reduce_noted(gradients, *, exact, present=None):
         unit = unit_of(gradients._slots[0])
         assert unit is not None
         done.append(Reduce(unit.index))
         return reduce(gradients, exact=exact, present=present)
 
-    def settle_noted(run: Run, unit: Unit, under_way: Reduction) -> None:
+    def settle_noted(run, unit, under_way):
         done.append(Settle(unit.index))
         settle(run, unit, under_way)
 
@@ -235,14 +224,14 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 # -- by example ------------------------------------------------------------------------------------------------------
 
 
-def test_a_unit_inside_itself_is_gathered_once() -> None:
+def test_a_unit_inside_itself_is_gathered_once():
     trace = (Enter(Use(0)), Enter(Use(0, 1)), Exit(Use(0, 1)), Exit(Use(0)))
     assert text(forward_schedule(trace, keeps_last=False)) == (
         "unshard 0\nawait 0\nenter 0\n  enter 0#1\n  exit 0#1\nexit 0\nreshard 0"
     )
 
 
-def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it() -> None:
+def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it():
     trace = trace_of("0(1()2())")
     events = prefetch(forward_schedule(trace, keeps_last=False), depth=1)
     fetched = text(fetch_ahead(events, is_away=lambda unit: unit > 0, depth=1)).split("\n")
@@ -251,7 +240,7 @@ def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it
     ]  # fmt: skip
 
 
-def test_the_next_block_is_on_its_way_while_the_last_one_is_waited_for() -> None:
+def test_the_next_block_is_on_its_way_while_the_last_one_is_waited_for():
     """Block 3 is begun as soon as the memory of block 1 is free, before block 2 has come."""
     events = forward_schedule(trace_of("0(1()2()3())"), keeps_last=False)
     landed = text(land_ahead(events, nbytes_of=lambda unit: 8 * (unit > 0))).split("\n")
@@ -262,7 +251,7 @@ def test_the_next_block_is_on_its_way_while_the_last_one_is_waited_for() -> None
 
 
 @pytest.mark.parametrize("name", list(TRACES))
-def test_legs_are_the_schedule_cut_at_its_brackets(name: str) -> None:
+def test_legs_are_the_schedule_cut_at_its_brackets(name):
     events = prefetch(forward_schedule(trace_of(TRACES[name]), keeps_last=True), depth=1)
     cut = legs(events)
     joined = [event for leg in cut for event in (*leg.before, leg.bracket, *leg.after)]
@@ -270,13 +259,13 @@ def test_legs_are_the_schedule_cut_at_its_brackets(name: str) -> None:
     assert not any(isinstance(event, Await | Enter | Exit) for leg in cut for event in leg.after)
 
 
-def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_later_one() -> None:
+def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_later_one():
     first, second = Use(0), Use(1)
     script = Script([Enter(first), Exit(first), Enter(second), Exit(second)], frozenset({0, 1}), ahead=tuple)
-    ending: Any = None
+    ending = None
     backward = BackwardPass(script, ending, awaited={first}, passed_only={second}, waiting=set(), keeps_graph=False)
 
-    def done() -> list[Event]:
+    def done():
         return [*backward.actions, *(action for _ in iter(backward.goes_on, False) for action in backward.actions)]
 
     backward.enter(1, second, recomputes=False)
@@ -287,10 +276,10 @@ def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_la
     assert done() == [Reshard(1), Reduce(1), Unshard(0), Await(0)]
 
 
-def test_a_recomputation_that_does_not_know_its_use_is_of_the_next_one() -> None:
+def test_a_recomputation_that_does_not_know_its_use_is_of_the_next_one():
     first, second = Use(0), Use(0, 1)
     script = Script([Enter(first), Exit(first), Enter(second), Exit(second)], frozenset(), ahead=tuple)
-    ending: Any = None
+    ending = None
     backward = BackwardPass(
         script, ending, awaited={first, second}, passed_only=set(), waiting=set(), keeps_graph=False
     )

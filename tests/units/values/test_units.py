@@ -1,10 +1,6 @@
 """How parameters are grouped: the default, and every way to choose."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,6 @@ from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.shard import shard_params
 from zero_fn.values.units import (
     LARGE_NBYTES,
-    Units,
     anchors_of,
     by_size,
     distinct_parameters,
@@ -29,14 +24,14 @@ from zero_fn.values.units import (
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(4, 12)
         self.out = nn.Linear(4, 4)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(4)
         self.attention = Attention()
@@ -44,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, depth: int = 3, *, tied: bool = True) -> None:
+    def __init__(self, depth=3, *, tied=True):
         super().__init__()
         self.embedding = nn.Embedding(32, 4)
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
@@ -54,9 +49,9 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def group_parameters(module: nn.Module, anchors: list[str]) -> dict[str, list[str]]:
+def group_parameters(module, anchors):
     """Names of the parameters of each unit, as a transform groups them."""
-    groups: dict[str, list[str]] = {anchor: [] for anchor in anchors}
+    groups = {anchor: [] for anchor in anchors}
     for named in distinct_parameters(module):
         groups[innermost_common(anchors, (name for name, _ in named.places))].append(named.fqn)
     return groups
@@ -74,47 +69,47 @@ class Stage(nn.Sequential):
 
 
 class Residual(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
         self.downsample = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
 
 
-def holding(**children: nn.Module) -> nn.Module:
+def holding(**children):
     model = nn.Module()
     for name, child in children.items():
         model.add_module(name, child)
     return model
 
 
-def linears(*widths: int, bias: bool = True) -> list[nn.Module]:
+def linears(*widths, bias=True):
     return [nn.Linear(width, width, bias=bias) for width in widths]
 
 
-def twice() -> nn.Module:
+def twice():
     block = nn.Linear(2, 2)
     return nn.Sequential(block, nn.Linear(2, 2), block)
 
 
-def nested() -> nn.Module:
+def nested():
     return nn.ModuleDict({"stages": nn.ModuleList(nn.Sequential(*linears(2, 2)) for _ in range(2))})
 
 
-def sizes() -> nn.Module:
+def sizes():
     return nn.Sequential(*linears(8, 8), nn.Sequential(*linears(4, 4)))  # of 288 and 80 bytes
 
 
-def tied() -> nn.Module:
-    model: Any = nn.Sequential(*linears(8, 8, bias=False))
+def tied():
+    model = nn.Sequential(*linears(8, 8, bias=False))
     model[1].weight = model[0].weight
     return model
 
 
-def mlp() -> nn.Module:
+def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def resnet() -> nn.Module:
+def resnet():
     layers = [nn.Sequential(*(Residual() for _ in range(count))) for count in (2, 3)]
     return holding(stem=nn.Conv2d(3, 3, 7), layer1=layers[0], layer2=layers[1], fc=nn.Linear(3, 10))
 
@@ -148,13 +143,11 @@ def resnet() -> nn.Module:
         (lambda: holding(experts=nn.ModuleList(linears(4, 4, 4, 4))), by_size(nbytes=320), ""),  # which has no forward
     ],
 )
-def test_units_beside_the_root_are_found_by_repetition_or_as_asked_for(
-    make: Callable[[], nn.Module], units: Units, expected: str
-) -> None:
+def test_units_beside_the_root_are_found_by_repetition_or_as_asked_for(make, units, expected):
     assert anchors_of(make(), units) == ["", *expected.split()]
 
 
-def test_blocks_of_a_gpt_have_their_parameters_and_the_root_has_the_rest() -> None:
+def test_blocks_of_a_gpt_have_their_parameters_and_the_root_has_the_rest():
     model = GPT()
     groups = group_parameters(model, anchors_of(model, None))
     assert groups[""] == ["embedding.weight", "norm.weight", "norm.bias"]
@@ -164,7 +157,7 @@ def test_blocks_of_a_gpt_have_their_parameters_and_the_root_has_the_rest() -> No
 # -- large modules beside the blocks -----------------------------------------------------------------------------------
 
 
-def gpt_of(numel: int, *, tied: bool = False) -> GPT:
+def gpt_of(numel, *, tied=False):
     """Of which the token table and the head take 4 bytes for each of `numel` elements."""
     with torch.device("meta"):
         model = GPT(2, tied=False)
@@ -174,7 +167,7 @@ def gpt_of(numel: int, *, tied: bool = False) -> GPT:
     return model
 
 
-def test_a_large_table_and_a_large_head_are_units_of_their_own() -> None:
+def test_a_large_table_and_a_large_head_are_units_of_their_own():
     numel = LARGE_NBYTES // 4
     assert anchors_of(gpt_of(numel), None) == ["", "blocks.0", "blocks.1"]
     large = gpt_of(numel + 4)
@@ -183,13 +176,13 @@ def test_a_large_table_and_a_large_head_are_units_of_their_own() -> None:
     assert anchors_of(gpt_of(numel + 4).bfloat16(), None) == ["", "blocks.0", "blocks.1"], "bytes, not elements"
 
 
-def test_a_large_table_that_is_tied_to_the_head_stays_in_the_unit_of_the_root() -> None:
+def test_a_large_table_that_is_tied_to_the_head_stays_in_the_unit_of_the_root():
     model = gpt_of(LARGE_NBYTES, tied=True)
     assert anchors_of(model, None) == ["", "blocks.0", "blocks.1"]
     assert group_parameters(model, anchors_of(model, None))[""] == ["embedding.weight", "norm.weight", "norm.bias"]
 
 
-def test_large_modules_are_found_around_nested_blocks_and_not_inside_them() -> None:
+def test_large_modules_are_found_around_nested_blocks_and_not_inside_them():
     model = nn.Module()
     model.model, model.head = gpt_of(LARGE_NBYTES), nn.Linear(2, 2)
     model.model.blocks[1].mlp[0] = nn.Linear(2**13, 2**12, device="meta")
@@ -198,14 +191,14 @@ def test_large_modules_are_found_around_nested_blocks_and_not_inside_them() -> N
     ]  # fmt: skip
 
 
-def test_a_large_module_that_nobody_calls_is_looked_through() -> None:
+def test_a_large_module_that_nobody_calls_is_looked_through():
     model, size = nn.Module(), 2**13
     model.layers = nn.ModuleList([nn.Linear(size, size, device="meta")])
     model.weights = nn.ParameterList([nn.Parameter(torch.empty(size, size, device="meta"))])
     assert anchors_of(model, None) == ["", "layers.0"]
 
 
-def test_parts_of_a_tiled_module_are_its_units() -> None:
+def test_parts_of_a_tiled_module_are_its_units():
     model = tile(gpt_of(LARGE_NBYTES), parts=2, where="head.*")
     assert [name for name in anchors_of(model, None) if name.startswith("head")] == []
 
@@ -213,7 +206,7 @@ def test_parts_of_a_tiled_module_are_its_units() -> None:
 class Llama(nn.Module):
     """Shapes of Llama-3-8B, on meta."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         width = 4096
         self.model = nn.Module()
@@ -223,7 +216,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(width, 128256, bias=False)
 
 
-def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_its_tables() -> None:
+def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_its_tables():
     with pretended(64) as mesh, torch.device("meta"):
         model = Llama().bfloat16()
         default = plan(shard_params(model, mesh))
@@ -234,7 +227,7 @@ def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_
     assert default.sent_nbytes < 1.025 * blocks.sent_nbytes
 
 
-def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(monkeypatch):
     monkeypatch.setattr(zero_fn.values.units, "LARGE_NBYTES", 100)
     model, calls = Tower(), Counter[str]()
     assert {"enter", "leave"} <= set(anchors_of(model, None))
@@ -247,7 +240,7 @@ def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(mon
 # -- ties ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_that_begin_alike_are_not_nested() -> None:
+def test_names_that_begin_alike_are_not_nested():
     assert innermost_common(["", "layers.1"], ["layers.10"]) == ""
     assert innermost_common(["", "layers.1", "layers.10"], ["layers.10.mlp"]) == "layers.10"
 
@@ -256,10 +249,10 @@ def test_names_that_begin_alike_are_not_nested() -> None:
 
 
 @pytest.mark.parametrize("units", [(3,), (int,), (None,)])
-def test_units_of_another_type_are_refused(units: object) -> None:
+def test_units_of_another_type_are_refused(units):
     with pytest.raises(UnitError, match="takes module classes"):
-        anchors_of(GPT(1), units)  # type: ignore[arg-type]
+        anchors_of(GPT(1), units)
 
 
-def test_attributes_that_are_none_are_no_parameters() -> None:
+def test_attributes_that_are_none_are_no_parameters():
     assert [named.fqn for named in distinct_parameters(nn.Linear(2, 2, bias=False))] == ["weight"]
