@@ -191,7 +191,7 @@ def test_a_number_is_that_of_whole_tensors_or_raises(local_tensor, stage, n, sta
         assert _wrong(world, start, steps, plain, _at_rest(world, stage, plain)) is None
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("start", STARTS)
 def test_every_step_from_a_start_gives_the_number_of_whole_tensors_or_raises(local_tensor, start):
     plain = _plain()

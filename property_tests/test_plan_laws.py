@@ -58,7 +58,7 @@ def programs_of(tree, chain):
     return st.lists(st.tuples(tree, chain, st.integers(1, 3)), min_size=5, max_size=6)
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @examples(dev=6, ci=30, deep=1500)
 @given(programs=programs_of(MIXED, PRECISE))
 def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks, n, programs):
@@ -70,7 +70,7 @@ def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks, n, programs):
             assert sent_nbytes == plan.sent_nbytes
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @examples(dev=3, ci=15, deep=750)
 @given(programs=programs_of(SINGLE, chains()))
 def test_bytes_of_states_are_the_plan_and_its_padding(ranks, n, programs):

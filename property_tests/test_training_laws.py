@@ -157,7 +157,7 @@ def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(local_tenso
     check_simulated(local_tensor, n, training)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("verb", ["shard_params", "shard_optimizer"])
 def test_training_is_that_of_one_process_on_64_ranks(local_tensor, verb):
     leaves = Leaf((13, 3, 2), (0, 1, 2)), Leaf((3,), (0,))

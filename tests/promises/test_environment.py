@@ -122,7 +122,7 @@ def test_links_are_measured_beside_fio_and_read_by_autoplan(tmp_path):
         assert zf.autoplan(nn.Linear(4, 4), mesh, "1GiB", links=links, tier=zf.nvme(disk)).best.fits
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_links_are_those_of_the_ranks_of_torchrun():
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "zero_fn", "links"]
     done = subprocess.run(

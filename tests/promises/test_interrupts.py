@@ -223,7 +223,7 @@ def interrupted(where, act, count, number, folder):
         dist.barrier()
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(75, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [3, pytest.param(75, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("where", WHERE)
 def test_what_comes_after_an_interrupt_is_right(where, act, count, tmp_path):
@@ -235,7 +235,7 @@ def test_what_comes_after_an_interrupt_is_right(where, act, count, tmp_path):
     ("where", "act", "times"),
     [
         *((where, "step", 2) for where in ("stage 1", "stage 3")),
-        *(pytest.param(where, act, 10, marks=pytest.mark.long) for where in WHERE for act in ACTS),
+        *(pytest.param(where, act, 10, marks=pytest.mark.nightly) for where in WHERE for act in ACTS),
     ],
 )
 def test_ranks_that_are_interrupted_alike_stay_in_step_or_are_told(ranks, where, act, times, tmp_path):

@@ -275,7 +275,7 @@ def _footprints(stage, over):
 @pytest.mark.timeout(1100)
 @pytest.mark.parametrize("over", COUNTS)
 @pytest.mark.parametrize(
-    "stage", ["zero1", "zero3", *(pytest.param(s, marks=pytest.mark.long) for s in ("replicate", "zero2"))]
+    "stage", ["zero1", "zero3", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("replicate", "zero2"))]
 )
 def test_nothing_grows(ranks, stage, over):
     for before, after in ranks(2, deadline_s=1000).run(_footprints, stage, over):

@@ -150,7 +150,7 @@ RUNS = [
     ),
     ("away", 2, torch.float32, "two, sync"),
     ("zero3", 3, torch.float32, "two, mirror"),
-    *(pytest.param(stage, 2, torch.float32, "dcp", marks=pytest.mark.long) for stage in STAGES),
+    *(pytest.param(stage, 2, torch.float32, "dcp", marks=pytest.mark.nightly) for stage in STAGES),
 ]
 
 

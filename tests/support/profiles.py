@@ -26,10 +26,10 @@ F = TypeVar("F", bound=Callable[..., object])
 PROFILE, _, _parts = os.environ.get("HYPOTHESIS_PROFILE", "dev").partition("/")
 _PARTS = int(_parts or 1)
 
-SIZES = (2, pytest.param(3, marks=pytest.mark.long))
+SIZES = (2, pytest.param(3, marks=pytest.mark.nightly))
 """Numbers of gloo ranks of a test that asks for several: what is right on 3 is seldom wrong on 2, where less can go wrong."""
 
-UNEVEN = (3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4)))
+UNEVEN = (3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4)))
 """Numbers of gloo ranks of a test of uneven shards: 3 divides few shapes, and leaves ranks without a row of small ones."""
 
 

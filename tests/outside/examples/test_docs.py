@@ -204,7 +204,7 @@ def test_the_tables_of_one_gpu_are_what_their_program_computes():
             assert cells == [str(way), gpu, f"{plan.host_nbytes / 1e9:,.1f}", f"{disk / 1e9:,.1f}"], (model, way)
 
 
-_SLOW = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("70 B", "175 B"))]
+_SLOW = ["7 B", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("70 B", "175 B"))]
 
 
 @pytest.mark.parametrize("model", _SLOW)

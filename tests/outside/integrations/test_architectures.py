@@ -188,7 +188,7 @@ def _again(model):
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param(name, number, id=name, marks=() if name in _DAILY else pytest.mark.long)
+        pytest.param(name, number, id=name, marks=() if name in _DAILY else pytest.mark.nightly)
         for number, name in enumerate(_ALL)
     ],
 )

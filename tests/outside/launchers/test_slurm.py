@@ -75,7 +75,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, tmp_path):
     assert job.steps > 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_at_its_time_limit_saves_before_and_is_queued_again(slurm, tmp_path):
     # Slurm looks every half minute: after 30 to 60 s.
     job = Job(slurm, tmp_path, 100_000, "--time=2", "--signal=TERM@60")

@@ -122,7 +122,7 @@ def _every_stage(folder):
     return found
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_stage_and_tier_trains_to_the_bits_of_plain_replicas(ranks, tmp_path, n):
     for found in ranks(n).run(_every_stage, str(tmp_path)):
         assert [difference for difference in found if difference[1]] == []
