@@ -12,6 +12,8 @@ from typing import Protocol
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.simulation import Simulated
 from tests.support.faults import FreshRanks
@@ -19,6 +21,7 @@ from tests.support.local_tensor import LocalTensors
 from tests.support.profiles import load_profile
 from tests.support.ranks import Ranks, freeze, let_kernels_take_small_tensors
 from tests.support.seeds import seed_generator
+from tests.support.watchdog import Watchdog
 
 load_profile()
 torch.set_num_threads(1)  # [Note: one thread]
@@ -49,6 +52,9 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", r"error:::zero_fn(\.|$)")
     config.stash[TIERS_OPEN] = {name: make() for name, make in TIERS.items()}
     config.pluginmanager.register(RanksAreUsed(), "zero_fn_tiers")
+    config.pluginmanager.register(NothingIsLeft(), "zero_fn_left")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # it runs tests itself
+        config.pluginmanager.register(Watchdog(), "zero_fn_watchdog")
 
 
 def pytest_collection_finish():
@@ -119,3 +125,17 @@ class RanksAreUsed:
         yield
         unused = [name for name, tier in tiers.items() if tier.executed == before[name]]
         assert not unused, f"nothing ran on {', '.join(unused)}"
+
+
+class NothingIsLeft:
+    """A test that leaves a process group behind, or the groups of simulated ranks, fails; the next one finds none."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self):
+        yield
+        is_own = isinstance(distributed_c10d._world, distributed_c10d._World)
+        is_left = is_own and dist.is_initialized()
+        if is_left:
+            dist.destroy_process_group()
+        assert is_own, "simulated ranks have left their groups in this process"
+        assert not is_left, "the test has left a process group behind"

@@ -28,6 +28,7 @@ from tests.simulation.turns import RankKilled, Turns
 from tests.simulation.wires import Fault, Timing, Wires
 from tests.simulation.world import own_world, worlds_by_thread
 from tests.support.seeds import seed_generator
+from tests.support.watchdog import leave
 from zero_fn.transport import line
 from zero_fn.transport.exchange import Exchange
 from zero_fn.transport.line import Transport
@@ -39,6 +40,7 @@ __all__ = ["Case", "Desync", "Outcome", "Report", "Simulated", "axis"]
 R = TypeVar("R")
 
 _here = threading.local()
+_LEAVING_S = 20.0
 
 
 def axis() -> DeviceMesh:
@@ -209,8 +211,15 @@ class _Ranks:
         line._groups.clear()  # a group that was lost in an earlier case is as good as new
         with worlds_by_thread(), _generator_kept():
             turns.begin()
-            self._done.acquire()
-        self._job = None
+            try:
+                self._done.acquire()
+            except BaseException:  # a test that ran out of time, or Ctrl-C: no rank may go on in the next test
+                turns.abandon()
+                if not self._done.acquire(timeout=_LEAVING_S):
+                    leave("simulated ranks compute on after their test has ended")
+                raise
+            finally:
+                self._job = None
         return turns
 
     def _live(self, rank: int) -> None:

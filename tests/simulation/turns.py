@@ -49,6 +49,7 @@ class Turns:
         self.deadlock: list[str] | None = None  # the first one, as a line for each rank that waited
         self._waits: list[Wait | None] = [None] * len(locks)
         self._ended = [False] * len(locks)
+        self._is_abandoned = False
         self._timed_out = [False] * len(locks)
 
     def begin(self) -> None:
@@ -57,12 +58,18 @@ class Turns:
         assert first is not None
         self._locks[first].release()
 
+    def abandon(self) -> None:
+        """The caller waits no longer: each rank is killed at its next communication."""
+        self._is_abandoned = True
+
     def has_ended(self, rank: int) -> bool:
         """Whether the program of a rank is over: it returned, raised, or was killed."""
         return self._ended[rank]
 
     def offer(self, rank: int) -> None:
         """`rank` could go on; another may be let run before."""
+        if self._is_abandoned:
+            raise RankKilled
         following = self._next(rank)
         if following is None or following == rank:
             return
@@ -70,6 +77,8 @@ class Turns:
         generator = torch.default_generator.get_state()
         self._locks[following].release()
         self._locks[rank].acquire()
+        if self._is_abandoned:
+            raise RankKilled
         torch.default_generator.set_state(generator)
 
     def wait(self, rank: int, wait: Wait) -> bool:
@@ -111,4 +120,4 @@ class Turns:
 
     def _is_able(self, rank: int) -> bool:
         wait = self._waits[rank]
-        return wait is None or self._timed_out[rank] or wait.is_over(self.turn)
+        return self._is_abandoned or wait is None or self._timed_out[rank] or wait.is_over(self.turn)
