@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.axes.grids import batch, grid, parallelized
+from tests.support.messages import refusals
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
@@ -81,14 +82,31 @@ def _hooked():
     return layer
 
 
+class Plus(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight):
+        return weight * 1.5 + self.delta
+
+
+class Parametrized(nn.Linear):
+    def forward(self, x):
+        parametrize.register_parametrization(self, "weight", Plus(torch.ones(1)))
+        try:
+            return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self, "weight")
+
+
 CHANGES = {
     "max_norm": (lambda: nn.Embedding(11, WIDTH, max_norm=1.0), "weight"),
     "clamps": (Clamped, "first.weight"),
     "running means": (Codes, "codes"),
     "a hook": (_hooked, "weight"),
+    "a parametrization": (partial(Parametrized, WIDTH, WIDTH), "weight"),
     "a checkpoint inside": (partial(Recomputing, around=False, reentrant=False), "inner.first.weight"),
-    "a reentrant checkpoint inside": (partial(Recomputing, around=False, reentrant=True), "inner.first.weight"),
-    "a checkpoint around": (partial(Recomputing, around=True, reentrant=False), "inner.first.weight"),
     "a reentrant checkpoint around": (partial(Recomputing, around=True, reentrant=True), "inner.first.weight"),
 }
 
@@ -117,6 +135,11 @@ def test_what_a_forward_changes_in_place_is_refused(name, stage):
     assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
 
 
+test_refusals = refusals(
+    {"forward_changes_a_weight": lambda one: zf.shard_params(Clamped(), one)(torch.ones(2, WIDTH))}
+)
+
+
 class Several(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Embedding(11, WIDTH, max_norm=1.0), Clamped(), Codes())
@@ -126,36 +149,32 @@ def _tokens(seed):
     return torch.randint(0, 11, (2, 3), generator=torch.Generator().manual_seed(seed))
 
 
-def _require_refusal(model, x):
-    with pytest.raises(zf.PlacementError, match="in place"):
-        model(x)
-
-
-def _elsewhere(path):
-    """Over two axes, below tensor parallelism, at tiers, and compiled."""
+@on_ranks(4, deadline_s=120)
+def test_changes_are_refused_on_all_axes_and_tiers(folder):
+    """Over two axes, below tensor parallelism, on a disk, and compiled."""
     mesh = grid("outer", "inner")
-    _require_refusal(zf.hybrid(Several(), mesh), _tokens(0))
-    _require_refusal(zf.shard_grads(zf.shard_params(Several(), mesh["inner"]), mesh["outer"]), _tokens(0))
+    models = [
+        zf.hybrid(Several(), mesh),
+        zf.shard_grads(zf.shard_params(Several(), mesh["inner"]), mesh["outer"]),
+    ]
+    for stage in ("zero1", "zero3"):
+        models.append(zf.offload(STAGES[stage](Several(), axis()), params=zf.nvme(folder)))
+        models.append(STAGES[stage](Several(), axis()))
+        models[-1].compile(backend="aot_eager")
+    for model in models:
+        with pytest.raises(zf.PlacementError):
+            model(_tokens(0))
     mesh = grid("dp", "tp")
     for place in (zf.shard_grads, zf.shard_params):
         model = place(parallelized(mesh["tp"]), mesh["dp"])
-        for block in model.blocks:
-            block.up.register_forward_pre_hook(_shrink)
-        _require_refusal(model, batch(0, 0)[0])
-    for stage in ("zero1", "zero3"):
-        _require_refusal(zf.offload(STAGES[stage](Several(), axis()), params=zf.nvme(path)), _tokens(0))
-        model = STAGES[stage](Several(), axis())
-        model.compile(backend="aot_eager")
-        _require_refusal(model, _tokens(0))
-
-
-def test_changes_are_refused_on_all_axes_and_tiers(ranks, tmp_path):
-    ranks(4, deadline_s=120).run(_elsewhere, str(tmp_path))
+        model.blocks[1].up.register_forward_pre_hook(_shrink)
+        with pytest.raises(zf.PlacementError):
+            model(batch(0, 0)[0])
 
 
 @pytest.mark.parametrize(
     ("block", "infers"),
-    [("none", False), ("none", True), ("accumulate", False), ("accumulate", True), ("unsharded", False)],
+    [("none", True), ("accumulate", False), ("accumulate", True), ("unsharded", False)],
 )
 @on_ranks(2)
 def test_a_change_of_a_copy_in_another_dtype_is_refused(block, infers):
@@ -168,7 +187,7 @@ def test_a_change_of_a_copy_in_another_dtype_is_refused(block, infers):
         "unsharded": partial(zf.unsharded, model, writeback=True),
     }
     with (
-        pytest.raises(zf.PlacementError, match=r"changed 'first.weight' in place"),
+        pytest.raises(zf.PlacementError),
         blocks[block](),
         torch.inference_mode(infers),
     ):
@@ -258,15 +277,6 @@ class Router(nn.Module):
         return x + output
 
 
-class Plus(nn.Module):
-    def __init__(self, delta):
-        super().__init__()
-        self.delta = delta
-
-    def forward(self, weight):
-        return weight * 1.5 + self.delta
-
-
 class Adapted(nn.Module):
     """Adds factors to weights by parametrizations for one call, as PEFT does (`target_parameters`): of a frozen and a
     trained weight, and two of one."""
@@ -323,40 +333,21 @@ class Wide(nn.Sequential):
         return self[0].float()(x.float())
 
 
-class Parametrized(nn.Linear):
-    def forward(self, x):
-        parametrize.register_parametrization(self, "weight", Plus(torch.ones(1)))
-        try:
-            return super().forward(x)
-        finally:
-            parametrize.remove_parametrizations(self, "weight")
-
-
-class ThroughData(nn.Linear):
-    def forward(self, x):
-        self.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
 @on_ranks(2)
-def test_casts_parametrizations_data_and_stand_ins_keep_their_rules():
+def test_a_router_sees_its_rounded_weight_in_the_dtype_that_it_asks_for():
+    """Under `precision`. The resting one is not cast."""
     torch.manual_seed(0)
-    # Under `precision` a router sees its rounded weight in the dtype that it asks for, and the resting one is not cast.
     plain = Wide(nn.Linear(WIDTH, 5))
     model = zf.precision(zf.zero3(plain, axis()))
     x, (weight, bias) = noise(3, WIDTH, seed=1).bfloat16(), plain.parameters()
     assert torch.equal(model(x), F.linear(x.float(), weight.bfloat16().float(), bias.bfloat16().float()))
     model(x).sum().backward()
     assert all(p.dtype == torch.float32 and p.grad is not None for p in model.parameters())
-    # A parametrization that would change a weight is refused.
-    with pytest.raises(zf.PlacementError, match=r"changed 'weight' in place"):
-        zf.zero3(Parametrized(WIDTH, WIDTH), axis())(noise(3, WIDTH, seed=1))
-    # A limit: what is changed through data leaves no trace, and is dropped.
-    model = zf.zero3(nn.Sequential(ThroughData(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), axis())
-    before = full(model[0].weight)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    assert torch.equal(full(model[0].weight), before)
-    # Tensors that stand in are the user's: tensors of inference, which count no changes.
+
+
+@on_ranks(2)
+def test_tensors_that_stand_in_may_be_changed():
+    """They are the user's: tensors of inference, which count no changes."""
     model = zf.zero3(Clamped(), axis())
     with zf.unsharded(model), torch.inference_mode():
         weight = torch.full((WIDTH, 7), 0.5)

@@ -12,14 +12,16 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 
 import zero_fn as zf
+from tests.promises.tables import each_as_replicas
 from tests.support.groups import alone
+from tests.support.messages import refused
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full, named_fulls
-from tests.support.worlds import WIDTH, Tower, differences, noise
+from tests.support.worlds import WIDTH, Tower, noise
 
 # -- of values --------------------------------------------------------------------------------------------------------
 
@@ -99,9 +101,11 @@ def test_what_is_assigned_to_data_is_kept_through_the_next_use(move, is_plain):
 def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data():
     model = zf.zero3(nn.Linear(4, 6), axis())
     whole = full(model.weight)
-    for value in (torch.ones(6, 3), torch.ones(6, 4).double(), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
-        with pytest.raises(zf.PlacementError, match="of another shape, dtype, device or mesh"):
+    for value in (torch.ones(6, 3), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
+        with pytest.raises(zf.PlacementError):
             model.weight.data = value
+    with refused("data_of_a_parameter_was_assigned"):
+        model.weight.data = torch.ones(6, 4).double()
     assert torch.equal(full(model.weight), whole)
 
 
@@ -143,7 +147,7 @@ def test_a_cast_under_states_raises_before_any_update(stage, is_before_the_forwa
         model.double()
     moments = {f"moment of {name}": optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
     before = named_fulls({**dict(model.named_parameters()), **moments})
-    with pytest.raises(zf.StateError, match=r"states have another dtype[\s\S]*float64, its exp_avg is float32"):
+    with refused("step_after_a_cast"):
         optimizer.step()
     for name, value in named_fulls({**dict(model.named_parameters()), **moments}).items():
         assert torch.equal(value, before[name])
@@ -169,15 +173,14 @@ def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(
     assert all(p.grad is not None and p.grad.dtype == p.dtype for m in (chosen, *models) for p in m.parameters())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_module_that_was_donated_holds_nothing_and_runs_no_more(stage):
+def test_a_module_that_was_donated_holds_nothing_and_runs_no_more():
     """One that was not is left alone: the law of purity."""
     with alone() as mesh:
         plain = Tower()
-        STAGES[stage](plain, mesh, donate=True)
+        zf.shard_params(plain, mesh, donate=True)
         assert zf.held(plain).parameters == 0
         for use in (lambda: plain(torch.ones(2, WIDTH)), lambda: zf.zero3(plain, mesh)):
-            with pytest.raises(zf.StateError, match="donated"):
+            with refused("module_was_donated"):
                 use()
 
 
@@ -195,7 +198,6 @@ class Adapter(nn.Module):
 
 LATE = {
     "a parameter of the root": (lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3))), "extra"),
-    "a parameter of a block": (lambda m: setattr(m.blocks[1], "extra", nn.Parameter(torch.ones(3))), "blocks.1.extra"),
     "register_parameter": (
         lambda m: m.blocks[0].norm.register_parameter("extra", nn.Parameter(torch.ones(3))),
         "blocks.0.norm.extra",
@@ -204,7 +206,6 @@ LATE = {
     "a parameter where there was None": (lambda m: setattr(m.none, "bias", nn.Parameter(torch.ones(7))), "none.bias"),
     "a tie under a new name": (lambda m: setattr(m, "alias", m.leave.weight), "alias"),
     "a module": (lambda m: setattr(m, "adapter", Adapter()), "adapter.low.weight"),
-    "add_module": (lambda m: m.blocks[2].add_module("adapter", Adapter()), "blocks.2.adapter.low.weight"),
     "append": (lambda m: m.blocks.append(Block(7)), "blocks.3.gate"),
     "a replaced block": (lambda m: m.blocks.__setitem__(1, Block(7)), "blocks.1.gate"),
     "an append to a parameter list": (lambda m: m.table.append(nn.Parameter(torch.ones(3))), "table.1"),
@@ -230,7 +231,7 @@ class WithRoom(Tower):
 
 
 @pytest.mark.parametrize(
-    ("case", "is_twin"), [*((case, False) for case in LATE), ("a parameter of a block", True), ("append", True)]
+    ("case", "is_twin"), [*((case, False) for case in LATE), ("register_parameter", True), ("append", True)]
 )
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 @on_ranks(2)
@@ -267,7 +268,7 @@ def test_a_model_runs_on_without_what_came_late():
     assert torch.equal(model(x), expected)
     del head
     model.leave = nn.Linear(7, WIDTH)
-    with pytest.raises(zf.PlacementError, match=r"held 'weight' was taken out of its unit"):
+    with refused("part_of_a_unit_is_taken_out"):
         model(x)
 
 
@@ -320,7 +321,4 @@ TRIALS = {
     **{f"pruned, {kind}": partial(_pruned, kind) for kind in PRUNINGS},
 }
 
-
-@pytest.mark.parametrize("trial", TRIALS)
-def test_edits_that_are_allowed_are_those_of_replicas(ranks, trial):
-    assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
+test_edits_that_are_allowed_are_those_of_replicas = each_as_replicas(TRIALS)

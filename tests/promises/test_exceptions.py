@@ -3,9 +3,7 @@
 torch calls our hook after an exception, and not after an interrupt, of which the next forward finds the traces.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -41,13 +39,10 @@ def _adam(model):
 
 
 def _loss(model, seed):
-    loss = model(noise(4, WIDTH, seed=seed)).square().mean()
-    return loss
+    return model(noise(4, WIDTH, seed=seed)).square().mean()
 
 
 # -- in backward, and in blocks ---------------------------------------------------------------------------------------
-
-Trap = Callable[[Tower], Any]
 
 
 def _in_backward_of(name):

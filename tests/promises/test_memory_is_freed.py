@@ -52,8 +52,7 @@ def _alive(storages):
 
 
 def _loss(model, seed=0):
-    loss = model(noise(4, WIDTH, seed=seed)).square().mean()
-    return loss
+    return model(noise(4, WIDTH, seed=seed)).square().mean()
 
 
 def _train(model, optimizer):
@@ -125,7 +124,6 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program, stage):
 @on_ranks(2)
 def test_a_backward_may_outlive_the_model(stage):
     """Only the loss is kept; a backward of it touches names of modules that are gone."""
-    torch.manual_seed(0)
     model = STAGES[stage](Tower(), axis())
     parameters = list(model.parameters())
     x = noise(4, WIDTH, seed=0).requires_grad_()
@@ -164,8 +162,7 @@ WIDE = 128
 
 class Recomputed(Layer):
     def forward(self, x):
-        y = checkpoint(super().forward, x, use_reentrant=True)
-        return y
+        return checkpoint(super().forward, x, use_reentrant=True)
 
 
 class Adapted(Layer):

@@ -8,11 +8,12 @@ from statistics import median
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 import zero_fn as zf
 from tests.support.groups import alone
+from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from zero_fn.monitor.names import NAMES
@@ -27,8 +28,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(32, 32)
 
     def forward(self, x):
-        inner = x + self.linear(x).tanh()
-        return inner
+        return x + self.linear(x).tanh()
 
 
 class Kept:
@@ -89,30 +89,24 @@ def test_numbers_are_what_they_say(folder):
     assert found["zero_fn_steps_total"] == 10 and found["zero_fn_skipped_steps_total"] == 0
     assert found["zero_fn_ranks"] == 2 and found["zero_fn_slowest_rank"] == 1
     assert found['zero_fn_learning_rate{group="0"}'] == 1e-3
-    excess = found["zero_fn_slowest_rank_excess_seconds"]
-    assert isinstance(excess, float) and 0.02 < excess < took
+    assert 0.02 < found["zero_fn_slowest_rank_excess_seconds"] < took
     for name in ("step", "forward", "backward", "optimizer_step", "waiting", "tier_wait"):
         seconds = found[f"zero_fn_{name}_seconds"]
-        assert isinstance(seconds, list) and len(seconds) == 5 and all(0 < each < took for each in seconds)
+        assert len(seconds) == 5 and all(0 < each < took for each in seconds)
     phases = [found[f"zero_fn_{name}_seconds"] for name in ("forward", "backward", "optimizer_step", "step")]
     assert all(sum(parts) <= whole for *parts, whole in zip(*phases, strict=True)), "a phase is counted twice"
-    gathers = found["zero_fn_gather_seconds"]
-    assert isinstance(gathers, list) and len(gathers) == 5 * 7  # the last unit stays gathered into the backward
+    assert len(found["zero_fn_gather_seconds"]) == 5 * 7  # the last unit stays gathered into the backward
     assert found['zero_fn_sent_bytes_total{axis="dp"}'] == pytest.approx(10 * sent.by_axis["dp"], rel=0.1)
-    tokens = found["zero_fn_tokens_per_second"]
-    assert isinstance(tokens, float) and tokens > 2 * 8 * 5 / took
+    assert found["zero_fn_tokens_per_second"] > 2 * 8 * 5 / took
     planned = zf.plan(model, optimizer).moved[str(tier)]
     for way, nbytes in (("read", planned.read), ("written", planned.written)):
         assert found[f'zero_fn_tier_{way}_bytes_total{{tier="nvme"}}'] == pytest.approx(10 * nbytes, rel=0.1)
         assert found[f'zero_fn_tier_{way}_bytes_per_second{{tier="nvme"}}'] > 0
     for name in ("host", "disk"):
         used, free, limit = (found[f'zero_fn_memory{what}_bytes{{tier="{name}"}}'] for what in ("", "_free", "_limit"))
-        assert isinstance(used, float) and isinstance(free, float) and isinstance(limit, float)
         assert 0 < used < limit and 0 < free < limit
-    peak = found['zero_fn_step_peak_memory_bytes{tier="host"}']
-    assert isinstance(peak, int) and peak > 0
-    age = found["zero_fn_checkpoint_age_seconds"]
-    assert isinstance(age, float) and 0 < age <= took
+    assert found['zero_fn_step_peak_memory_bytes{tier="host"}'] > 0
+    assert 0 < found["zero_fn_checkpoint_age_seconds"] <= took
 
 
 def test_a_run_that_goes_on_counts_on():
@@ -131,7 +125,7 @@ def test_the_norm_is_that_of_all_gradients_and_the_age_that_of_the_last_save(fol
     with zf.metrics(model, optimizer, every=1) as metrics:
         for _ in range(3):
             model(torch.randn(8, 32)).square().mean().backward()
-            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
             found = metrics.step()
@@ -143,8 +137,8 @@ def test_the_norm_is_that_of_all_gradients_and_the_age_that_of_the_last_save(fol
         step(model, optimizer)
         early = metrics.step()
     assert late["zero_fn_grad_norm"] == 2.0
-    ages = [found["zero_fn_checkpoint_age_seconds"] for found in (early, late)]
-    assert isinstance(ages[0], float) and isinstance(ages[1], float) and ages[1] > max(0.5, ages[0])
+    age = "zero_fn_checkpoint_age_seconds"
+    assert late[age] > max(0.5, early[age])
 
 
 @on_ranks(2)
@@ -169,9 +163,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_answered(answer, folder):
     """It begins in block 2 of rank 1: in backward the blocks after it are fine."""
     model, optimizer = built()
     zf.save(f"{folder}/step-0", model, optimizer, extra={"step": 0})
-    saved = values_of(model)
-    before = list[Tensor]()
-    records = []
+    saved, records = values_of(model), []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zero_fn").addHandler(handler)
@@ -179,8 +171,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_answered(answer, folder):
         for number in range(3):
             before = values_of(model)
             if number == 2 and dist.get_rank() == 1:
-                block = model.get_submodule("2")
-                block.register_forward_hook(
+                model[2].register_forward_hook(
                     lambda _m, _a, out: out.register_hook(lambda grad: grad * math.nan) and None
                 )
             loss = step(model, optimizer)
@@ -227,7 +218,7 @@ def test_few_numbers_make_no_spike():
     spikes = Spikes()
     assert all(spikes.look_at(number, "loss", value) is None for number, value in enumerate([1.0] * 9 + [50.0]))
     found = spikes.look_at(10, "loss", 51.0)
-    assert found is not None and (found.usual, found.value) == (1.0, 51.0)
+    assert (found.usual, found.value) == (1.0, 51.0)
     assert spikes.look_at(11, "loss", math.inf) == Spike(11, "loss", math.inf, 1.0)
 
 
@@ -235,14 +226,14 @@ def test_mistakes_are_refused():
     with alone() as mesh:
         model = zf.zero3(Block(), mesh)
         optimizer = AdamW(model.parameters())
-        with pytest.raises(zf.LayoutError, match="every is a number of steps"):
+        with refused("metrics_of_no_step"):
             zf.metrics(model, optimizer, every=0)
-        with pytest.raises(zf.LayoutError, match="on_spike is none of its answers"):
+        with refused("spikes_are_answered_by_no_word"):
             zf.metrics(model, optimizer, on_spike="stop")
-        with pytest.raises(zf.LayoutError, match="lacks a folder"):
+        with refused("spikes_load_from_nowhere"):
             zf.metrics(model, optimizer, on_spike="load")
-        with pytest.raises(zf.ConfigError, match="is no sink"):
+        with pytest.raises(zf.ConfigError):
             zf.metrics(model, optimizer, sinks=["nowhere"])
-        with pytest.raises(zf.StateError, match="metrics was given a module that no transform returned"):
+        with pytest.raises(zf.StateError):
             zf.metrics(nn.Linear(2, 2), optimizer)
     assert watching.watchers == () and not optimizer._optimizer_step_pre_hooks

@@ -1,10 +1,8 @@
 """Outputs of any structure, and objects that nobody can look into."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +18,10 @@ from zero_fn.runtime.groups import Phase
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-class Typed(NamedTuple):
-    value: Any
-    note: str
-
-
 @dataclass
 class Record:
     value: Any
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,6 @@ WAYS = {
     "dict": (lambda x: {"key": x, 7: "b"}, lambda x: x["key"]),
     "ordered": (lambda x: OrderedDict(out=x), lambda x: x["out"]),
     "namedtuple": (lambda x: Pair(x, 1.5), lambda x: x.left),
-    "typed": (lambda x: Typed(x, "note"), lambda x: x.value),
     "record": (lambda x: Record(x, {"n": 1}), lambda x: x.value),
     "frozen": (Frozen, lambda x: x.value),
     "opaque": (Opaque, lambda x: x._hidden),
@@ -113,7 +105,7 @@ class Wrapped(Stack):
 
 
 NESTS = [*(([kind], [kind]) for kind in WAYS), (["dict", "opaque", "tuple"], ["record", "lazy"])]
-NESTS.append((["lazy", "typed", "slotted", "list"], ["ordered", "frozen"]))
+NESTS.append((["lazy", "slotted", "list"], ["ordered", "frozen"]))
 
 
 @pytest.mark.parametrize(("outer", "inner"), NESTS)

@@ -20,15 +20,13 @@ def test_different_values_at_first_or_loaded_raise_on_every_rank(ranks, stage):
         model = STAGES[stage](Tower(), axis())
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         for _ in range(2):  # the second forward ran, with shards of different tensors
-            with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+            with pytest.raises(zf.DisagreementError) as caught:
                 model(noise(2, WIDTH, seed=0))
         assert all(torch.equal(one, p.to_local()) for one, p in zip(before, model.parameters(), strict=True))
-        torch.manual_seed(0)
-        model.load_state_dict(Tower().state_dict())  # one way out
+        model.load_state_dict({name: torch.ones(p.shape) for name, p in model.named_parameters()})  # one way out
         model(noise(2, WIDTH, seed=0)).sum().backward()
-        torch.manual_seed(dist.get_rank())
         model.load_state_dict(Tower().state_dict())
-        with pytest.raises(zf.DisagreementError, match="initial values"):
+        with pytest.raises(zf.DisagreementError):
             model(noise(2, WIDTH, seed=0))
         return str(caught.value)
 

@@ -27,18 +27,15 @@ class Again(Language):
         x = self.embedding(tokens)
         for block in (*self.blocks, *self.blocks, *self.blocks):
             x = block(x)
-        logits = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 CASES = {
     "four ranks": (4, Odd, {"optimizer": "adamw_foreach"}),
     "microbatches": (3, Odd, {"optimizer": "adamw_foreach", "microbatches": 3}),
-    "sgd, clipped": (3, Odd, {"optimizer": "sgd", "clip": 0.1}),
     "adagrad, clipped": (3, Odd, {"optimizer": "adagrad", "clip": 0.1}),
     "fused": (3, Language, {"optimizer": "adamw_fused"}),
     "bfloat16": (3, Language, {"transform": zf.precision}),
-    "bfloat16, microbatches": (2, Language, {"transform": zf.precision, "microbatches": 2}),
     "bfloat16, microbatches, blocks used again": (2, Again, {"transform": zf.precision, "microbatches": 2}),
 }
 
@@ -113,7 +110,6 @@ def _over_other_axes():
     plain = Stack()
     plain(noise(2, 6, seed=0)).square().mean().backward()
     for parameter, grad in zip(plain.parameters(), found, strict=True):
-        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=group)
         is_same &= torch.equal(parameter.grad / 2, grad)
     return is_same
