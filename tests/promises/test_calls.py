@@ -1,10 +1,10 @@
 """What is called in which order, and how often backward passes through it."""
 
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -14,7 +14,7 @@ from tests.promises.tables import each_as_replicas
 from tests.support.models import Layer, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
-from tests.support.worlds import as_replicas, differences, noise, trained
+from tests.support.worlds import as_replicas, noise
 
 
 def forward(model, number):
@@ -41,29 +41,30 @@ class Nested(nn.Module):
 
 ORDERS = [
     [("stacks.0.layers.0.first", True), ("", True), ("stacks.0", False), ("named.linear", True)],
-    [("stacks.1.layers.1.second", True), ("stacks.1.layers.1.second", True), ("stacks.1", True)],
     [("named.layer", False), ("named.layer.first", True), ("stacks.0.enter", True), ("stacks.1.leave", True)],
     [("stacks.0.layers.1", True), ("", False), ("stacks.0.layers.1", True), ("stacks.0.layers.0", True)],
 ]
 
 
-@pytest.mark.parametrize("units", ["*", "stacks.*"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_any_module_is_an_entry_in_any_order(ranks, order, units):
+def _by_all_entries(model, run, number, order):
     """Children before the root, alone, with gradients or without; what they give is used in one backward each."""
+    outputs = []
+    for i, (name, is_trained) in enumerate(order):
+        with torch.set_grad_enabled(is_trained):
+            outputs.append(model.get_submodule(name)(noise(3, 4, seed=10 * number + i)))
+        if is_trained and i % 2:
+            run.backward(outputs[-1].square().mean())
+    run.backward(model(noise(3, 4, seed=number)).square().mean())
+    return outputs
 
-    def program(model, run, number):
-        outputs = []
-        for i, (name, is_trained) in enumerate(order):
-            with torch.set_grad_enabled(is_trained):
-                x = noise(3, 5 if name.endswith("1.second") else 4, seed=10 * number + i)
-                outputs.append(model.get_submodule(name)(x))
-            if is_trained and i % 2:
-                run.backward(outputs[-1].square().mean())
-        run.backward(model(noise(3, 4, seed=number)).square().mean())
-        return outputs
 
-    assert ranks(2).run(differences, trained(Nested, program, options={"units": units})) == [[]] * 2
+test_any_module_is_an_entry_in_any_order = each_as_replicas(
+    {
+        f"{number}, {units}": (Nested, partial(_by_all_entries, order=order), {"options": {"units": units}})
+        for number, order in enumerate(ORDERS)
+        for units in ("*", "stacks.*")
+    }
+)
 
 
 def _layers_taken_out(model, run, number):
@@ -244,27 +245,12 @@ def test_containers_may_be_roots(world):
     world.note_model(listed, named, chain)
 
 
-class Summed(nn.Module):
-    """Communicates in its forward, beside the gathers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.weight = nn.Sequential(Layer(), Layer()), nn.Parameter(torch.ones(6))
-
-    def forward(self, x):
-        seen = x.detach().clone()
-        work = dist.all_reduce(seen, async_op=True)
-        x = self.layers(x * self.weight)
-        work.wait()
-        return x + seen
-
-
 @on_ranks(2)
 def test_sharded_parts_train_inside_ddp_that_ignores_them():
     losses = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
-        model = Summed()
+        model = Stack()
         if is_sharded:
             model.layers = zf.zero3(model.layers, axis())
             ignored = [name for name, _ in model.named_parameters() if name.startswith("layers")]

@@ -43,22 +43,6 @@ class Clamped(nn.Sequential):
         return super().forward(x)
 
 
-class Codes(nn.Module):
-    """The codes of a quantiser follow what they quantise, without gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(WIDTH, WIDTH)
-        self.codes = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
-
-    def forward(self, x):
-        y = self.project(x)
-        nearest = self.codes[torch.cdist(y.detach().flatten(0, 1), self.codes).argmin(1)].view_as(y)
-        if self.training:
-            self.codes.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)
-        return y + (nearest - y).detach()
-
-
 class Recomputing(nn.Module):
     """Computes a part of itself, or the whole of another module, again."""
 
@@ -103,7 +87,7 @@ class Parametrized(nn.Linear):
 CHANGES = {
     "max_norm": (lambda: nn.Embedding(11, WIDTH, max_norm=1.0), "weight"),
     "clamps": (Clamped, "first.weight"),
-    "running means": (Codes, "codes"),
+    "frozen": (lambda: Clamped().requires_grad_(False), "first.weight"),
     "a hook": (_hooked, "weight"),
     "a parametrization": (partial(Parametrized, WIDTH, WIDTH), "weight"),
     "a checkpoint inside": (partial(Recomputing, around=False, reentrant=False), "inner.first.weight"),
@@ -142,7 +126,7 @@ test_refusals = refusals(
 
 class Several(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Embedding(11, WIDTH, max_norm=1.0), Clamped(), Codes())
+        super().__init__(nn.Embedding(11, WIDTH, max_norm=1.0), Clamped())
 
 
 def _tokens(seed):
@@ -201,7 +185,7 @@ def test_a_change_of_a_copy_in_another_dtype_is_refused(block, infers):
 @as_replicas()
 def test_whole_parameters_in_a_block_may_be_changed(world):
     model = world.build(Several)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(2):
         with world.accumulate(model, unshard=True):
             for microbatch in range(2):
@@ -214,7 +198,6 @@ def test_whole_parameters_in_a_block_may_be_changed(world):
 
 AVERAGES = {
     "in place": lambda averages, values: [a.lerp_(v, 0.25) for a, v in zip(averages, values, strict=True)],
-    "copied": lambda averages, values: [a.copy_(a * 0.75 + v * 0.25) for a, v in zip(averages, values, strict=True)],
     "through .data": lambda averages, values: [
         a.data.mul_(0.75).add_(v.data, alpha=0.25) for a, v in zip(averages, values, strict=True)
     ],
@@ -222,7 +205,6 @@ AVERAGES = {
         setattr(a, "data", a.data * 0.75 + v.data * 0.25) for a, v in zip(averages, values, strict=True)
     ],
     "in lists": lambda averages, values: torch._foreach_lerp_(averages, values, 0.25),
-    "of views": lambda averages, values: [a.detach().lerp_(v, 0.25) for a, v in zip(averages, values, strict=True)],
 }
 """How a forward moves averages towards values."""
 

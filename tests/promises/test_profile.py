@@ -98,38 +98,26 @@ def test_the_parts_of_a_step_add_up_to_what_a_clock_shows():
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @on_ranks(2)
-def test_a_unit_that_is_slow_on_one_rank_is_named(phase):
-    model, optimizer = built()
-    if dist.get_rank() == 1 and phase == "forward":
-        model[3].sleep_s = SLEEP_S
-    elif dist.get_rank() == 1:
-        model[3].down.register_full_backward_pre_hook(lambda *_: time.sleep(SLEEP_S))
-    profile = profiled(model, optimizer)
-    slowest = profile.slowest
-    assert (slowest.rank, slowest.unit, slowest.phase, slowest.part) == (1, "3", phase, "idle")
-    assert slowest.seconds > 0.3 * SLEEP_S  # the other rank may be held up, too
-    assert slowest.waited_s > 0.5 * SLEEP_S
-    waited = max(profile.collectives, key=lambda each: each.waited_s)
-    assert waited.last_rank == 1
-    assert f"idle in {phase} of 3" in str(profile)
-
-
-@pytest.mark.nightly  # compares times
-@on_ranks(2)
-def test_ranks_that_are_slow_in_different_units_are_both_named():
+def test_units_that_are_slow_on_one_rank_are_named(phase):
     """Rank 0 is the slower one of a whole step, yet both make the other wait."""
     model, optimizer = built()
-    model[3 if dist.get_rank() else 1].sleep_s = SLEEP_S if dist.get_rank() else 1.5 * SLEEP_S
+    if dist.get_rank() == 0:
+        model[1].sleep_s = 2 * SLEEP_S
+    elif phase == "forward":
+        model[3].sleep_s = SLEEP_S
+    else:
+        model[3].down.register_full_backward_pre_hook(lambda *_: time.sleep(SLEEP_S))
     profile = profiled(model, optimizer)
     found = {(each.rank, each.part, each.unit, each.phase): each for each in profile.slow}
-    one, other = found[0, "idle", "1", "forward"], found[1, "idle", "3", "forward"]
-    assert profile.slowest is one
-    for each, slept_s in ((one, 1.5 * SLEEP_S), (other, SLEEP_S)):
-        assert 0.8 * slept_s < each.seconds < 2 * slept_s
+    slower, other = found[0, "idle", "1", "forward"], found[1, "idle", "3", phase]
+    assert profile.slowest is slower
+    for each, slept_s in ((slower, 2 * SLEEP_S), (other, SLEEP_S)):
+        assert each.seconds > 0.3 * slept_s  # the other rank may be held up, too
         assert each.waited_s > 0.5 * slept_s
         assert str(each) in str(profile)
-    idle = {row.unit: row.idle for row in profile.units if row.phase == "forward"}
-    assert idle["1"][0] > SLEEP_S and idle["3"][1] > 0.9 * SLEEP_S > idle["3"][0]
+    assert max(profile.collectives, key=lambda each: each.waited_s).last_rank == 0
+    idle = {row.unit: row.idle for row in profile.units if row.phase == phase}
+    assert idle["3"][1] > 0.9 * SLEEP_S > idle["3"][0]
 
 
 @on_ranks(2)
@@ -177,20 +165,6 @@ def test_bytes_are_those_of_the_plan(stage, gathers):
     assert profile.numbers["exposed"]["dp"] == pytest.approx(sum(each.exposed_s for each in profile.collectives))
     assert profile.numbers["carried"]["dp"] > 0
     assert profile.numbers["held"] == profile.numbers["planned"]["held"]
-
-
-@on_ranks(2)
-def test_bytes_of_accumulated_microbatches_are_those_of_the_plan():
-    model, optimizer = built()
-    step(model, optimizer)  # records a schedule
-    with zf.profile(model, optimizer) as profile:
-        for _ in range(3):
-            with zf.accumulate(model):
-                for _ in range(4):
-                    model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert profile.numbers["sent"] == profile.numbers["planned"]["sent"]
 
 
 @on_ranks(2)
@@ -267,7 +241,6 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
     model, optimizer = built()
     loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8)
     before = type(iter(loader)).__next__
-    wanted = profiled(model, optimizer, 2)
     metrics = zf.metrics(model, optimizer, every=2)
     profile = zf.profile(model, optimizer).__enter__()
     found = {}
@@ -279,8 +252,7 @@ def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
     profile.__exit__(None)
     metrics.close()  # may be called again
     assert len(found["zero_fn_step_seconds"]) == len(found["zero_fn_data_seconds"]) == 2
-    assert len(profile.steps) == len(wanted.steps) == 2 * dist.get_world_size()
-    assert profile.numbers["sent"] == wanted.numbers["sent"]
+    assert len(profile.steps) == 2 * dist.get_world_size()
     assert all(each.parts["data"] > 0 for each in profile.steps)
     assert watching.watchers == () and type(iter(loader)).__next__ is before
     seen = len(metrics._state.reader.marks)

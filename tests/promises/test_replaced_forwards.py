@@ -90,8 +90,8 @@ def _train(world, model, *, steps=2, seed=0):
 @pytest.mark.parametrize("way", WAYS)
 @as_replicas()
 def test_a_forward_replaced_after_the_transform_gathers(world, way):
-    """After steps, called alone, in a model that is transformed again, in blocks that accumulate, and after an edit. The model of
-    before goes on."""
+    """After steps, called alone, in a model that is transformed again, in blocks that accumulate, and after an edit. The
+    model of before goes on."""
     model = world.build(Model)
     _train(world, model)
     before = [] if world.is_replica else [str(zf.plan(model)), str(zf.describe(model))]
