@@ -6,9 +6,14 @@ from tests.support.worlds import DAILY, differences, trained
 
 
 def each_as_replicas(rows, *, n=2, stages=DAILY, deadline_s=60.0, nightly=(), **how):
-    """A test of a table. By its name, a row is a trial; or what builds a model, and a program; or these and a dict of `how`
-    it is trained, in which `n` and `stages` may be others than those of the table. Rows of `nightly` are long."""
+    """A test of a table.
 
+    Args:
+        rows: By its name, a trial; or what builds a model, and a program; or these and `how` they are trained, as a dict, in
+            which `n` and `stages` may be others than those of the table.
+        n, stages, deadline_s: Ranks, what is compared with replicas, and seconds.
+        nightly: The names of long rows.
+    """
     marks = {name: [pytest.mark.nightly] * (name in nightly) for name in rows}
 
     @pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in rows])

@@ -233,7 +233,6 @@ def test_a_forward_may_back_through_what_it_has_computed(world, kind, accumulate
 @as_replicas()
 def test_containers_may_be_roots(world):
     """FSDP2 refuses lists and dicts: nobody calls them. A slice of a Sequential is one, of units."""
-    torch.manual_seed(0)
     listed = world.place(nn.ModuleList(Layer() for _ in range(2)))
     named = world.place(nn.ModuleDict({"a": Layer(), "b": Layer()}))
     chain = world.place(nn.Sequential(Layer(), Layer(), Layer()))

@@ -67,7 +67,6 @@ def _compiled():
 
 def _train(order, backend, build, world):
     before, after = ORDERS[order]
-    torch.manual_seed(0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain = build()
@@ -85,11 +84,8 @@ def _train(order, backend, build, world):
         optimizer.zero_grad()
     with torch.no_grad():
         world.note("output", run(noise(4, WIDTH, seed=step)))
-    if not world.is_replica:
-        graphs, calls = _compiled()
-        assert graphs, "nothing was compiled"
-        assert calls > 3 * graphs, "only crumbs were compiled"
-        zf.check(model, optimizer)
+    graphs, calls = _compiled()
+    assert world.is_replica or calls > 3 * graphs > 0, "nothing but crumbs was compiled"
 
 
 def _compiled_blocks(world):

@@ -8,13 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.simulation import axis as simulated_axis
-from tests.support.models import Block
-from tests.support.on_ranks import on_ranks
-from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, as_replicas, noise
@@ -203,24 +200,6 @@ def test_exceptions_that_are_handled_in_and_around_a_forward_are_none_of_it(worl
             raise Breakdown
         except Breakdown:
             world.train(model, optimizer, seed)
-
-
-@on_ranks(2)
-def test_hooks_of_before_and_after_the_transform_see_whole_parameters():
-    """After the forward of a unit a hook reads them as the module around it may. (test_weight_reads.py)"""
-    for registers_first in (True, False):
-        plain = nn.Sequential(Block(7), Block(7))
-        found = []
-
-        def look(module, *_, found=found):
-            found.append(type(module.gate) is Tensor)
-
-        model = plain if registers_first else zf.zero3(plain, axis(), units=Block)
-        model[1].register_forward_pre_hook(look)
-        model[1].register_forward_hook(look)
-        model = zf.zero3(model, axis(), units=Block) if registers_first else model
-        model(noise(2, 7, seed=0))
-        assert found == [True, True]
 
 
 class Detached(nn.Linear):

@@ -6,11 +6,10 @@ for a hook that is linear the two orders are one, and exactly one if it scales b
 """
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.utils import prune
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_fn as zf
 from tests.promises.tables import each_as_replicas
 from tests.support.messages import refused
-from tests.support.models import Stack
+from tests.support.models import Block, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
@@ -38,7 +37,6 @@ def doubled(parameter):
 
 def hook_some(model):
     return [
-        model.enter.weight.register_hook(scaled),
         model.layers[0].second.weight.register_hook(scaled),
         model.layers[0].second.weight.register_hook(scaled),
         model.layers[1].first.bias.register_post_accumulate_grad_hook(doubled),
@@ -139,27 +137,23 @@ def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage):
     model = STAGES[stage](Stack(), axis())
     seen = []
 
-    def watch(name, parameter):
-        parameter.register_hook(lambda grad: seen.append((name, grad)))
-        parameter.register_post_accumulate_grad_hook(lambda p: seen.append((f"{name} after", p.grad)))
-
+    names = []
     for name, parameter in model.named_parameters():
-        watch(name, parameter)
-    names = sorted(name for key, _ in model.named_parameters() for name in (key, f"{key} after"))
+        parameter.register_hook(lambda grad, name=name: seen.append((name, grad)))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((f"{name} after", p.grad)))
+        names += [name, f"{name} after"]
 
-    def fired(run):
+    def fired(run, every=1):
         seen.clear()
         run()
-        assert sorted(name for name, _ in seen) == names
+        assert sorted(name for name, _ in seen) == sorted(names[::every])
         return dict(seen)
 
     gradients = fired(lambda: loss_of(model, 1).backward())
     for name, parameter in model.named_parameters():
-        grad = gradients[name]
-        assert grad.placements == parameter.placements
+        assert gradients[name].placements == parameter.placements
         assert gradients[f"{name} after"] is parameter.grad
-        assert torch.equal(grad.to_local(), parameter.grad.to_local())
-    model.zero_grad()
+        assert torch.equal(gradients[name].to_local(), parameter.grad.to_local())
 
     def two_microbatches():
         with zf.accumulate(model):
@@ -171,10 +165,25 @@ def test_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(stage):
     fired(lambda: loss.backward(retain_graph=True))
     fired(loss.backward)
     fired(lambda: loss_of(model, 4).backward(inputs=list(model.parameters())))
-    model.zero_grad()
-    seen.clear()
-    torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
-    assert sorted(name for name, _ in seen) == sorted(key for key, _ in model.named_parameters())
+    fired(lambda: torch.autograd.grad(loss_of(model, 5), list(model.parameters())), every=2)
+
+
+@on_ranks(2)
+def test_hooks_of_before_and_after_the_transform_see_whole_parameters():
+    """After the forward of a unit a hook reads them as the module around it may. (test_weight_reads.py)"""
+    for registers_first in (True, False):
+        found = []
+
+        def look(module, *_, found=found):
+            found.append(type(module.gate) is Tensor)
+
+        model = nn.Sequential(Block(7), Block(7))
+        model = model if registers_first else zf.zero3(model, axis(), units=Block)
+        model[1].register_forward_pre_hook(look)
+        model[1].register_forward_hook(look)
+        model = zf.zero3(model, axis(), units=Block) if registers_first else model
+        model(noise(2, 7, seed=0))
+        assert found == [True, True]
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -261,7 +270,7 @@ def test_an_optimizer_that_steps_in_hooks_of_nodes_is_refused(stage):
 class Reparametrized(nn.Module):
     """Layers that are units, and whose weights are computed by hooks before their forward: old GANs, pruned models."""
 
-    def __init__(self, wraps=False):
+    def __init__(self):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -274,21 +283,19 @@ class Reparametrized(nn.Module):
                 ]
             )
         self.layers[2].bias = self.layers[0].bias  # of the root: called alone, these layers enter two units
-        self.wraps = wraps
 
     def forward(self, x):
         for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.wraps else layer(x))
+            x = torch.tanh(layer(x))
         return x
 
 
-@pytest.mark.parametrize("build", [Reparametrized, partial(Reparametrized, wraps=True)])
-@as_replicas()
+@as_replicas(Reparametrized)
 def test_hooks_before_a_forward_may_compute_weights(model, run, number):
-    """In reentrant checkpoints: the laws."""
+    """In checkpoints: the laws."""
     x = noise(4, 6, seed=number).requires_grad_()
     output = model(x)
-    (slope,) = (x,) if model.wraps else torch.autograd.grad(output.sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     run.backward(output.square().mean() + slope.square().sum())
     with torch.no_grad():
         first, second, third, _ = model.layers

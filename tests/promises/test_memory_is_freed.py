@@ -104,16 +104,11 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program, stage):
                 assert zf.held(model).parameters == resting
             if stage == "zero3" and program == "train":
                 assert len(storages) >= kept + 4, "nothing was gathered"
-            watched = {"model": weakref.ref(model)}
-            for name, p in model.named_parameters():
-                watched[f"parameter {name}"] = weakref.ref(p)
-                watched[name] = weakref.ref(local_of(p).untyped_storage())
-                watched |= {f"{key} of {name}": weakref.ref(value) for key, value in optimizer.state[p].items()}
-            for unit in units_of(model):
-                watched[f"unit {unit.name}"] = weakref.ref(unit)
-                watched[f"run {unit.name}"] = weakref.ref(runs_of(model, verb="test")[0])
-            del model, optimizer, p, unit
-            assert [name for name, reference in watched.items() if reference() is not None] == []
+            watched = [weakref.ref(each) for each in (model, *units_of(model), *runs_of(model, verb="test"))]
+            for p in model.parameters():
+                watched += map(weakref.ref, (p, local_of(p).untyped_storage(), *optimizer.state[p].values()))
+            del model, optimizer, p
+            assert [alive for reference in watched if (alive := reference()) is not None] == []
             assert _alive(storages) == 0
     finally:
         gc.enable()
