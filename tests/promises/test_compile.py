@@ -210,8 +210,12 @@ TRIALS = {
     "an update": _compiled_update,
 }
 
-test_what_is_compiled_trains_as_eager_replicas = each_as_replicas(OF_ZERO_3, stages=["zero3"], deadline_s=200)
-test_what_is_compiled_trains_at_every_stage = each_as_replicas(TRIALS, deadline_s=200)
+test_what_is_compiled_trains_as_eager_replicas = each_as_replicas(
+    OF_ZERO_3, stages=["zero3"], deadline_s=200, nightly=["AdamW", "sparse attention"]
+)
+test_what_is_compiled_trains_at_every_stage = each_as_replicas(
+    TRIALS, deadline_s=200, nightly=["the whole", "momentum", "an update"]
+)
 
 
 class Link(nn.Linear):
