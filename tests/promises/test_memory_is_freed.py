@@ -216,8 +216,12 @@ NIGHTLY = {"steps": (100, 2000), "models": (250, 500)}
 """To warm up, and then. The allocator reaches its size within 250 cycles of replicated models: 652 KiB, then 40 KiB more in
 1,750 cycles."""
 
-TOLERATED = {"files": 0, "arenas": 0, "tensors": 0, "objects": 20, "resident_nbytes": 2**20}
-"""11 to 14 objects were seen, those of the first footprint among them; one more for every cycle would be too many."""
+TOLERATED = {"objects": 13, "resident_nbytes": 2**20}
+"""6 to 9 objects were seen: where blocks of the arena lie that peers have yet to read, up to eight tuples, and empty dicts of
+mailboxes. One more for every cycle would be too many. Both footprints follow a step that accumulates: others record less."""
+
+OF_SAVES = {"objects": 40, "resident_nbytes": 2**21}
+"""33 objects were seen: schedules and reads ahead, of which a streamed step has more or fewer."""
 
 
 def _footprint():
@@ -264,7 +268,7 @@ def _footprints(stage, over, warm_up, times, folder):
             if over == "models":
                 model = optimizer = None
         if over == "saves":
-            gc.collect()  # futures of a save hold one another
+            gc.collect()  # each save leaves 70 objects in cycles
         return [*found, _footprint()]
     finally:
         gc.enable()
@@ -282,4 +286,5 @@ def _footprints(stage, over, warm_up, times, folder):
 def test_nothing_grows(ranks, stage, over, counts, tmp_path):
     for before, after in ranks(2, deadline_s=1000).run(_footprints, stage, over, *counts, tmp_path):
         grown = {name: value - before[name] for name, value in after.items()}
-        assert not {name: by for name, by in grown.items() if by > TOLERATED.get(name, 0)}, (before, after)
+        tolerated = OF_SAVES if over == "saves" else TOLERATED
+        assert not {name: by for name, by in grown.items() if by > tolerated.get(name, 0)}, (before, after)
