@@ -1,17 +1,18 @@
 """Parameters of every awkward shape, stride and dtype. Random trees of them are in the laws."""
 
-import pytest
+from functools import partial
+
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-import zero_fn as zf
 from property_tests.programs import Leaf, Node, Tree, batch, build
+from tests.promises.tables import each_as_replicas
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import named_fulls
-from tests.support.worlds import as_replicas, differences, noise, trained
+from tests.support.worlds import as_replicas, noise
 
 
 def leaf(shape, dtype=torch.float32, trained=True, order=""):
@@ -35,57 +36,28 @@ SHAPES = [
 """Scalars, uneven rows and fewer than ranks, no elements."""
 TURNED = [leaf((4, 3), order="10"), leaf((2, 3, 5), order="201"), leaf((5, 1, 4), order="120")]
 
-CASES = {
-    "shapes": (3, [*SHAPES, *TURNED]),
-    "shapes, reversed": (4, [*TURNED, *SHAPES[::-1]]),
-    "nothing": (2, [leaf((0,))]),
-    # The sums of 16-bit gradients are made in float32; with one rank or two, so are those of replicas, to the bit.
-    "all dtypes": (2, [*MIXED, leaf((3, 2), torch.bfloat16), leaf((7,), torch.float16)]),
-    "all dtypes, reversed": (3, MIXED[::-1]),
-}
-
 
 def odd(leaves):
     """A root and two units, all of whose parameters reach the loss."""
     return build(Tree(Node((leaves[0],), (Node(tuple(leaves)), Node(tuple(leaves))))))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_parameters_of_any_kind_are_trained_as_in_replicas(ranks, case):
-    n, leaves = CASES[case]
-
-    def program(model, run, number):
-        output = model(batch(number, axis().get_local_rank()))
-        run.backward(output.square().mean())
-        return output
-
-    optimizer = "sgd" if "dtypes" in case else "adamw"
-    assert ranks(n).run(differences, trained(lambda: odd(leaves), program, optimizer=optimizer)) == [[]] * n
+def _backward(model, run, number):
+    output = model(batch(number, axis().get_local_rank()))
+    run.backward(output.square().mean())
+    return output
 
 
-SMALL = [leaf(shape, dtype) for shape in ((0,), (1,), (3, 5), (7, 1)) for dtype in (torch.float32, torch.bfloat16)]
+CASES = {
+    "shapes": (partial(odd, [*SHAPES, *TURNED]), _backward, {"n": 3, "optimizer": "adamw"}),
+    "shapes, reversed": (partial(odd, [*TURNED, *SHAPES[::-1]]), _backward, {"n": 4, "optimizer": "adamw"}),
+    "nothing": (partial(odd, [leaf((0,))]), _backward),
+    # The sums of 16-bit gradients are made in float32; with one rank or two, so are those of replicas, to the bit.
+    "all dtypes": (partial(odd, [*MIXED, leaf((3, 2), torch.bfloat16), leaf((7,), torch.float16)]), _backward),
+    "all dtypes, reversed": (partial(odd, MIXED[::-1]), _backward, {"n": 3}),
+}
 
-
-def _small(stage, folder, *, is_saved):
-    torch.manual_seed(0 if is_saved else 5)
-    model = STAGES[stage](odd(SMALL), axis())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if not is_saved:
-        zf.load(folder, model, optimizer)
-    for number in range(2 * is_saved):
-        model(batch(number, axis().get_local_rank())).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if is_saved:
-        zf.save(f"{folder}/{stage}", model, optimizer)
-    return named_fulls(dict(model.named_parameters()))
-
-
-def test_small_parameters_of_two_dtypes_have_the_same_bits_at_every_stage(ranks, tmp_path):
-    """On three ranks, where sums in 16 bits are not those of replicas; and what they save loads on two."""
-    found = [ranks(3).run(_small, stage, str(tmp_path), is_saved=True)[0] for stage in STAGES]
-    found += ranks(2).run(_small, "zero2", f"{tmp_path}/zero3", is_saved=False)
-    assert all(torch.equal(value, found[0][name]) for each in found for name, value in each.items())
+test_parameters_of_any_kind_are_trained_as_in_replicas = each_as_replicas(CASES)
 
 
 @on_ranks(2)

@@ -1,19 +1,20 @@
 """What is called in which order, and how often backward passes through it."""
 
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
+from tests.promises.tables import each_as_replicas
 from tests.support.models import Layer, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
-from tests.support.worlds import as_replicas, differences, noise, trained
+from tests.support.worlds import as_replicas, noise
 
 
 def forward(model, number):
@@ -40,29 +41,30 @@ class Nested(nn.Module):
 
 ORDERS = [
     [("stacks.0.layers.0.first", True), ("", True), ("stacks.0", False), ("named.linear", True)],
-    [("stacks.1.layers.1.second", True), ("stacks.1.layers.1.second", True), ("stacks.1", True)],
     [("named.layer", False), ("named.layer.first", True), ("stacks.0.enter", True), ("stacks.1.leave", True)],
     [("stacks.0.layers.1", True), ("", False), ("stacks.0.layers.1", True), ("stacks.0.layers.0", True)],
 ]
 
 
-@pytest.mark.parametrize("units", ["*", "stacks.*"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_any_module_is_an_entry_in_any_order(ranks, order, units):
+def _by_all_entries(model, run, number, order):
     """Children before the root, alone, with gradients or without; what they give is used in one backward each."""
+    outputs = []
+    for i, (name, is_trained) in enumerate(order):
+        with torch.set_grad_enabled(is_trained):
+            outputs.append(model.get_submodule(name)(noise(3, 4, seed=10 * number + i)))
+        if is_trained and i % 2:
+            run.backward(outputs[-1].square().mean())
+    run.backward(model(noise(3, 4, seed=number)).square().mean())
+    return outputs
 
-    def program(model, run, number):
-        outputs = []
-        for i, (name, is_trained) in enumerate(order):
-            with torch.set_grad_enabled(is_trained):
-                x = noise(3, 5 if name.endswith("1.second") else 4, seed=10 * number + i)
-                outputs.append(model.get_submodule(name)(x))
-            if is_trained and i % 2:
-                run.backward(outputs[-1].square().mean())
-        run.backward(model(noise(3, 4, seed=number)).square().mean())
-        return outputs
 
-    assert ranks(2).run(differences, trained(Nested, program, options={"units": units})) == [[]] * 2
+test_any_module_is_an_entry_in_any_order = each_as_replicas(
+    {
+        f"{number}, {units}": (Nested, partial(_by_all_entries, order=order), {"options": {"units": units}})
+        for number, order in enumerate(ORDERS)
+        for units in ("*", "stacks.*")
+    }
+)
 
 
 def _layers_taken_out(model, run, number):
@@ -85,24 +87,20 @@ def _another_order(model, run, number):
 # -- several forwards -------------------------------------------------------------------------------------------------
 
 
-def _a_backward_each(model, run, number):
-    losses = [forward(model, 10 * number + i) for i in range(3)]
-    for i in (1, 2, 0):
-        run.backward(losses[i])
-
-
 def _interleaved(model, run, number):
     first = forward(model, 10 * number)
     second = forward(model, 10 * number + 1)
-    run.backward(first)
     third = forward(model, 10 * number + 2)
-    discarded = forward(model, 10 * number + 3)
-    run.backward(second + third)
+    run.backward(second)
+    fourth = forward(model, 10 * number + 3)
+    discarded = forward(model, 10 * number + 4)
+    run.backward(third + fourth)
     del discarded
+    run.backward(first)
     with run.accumulate():
-        fourth, fifth = forward(model, 10 * number + 4), forward(model, 10 * number + 5)
+        fifth, sixth = forward(model, 10 * number + 5), forward(model, 10 * number + 6)
+        run.backward(sixth)
         run.backward(fifth)
-        run.backward(fourth)
 
 
 def _a_checkpointed_one_too(model, run, number):
@@ -113,26 +111,6 @@ def _a_checkpointed_one_too(model, run, number):
 def _saved_on_the_host(model, run, number):
     with torch.autograd.graph.save_on_cpu():
         run.backward(forward(model, number))
-
-
-# -- parts of a graph, and graphs that are retained -------------------------------------------------------------------
-
-
-class Heads(Stack):
-    def forward(self, x):
-        hidden = self.layers[0](self.enter(x))
-        return self.layers[1](hidden), self.leave(self.layers[2](hidden)), hidden
-
-
-def _two_of_the_outputs(model, run, number):
-    outputs = model(noise(3, 6, seed=number))
-    run.backward(sum(outputs[(i + number) % 3].square().mean() for i in (1, 2)))
-
-
-def _retained(model, run, number):
-    losses = [output.square().mean() for output in model(noise(3, 6, seed=number))]
-    for i in (1, 1, 0):
-        run.backward(losses[i], retain_graph=True)
 
 
 class NoInputs(Stack):
@@ -151,23 +129,16 @@ def _without_inputs(model, run, number):
 
 
 PROGRAMS = {
-    "layers are taken out": (Stack, _layers_taken_out, 5),
-    "another order in each step": (Stack, _another_order, 5),
-    "three forwards, a backward each, in another order": (Stack, _a_backward_each, 2),
-    "forwards and backwards interleave": (Stack, _interleaved, 2),
-    "a forward and a checkpointed one": (Stack, _a_checkpointed_one_too, 2),
-    "saved on the host": (Stack, _saved_on_the_host, 2),
-    "two of three outputs": (Heads, _two_of_the_outputs, 3),
-    "retained, one of two losses twice": (Heads, _retained, 2),
-    "no inputs": (NoInputs, _without_inputs, 2),
+    "layers are taken out": (Stack, _layers_taken_out, {"steps": 5}),
+    "another order in each step": (Stack, _another_order, {"steps": 5}),
+    "forwards and backwards interleave": (Stack, _interleaved),
+    "a forward and a checkpointed one": (Stack, _a_checkpointed_one_too),
+    "saved on the host": (Stack, _saved_on_the_host),
+    "no inputs": (NoInputs, _without_inputs),
 }
+"""In the order of the forwards, by one output, and of graphs that are retained, they are drawn by the laws."""
 
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_calls_and_backwards_of_any_order_are_those_of_replicas(ranks, name):
-    """In the order of the forwards, and by one output, they are drawn by the laws."""
-    build, program, steps = PROGRAMS[name]
-    assert ranks(2).run(differences, trained(build, program, steps=steps)) == [[]] * 2
+test_calls_and_backwards_of_any_order_are_those_of_replicas = each_as_replicas(PROGRAMS)
 
 
 # -- backwards inside a forward ---------------------------------------------------------------------------------------
@@ -262,7 +233,6 @@ def test_a_forward_may_back_through_what_it_has_computed(world, kind, accumulate
 @as_replicas()
 def test_containers_may_be_roots(world):
     """FSDP2 refuses lists and dicts: nobody calls them. A slice of a Sequential is one, of units."""
-    torch.manual_seed(0)
     listed = world.place(nn.ModuleList(Layer() for _ in range(2)))
     named = world.place(nn.ModuleDict({"a": Layer(), "b": Layer()}))
     chain = world.place(nn.Sequential(Layer(), Layer(), Layer()))
@@ -274,27 +244,12 @@ def test_containers_may_be_roots(world):
     world.note_model(listed, named, chain)
 
 
-class Summed(nn.Module):
-    """Communicates in its forward, beside the gathers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.weight = nn.Sequential(Layer(), Layer()), nn.Parameter(torch.ones(6))
-
-    def forward(self, x):
-        seen = x.detach().clone()
-        work = dist.all_reduce(seen, async_op=True)
-        x = self.layers(x * self.weight)
-        work.wait()
-        return x + seen
-
-
 @on_ranks(2)
 def test_sharded_parts_train_inside_ddp_that_ignores_them():
     losses = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
-        model = Summed()
+        model = Stack()
         if is_sharded:
             model.layers = zf.zero3(model.layers, axis())
             ignored = [name for name, _ in model.named_parameters() if name.startswith("layers")]

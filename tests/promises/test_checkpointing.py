@@ -10,29 +10,25 @@ from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
 
 import zero_fn as zf
+from tests.promises.tables import each_as_replicas
 from tests.support.models import Layer, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
-from tests.support.worlds import differences, noise, trained
+from tests.support.worlds import as_replicas, differences, noise, trained
 
 
 class Around(Stack):
     """Each layer, a unit, is a checkpoint."""
 
-    def __init__(self, reentrant=False):
-        super().__init__()
-        self.reentrant = reentrant
-
     def run(self, layer, x):
-        return checkpoint(layer, x, use_reentrant=self.reentrant)
+        return checkpoint(layer, x, use_reentrant=False)
 
 
 class InnerLayer(Layer):
@@ -46,23 +42,17 @@ class InnerLayer(Layer):
 
 
 class Inside(Stack):
-    """Checkpoints inside units, and, if asked, around them too."""
+    """Reentrant checkpoints inside units."""
 
-    def __init__(self, reentrant=False, around=False):
+    reentrant = True
+
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(InnerLayer(reentrant) for _ in range(3))
-        self.around = around
-
-    def run(self, layer, x):
-        return checkpoint(layer, x, use_reentrant=False) if self.around else super().run(layer, x)
+        self.layers = nn.ModuleList(InnerLayer(self.reentrant) for _ in range(3))
 
 
-class OneOverAll(Stack):
-    """One checkpoint over several units."""
-
-    def forward(self, x):
-        x = checkpoint_sequential(self.layers, 2, self.enter(x), use_reentrant=False)
-        return self.leave(x)
+class InsideAndAround(Around, Inside):
+    reentrant = False
 
 
 class AdaptedLayer(Layer):
@@ -112,21 +102,6 @@ class SelectiveAround(Stack):
         return _selected(layer, x)
 
 
-# A reentrant checkpoint does not stop early.
-MODELS = {
-    "around": (Around, True),
-    "around, to the end": (Around, False),
-    "around, reentrant": (lambda: Around(reentrant=True), True),
-    "inside": (Inside, True),
-    "inside, reentrant": (lambda: Inside(reentrant=True), True),
-    "inside and around": (lambda: Inside(around=True), True),
-    "inside and around, frozen beside adapters": (Adapted, True),
-    "over all": (OneOverAll, True),
-    "over all, to the end": (OneOverAll, False),
-    "selective, inside": (SelectiveInside, True),
-}
-
-
 def backward(model, run, seed):
     seed_generator(seed)
     run.backward(model(noise(3, 6, seed=seed).requires_grad_()).square().mean())
@@ -139,15 +114,22 @@ def alone_and_accumulated(model, run, number):
         backward(model, run, number + 20)
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_a_recomputed_model_trains(ranks, case):
-    build, early_stop = MODELS[case]
+def to_the_end(model, run, number):
+    with set_checkpoint_early_stop(False):
+        alone_and_accumulated(model, run, number)
 
-    def program(model, run, number):
-        with set_checkpoint_early_stop(early_stop):
-            alone_and_accumulated(model, run, number)
 
-    assert ranks(2).run(differences, trained(build, program)) == [[]] * 2
+MODELS = {
+    "around, to the end": (Around, to_the_end),
+    "inside, reentrant": (Inside, alone_and_accumulated),
+    "inside and around": (InsideAndAround, alone_and_accumulated),
+    "inside and around, frozen beside adapters": (Adapted, alone_and_accumulated),
+    "selective, inside": (SelectiveInside, alone_and_accumulated),
+}
+
+"""Around a unit and around several: the laws."""
+
+test_a_recomputed_model_trains = each_as_replicas(MODELS)
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -163,9 +145,7 @@ def test_selective_checkpoints_around_units_are_refused(stage):
 
 
 PLACES = {
-    "units": ["layers.0", "layers.1", "layers.2"],
     "inside units": ["layers.0.first", "layers.0.second", "layers.2.first"],
-    "the whole": [""],
     "all at once": ["", "layers.0", "layers.1", "layers.1.second"],
 }
 
@@ -181,7 +161,7 @@ def by_hooks(places, model):
 @pytest.mark.parametrize("places", PLACES)
 def test_composable_checkpoints_train(ranks, places, is_first):
     def build():
-        model = Inside(around=True) if places == "all at once" else Stack()
+        model = InsideAndAround() if places == "all at once" else Stack()
         return by_hooks(places, model) if is_first else model
 
     def found():
@@ -192,41 +172,21 @@ def test_composable_checkpoints_train(ranks, places, is_first):
     assert ranks(2).run(found) == [[]] * 2
 
 
-@pytest.mark.parametrize(("case", "where"), [("around", 2), ("inside, reentrant", 0), ("over all", 0)])
-def test_an_exception_in_a_recomputation_leaves_nothing_behind(ranks, case, where):
+@pytest.mark.parametrize("build", [Around, Inside])
+@as_replicas(steps=4)
+def test_an_exception_in_a_recomputation_leaves_nothing_behind(model, run, number):
     """Nor an interrupt, after which torch calls no hook: the unit seemed to run on, and was not entered again."""
+    calls = []
 
-    def program(model, run, number):
-        calls = []
+    def fail(module, args):
+        calls.append(module)
+        if len(calls) == 2:
+            raise (ZeroDivisionError, KeyboardInterrupt)[number // 2]
 
-        def fail(module, args):
-            calls.append(module)
-            if len(calls) == 2:
-                raise (ZeroDivisionError, KeyboardInterrupt)[number // 2]
-
-        hook = model.layers[where].second.register_forward_pre_hook(fail)
-        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)), run.accumulate() if number % 2 else nullcontext():
-            backward(model, run, number)
-        hook.remove()
-        run.zero_grad(set_to_none=True)
+    hook = model.layers[0].second.register_forward_pre_hook(fail)
+    with pytest.raises((ZeroDivisionError, KeyboardInterrupt)), run.accumulate() if number % 2 else nullcontext():
         backward(model, run, number)
-        return len(calls)
-
-    assert ranks(2).run(differences, trained(MODELS[case][0], program, steps=4)) == [[]] * 2
-
-
-@pytest.mark.parametrize("case", ["around", "around, reentrant"])
-def test_hooks_of_modules_are_called_in_both_forwards(ranks, case):
-    def program(model, run, number):
-        counts = []
-        handles = []
-        for name in ("layers.0", "layers.1.first", "layers.2.second"):
-            module = model.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: counts.append(f"before {name}")))
-            handles.append(module.register_forward_hook(lambda *_, name=name: counts.append(f"after {name}")))
-        backward(model, run, number)
-        for handle in handles:
-            handle.remove()
-        return [counts.count(name) for name in sorted(set(counts))]
-
-    assert ranks(2).run(differences, trained(MODELS[case][0], program)) == [[]] * 2
+    hook.remove()
+    run.zero_grad(set_to_none=True)
+    backward(model, run, number)
+    return len(calls)

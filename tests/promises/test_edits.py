@@ -12,14 +12,15 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 
 import zero_fn as zf
+from tests.promises.tables import each_as_replicas
 from tests.support.groups import alone
+from tests.support.messages import refused
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from tests.support.seeds import seed_generator
-from tests.support.wholes import full, named_fulls
-from tests.support.worlds import WIDTH, Tower, differences, noise
+from tests.support.wholes import full, fulls
+from tests.support.worlds import WIDTH, Tower, World, noise
 
 # -- of values --------------------------------------------------------------------------------------------------------
 
@@ -48,7 +49,6 @@ def _edits(world):
 MOVES = {
     "nothing": lambda model: None,
     "to": lambda model: model.to("cpu"),
-    "float": lambda model: model.float(),
     "casts": lambda model: model.double().float(),
     "apply": lambda model: model._apply(lambda t: t.clone()),
     "state_dict": lambda model: model.load_state_dict(model.state_dict()),
@@ -59,7 +59,6 @@ MOVES = {
 
 def _assigned(stage, use, is_plain):
     """Values of parameters and gradients that are assigned are those of a plain model; old values are kept and put back."""
-    torch.manual_seed(0)
     plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
     model = STAGES[stage](plain, axis())
     pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
@@ -73,7 +72,6 @@ def _assigned(stage, use, is_plain):
         for module in (model, plain):
             module(batch).square().sum().backward()
         for p, q in pairs:
-            assert p.grad is not None and q.grad is not None
             q.grad.data = q.grad.data * 3
             p.grad.data = q.grad.data.clone() if is_plain else p.grad.data * 3
         for optimizer in optimizers:
@@ -99,9 +97,11 @@ def test_what_is_assigned_to_data_is_kept_through_the_next_use(move, is_plain):
 def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data():
     model = zf.zero3(nn.Linear(4, 6), axis())
     whole = full(model.weight)
-    for value in (torch.ones(6, 3), torch.ones(6, 4).double(), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
-        with pytest.raises(zf.PlacementError, match="of another shape, dtype, device or mesh"):
+    for value in (torch.ones(6, 3), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
+        with pytest.raises(zf.PlacementError):
             model.weight.data = value
+    with refused("data_of_a_parameter_was_assigned"):
+        model.weight.data = torch.ones(6, 4).double()
     assert torch.equal(full(model.weight), whole)
 
 
@@ -128,28 +128,23 @@ def _cast(world):
 )
 @on_ranks(2)
 def test_a_cast_under_states_raises_before_any_update(stage, is_before_the_forward):
-    seed_generator(0)
-    model = STAGES[stage](Tower(), axis())
+    model = World(stage).build(Tower)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = noise(4, WIDTH, seed=0)
     model(x).square().mean().backward()
     optimizer.step()
-    optimizer.zero_grad()
     if is_before_the_forward:
-        model.double()
-        model(x.double()).square().mean().backward()
+        model.double()(x.double()).square().mean().backward()
     else:
         model(x).square().mean().backward()
         model.double()
-    moments = {f"moment of {name}": optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
-    before = named_fulls({**dict(model.named_parameters()), **moments})
-    with pytest.raises(zf.StateError, match=r"states have another dtype[\s\S]*float64, its exp_avg is float32"):
+    held = [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+    before = fulls(held)
+    with refused("step_after_a_cast"):
         optimizer.step()
-    for name, value in named_fulls({**dict(model.named_parameters()), **moments}).items():
-        assert torch.equal(value, before[name])
+    assert all(map(torch.equal, fulls(held), before))
     assert {state["step"].item() for state in optimizer.state.values()} == {1}
-    model.float()
-    model.zero_grad()
+    model.float().zero_grad()
     model(x).square().mean().backward()
     optimizer.step()  # the way back is open
 
@@ -169,15 +164,14 @@ def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(
     assert all(p.grad is not None and p.grad.dtype == p.dtype for m in (chosen, *models) for p in m.parameters())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_module_that_was_donated_holds_nothing_and_runs_no_more(stage):
+def test_a_module_that_was_donated_holds_nothing_and_runs_no_more():
     """One that was not is left alone: the law of purity."""
     with alone() as mesh:
         plain = Tower()
-        STAGES[stage](plain, mesh, donate=True)
+        zf.shard_params(plain, mesh, donate=True)
         assert zf.held(plain).parameters == 0
         for use in (lambda: plain(torch.ones(2, WIDTH)), lambda: zf.zero3(plain, mesh)):
-            with pytest.raises(zf.StateError, match="donated"):
+            with refused("module_was_donated"):
                 use()
 
 
@@ -196,18 +190,12 @@ class Adapter(nn.Module):
 LATE = {
     "a parameter of the root": (lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3))), "extra"),
     "a parameter of a block": (lambda m: setattr(m.blocks[1], "extra", nn.Parameter(torch.ones(3))), "blocks.1.extra"),
-    "register_parameter": (
-        lambda m: m.blocks[0].norm.register_parameter("extra", nn.Parameter(torch.ones(3))),
-        "blocks.0.norm.extra",
-    ),
     "a parameter of a container": (lambda m: setattr(m.blocks, "extra", nn.Parameter(torch.ones(3))), "blocks.extra"),
     "a parameter where there was None": (lambda m: setattr(m.none, "bias", nn.Parameter(torch.ones(7))), "none.bias"),
     "a tie under a new name": (lambda m: setattr(m, "alias", m.leave.weight), "alias"),
     "a module": (lambda m: setattr(m, "adapter", Adapter()), "adapter.low.weight"),
-    "add_module": (lambda m: m.blocks[2].add_module("adapter", Adapter()), "blocks.2.adapter.low.weight"),
     "append": (lambda m: m.blocks.append(Block(7)), "blocks.3.gate"),
     "a replaced block": (lambda m: m.blocks.__setitem__(1, Block(7)), "blocks.1.gate"),
-    "an append to a parameter list": (lambda m: m.table.append(nn.Parameter(torch.ones(3))), "table.1"),
     "a replaced parameter": (lambda m: setattr(m.leave, "weight", nn.Parameter(torch.ones(WIDTH, 7))), "leave.weight"),
     "a parametrization": (lambda m: register_parametrization(m.leave, "weight", nn.Identity()), "leave.weight"),
     "a parameter of a late container": (
@@ -223,10 +211,9 @@ class WithRoom(Tower):
     def __init__(self):
         super().__init__()
         self.none = nn.Linear(7, 7, bias=False)
-        self.table = nn.ParameterList([torch.ones(3)])
 
     def forward(self, x):
-        return super().forward(x) * (1 + 0 * self.none.weight.sum() + 0 * self.table[0].sum())
+        return super().forward(x) + 0 * self.none.weight.sum()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +237,6 @@ def test_what_comes_late_is_refused_by_the_next_forward_and_by_check(stage, case
 
 @on_ranks(2)
 def test_a_model_runs_on_without_what_came_late():
-    seed_generator(0)
     model = zf.zero3(Tower(), axis())
     x = noise(2, WIDTH, seed=0)
     expected = model(x)
@@ -267,7 +253,7 @@ def test_a_model_runs_on_without_what_came_late():
     assert torch.equal(model(x), expected)
     del head
     model.leave = nn.Linear(7, WIDTH)
-    with pytest.raises(zf.PlacementError, match=r"held 'weight' was taken out of its unit"):
+    with refused("part_of_a_unit_is_taken_out"):
         model(x)
 
 
@@ -289,7 +275,6 @@ def _allowed_late(world):
 
 PRUNINGS = {
     "unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
-    "structured": lambda m: prune.ln_structured(m, "weight", 0.5, n=2, dim=1),
     "mask": lambda m: prune.custom_from_mask(m, "weight", torch.arange(17 * 7).view(17, 7) % 2),
     "global": lambda m: prune.global_unstructured([(m, "weight"), (m, "bias")], prune.L1Unstructured, amount=0.4),
 }
@@ -320,7 +305,4 @@ TRIALS = {
     **{f"pruned, {kind}": partial(_pruned, kind) for kind in PRUNINGS},
 }
 
-
-@pytest.mark.parametrize("trial", TRIALS)
-def test_edits_that_are_allowed_are_those_of_replicas(ranks, trial):
-    assert ranks(2).run(differences, TRIALS[trial]) == [[]] * 2
+test_edits_that_are_allowed_are_those_of_replicas = each_as_replicas(TRIALS)

@@ -3,20 +3,15 @@
 torch calls our hook after an exception, and not after an interrupt, of which the next forward finds the traces.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
 from tests.simulation import axis as simulated_axis
-from tests.support.models import Block
-from tests.support.on_ranks import on_ranks
-from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, as_replicas, noise
@@ -41,29 +36,19 @@ def _adam(model):
 
 
 def _loss(model, seed):
-    loss = model(noise(4, WIDTH, seed=seed)).square().mean()
-    return loss
+    return model(noise(4, WIDTH, seed=seed)).square().mean()
 
 
 # -- in backward, and in blocks ---------------------------------------------------------------------------------------
 
-Trap = Callable[[Tower], Any]
-
-
-def _in_backward_of(name):
-    return lambda model: model.get_submodule(name).register_forward_hook(
-        lambda module, args, output: output.register_hook(_raise) and None
-    )
-
 
 TRAPS = {
-    "a hook of a parameter": lambda model: model.get_parameter("blocks.1.up.weight").register_hook(_raise),
-    "a post-accumulate hook": lambda model: model.get_parameter(
-        "blocks.2.down.bias"
-    ).register_post_accumulate_grad_hook(_raise),
-    "backward, before any unit": _in_backward_of(""),
-    "a full backward hook": lambda model: model.get_submodule("blocks.1.down").register_full_backward_hook(_raise),
-    "a hook of a scalar": lambda model: model.get_parameter("blocks.0.gate").register_hook(_raise),
+    "a hook of a parameter": lambda model: model.blocks[1].up.weight.register_hook(_raise),
+    "a post-accumulate hook": lambda model: model.blocks[2].down.bias.register_post_accumulate_grad_hook(_raise),
+    "backward, before any unit": lambda model: model.register_forward_hook(
+        lambda module, args, output: output.register_hook(_raise) and None
+    ),
+    "a full backward hook": lambda model: model.blocks[1].down.register_full_backward_hook(_raise),
 }
 """The first two are also tried inside a block of `accumulate`. In units, in blocks or not: the laws. In recomputations, by an
 interrupt: `test_checkpointing.py`."""
@@ -161,35 +146,6 @@ def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(world, then):
 # -- around a step ----------------------------------------------------------------------------------------------------
 
 
-class Failing(torch.optim.SGD):
-    """An optimizer that raises after it has updated half of the parameters."""
-
-    fails = False
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if not self.fails:
-            return super().step(closure)
-        parameters = self.param_groups[0]["params"]
-        for parameter in parameters[: len(parameters) // 2]:
-            parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
-        raise Breakdown
-
-
-@as_replicas()
-def test_an_optimizer_that_raises_half_way_leaves_what_it_did(world):
-    model = world.build(Tower)
-    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
-    for step in range(4):
-        optimizer.fails = step % 2 == 0
-        _loss(model, 10 + step).backward()
-        world.reduce(model)
-        with pytest.raises(Breakdown) if optimizer.fails else nullcontext():
-            optimizer.step()
-        optimizer.zero_grad()
-        world.note_model(model)
-
-
 @as_replicas()
 def test_a_closure_that_raises_leaves_nothing(world):
     model = world.build(Tower)
@@ -244,24 +200,6 @@ def test_exceptions_that_are_handled_in_and_around_a_forward_are_none_of_it(worl
             raise Breakdown
         except Breakdown:
             world.train(model, optimizer, seed)
-
-
-@on_ranks(2)
-def test_hooks_of_before_and_after_the_transform_see_whole_parameters():
-    """After the forward of a unit a hook reads them as the module around it may. (test_weight_reads.py)"""
-    for registers_first in (True, False):
-        plain = nn.Sequential(Block(7), Block(7))
-        found = []
-
-        def look(module, *_, found=found):
-            found.append(type(module.gate) is Tensor)
-
-        model = plain if registers_first else zf.zero3(plain, axis(), units=Block)
-        model[1].register_forward_pre_hook(look)
-        model[1].register_forward_hook(look)
-        model = zf.zero3(model, axis(), units=Block) if registers_first else model
-        model(noise(2, 7, seed=0))
-        assert found == [True, True]
 
 
 class Detached(nn.Linear):

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import zero_fn as zf
 from tests.support.models import Language, Layer, Odd
 from tests.support.on_ranks import on_ranks
-from tests.support.profiles import PROFILE
 from tests.support.programs import OPTIMIZERS, STAGES, loss_of
 from tests.support.ranks import axis
 from tests.support.storages import Storages
@@ -52,8 +51,7 @@ def _alive(storages):
 
 
 def _loss(model, seed=0):
-    loss = model(noise(4, WIDTH, seed=seed)).square().mean()
-    return loss
+    return model(noise(4, WIDTH, seed=seed)).square().mean()
 
 
 def _train(model, optimizer):
@@ -106,16 +104,11 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program, stage):
                 assert zf.held(model).parameters == resting
             if stage == "zero3" and program == "train":
                 assert len(storages) >= kept + 4, "nothing was gathered"
-            watched = {"model": weakref.ref(model)}
-            for name, p in model.named_parameters():
-                watched[f"parameter {name}"] = weakref.ref(p)
-                watched[name] = weakref.ref(local_of(p).untyped_storage())
-                watched |= {f"{key} of {name}": weakref.ref(value) for key, value in optimizer.state[p].items()}
-            for unit in units_of(model):
-                watched[f"unit {unit.name}"] = weakref.ref(unit)
-                watched[f"run {unit.name}"] = weakref.ref(runs_of(model, verb="test")[0])
-            del model, optimizer, p, unit
-            assert [name for name, reference in watched.items() if reference() is not None] == []
+            watched = [weakref.ref(each) for each in (model, *units_of(model), *runs_of(model, verb="test"))]
+            for p in model.parameters():
+                watched += map(weakref.ref, (p, local_of(p).untyped_storage(), *optimizer.state[p].values()))
+            del model, optimizer, p
+            assert [alive for reference in watched if (alive := reference()) is not None] == []
             assert _alive(storages) == 0
     finally:
         gc.enable()
@@ -125,7 +118,6 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program, stage):
 @on_ranks(2)
 def test_a_backward_may_outlive_the_model(stage):
     """Only the loss is kept; a backward of it touches names of modules that are gone."""
-    torch.manual_seed(0)
     model = STAGES[stage](Tower(), axis())
     parameters = list(model.parameters())
     x = noise(4, WIDTH, seed=0).requires_grad_()
@@ -164,8 +156,7 @@ WIDE = 128
 
 class Recomputed(Layer):
     def forward(self, x):
-        y = checkpoint(super().forward, x, use_reentrant=True)
-        return y
+        return checkpoint(super().forward, x, use_reentrant=True)
 
 
 class Adapted(Layer):
@@ -220,12 +211,17 @@ def test_a_zero3_step_needs_four_units_above_rest_whatever_the_depth(ranks, n, k
 
 # -- growth -----------------------------------------------------------------------------------------------------------
 
-COUNTS = {"steps": (25, 75), "models": (6, 15)} if PROFILE == "dev" else {"steps": (100, 2000), "models": (250, 500)}
+DAILY = {"steps": (26, 74), "models": (6, 14), "saves": (6, 10)}
+NIGHTLY = {"steps": (100, 2000), "models": (250, 500)}
 """To warm up, and then. The allocator reaches its size within 250 cycles of replicated models: 652 KiB, then 40 KiB more in
 1,750 cycles."""
 
-TOLERATED = {"files": 0, "arenas": 0, "tensors": 0, "objects": 20, "resident_nbytes": 2**20}
-"""11 to 14 objects were seen, those of the first footprint among them; one more for every cycle would be too many."""
+TOLERATED = {"objects": 13, "resident_nbytes": 2**20}
+"""6 to 9 objects were seen: where blocks of the arena lie that peers have yet to read, up to eight tuples, and empty dicts of
+mailboxes. One more for every cycle would be too many. Both footprints follow a step that accumulates: others record less."""
+
+OF_SAVES = {"objects": 40, "resident_nbytes": 2**21}
+"""33 objects were seen: schedules and reads ahead, of which a streamed step has more or fewer."""
 
 
 def _footprint():
@@ -244,10 +240,10 @@ def _footprint():
         return {**found, "arenas": maps.read().count("memfd:zero_fn"), "files": len(os.listdir("/proc/self/fd"))}
 
 
-def _footprints(stage, over):
-    """Before and after many steps, every other of which accumulates: of one model, or of new ones, with transports."""
-    warm_up, times = COUNTS[over]
-    found = []
+def _footprints(stage, over, warm_up, times, folder):
+    """Before and after many steps, every other of which accumulates: of one model, of new ones, with transports, or of one on
+    a disk that is saved each time."""
+    disk, found = zf.nvme(folder), []
     model = None
     gc.collect()
     gc.disable()
@@ -258,14 +254,21 @@ def _footprints(stage, over):
                 found.append(_footprint())
             if model is None:
                 model = STAGES[stage](Odd() if over == "models" else Language(blocks=1), axis())
-                optimizer = OPTIMIZERS["adamw_foreach"]([p for p in model.parameters() if p.requires_grad])
+                model = zf.offload(model, params=disk, grads=disk) if over == "saves" else model
+                kind = "adamw_fused" if over == "saves" else "adamw_foreach"
+                optimizer = OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
+                optimizer = zf.streamed(optimizer, disk) if over == "saves" else optimizer
             with zf.accumulate(model) if number % 2 else nullcontext():
                 for seed in range(1 + number % 2):
                     loss_of(model, seed).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if over == "saves":
+                zf.save(f"{folder}/runs/step-{number}", model, optimizer, keep=2)
             if over == "models":
                 model = optimizer = None
+        if over == "saves":
+            gc.collect()  # each save leaves 70 objects in cycles
         return [*found, _footprint()]
     finally:
         gc.enable()
@@ -273,36 +276,15 @@ def _footprints(stage, over):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("over", COUNTS)
 @pytest.mark.parametrize(
-    "stage", ["zero1", "zero3", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("replicate", "zero2"))]
+    ("stage", "over", "counts"),
+    [
+        *((stage, over, DAILY[over]) for stage in ("zero1", "zero3") for over in DAILY),
+        *(pytest.param(s, over, NIGHTLY[over], marks=pytest.mark.nightly) for s in STAGES for over in NIGHTLY),
+    ],
 )
-def test_nothing_grows(ranks, stage, over):
-    for before, after in ranks(2, deadline_s=1000).run(_footprints, stage, over):
+def test_nothing_grows(ranks, stage, over, counts, tmp_path):
+    for before, after in ranks(2, deadline_s=1000).run(_footprints, stage, over, *counts, tmp_path):
         grown = {name: value - before[name] for name, value in after.items()}
-        assert not {name: by for name, by in grown.items() if by > TOLERATED[name]}, (before, after)
-
-
-def _footprints_of_saves(folder):
-    torch.manual_seed(0)
-    disk = zf.nvme(folder)
-    model = zf.zero3(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), axis())
-    model = zf.offload(model, params=disk, grads=disk, optim=disk)
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    found = []
-    for number in range(15):
-        model(torch.ones(2, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        zf.save(f"{folder}/runs/step-{number}", model, optimizer, keep=2)
-        if number in (4, 14):
-            gc.collect()
-            found.append(_footprint())
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_nothing_grows_with_the_number_of_saves(ranks, tmp_path):
-    for before, after in ranks(2).run(_footprints_of_saves, str(tmp_path)):
-        grown = {name: value - before[name] for name, value in after.items() if name not in ("objects", "tensors")}
-        assert not {name: by for name, by in grown.items() if by > (2**21 if "nbytes" in name else 0)}, (before, after)
+        tolerated = OF_SAVES if over == "saves" else TOLERATED
+        assert not {name: by for name, by in grown.items() if by > tolerated.get(name, 0)}, (before, after)

@@ -3,17 +3,16 @@
 The laws draw all of it in combination, frozen and evaluated between steps. Here: at odd moments, and what differs by rank.
 """
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
-from tests.support.models import Language, Layer, Stack, batch
+from tests.promises.tables import each_as_replicas
+from tests.support.models import Language, Layer, Stack
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
@@ -59,8 +58,7 @@ class Adding(nn.Module):
             x = layer(x)
         with torch.no_grad():
             y = self.frozen(x)
-        z = self.trained[0](x) + y
-        return z
+        return self.trained[0](x) + y
 
 
 def _evaluated(model, run, number):
@@ -81,7 +79,6 @@ def _evaluated(model, run, number):
 @as_replicas()
 def test_a_model_that_is_transformed_or_moved_before_inference_trains_later(world, moves):
     """As in a server: transformed inside `inference_mode`, or moved before it."""
-    torch.manual_seed(0)
     model = world.place(Tower()).double() if moves else Tower()
     with torch.inference_mode():
         model = model if moves else world.place(model)
@@ -148,8 +145,7 @@ class Heads(Stack):
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(3))
 
     def forward(self, x):
-        output = self.heads[axis().get_local_rank()](super().forward(x))
-        return output
+        return self.heads[axis().get_local_rank()](super().forward(x))
 
 
 def _in_one_block(model, run, number):
@@ -175,27 +171,6 @@ def _one_of_two_losses(model, run, number):
     run.backward(outputs[rank % 3].sum() + (head if rank == number % 2 else 0))
 
 
-class Branches(Stack):
-    """Two layers side by side. A parameter of the root scales the first on even ranks, the second on odd ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(6))
-
-    def forward(self, x):
-        inputs = [x, x * self.scale]
-        odd = axis().get_local_rank() % 2
-        return self.layers[0](inputs[1 - odd]), self.layers[1](inputs[odd])
-
-
-def _one_by_one(model, run, number):
-    """What a rank would use only in the second backward was forgotten after the first, which other ranks ran it in."""
-    outputs = [output for turn in range(2) for output in model(noise(3, 6, seed=10 * number + turn))]
-    with run.accumulate():
-        for output in outputs:
-            run.backward(output.square().mean())
-
-
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,14 +178,12 @@ class Shared(Stack):
     """Weights are tied within a unit, across units and with the root; a layer and a linear run twice; a module and a buffer
     have two names."""
 
-    scale: Tensor
-
-    def __init__(self, width):
-        super().__init__(width, width)
+    def __init__(self):
+        super().__init__(17, 17)
         self.layers[0].second.weight = self.layers[0].first.weight
         self.layers[1].first.weight, self.layers[1].second.weight = self.layers[0].first.weight, self.leave.weight
         self.layers[2].second.bias, self.leave.bias = self.enter.bias, self.enter.bias
-        self.register_buffer("scale", torch.full((width,), 0.5))
+        self.register_buffer("scale", torch.full((17,), 0.5))
         for layer in self.layers:
             layer.register_buffer("scale", self.scale)
             layer.again = layer.second
@@ -222,39 +195,27 @@ class Shared(Stack):
         return self.leave(x)
 
 
-def _tokens_backward(model, run, number):
-    tokens, targets = batch(number, axis().get_local_rank())
-    run.backward(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
-
-
 def _wide_backward(model, run, number):
-    run.backward(model(noise(3, len(model.scale), seed=number)).square().mean())
+    run.backward(model(noise(3, 17, seed=number)).square().mean())
 
 
 PROGRAMS = {
-    "frozen late": (2, Stack, _frozen_after_the_forward, {"steps": 3, "optimizer": "adamw", "options": {"units": "*"}}),
-    "frozen late, gradients stay": (2, Stack, _frozen_after_the_forward, {"steps": 3, "zeroes": False}),
-    "a frozen branch between uses of a trained one": (2, Adding, one_backward, {}),
-    "evaluated": (2, partial(Tower, dropout=0.2), _evaluated, {"optimizer": "adamw"}),
-    "used by no rank": (2, Unused, one_backward, {"optimizer": "adamw"}),
-    "used by some ranks": (3, SomeRanks, one_backward, {}),
-    "other numbers of batches": (2, Stack, _other_numbers_of_batches, {}),
-    "one of two losses": (2, Stack, _one_of_two_losses, {}),
-    "branches, one by one": (2, Branches, _one_by_one, {}),
-    "a tower of other numbers of calls, of the root": (2, Sighted, one_backward, _BLOCKS),
-    "a tower of other numbers of calls, unsharded": (2, Sighted, _in_one_block, {}),
-    "a head for each rank, of the root": (3, Heads, one_backward, {"optimizer": "adamw"} | _BLOCKS),
-    "a head for each rank, unsharded": (3, Heads, _in_one_block, {"optimizer": "adamw"}),
-    "shared": (2, partial(Shared, 6), _wide_backward, {"optimizer": "adamw"}),
-    "a head tied to an embedding of uneven rows": (4, partial(Language, 39), _tokens_backward, {"steps": 3}),
-    "shared, uneven rows": (3, partial(Shared, 17), _wide_backward, {"options": {"units": "*.first"}}),
+    "frozen late": (Stack, _frozen_after_the_forward, {"steps": 3, "optimizer": "adamw", "options": {"units": "*"}}),
+    "frozen late, gradients stay": (Stack, _frozen_after_the_forward, {"steps": 3, "zeroes": False}),
+    "a frozen branch between uses of a trained one": (Adding, one_backward),
+    "evaluated": (partial(Tower, dropout=0.2), _evaluated, {"optimizer": "adamw"}),
+    "used by no rank": (Unused, one_backward, {"optimizer": "adamw"}),
+    "used by some ranks": (SomeRanks, one_backward, {"n": 3}),
+    "other numbers of batches": (Stack, _other_numbers_of_batches),
+    "one of two losses": (Stack, _one_of_two_losses),
+    "a tower of other numbers of calls, of the root": (Sighted, one_backward, _BLOCKS),
+    "a tower of other numbers of calls, unsharded": (Sighted, _in_one_block),
+    "a head for each rank, of the root": (Heads, one_backward, {"n": 3} | _BLOCKS),
+    "a head for each rank, unsharded": (Heads, _in_one_block, {"n": 3, "optimizer": "adamw"}),
+    "shared, uneven rows": (Shared, _wide_backward, {"n": 3, "optimizer": "adamw", "options": {"units": "*.first"}}),
 }
 
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_takes_part_and_what_does_not_is_as_in_replicas(ranks, name):
-    n, build, program, how = PROGRAMS[name]
-    assert ranks(n).run(differences, trained(build, program, **how)) == [[]] * n
+test_what_takes_part_and_what_does_not_is_as_in_replicas = each_as_replicas(PROGRAMS)
 
 
 @pytest.mark.parametrize("build", [Sighted, Heads])
@@ -267,17 +228,11 @@ def test_units_that_ranks_run_unlike_one_another_are_refused(ranks, build):
 @on_ranks(2)
 def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(stage):
     """Transformed again, they rest as the whole was asked to: they were replicated, without a word."""
-    torch.manual_seed(0)
     model = zf.precision(STAGES[stage](Language(), axis()), output=torch.float64)
     placements = [p.placements for p in model.blocks.parameters()]
     part = zf.precision(model.blocks)  # repeated: as it was asked for
-    assert [p.placements for p in part.parameters()] == placements
     assert part[0](torch.ones(2, 4, 10)).dtype == torch.bfloat16
-    again = STAGES[stage](nn.Sequential(part), axis())
-    assert [p.placements for p in again.parameters()] == placements
-    tied = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10, bias=False))
-    tied[1].weight = tied[0].weight
-    whole = STAGES[stage](tied, axis())
-    head = zf.precision(whole[1], compute=torch.float32)
-    alone = STAGES[stage](nn.Linear(10, 10), axis())
-    assert head.weight.placements == alone.weight.placements
+    for each in (part, STAGES[stage](nn.Sequential(part), axis())):
+        assert [p.placements for p in each.parameters()] == placements
+    head = zf.precision(model.head)  # tied to the embedding
+    assert head.weight.placements == model.head.weight.placements

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zero_fn as zf
 from tests.support.groups import alone
+from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from zero_fn.profiling import ranks as meeting
@@ -39,29 +40,21 @@ class Block(nn.Module):
         self.checkpoints = False
 
     def forward(self, x):
-        if self.sleep_s:
-            time.sleep(self.sleep_s)
+        time.sleep(self.sleep_s)  # as a unit that is slow
         if self.checkpoints:
             return x + checkpoint(self._inner, x, use_reentrant=False)
         return x + self._inner(x)
 
     def _inner(self, x):
-        inner = self.down(self.up(x).relu())
-        return inner
+        return self.down(self.up(x).relu())
 
 
-def built(stage="zero3", blocks=5, **offloaded):
-    torch.manual_seed(0)
-    plain = [Block() for _ in range(blocks)]
-    model = getattr(zf, stage)(nn.Sequential(*plain), axis(), units=Block)
+def built(stage="zero3", **offloaded):
+    model = getattr(zf, stage)(nn.Sequential(*(Block() for _ in range(5))), axis(), units=Block)
     if offloaded:
         model = zf.offload(model, **offloaded)
     optimizer = AdamW(model.parameters(), fused=True)
-    return (
-        model,
-        zf.streamed(optimizer) if offloaded else optimizer,
-        [module for module in model.modules() if isinstance(module, Block)],
-    )
+    return model, zf.streamed(optimizer) if offloaded else optimizer
 
 
 def step(model, optimizer):
@@ -81,10 +74,9 @@ def profiled(model, optimizer, steps=10, **options):
 
 @on_ranks(2)
 def test_the_parts_of_a_step_add_up_to_what_a_clock_shows():
-    model, optimizer, _ = built()
+    model, optimizer = built()
     loader = iter(DataLoader(TensorDataset(torch.randn(320, 64)), batch_size=8))
     step(model, optimizer)
-    began = time.perf_counter()
     with zf.profile(model, optimizer) as profile:
         opened = time.perf_counter()
         for _ in range(10):
@@ -92,7 +84,6 @@ def test_the_parts_of_a_step_add_up_to_what_a_clock_shows():
             optimizer.step()
             optimizer.zero_grad()
         took = time.perf_counter() - opened
-    assert began < opened
     own = [each for each in profile.steps if each.rank == dist.get_rank()]
     assert [each.number for each in own] == [*range(10)]
     for each in own:
@@ -105,44 +96,32 @@ def test_the_parts_of_a_step_add_up_to_what_a_clock_shows():
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @on_ranks(2)
-def test_a_unit_that_is_slow_on_one_rank_is_named(phase):
-    model, optimizer, blocks = built()
-    if dist.get_rank() == 1 and phase == "forward":
-        blocks[3].sleep_s = SLEEP_S
-    elif dist.get_rank() == 1:
-        blocks[3].down.register_full_backward_pre_hook(lambda *_: time.sleep(SLEEP_S))
-    profile = profiled(model, optimizer)
-    slowest = profile.slowest
-    assert slowest is not None
-    assert (slowest.rank, slowest.unit, slowest.phase, slowest.part) == (1, "3", phase, "idle")
-    assert 0.3 * SLEEP_S < slowest.seconds < 2 * SLEEP_S  # the other rank may be held up, too
-    assert slowest.waited_s > 0.5 * SLEEP_S
-    waited = max(profile.collectives, key=lambda each: each.waited_s)
-    assert waited.last_rank == 1
-    assert f"idle in {phase} of 3" in str(profile)
-
-
-@on_ranks(2)
-def test_ranks_that_are_slow_in_different_units_are_both_named():
+def test_units_that_are_slow_on_one_rank_are_named(phase):
     """Rank 0 is the slower one of a whole step, yet both make the other wait."""
-    model, optimizer, blocks = built()
-    blocks[3 if dist.get_rank() else 1].sleep_s = SLEEP_S if dist.get_rank() else 1.5 * SLEEP_S
+    model, optimizer = built()
+    if dist.get_rank() == 0:
+        model[1].sleep_s = 2 * SLEEP_S
+    elif phase == "forward":
+        model[3].sleep_s = SLEEP_S
+    else:
+        model[3].down.register_full_backward_pre_hook(lambda *_: time.sleep(SLEEP_S))  # slow, too
     profile = profiled(model, optimizer)
     found = {(each.rank, each.part, each.unit, each.phase): each for each in profile.slow}
-    one, other = found[0, "idle", "1", "forward"], found[1, "idle", "3", "forward"]
-    assert profile.slowest is one
-    for each, slept_s in ((one, 1.5 * SLEEP_S), (other, SLEEP_S)):
-        assert 0.8 * slept_s < each.seconds < 2 * slept_s
+    slower, other = found[0, "idle", "1", "forward"], found[1, "idle", "3", phase]
+    assert profile.slowest is slower
+    for each, slept_s in ((slower, 2 * SLEEP_S), (other, SLEEP_S)):
+        assert each.seconds > 0.3 * slept_s  # the other rank may be held up, too
         assert each.waited_s > 0.5 * slept_s
         assert str(each) in str(profile)
-    idle = {row.unit: row.idle for row in profile.units if row.phase == "forward"}
-    assert idle["1"][0] > SLEEP_S and idle["3"][1] > 0.9 * SLEEP_S > idle["3"][0]
+    assert max(profile.collectives, key=lambda each: each.waited_s).last_rank == 0
+    idle = {row.unit: row.idle for row in profile.units if row.phase == phase}
+    assert idle["3"][1] > 0.9 * SLEEP_S > idle["3"][0]
 
 
 @on_ranks(2)
 def test_a_slow_disk_is_named(folder):
     """The parameters of rank 1 come late from its disk."""
-    model, optimizer, _ = built(params=zf.nvme(folder), optim=zf.nvme(folder))
+    model, optimizer = built(params=zf.nvme(folder), optim=zf.nvme(folder))
     wait = Transfer.wait
 
     def late(transfer):
@@ -151,7 +130,7 @@ def test_a_slow_disk_is_named(folder):
 
             class Late:
                 def wait(self, requests):
-                    time.sleep(0.002)
+                    time.sleep(0.002)  # a slow disk
                     inner.wait(requests)
 
             transfer._backend = Late()
@@ -161,7 +140,6 @@ def test_a_slow_disk_is_named(folder):
         if dist.get_rank() == 1:
             patch.setattr(Transfer, "wait", late)
         profile = profiled(model, optimizer, steps=6)
-    assert profile.slowest is not None
     assert (profile.slowest.rank, profile.slowest.part) == (1, "copies")
     assert profile.numbers["moved"]["from nvme"] > 0
     assert profile.numbers["moved"]["to nvme"] > 0
@@ -170,49 +148,35 @@ def test_a_slow_disk_is_named(folder):
     assert f"held nvme('{folder}')" in str(profile)
 
 
-@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("stage", "gathers"), [("replicate", []), ("zero1", [1]), ("zero3", [2])])
 @on_ranks(2)
-def test_bytes_are_those_of_the_plan(stage):
-    model, optimizer, _ = built(stage)
+def test_bytes_are_those_of_the_plan(stage, gathers):
+    model, optimizer = built(stage)
     profile = profiled(model, optimizer, steps=3)
     assert profile.numbers["sent"] == profile.numbers["planned"]["sent"] == zf.plan(model, optimizer).sent_by_axis
     assert sum(each.nbytes for each in profile.collectives if not each.name.startswith("agreement")) == pytest.approx(
         zf.plan(model, optimizer).sent_nbytes
     )
-    gathers = [each for each in profile.collectives if each.name == "all-gather of parameters of unit 1"]
-    assert [each.count for each in gathers] == ([] if stage == "replicate" else [2 if stage == "zero3" else 1])
-    assert all(each.bus_bandwidth * 2 == each.algorithm_bandwidth > 0 for each in gathers)
+    found = [each for each in profile.collectives if each.name == "all-gather of parameters of unit 1"]
+    assert [each.count for each in found] == gathers
+    assert all(each.bus_bandwidth * 2 == each.algorithm_bandwidth > 0 for each in found)
     assert profile.numbers["exposed"]["dp"] == pytest.approx(sum(each.exposed_s for each in profile.collectives))
     assert profile.numbers["carried"]["dp"] > 0
     assert profile.numbers["held"] == profile.numbers["planned"]["held"]
 
 
 @on_ranks(2)
-def test_bytes_of_accumulated_microbatches_are_those_of_the_plan():
-    model, optimizer, _ = built()
-    with zf.profile(model, optimizer) as profile:
-        for _ in range(3):
-            with zf.accumulate(model):
-                for _ in range(4):
-                    model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    planned = profile.numbers["planned"]["sent"]
-    assert profile.numbers["sent"] == pytest.approx(planned, rel=0.2)  # the first step had no schedule
-
-
-@on_ranks(2)
 def test_operations_and_tokens_are_counted():
-    model, optimizer, blocks = built()
+    model, optimizer = built()
     profile = profiled(model, optimizer, steps=4, flops=True, tokens=16, peak=1e12)
-    forward = 2 * 16 * 2 * 64 * 256 * len(blocks)
+    forward = 2 * 16 * 2 * 64 * 256 * len(model)
     numbers = profile.numbers
     assert numbers["steps"] == 3  # the first one counts, and is slower for it
     # The gradient of the input of the first layer is not needed.
     assert numbers["flops"] == numbers["model_flops"] == 3 * forward - 2 * 16 * 64 * 256
     assert numbers["utilisation"] == pytest.approx(numbers["flops"] / numbers["seconds"] / 1e12)
     assert numbers["tokens_per_second"] == pytest.approx(2 * 16 / numbers["seconds"])
-    for block in blocks:
+    for block in model:
         block.checkpoints = True
     again = profiled(model, optimizer, steps=2, flops=True, peak=1e12).numbers
     assert again["flops"] == 3.5 * forward - 2 * 16 * 64 * 256  # the second layer need not be computed again
@@ -221,7 +185,7 @@ def test_operations_and_tokens_are_counted():
 
 @on_ranks(2)
 def test_the_files_say_what_the_profile_says(folder):
-    model, optimizer, _ = built()
+    model, optimizer = built()
     profile = profiled(model, optimizer, steps=3, out=f"{folder}/out")
     dist.barrier()
     out = Path(folder, "out")
@@ -229,15 +193,14 @@ def test_the_files_say_what_the_profile_says(folder):
     assert data["numbers"] == profile.numbers and len(data["steps"]) == 6
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "profile.html").read_text()
-    assert "http" not in page and "<svg" in page and "all-gather of parameters of unit 4" in page
+    assert "http" not in page and "all-gather of parameters of unit 4" in page
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(tracks.values()) >= {"steps", "computation", "axis dp"}
-    slices = {}
-    names = set()
-    for event in (event for event in events if event["ph"] == "X"):
-        slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-        names.add(event["name"])
+    slices, names = {}, {event["name"] for event in events}
+    for event in events:
+        if event["ph"] == "X":
+            slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     assert slices.keys() == tracks.keys() and {pid for pid, _ in slices} == {0, 1}
     for ranges in slices.values():  # Perfetto drops slices that overlap in one track
         assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(sorted(ranges)))
@@ -247,20 +210,22 @@ def test_the_files_say_what_the_profile_says(folder):
 @on_ranks(2)
 def test_clocks_of_two_hosts_are_set_right():
     """Rank 1 has a clock of its own, 5 s ahead."""
-    shift = 5_000_000_000 * dist.get_rank()
+    shift = 5_000_000_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "perf_counter_ns", lambda: time.perf_counter_ns() + shift)
+        patch.setattr(meeting, "perf_counter_ns", lambda: time.perf_counter_ns() + dist.get_rank() * shift)
         offsets = meeting.Ranks().offsets
     if dist.get_rank() == 0:
-        assert offsets[0] == 0 and abs(offsets[1] - 5_000_000_000) < 5_000_000
+        assert offsets[0] == 0 and abs(offsets[1] - shift) < 100_000_000
 
 
 @on_ranks(2)
 def test_a_profile_that_saw_no_step_raises_on_all_ranks():
-    model, optimizer, _ = built()
-    with pytest.raises(zf.StateError, match="has seen no step"), zf.profile(model) as profile:
+    model, optimizer = built()
+    with pytest.raises(zf.StateError), zf.profile(model) as profile:
         if dist.get_rank() == 0:
             profile.step()
+    with refused("profile_of_no_step"), zf.profile(model):
+        pass
     with zf.profile(model) as profile:  # without the optimizer steps are told
         for _ in range(2):
             step(model, optimizer)
@@ -271,23 +236,20 @@ def test_a_profile_that_saw_no_step_raises_on_all_ranks():
 @on_ranks(2)
 def test_two_that_look_on_have_their_own_steps_and_close_in_any_order():
     """Clocks that were closed in the order of opening left the DataLoader patched, and marks were collected for ever."""
-    model, optimizer, _ = built()
+    model, optimizer = built()
     loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8)
     before = type(iter(loader)).__next__
-    wanted = profiled(model, optimizer, 2)
     metrics = zf.metrics(model, optimizer, every=2)
     profile = zf.profile(model, optimizer).__enter__()
     found = {}
-    for _, x in zip(range(2), loader, strict=False):
+    for _ in zip(range(2), loader, strict=False):
         step(model, optimizer)
         found = metrics.step()
-        assert x[0].shape == (8, 64)
     metrics.close()
     profile.__exit__(None)
     metrics.close()  # may be called again
-    assert [len(each) for each in (found["zero_fn_step_seconds"], found["zero_fn_data_seconds"])] == [2, 2]
-    assert len(profile.steps) == len(wanted.steps) == 2 * dist.get_world_size()
-    assert profile.numbers["sent"] == wanted.numbers["sent"]
+    assert len(found["zero_fn_step_seconds"]) == len(found["zero_fn_data_seconds"]) == 2
+    assert len(profile.steps) == 2 * dist.get_world_size()
     assert all(each.parts["data"] > 0 for each in profile.steps)
     assert watching.watchers == () and type(iter(loader)).__next__ is before
     seen = len(metrics._state.reader.marks)
@@ -317,32 +279,23 @@ def test_a_device_is_known_by_its_name(name, peak, monkeypatch):
 
 @on_ranks(2)
 def test_nobody_looks_on_after_a_block_that_raised():
-    model, optimizer, _ = built()
+    model, optimizer = built()
     step(model, optimizer)
     with pytest.raises(ZeroDivisionError), zf.profile(model, optimizer, flops=True):
         step(model, optimizer)
         raise ZeroDivisionError
     assert watching.watchers == ()
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-    inner, outer = zf.profile(model, optimizer), zf.profile(model, optimizer)
-    with outer, inner:  # two at once see the same
-        step(model, optimizer)
-    assert watching.watchers == () and inner.numbers["sent"] == outer.numbers["sent"]
-
-
-def test_a_model_that_was_not_transformed_is_refused():
-    with pytest.raises(zf.StateError, match="profile was given a module that no transform returned"):
+    with pytest.raises(zf.StateError):
         zf.profile(nn.Linear(2, 2))
 
 
 def test_one_rank_alone_is_profiled():
     with alone() as mesh:
-        model = zf.zero3(nn.Sequential(Block(), Block()), mesh, units=Block)
-        optimizer = AdamW(model.parameters())
-        profile = profiled(model, optimizer, steps=2)
+        model = zf.zero3(Block(), mesh)
+        profile = profiled(model, AdamW(model.parameters()), steps=2)
     assert profile.slowest is None and profile.overlap == [None]
     assert profile.numbers["ranks"] == 1 and profile.numbers["sent"] == {}
-    assert {row.unit for row in profile.units} >= {"0", "1"}
 
 
 def test_two_collectives_at_once_share_a_link():
@@ -371,29 +324,25 @@ def marks(*rows):
 
 
 def test_time_belongs_to_the_innermost():
+    """What an exception left open, as "a.b" here, ends with what is around it."""
     rows = [
-        (Moment.STEPPED, ""), (Moment.ENTER, ""), (Moment.ENTER, "a"), (Moment.WAIT, ""), (Moment.WAITED, ""),
-        (Moment.LEAVE, "a"), (Moment.LEAVE, ""), (Moment.BACKWARD, ""), (Moment.NEED, "a"), (Moment.NEED, ""),
-        (Moment.ENTER, "a"), (Moment.LEAVE, "a"), (Moment.ARRIVED, "a"), (Moment.BACKWARD_END, ""), (Moment.COPY, "nvme"),
-        (Moment.COPIED, ""), (Moment.OPTIMIZER, ""), (Moment.ISSUE, ""), (Moment.ISSUED, ""), (Moment.STEPPED, ""),
+        (Moment.STEPPED, ""), (Moment.ENTER, ""), (Moment.ENTER, "a"), (Moment.ENTER, "a.b"), (Moment.WAIT, ""),
+        (Moment.WAITED, ""), (Moment.LEAVE, "a"), (Moment.LEAVE, ""), (Moment.BACKWARD, ""), (Moment.NEED, "a"),
+        (Moment.NEED, ""), (Moment.ENTER, "a"), (Moment.LEAVE, "a"), (Moment.ARRIVED, "a"), (Moment.BACKWARD_END, ""),
+        (Moment.COPY, "nvme"), (Moment.COPIED, ""), (Moment.OPTIMIZER, ""), (Moment.STEPPED, ""),
     ]  # fmt: skip
     spans = [*spans_of(marks(*rows), on_device=False)]
     found = [(span.part, span.phase, span.unit) for span in spans]
     assert found == [
-        ("other", "", ""), ("compute", "forward", "root"), ("compute", "forward", "a"), ("communication", "forward", "a"),
-        ("compute", "forward", "a"), ("compute", "forward", "root"), ("other", "", ""), ("compute", "backward", "root"),
+        ("other", "", ""), ("compute", "forward", "root"), ("compute", "forward", "a"), ("compute", "forward", "a.b"),
+        ("communication", "forward", "a.b"), ("compute", "forward", "a.b"), ("compute", "forward", "root"),
+        ("other", "", ""), ("compute", "backward", "root"),
         *[("compute", "backward", "a")] * 4, ("compute", "backward", "root"),
         ("other", "", ""), ("copies", "", ""), ("other", "", ""), ("optimizer", "optimizer", ""),
-        ("communication", "optimizer", ""), ("optimizer", "optimizer", ""),
     ]  # fmt: skip
     assert {span.idle_ns for span in spans} == {0, 500_000}
-    assert all(span.collective is not None for span in spans if span.part == "communication")
-    assert steps_of(marks(*rows)) == [(0, 19)]
-
-
-def test_an_exception_leaves_nothing_open():
-    rows = [(Moment.ENTER, "a"), (Moment.ENTER, "a.b"), (Moment.WAIT, ""), (Moment.LEAVE, "a"), (Moment.STEPPED, "")]
-    assert [span.part for span in spans_of(marks(*rows), on_device=False)][-1] == "other"
+    assert all(span.collective for span in spans if span.part == "communication")
+    assert steps_of(marks(*rows)) == [(0, 18)]
 
 
 def test_a_device_that_keeps_up_with_the_host_is_idle():

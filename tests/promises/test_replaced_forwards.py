@@ -90,7 +90,8 @@ def _train(world, model, *, steps=2, seed=0):
 @pytest.mark.parametrize("way", WAYS)
 @as_replicas()
 def test_a_forward_replaced_after_the_transform_gathers(world, way):
-    """After steps, called alone, and in a model that is transformed again; the one of before goes on."""
+    """After steps, called alone, in a model that is transformed again, in blocks that accumulate, and after an edit. The
+    model of before goes on."""
     model = world.build(Model)
     _train(world, model)
     before = [] if world.is_replica else [str(zf.plan(model)), str(zf.describe(model))]
@@ -106,18 +107,10 @@ def test_a_forward_replaced_after_the_transform_gathers(world, way):
         first, model = model, zf.shard_params(zf.shard_grads(model, axis()), axis())
         first(noise(4, WIDTH, seed=30)).sum().backward()  # another model
     _train(world, model)
-
-
-@pytest.mark.parametrize(("way", "unshard"), [("doubled", False), ("hooked", True)])
-@as_replicas()
-def test_a_replaced_forward_in_a_block_gathers(world, way, unshard):
-    """In one that accumulates, and after one that edits."""
-    model = world.build(Model)
-    WAYS[way](model)
-    for step in range(2):
+    for unshard in (False, True):
         with world.accumulate(model, unshard=unshard):
             for microbatch in range(2):
-                model(noise(4, WIDTH, seed=10 * step + microbatch)).square().mean().backward()
+                model(noise(4, WIDTH, seed=40 + microbatch)).square().mean().backward()
         world.reduce(model)
         world.note_model(model)
         model.zero_grad()
@@ -193,8 +186,7 @@ def test_a_replaced_forward_of_the_root_stays(world):
     """Its entry does not run before somebody has seen that it was replaced."""
 
     def other(self, x):
-        y = 3 * self.leave(self.enter(x)) + self.enter.weight.sum()
-        return y
+        return 3 * self.leave(self.enter(x)) + self.enter.weight.sum()
 
     model = world.build(Model, units=Block)
     model.forward = MethodType(other, model)
@@ -209,8 +201,7 @@ def _fused(self, x):
     weight = self.leave.weight
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
-    output = x @ weight.t()
-    return output
+    return x @ weight.t()
 
 
 @pytest.mark.parametrize("runs_before", [False, True])
@@ -233,7 +224,7 @@ def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(stage):
     model.forward = MethodType(_fused, model)
     x = noise(4, WIDTH, seed=0)
     for _ in range(2):
-        with pytest.raises(zf.ShardedAccessError, match=r"'leave.weight' was made whole by hand in a forward"):
+        with pytest.raises(zf.ShardedAccessError):
             model.forward(x)
     with torch.no_grad():
         model.forward(x)

@@ -13,17 +13,19 @@ import threading
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.messages import refusals, refused
 from tests.units.storage.disks import limited
 from zero_fn import errors
 from zero_fn.errors import ConfigError
 from zero_fn.monitor import Csv, JsonLines, Prometheus, sink_of
 from zero_fn.monitor.names import COUNTERS, GAUGES, HISTOGRAMS, NAMES
 from zero_fn.monitor.prometheus import BUCKETS
-from zero_fn.monitor.sink import flat, split
+from zero_fn.monitor.sink import split
 
 NUMBERS = {
     "zero_fn_steps_total": 3,
@@ -49,15 +51,19 @@ def _nothing_was_said(monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
 
 
+def _refuse(text):
+    raise AssertionError(f"{text} is not JSON")
+
+
 def _rows(path):
     """What a reader finds: numbers by name."""
     text = path.read_text()
     assert text.endswith("\n"), "a torn line"
     if path.suffix == ".jsonl":
-        return [{name: float(x) for name, x in json.loads(line).items()} for line in text.splitlines()]
-    return [
-        {name: float(x) for name, x in row.items() if x not in ("", None)} for row in csv.DictReader(text.splitlines())
-    ]
+        rows = [json.loads(line, parse_constant=_refuse) for line in text.splitlines()]
+    else:
+        rows = csv.DictReader(text.splitlines())
+    return [{name: float(x) for name, x in row.items() if x not in ("", None)} for row in rows]
 
 
 def _path(make, folder):
@@ -86,8 +92,6 @@ def test_names_are_those_of_prometheus_and_say_their_kind():
     assert len(NAMES) == len(COUNTERS) + len(GAUGES) + len(HISTOGRAMS)
     assert all(name.startswith("zero_fn_") and split(name) == (name, {}) for name in NAMES)
     assert {name for name in NAMES if name.endswith("_total")} == COUNTERS.keys()
-    assert {name for name in HISTOGRAMS if not name.endswith("_seconds")} == set()
-    assert all(text.endswith(".") for text in NAMES.values())
 
 
 def test_rules_and_the_dashboard_ask_for_these_names_alone():
@@ -99,6 +103,7 @@ def test_rules_and_the_dashboard_ask_for_these_names_alone():
         assert not [each for each in HISTOGRAMS if re.search(rf"\b{each}\b", text)], (
             "a histogram has no number of its own"
         )
+    assert {1.0, 5.0} <= set(BUCKETS), "the bounds of alerts"
 
 
 def test_the_guide_has_each_name_and_no_other():
@@ -109,13 +114,8 @@ def test_the_guide_has_each_name_and_no_other():
 def test_a_key_is_a_name_and_labels():
     assert split('a_total{tier="nvme",x="1, 2"}') == ("a_total", {"tier": "nvme", "x": "1, 2"})
     for wrong in ("", "a b", "1a", "a{", "a{b}", 'a{b="c"', 'a{b="c" }', 'a{b="c";d="e"}', 'a{b="\\""}', "a\n"):
-        with pytest.raises(ConfigError, match="cannot be named"):
+        with pytest.raises(ConfigError):
             split(wrong)
-
-
-def test_labels_and_histograms_become_numbers_of_their_own():
-    assert flat(NUMBERS) == FLAT
-    assert flat({"eval_loss": 1}) == {"eval_loss": 1.0}
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -127,22 +127,12 @@ def test_a_file_has_a_row_for_each_step(make, tmp_path):
     with make(path) as sink:
         sink.log(10, NUMBERS)
         assert len(_rows(path)) == 1, "rows are there at once"
-        sink.log(20, NUMBERS | {"zero_fn_loss": math.inf})
-    first, second = _rows(path)
+        for value in (math.inf, -math.inf, math.nan):
+            sink.log(20, NUMBERS | {"zero_fn_loss": value})
+    first, *others = _rows(path)
     assert {name: value for name, value in first.items() if name != "time"} == {"step": 10, **FLAT}
-    assert second["zero_fn/loss"] == math.inf
-    assert second["time"] >= first["time"] > 1.7e9
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_json_that_is_not_finite_is_json(value, tmp_path):
-    def refuse(text):
-        raise AssertionError(f"{text} is not JSON")
-
-    with JsonLines(tmp_path / "run.jsonl") as sink:
-        sink.log(1, {"zero_fn_loss": value})
-    (found,) = (json.loads(line, parse_constant=refuse) for line in (tmp_path / "run.jsonl").read_text().splitlines())
-    assert repr(float(found["zero_fn/loss"])) == repr(value)
+    assert [str(row["zero_fn/loss"]) for row in others] == ["inf", "-inf", "nan"]
+    assert others[0]["time"] >= first["time"] > 1.7e9
 
 
 def test_a_column_that_appears_later_leaves_the_rows_before(tmp_path):
@@ -160,26 +150,17 @@ def test_a_column_that_appears_later_leaves_the_rows_before(tmp_path):
 
 
 @pytest.mark.parametrize("make", FILES)
-@pytest.mark.parametrize("torn", [0, 1, 7])
-def test_a_line_that_a_crash_tore_hides_no_other(make, torn, tmp_path):
+@pytest.mark.parametrize(("end", "steps"), [(None, [1, 2, 3]), (-1, [1, 3]), (-7, [1, 3]), (7, [3])])
+def test_a_line_that_a_crash_tore_hides_no_other(make, end, steps, tmp_path):
+    """A file that is torn in its first line begins anew."""
     path = _path(make, tmp_path)
     with make(path) as sink:
         sink.log(1, NUMBERS)
         sink.log(2, NUMBERS)
-    text = path.read_bytes()
-    path.write_bytes(text[: len(text) - torn])
+    path.write_bytes(path.read_bytes()[:end])
     with make(path) as sink:
         sink.log(3, NUMBERS)
-    assert [row["step"] for row in _rows(path)] == ([1, 2, 3] if torn == 0 else [1, 3])
-
-
-@pytest.mark.parametrize("make", FILES)
-def test_a_file_that_is_torn_in_its_first_line_begins_anew(make, tmp_path):
-    path = _path(make, tmp_path)
-    path.write_text("step,ti")
-    with make(path) as sink:
-        sink.log(3, NUMBERS)
-    assert [row["step"] for row in _rows(path)] == [3]
+    assert [row["step"] for row in _rows(path)] == steps
 
 
 @pytest.mark.parametrize("make", FILES)
@@ -224,12 +205,6 @@ def test_prometheus_is_shown_counters_gauges_and_histograms():
     assert [found["zero_fn_step_seconds_bucket", f"llama,{le}"] for le in ("0.2", "0.5", "1.0", "+Inf")] == [0, 2, 4, 4]
 
 
-def test_buckets_are_seconds_from_a_millisecond_to_a_thousand():
-    assert (BUCKETS[0], BUCKETS[-1], len(BUCKETS)) == (0.001, 1000.0, 19)
-    assert sorted(BUCKETS) == BUCKETS
-    assert {1.0, 5.0} <= set(BUCKETS), "the bounds of alerts"
-
-
 def test_a_counter_of_another_run_begins_at_nothing():
     with Prometheus(0, address="127.0.0.1") as sink:
         for steps in (5, 9, 2, 3):
@@ -237,14 +212,9 @@ def test_a_counter_of_another_run_begins_at_nothing():
         assert _scraped(_answer(sink))["zero_fn_steps_total", ""] == 3
 
 
-def test_a_port_in_use_raises_at_once():
-    with Prometheus(0) as sink, pytest.raises(ConfigError, match=f"Port {sink.port} cannot be opened"):
+def test_a_port_is_in_use_until_its_sink_is_closed():
+    with Prometheus(0) as sink, pytest.raises(ConfigError):
         Prometheus(sink.port)
-
-
-def test_a_closed_sink_gives_its_port_back():
-    with Prometheus(0) as sink:
-        pass
     with Prometheus(sink.port):
         pass
 
@@ -286,20 +256,12 @@ def _gateway(port=0):
         thread.join()
 
 
-def test_numbers_are_pushed_to_the_group_of_their_labels():
-    with _gateway() as (port, pushed):
-        Prometheus(gateway=f"http://127.0.0.1:{port}", labels={"job_name": "llama"}).log(3, NUMBERS)
-    ((path, text),) = pushed
-    assert path == "/metrics/job/zero_fn/job_name/llama"
-    assert _scraped(text)["zero_fn_loss", ""] == 2.5
-
-
 def test_a_gateway_that_is_away_is_left_alone_for_a_minute(monkeypatch):
     now = 1000.0
     monkeypatch.setattr("zero_fn.monitor.sink.time.monotonic", lambda: now)
     with _gateway() as (port, _):
         pass
-    sink = Prometheus(gateway=f"http://127.0.0.1:{port}")
+    sink = Prometheus(gateway=f"http://127.0.0.1:{port}", labels={"job_name": "llama"})
     with pytest.warns(UserWarning, match=f"Prometheus lost numbers on their way to http://127.0.0.1:{port}"):
         sink.log(1, NUMBERS)
     with _gateway(port) as (_, pushed):
@@ -308,29 +270,17 @@ def test_a_gateway_that_is_away_is_left_alone_for_a_minute(monkeypatch):
         assert (pushed, sink.lost) == ([], 2)
         now += 2
         sink.log(3, NUMBERS | {"zero_fn_steps_total": 9})
-    assert _scraped(pushed[0][1])["zero_fn_steps_total", ""] == 9
+    ((path, text),) = pushed
+    assert path == "/metrics/job/zero_fn/job_name/llama", "the group of its labels"
+    assert _scraped(text)["zero_fn_steps_total", ""] == 9
     assert sink.lost == 2
 
 
 # -- any sink --------------------------------------------------------------------------------------------------------
 
 
-def test_any_object_with_log_is_a_sink_and_so_are_ours(tmp_path):
-    class Mine:
-        def log(self, step, numbers):
-            self.last = step, numbers
-
-    mine = Mine()
-    with Csv(tmp_path / "run.csv") as ours:
-        sinks = [mine, ours]
-        for sink in sinks:
-            sink.log(7, NUMBERS)
-    assert mine.last == (7, NUMBERS)
-    assert [row["step"] for row in _rows(tmp_path / "run.csv")] == [7]
-
-
 def test_a_name_that_cannot_be_one_raises_and_writes_nothing(tmp_path):
-    with JsonLines(tmp_path / "run.jsonl") as sink, pytest.raises(ConfigError, match="'eval/loss'"):
+    with JsonLines(tmp_path / "run.jsonl") as sink, refused("sink_of_a_name_that_is_none"):
         sink.log(1, NUMBERS | {"eval/loss": 1.0})
     assert (tmp_path / "run.jsonl").read_text() == ""
 
@@ -348,5 +298,28 @@ def test_words_of_a_command_line_are_sinks(tmp_path):
     with _gateway() as (port, pushed):
         sink_of(f"prometheus:http://127.0.0.1:{port}").log(1, NUMBERS)
     assert len(pushed) == 1
-    with pytest.raises(ConfigError, match="'carbon' is no sink"):
-        sink_of("carbon")
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _at_a_port_in_use():
+    with mock.patch("prometheus_client.start_http_server", side_effect=OSError(98, "Address already in use")):
+        sink_of("prometheus:9400")
+
+
+def _in_the_file_of_another(folder):
+    (folder / "run.csv").write_text("name,age\n")
+    sink_of(f"csv:{folder}/run.csv")
+
+
+test_refusals = refusals(
+    {
+        "sink_of_another_word": lambda: sink_of("visdom:8097"),
+        "sink_in_no_folder": lambda: Csv("/dev/null/run.csv"),
+        "sink_in_the_file_of_another": _in_the_file_of_another,
+        "sink_of_two_ways": lambda: Prometheus(9400, textfile="run.prom"),
+        "sink_that_node_exporter_does_not_read": lambda: Prometheus(textfile="run.txt"),
+        "sink_at_a_port_in_use": _at_a_port_in_use,
+    }
+)
