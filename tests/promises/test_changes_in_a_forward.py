@@ -324,6 +324,21 @@ def test_tensors_that_stand_in_may_be_changed():
         assert torch.equal(weight, torch.full((WIDTH, 7), 0.5).mul(0.98))
 
 
+class ThroughData(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_what_changes_through_data_is_dropped_with_the_whole():
+    """A limit (docs/limits.md)."""
+    model = zf.zero3(nn.Sequential(ThroughData(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), axis())
+    before = fulls(model.parameters())
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert all(map(torch.equal, before, fulls(model.parameters())))
+
+
 class ChangedActivation(nn.Sequential):
     def forward(self, x):
         y = self[0](x).exp()

@@ -113,6 +113,7 @@ def test_a_call_on_whole_tensors_is_that_of_a_plain_module(model, run, number):
         torch.autograd.grad(loss(fast, x + 1), list(leaves.values()), allow_unused=True),
         grad_and_value(loss)(values, x),
         vmap(grad(loss), in_dims=(None, 0))(values, x),  # of each sample
+        grad(lambda values, x: sum(g.square().sum() for g in grad(loss)(values, x).values()))(values, x),
         vmap(lambda values: functional_call(model, values, (x,)))(
             {k: torch.stack([v, 2 * v]) for k, v in values.items()}
         ),
