@@ -32,7 +32,7 @@ from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from tests.units.checkpoint import made_by_deepspeed as deepspeed
 from tests.units.checkpoint.worlds import WORLDS, differing, everything, stepped
-from zero_fn.values.chained_optimizer import ChainedOptimizer
+from zero_fn.values.chained_optimizer import ChainedOptimizer, members_of
 
 STEPS = 3
 
@@ -58,9 +58,9 @@ DTYPES = {
     "bfloat16": {"rest": torch.bfloat16},
     "kahan": {"rest": torch.bfloat16, "round": "kahan"},
     "stochastic": {"rest": torch.bfloat16, "round": "stochastic", "seed": 5},
-    "narrow gradients": {"compute": torch.bfloat16, "grads": torch.bfloat16},
-    "codes": {"gather": zf.int8(), "reduce": zf.int4()},
-    "differences": {"gather": zf.delta4(), "reduce": zf.int8(rotate=True)},
+    "narrow gradients": {"compute": torch.float32, "grads": torch.bfloat16},
+    "codes": {"compute": torch.float32, "gather": zf.int8(), "reduce": zf.int4()},
+    "differences": {"compute": torch.float32, "gather": zf.delta4(), "reduce": zf.int8(rotate=True)},
 }
 
 
@@ -75,7 +75,8 @@ class Run:
         place, *self.how = how.split(", ")
         wide = nn.Sequential(nn.Linear(WIDTH, 900), nn.Tanh(), nn.Linear(900, WIDTH))  # so large that states are coded
         last = nn.Identity() if "dcp" in self.how else nn.BatchNorm1d(WIDTH)
-        model = nn.Sequential(wide, Tower(dropout=0.2), last)
+        is_narrow = not {"bfloat16", "kahan", "stochastic"}.isdisjoint(self.how)
+        model = nn.Sequential(wide, Tower(dropout=0.2), last).to(torch.bfloat16 if is_narrow else torch.float32)
         for word in self.how:
             model = zf.precision(model, **DTYPES[word]) if word in DTYPES else model
         disk = zf.nvme(folder)
@@ -135,7 +136,7 @@ class Run:
             states = self._states()
             dcp.load(states, checkpoint_id=folder)
             values = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
-            set_state_dict(self.model, self.optimizer, **values, options=self.options)
+            set_state_dict(self.model, members_of(self.optimizer), **values, options=self.options)
             found = states[f"rank {dist.get_rank()}"]
             self.schedule.load_state_dict(found["schedule"])
         else:
@@ -149,7 +150,7 @@ class Run:
         return {"schedule": self.schedule} | ({} if self.average is None else {"average": self.average})
 
     def _states(self):
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
+        model, optimizer = get_state_dict(self.model, members_of(self.optimizer), options=self.options)
         own = {"random": torch.get_rng_state(), "step": self.step, "schedule": self.schedule.state_dict()}
         return {"model": model, "optimizer": optimizer, f"rank {dist.get_rank()}": own}
 
@@ -357,10 +358,17 @@ def _placed(stage, model):
     return STAGES[stage](model, axis()) if stage in STAGES else model
 
 
+def _without_scalars(seed):
+    """FSDP2 takes none."""
+    seed_generator(seed)
+    model = Decoder()
+    model.scale = nn.Parameter(torch.ones(1) + seed)
+    return model
+
+
 def _by_fsdp2(folder):
     """FSDP2 trains, and torch saves. What was saved, and what there is after one more step."""
-    seed_generator(0)
-    model = Decoder()
+    model = _without_scalars(seed=0)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -376,8 +384,7 @@ def _by_fsdp2(folder):
 
 
 def _after_fsdp2(stage, folder, before, after):
-    seed_generator(5)
-    model = _placed(stage, Decoder())
+    model = _placed(stage, _without_scalars(seed=5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     assert zf.load(folder, model, optimizer)["step"] == 2
     wrong = differing(before, _known(model, optimizer))
