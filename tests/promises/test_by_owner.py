@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import zero_fn as zf
-from tests.promises.trials import Shapes, groups, note_states, scaled
+from tests.promises.trials import TORCH, Shapes, groups, matrices, note_states, scaled
 from tests.support.messages import Headed, refusals, refused
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
@@ -32,14 +32,10 @@ from zero_fn.resting import local_of
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the extra [test] is not installed")
 
 
-def _matrices(parameters):
-    return [parameter for parameter in parameters if parameter.ndim == 2]
-
-
 def _with_auxiliary(parameters):
     """Muon for matrices and AdamW for all else, in one optimizer."""
     others = [parameter for parameter in parameters if parameter.ndim != 2]
-    groups = [{"params": _matrices(parameters), "use_muon": True}, {"params": others, "use_muon": False}]
+    groups = [{"params": matrices(parameters), "use_muon": True}, {"params": others, "use_muon": False}]
     return pytorch_optimizer.Muon(groups, weight_decay=0.1, adamw_lr=1e-2)
 
 
@@ -54,22 +50,7 @@ class Slowing(torch.optim.SGD):
 
 
 OPTIMIZERS = {
-    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
-    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
-    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
-    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1, amsgrad=True),
-    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-2),
-    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
-    "AdamW, foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
-    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
-    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
-    "Muon": lambda ps: torch.optim.Muon(_matrices(ps), lr=0.02),
-    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
-    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=1e-2),
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, momentum=0.5, centered=True),
-    "Rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-2),
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
-    "SGD, foreach": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, maximize=True, foreach=True),
+    **TORCH,
     "AdaFactor of pytorch_optimizer": lambda ps: pytorch_optimizer.AdaFactor(ps),
     "Lamb": lambda ps: pytorch_optimizer.Lamb(ps, lr=1e-2, max_grad_norm=0.0, weight_decay=0.1),
     "Lion": lambda ps: pytorch_optimizer.Lion(ps, lr=1e-2, weight_decay=0.1),
@@ -77,7 +58,7 @@ OPTIMIZERS = {
     "SGD that slows": lambda ps: Slowing([{"params": [*ps], "count": torch.zeros(())}], lr=0.1),
     "SOAP": lambda ps: pytorch_optimizer.SOAP(ps, lr=1e-2, precondition_frequency=2),
 }
-"""All of torch that step one parameter alone, and those of others that look at whole tensors."""
+"""All of torch, and those of others that look at whole tensors."""
 
 
 def _owned(world, optimizer, **options):
@@ -107,15 +88,15 @@ def test_every_optimizer_steps_as_over_replicas(ranks, n):
 @on_ranks(3)
 def test_newton_schulz_runs_once_per_matrix_and_step_over_all_ranks(stage):
     model, steps = STAGES[stage](Shapes(), axis()), 3
-    matrices = _matrices([*model.parameters()])
-    optimizer = zf.by_owner(torch.optim.Muon(matrices), batch=600)
+    cut = matrices([*model.parameters()])
+    optimizer = zf.by_owner(torch.optim.Muon(cut), batch=600)
     with patch("torch.optim._muon._zeropower_via_newtonschulz", wraps=_zeropower_via_newtonschulz) as orthogonalize:
         for step in range(steps):
             model(noise(4, WIDTH, seed=step)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     dist.all_reduce(calls := torch.tensor(orthogonalize.call_count))
-    assert calls == steps * len(matrices)
+    assert calls == steps * len(cut)
 
 
 # -- used as any optimizer --------------------------------------------------------------------------------------------

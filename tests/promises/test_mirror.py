@@ -94,14 +94,11 @@ def copies(path):
 # -- which state is resumed --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_there_at_first(ranks, tmp_path):
-    assert ranks(2).run(_resumed, str(tmp_path / "never made")) == [None, None]
-    assert not (tmp_path / "never made").exists()
-
-
 def test_a_folder_that_holds_something_else_is_not_nothing(tmp_path):
     """A run that begins anew beside it would not be what is meant."""
     model = nn.Linear(2, 2)
+    assert zf.resume(tmp_path / "never made", model) is None
+    assert not (tmp_path / "never made").exists()
     zf.save(tmp_path / "step-1", model)
     (tmp_path / ".step-2.saving").mkdir()
     assert zf.resume(tmp_path, nn.Linear(2, 2)) == {}
@@ -207,18 +204,6 @@ def test_a_copy_that_is_not_complete_is_not_used(kind, folder):
         else:
             with pytest.raises((zf.CheckpointError, zf.StorageError)):
                 _resumed(folder)
-
-
-@pytest.mark.parametrize("kind", TORN[:2])
-def test_before_a_copy_is_complete_the_one_before_it_counts(ranks, tmp_path, kind):
-    found, path = ranks(2).run(_copied, str(tmp_path), 1)[0]
-    (before,) = copies(path)
-    shutil.copytree(before, tmp_path / before.name)
-    ranks(2).run(_copied, str(tmp_path), 2)
-    _torn(kind, *copies(path))
-    shutil.move(tmp_path / before.name, path)
-    assert ranks(2).run(_resumed, str(tmp_path)) == [(1, found[1])] * 2
-    assert [each.name for each in copies(path)] == [before.name]
 
 
 def test_ranks_that_are_killed_at_any_moment_leave_a_whole_copy(ranks, tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 import zero_fn as zf
-from tests.promises.trials import groups, scaled
+from tests.promises.trials import TORCH, groups, scaled
 from tests.support.messages import Headed, refusals, refused
 from tests.support.models import Layer
 from tests.support.on_ranks import on_ranks
@@ -62,25 +62,15 @@ def _looked_ahead(world):
     world.note_model(model)
 
 
-ELEMENTWISE = {
-    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
-    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
-    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1),
-    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-2),
-    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
-    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
-    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=1e-2),
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, momentum=0.5, centered=True),
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, maximize=True),
-}
+ELEMENTWISE = {name: make for name, make in TORCH.items() if name not in ("Adafactor", "AdamW, fused", "Muon")}
+"""The fused one rounds the last elements of shards in another way."""
 
 
 def _elementwise(world):
-    for name, make in ELEMENTWISE.items():
+    for make in ELEMENTWISE.values():
         model = world.build(Tower)
         world.train(model, make(list(model.parameters())), 0, 1)
-        for fqn, parameter in model.named_parameters():
-            world.note(f"{name}: {fqn}", parameter)
+        world.note_model(model)
 
 
 def _closures(world):
@@ -114,13 +104,8 @@ class Coded(nn.Module):
         return y
 
 
-GROUPED = {
-    "sgd": lambda own: torch.optim.SGD(own, lr=1e-2, momentum=0.9, nesterov=True),
-    "foreach": lambda own: torch.optim.AdamW(own, lr=1e-2, foreach=True, amsgrad=True),
-    "tensor lr": lambda own: torch.optim.AdamW(own, lr=torch.tensor(1e-2), foreach=False),
-}
-
-
+LR_IS_A_TENSOR = {"AdamW, lr is a tensor": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(1e-2), foreach=False)}
+GROUPED = {"SGD": TORCH["SGD"], "AdamW, foreach": TORCH["AdamW, foreach"], **LR_IS_A_TENSOR}
 TRIALS = {
     **{
         f"groups, {kind}": (2, partial(groups, lambda own, world, make=make: make(own)))

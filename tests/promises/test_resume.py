@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 import zero_fn as zf
 from tests.axes.grids import Decoder, grid, parallelized
 from tests.promises.test_by_owner import OPTIMIZERS as OWNED
-from tests.promises.test_optimizers import ELEMENTWISE
+from tests.promises.test_optimizers import LR_IS_A_TENSOR
+from tests.promises.trials import TORCH
 from tests.support.groups import alone
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
@@ -439,13 +440,7 @@ def test_training_goes_on_where_deepspeed_has_stopped(ranks, size, stage):
 # -- optimizers and schedules ------------------------------------------------------------------------------------------
 
 
-OPTIMIZERS = {
-    **ELEMENTWISE,
-    "Adafactor": lambda ps: torch.optim.Adafactor(ps),
-    "Adam, fused": lambda ps: torch.optim.Adam(ps, fused=True),
-    "Adam, lr is a tensor": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.1)),
-    "Rprop": lambda ps: torch.optim.Rprop(ps),
-}
+OPTIMIZERS = {name: make for name, make in TORCH.items() if name != "Muon"} | LR_IS_A_TENSOR
 
 
 def _trained(model, optimizer, seed):

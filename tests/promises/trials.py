@@ -10,7 +10,33 @@ from torch.utils._pytree import tree_leaves
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.resting import local_of
 
-__all__ = ["Shapes", "groups", "note_states", "scaled"]
+__all__ = ["TORCH", "Shapes", "groups", "matrices", "note_states", "scaled"]
+
+
+def matrices(parameters):
+    """Those that Muon takes."""
+    return [parameter for parameter in parameters if parameter.ndim == 2]
+
+
+TORCH = {
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.1),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-2),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "AdamW, foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
+    "Muon": lambda ps: torch.optim.Muon(matrices(ps), lr=0.02),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
+    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=1e-2),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, momentum=0.5, centered=True),
+    "Rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-2),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
+    "SGD, foreach": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, maximize=True, foreach=True),
+}
+"""All of torch that step one parameter alone."""
 
 
 class Shapes(Tower):
