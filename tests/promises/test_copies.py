@@ -135,26 +135,8 @@ class Shadow:
         torch._foreach_copy_([p.data for p in self.module.parameters()], self.shadow)
 
 
-class Ema(nn.Module):
-    """Averages parameters and float buffers in one call, and copies the others, as the `ModelEmaV3` of timm does."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = copy.deepcopy(model).requires_grad_(False)
-
-    @torch.no_grad()
-    def update_parameters(self, model):
-        pairs = [*zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)]
-        for mine, theirs in pairs:
-            if not mine.is_floating_point():
-                mine.copy_(theirs)
-        floats = [(mine, theirs) for mine, theirs in pairs if mine.is_floating_point()]
-        torch._foreach_lerp_([mine for mine, _ in floats], [theirs for _, theirs in floats], weight=0.1)
-
-
 AVERAGES = {
     "shadow": Shadow,
-    "ema": Ema,
     "swa": lambda model: AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn()),
     "with buffers": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
 }
