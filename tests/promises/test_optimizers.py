@@ -163,20 +163,15 @@ def test_a_norm_of_one_gradient_after_another_is_that_of_all_at_once():
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
 
 
-def _with_one_bad_element(stage, value, rank):
-    """A model that has been backed through; the shard of one rank alone has the bad element."""
-    model = STAGES[stage](Tower(), axis())
-    _loss(model, 0).backward()
-    if dist.get_rank() == rank or stage == "replicate":
-        model.enter.weight.grad.to_local()[0, 0] = value
-    return model
-
-
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @on_ranks(2)
 def test_ranks_agree_that_a_norm_is_not_finite(value):
+    """Though the shard of one rank alone has the bad element."""
     for stage in ALL:
-        model = _with_one_bad_element(stage, value, rank=1)
+        model = STAGES[stage](Tower(), axis())
+        _loss(model, 0).backward()
+        if dist.get_rank() or stage == "replicate":
+            model.enter.weight.grad.to_local()[0, 0] = value
         before = fulls(parameter.grad for parameter in model.parameters())
         # Not math.inf for NaN: the maximum of gloo drops it, and torch's norm of a sharded gradient with it.
         for p in (1.0, 2.0, math.inf if math.isinf(value) else 3.0):
@@ -350,7 +345,7 @@ MAKERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.1),
     "own": partial(Own, lr=0.1),
-    "streamed": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "streamed": lambda ps: zf.streamed(torch.optim.AdamW(ps, lr=0.1, fused=True), zf.cpu()),
 }
 
 
@@ -360,20 +355,17 @@ MAKERS = {
 def test_whole_gradients_that_are_assigned_are_cut(stage, kind):
     """A whole plain gradient is cut by the optimizer, and by the next backward, which adds to it."""
     torch.manual_seed(0)
-    plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
-    model = STAGES[stage](plain, axis())
-    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
-    own, other = MAKERS[kind](model.parameters()), MAKERS[kind](plain.parameters())
-    optimizers = [zf.streamed(own, zf.cpu()) if kind == "streamed" else own, other]
+    plain = nn.Linear(4, 7)
+    models = STAGES[stage](plain, axis()), plain
+    optimizers = [MAKERS[kind](model.parameters()) for model in models]
     for step in range(3):
-        for p, q in pairs:
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
             q.grad = torch.randn(q.shape)
             p.grad = q.grad.clone()
-        if step == 1:
-            for module in (model, plain):
-                module(batch).sum().backward()
-        for optimizer in optimizers:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 1:
+                model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        for p, q in pairs:
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(full(p), q, rtol=1e-6, atol=1e-7)
