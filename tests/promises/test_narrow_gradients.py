@@ -1,4 +1,7 @@
-"""`precision(grads=)`: gradients that rest in fewer bits, as if each reduced gradient had been rounded once by hand."""
+"""`precision(grads=)`: gradients that rest in fewer bits, as if each reduced gradient had been rounded once by hand.
+
+In tiers: `property_tests/test_streamed_laws.py`.
+"""
 
 import copy
 from functools import partial
@@ -16,7 +19,7 @@ from tests.axes.grids import grid
 from tests.support.eviction import evicted
 from tests.support.groups import alone
 from tests.support.messages import refused
-from tests.support.models import Language, Odd
+from tests.support.models import Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
@@ -77,31 +80,6 @@ def test_every_stage_steps_as_if_gradients_were_rounded_by_hand(name):
         for stage, place in STAGES.items():
             model = place(_narrow(_built()), axis())
             _require_same(_trained(model, make(model.parameters()), microbatches=microbatches), wanted, stage)
-
-
-@pytest.mark.parametrize(
-    ("name", "tiers"),
-    [
-        *(("AdamW", tiers) for tiers in ((), ("grads", "optim"), ("params", "grads", "optim"), ("params", "optim"))),
-        ("SGD", ("grads", "optim")),
-        ("RMSprop", ("params", "grads", "optim")),
-        ("fused", ()),
-        ("fused", ("params", "grads", "optim")),
-        ("Rprop", ("params", "optim")),
-    ],
-)
-@on_ranks(2)
-def test_tiers_keep_the_bits(name, tiers, folder):
-    make = (OPTIMIZERS | {"fused": partial(AdamW, lr=1e-2, fused=True), "Rprop": Rprop})[name]
-    kind = Language if name == "fused" else Odd  # which has complex parameters
-    plain = zf.precision(zf.zero3(_built(kind), axis()), compute=torch.bfloat16)
-    # In pieces, too: torch's fused step rounds its last elements in another way.
-    wanted = _trained(plain, zf.streamed(make(plain.parameters()), zf.cpu()), _by_hand)
-    for finish in ("step", "forward") if len(tiers) == 3 else ("step",):
-        model = _narrow(zf.zero3(_built(kind), axis()))
-        model = zf.offload(model, **dict.fromkeys(tiers, zf.nvme(folder))) if tiers else model
-        optimizer = zf.streamed(make(model.parameters()), finish=finish)
-        _require_same(_trained(model, optimizer), wanted, finish)
 
 
 @on_ranks(4)

@@ -2,9 +2,7 @@
 on any number of ranks, at any stage, in any tier, stepped in pieces or by owners."""
 
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 import zero_fn as zf
 from tests.axes.grids import Decoder, grid, parallelized
@@ -117,12 +115,9 @@ def _train(model, optimizer, steps, by_hand=None):
 
 # -- worlds ------------------------------------------------------------------------------------------------------------
 
-Placed = Callable[[nn.Module, str], nn.Module]
-Stepped = Callable[[Optimizer, str], Any]
 
-
-def _offloaded(*states, tier=zf.nvme):
-    return lambda model, folder: zf.offload(zf.zero3(model, axis()), **dict.fromkeys(states, tier(folder)))
+def _offloaded(model, folder):
+    return zf.offload(zf.zero3(model, axis()), **dict.fromkeys(("params", "grads", "optim"), zf.nvme(folder)))
 
 
 def _streamed(optimizer, _, **options):
@@ -131,15 +126,11 @@ def _streamed(optimizer, _, **options):
 
 WORLDS = {
     **{stage: (lambda m, _, place=place: place(m, axis()), _streamed) for stage, place in STAGES.items()},
-    "on disk": (_offloaded("params", "grads", "optim"), _streamed),
-    "finished in the forward": (_offloaded("params", "grads", "optim"), partial(_streamed, finish="forward")),
-    "on the host": (_offloaded("params", "optim", tier=lambda _: zf.cpu()), _streamed),
+    "on disk": (_offloaded, _streamed),
     "in pieces": (lambda m, _: zf.zero1(m, axis()), lambda o, folder: zf.streamed(o, zf.nvme(folder), buffer="12KiB")),
     "of no mesh": (lambda m, folder: zf.offload(m, params=zf.nvme(folder)), _streamed),
     "by owners": (lambda m, _: zf.zero3(m, axis()), lambda o, _: zf.by_owner(o)),
-    "by owners, replicated": (lambda m, _: zf.replicate(m, axis()), lambda o, _: zf.by_owner(o)),
-    "by owners, on disk": (_offloaded("params", "grads", "optim"), lambda o, _: zf.streamed(zf.by_owner(o))),
-    "by owners, of no mesh": (_offloaded("params"), lambda o, folder: zf.streamed(zf.by_owner(o), zf.nvme(folder))),
+    "by owners, on disk": (_offloaded, lambda o, _: zf.streamed(zf.by_owner(o))),
 }
 
 
