@@ -540,3 +540,26 @@ def test_a_process_that_comes_while_it_is_removed_keeps_what_it_makes(is_keeper)
         came[0].close()
         assert keeper.remove(str(came[0].path), is_keeper=is_keeper)
     assert not [*shared_folder.ROOT.glob(f"*{word}*")]
+
+
+def test_processes_that_come_while_it_is_removed_get_a_whole_one():
+    """Of threads that make, use and close it one has it alone, or all have the same one."""
+    failures = []
+
+    def use():
+        try:
+            for _ in range(40):
+                folder = SharedFolder(OWN + "b5")
+                (folder.path / "users").stat()
+                folder.close()
+                keeper.remove(str(folder.path), is_keeper=True)
+        except BaseException as error:
+            failures.append(error)
+
+    with mock.patch.object(shared_folder, "_start_keeper"):
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []

@@ -21,6 +21,7 @@ from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.storages import Storages
 from tests.units.storage.disks import failing
+from zero_fn.handover import _differing
 
 
 class Counting(Odd):
@@ -339,6 +340,14 @@ def _words(tensor):
 )
 def test_changes_make_a_receiver_what_the_model_is(ranks, tmp_path, world, n, dtype, bucket, edits):
     ranks(n).run(_followed, world, str(tmp_path), dtype, bucket, edits)
+
+
+@given(st.integers(0, 70), st.integers(0, 9), st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]))
+def test_differing_elements_are_found_at_any_length_and_offset(numel, offset, dtype):
+    now = torch.arange(numel + offset).to(dtype)[offset:]
+    before, chosen = now.clone(), torch.arange(numel)[torch.randperm(numel)[: numel // 3]]
+    before[chosen] += 1
+    assert torch.equal(_differing(now, before), chosen.sort().values)
 
 
 @on_ranks(2)
