@@ -1,8 +1,6 @@
 """State dicts: what those of models hold and alias; what `load_state_dict` takes and refuses; those of optimizers, by torch's
 own means. Checkpoints: `test_resume.py`, `axes/test_checkpoints.py`."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections import OrderedDict

@@ -145,11 +145,9 @@ def test_a_weight_is_read_from_every_place(place, tmp_path):
             model.zero_grad()
         return found
 
+    wire = {"gather": zf.int8()} if place == "codes" else {"compute": torch.float32}
     one = gradients(lambda model: _PLACES[place](model, str(tmp_path)))
-    if place == "codes":
-        other = gradients(lambda model: zf.precision(zf.zero3(model, axis(), units="layers.?"), gather=zf.int8()))
-    else:
-        other = gradients(lambda model: zf.zero3(model, axis(), units="layers.?"))
+    other = gradients(lambda model: zf.precision(zf.zero3(model, axis(), units="layers.?"), **wire))
     assert all(map(torch.equal, one, other))
 
 
