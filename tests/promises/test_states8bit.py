@@ -98,7 +98,7 @@ def _steps(names, world):
         _noted(world, model, zf.states8bit(OPTIMIZERS[name]([*model.parameters()])))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_optimizer_steps_as_over_replicas(ranks, n):
     names, stages = ([*OPTIMIZERS], ["zero3"]) if n == 2 else (["AdamW", "SGD"], ALL)
     names = [name for name in names if name != "AdamW, fused" or n == 1]  # it rounds the ends of shards otherwise

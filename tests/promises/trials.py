@@ -63,7 +63,7 @@ def note_states(world, optimizer):
             for at, leaf in enumerate(tree_leaves(value)):
                 world.note(f"{key} {at} of parameter {number}", torch.as_tensor(leaf))
     for number, group in enumerate(optimizer.param_groups):
-        values = [torch.as_tensor(v, dtype=torch.float64) for v in group.values() if isinstance(v, int | float)]
+        values = [torch.as_tensor(v, dtype=torch.float64) for v in group.values() if type(v) in (int, float)]
         world.note(f"numbers of group {number}", torch.stack(values))
         world.note(f"rate of group {number}", torch.as_tensor(group["lr"], dtype=torch.float64))
 
