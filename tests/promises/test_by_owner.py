@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import zero_fn as zf
-from tests.promises.trials import TORCH, Shapes, groups, matrices, note_states, scaled
+from tests.promises.trials import TORCH, Shapes, closures, groups, matrices, note_states, scaled
 from tests.support.messages import Headed, refusals, refused
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
@@ -102,25 +102,6 @@ def test_newton_schulz_runs_once_per_matrix_and_step_over_all_ranks(stage):
 # -- used as any optimizer --------------------------------------------------------------------------------------------
 
 
-def _closure(world):
-    model = world.build(Shapes)
-    optimizer = _owned(world, OPTIMIZERS["Adafactor"]([*model.parameters()]))
-    calls = []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        loss = model(noise(2, WIDTH, seed=0)).square().mean()
-        loss.backward()
-        world.reduce(model)
-        return loss
-
-    for _ in range(2):
-        world.note("loss", optimizer.step(closure))
-    assert calls == [True, True]
-    world.note_model(model)
-
-
 class Rebinding(torch.optim.SGD):
     """Gives a parameter other memory, and its gradient too."""
 
@@ -152,7 +133,7 @@ def _made(kind, own, world):
 TRIALS = {
     **{f"groups, {kind}": partial(groups, partial(_made, kind)) for kind in MAKERS},
     "scaled": partial(scaled, Shapes, partial(_made, "AdamW, fused")),
-    "closure": _closure,
+    "closure": partial(closures, Shapes, partial(_made, "Adafactor")),
     "rebound": _rebound,
 }
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 import zero_fn as zf
-from tests.promises.trials import TORCH, groups, scaled
+from tests.promises.trials import TORCH, closures, groups, scaled
 from tests.support.messages import Headed, refusals, refused
 from tests.support.models import Layer
 from tests.support.on_ranks import on_ranks
@@ -73,23 +73,9 @@ def _elementwise(world):
         world.note_model(model)
 
 
-def _closures(world):
-    """LBFGS calls it several times, and flattens gradients and directions, of which a rank may hold nothing (of one row)."""
-    for make in (torch.optim.SGD, torch.optim.LBFGS):
-        model = world.build(lambda: nn.Sequential(Layer(6, 7), nn.Linear(6, 1))).double()
-        optimizer = make(model.parameters(), lr=0.1)
-
-        def closure(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = model(noise(2, 6, seed=0, dtype=torch.float64)).square().mean()
-            loss.backward()
-            world.reduce(model)
-            dist.all_reduce(value := loss.detach().clone())
-            return value / dist.get_world_size()
-
-        for _ in range(2):
-            world.note("loss", optimizer.step(closure))
-        world.note_model(model)
+def _in_float64():
+    """LBFGS flattens gradients and directions, of which a rank may hold nothing (of one row)."""
+    return nn.Sequential(Layer(WIDTH, 7), nn.Linear(WIDTH, 1)).double()
 
 
 class Coded(nn.Module):
@@ -115,7 +101,8 @@ TRIALS = {
     "scaled, 8 bits": (2, partial(scaled, Coded, lambda own, world: zf.states8bit(torch.optim.AdamW(own, lr=1e-2)))),
     "looks ahead": (2, _looked_ahead),
     "elementwise": (2, _elementwise),
-    "closures": (3, _closures),
+    "closure": (2, partial(closures, Tower, lambda own, world: torch.optim.SGD(own, lr=0.1))),
+    "closures": (3, partial(closures, _in_float64, lambda own, world: torch.optim.LBFGS(own, lr=0.1))),
 }
 
 

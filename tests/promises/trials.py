@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.resting import local_of
 
-__all__ = ["TORCH", "Shapes", "groups", "matrices", "note_states", "scaled"]
+__all__ = ["TORCH", "Shapes", "closures", "groups", "matrices", "note_states", "scaled"]
 
 
 def matrices(parameters):
@@ -114,6 +114,27 @@ def groups(make, world):
     assert calls == ["before", "after"] * 6
     world.note_model(model, plain)
     note_states(world, optimizer)
+
+
+def closures(build, make, world):
+    """The optimizer calls a closure, LBFGS several times. Arguments are those of `scaled`."""
+    model = world.build(build)
+    optimizer = make([*model.parameters()], world)
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = model(noise(2, WIDTH, seed=0, dtype=next(model.parameters()).dtype)).square().mean()
+        loss.backward()
+        world.reduce(model)
+        dist.all_reduce(value := loss.detach().clone())
+        return value / dist.get_world_size()
+
+    for _ in range(2):
+        world.note("loss", optimizer.step(closure))
+    assert all(calls) and len(calls) >= 2
+    world.note_model(model)
 
 
 def scaled(build, make, world):
