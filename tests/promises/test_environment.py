@@ -106,18 +106,15 @@ def test_links_are_measured_beside_fio_and_read_by_autoplan(tmp_path):
     found = json.loads(done.stdout)
     assert json.loads(out.read_text()) == found
     assert list(disk.iterdir()) == []
-    assert (found["ranks"], found["between"]) == (2, "shared memory")
     (measured_disk,) = found["disks"]
     ours, best, fio = (Setting(**each) for each in measured_disk["again"])
-    assert (ours.block_nbytes, ours.at_once) == (8 * MIB, 8)
-    assert (fio.read, fio.write) == (1e9, 2e9)
-    assert f"of fio's speed: {ours.read / 1e9:.2f} read, {ours.write / 2e9:.2f} written" in measured_disk["says"]
+    assert (ours.block_nbytes, ours.at_once, fio.read, fio.write) == (8 * MIB, 8, 1e9, 2e9)
     assert f"--bs={8 * MIB} --iodepth=8" in (tools / "asked").read_text()
     tried = [Setting(**each) for each in measured_disk["tried"]]
     assert max(tried, key=lambda each: each.pace) == tried[0]
     assert (tried[0].engine, tried[0].block_nbytes, tried[0].at_once) == (best.engine, best.block_nbytes, best.at_once)
     links = zf.LinkSpeeds.read(out)
-    assert min(links.memory, links.disk_read or 0, links.disk_write or 0, links.sent["dp"]) > 0
+    assert min(links.memory, links.disk_read, links.disk_write, links.sent["dp"]) > 0
     with pretended(2) as mesh:
         assert zf.autoplan(nn.Linear(4, 4), mesh, "1GiB", links=links, tier=zf.nvme(disk)).best.fits
 
@@ -148,8 +145,6 @@ def test_links_say_why_a_place_cannot_be_measured(tmp_path, capsys):
         assert list(small.iterdir()) == []
     with small_disk(tmp_path / "kept", "ro") as kept:
         assert "EROFS" in told(kept)
-    with pytest.raises(zf.ConfigError, match="python -m zero_fn links --out"):
-        zf.LinkSpeeds.read(tmp_path / "file")
 
 
 @pytest.mark.parametrize("moment", ["while a disk is measured", "while ranks are"])

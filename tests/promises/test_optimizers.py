@@ -1,25 +1,29 @@
 """Optimizers: built in time or too early, over shards or whole tensors; clipping; loss scaling; assigned gradients."""
 
-from __future__ import annotations
-
+import importlib
 import math
 from collections import OrderedDict, defaultdict
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 import zero_fn as zf
+from tests.promises.trials import TORCH, closures, groups, scaled
+from tests.support.messages import Headed, refusals, refused
 from tests.support.models import Layer
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full, fulls
 from tests.support.worlds import ALL, WIDTH, Tower, as_replicas, differences, noise
-from zero_fn.resting import local_of
+from tests.units.storage.disks import failing
+
+pipeline = importlib.import_module("zero_fn.streamed.stepping")  # the package has a function of this name
 
 
 def _loss(model, seed):
@@ -28,62 +32,6 @@ def _loss(model, seed):
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
-
-
-def _groups(kind, world):
-    """Two groups, a third one added later, schedules that change them, and a learning rate that is a tensor."""
-    model = world.build(Tower)
-    first, second, third = (list(block.parameters()) for block in model.blocks)
-    groups = [{"params": first, "lr": 3e-2}, {"params": second, "weight_decay": 0.3}]
-    optimizer: torch.optim.Optimizer
-    if kind == "tensor lr":
-        groups[0]["lr"] = torch.tensor(3e-2)
-        optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-2), foreach=False)
-    elif kind == "foreach":
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=True, amsgrad=True)
-    else:
-        optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda e: 1 / (1 + e), lambda e: 0.5**e])]
-    if kind == "sgd":
-        schedules.append(torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-2, step_size_up=2))
-    for step in range(5):
-        if step == 2:
-            optimizer.add_param_group({"params": [*third, *model.enter.parameters()], "lr": 2e-2})
-            schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
-        world.step(model, optimizer, _loss(model, step))
-        for schedule in schedules:
-            schedule.step()
-        for group in optimizer.param_groups:
-            world.note("lr", torch.as_tensor(group["lr"], dtype=torch.float64))
-    _note_states(world, model, optimizer)
-
-
-def _note_states(world, model, optimizer):
-    for name, parameter in model.named_parameters():
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            world.note(f"{key} of {name}", value if isinstance(value, Tensor) else torch.tensor(value))
-
-
-def _scaled(world):
-    """At step 2 one element in the shard of one rank overflows, and others have finite shards, or none: all skip it."""
-    model = world.build(Tower)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
-    for step in range(6):
-        scaler.scale(_loss(model, step)).backward()
-        world.reduce(model)
-        if step == 2 and (world.is_replica or dist.get_rank() == 0):
-            local_of(model.enter.weight.grad)[0, 0] = math.inf
-        scaler.unscale_(optimizer)
-        if step != 2:
-            world.note_model(model)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        world.note("scale", torch.tensor(scaler.get_scale()))
-        world.note_model(model)
-        _note_states(world, model, optimizer)
-    assert scaler.get_scale() == 4.0, "backed off once, grew once"
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -114,52 +62,47 @@ def _looked_ahead(world):
     world.note_model(model)
 
 
-ELEMENTWISE = {
-    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
-    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
-    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.1),
-    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=1e-2),
-    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
-    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
-    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=1e-2),
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, momentum=0.5, centered=True),
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, maximize=True),
-}
+ELEMENTWISE = {name: make for name, make in TORCH.items() if name not in ("Adafactor", "AdamW, fused", "Muon")}
+"""The fused one rounds the last elements of shards in another way."""
 
 
 def _elementwise(world):
-    for name, make in ELEMENTWISE.items():
+    for make in ELEMENTWISE.values():
         model = world.build(Tower)
         world.train(model, make(list(model.parameters())), 0, 1)
-        for fqn, parameter in model.named_parameters():
-            world.note(f"{name}: {fqn}", parameter)
-
-
-def _closures(world):
-    """LBFGS calls it several times, and flattens gradients and directions, of which a rank may hold nothing (of one row)."""
-    for make in (torch.optim.SGD, torch.optim.LBFGS):
-        model = world.build(lambda: nn.Sequential(Layer(6, 7), nn.Linear(6, 1))).double()
-        optimizer = make(model.parameters(), lr=0.1)
-
-        def closure(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = model(noise(2, 6, seed=0, dtype=torch.float64)).square().mean()
-            loss.backward()
-            world.reduce(model)
-            dist.all_reduce(value := loss.detach().clone())
-            return value / dist.get_world_size()
-
-        for _ in range(2):
-            world.note("loss", optimizer.step(closure))
         world.note_model(model)
 
 
+def _in_float64():
+    """LBFGS flattens gradients and directions, of which a rank may hold nothing (of one row)."""
+    return nn.Sequential(Layer(WIDTH, 7), nn.Linear(WIDTH, 1)).double()
+
+
+class Coded(nn.Module):
+    """Has a parameter that is so large that its states are kept in 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, 900), nn.Linear(900, WIDTH)
+
+    def forward(self, x):
+        y = self.leave(torch.tanh(self.enter(x)))
+        return y
+
+
+LR_IS_A_TENSOR = {"AdamW, lr is a tensor": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(1e-2), foreach=False)}
+GROUPED = {"SGD": TORCH["SGD"], "AdamW, foreach": TORCH["AdamW, foreach"], **LR_IS_A_TENSOR}
 TRIALS = {
-    **{f"groups, {kind}": (2, partial(_groups, kind)) for kind in ("sgd", "foreach", "tensor lr")},
-    "scaled": (3, _scaled),
+    **{
+        f"groups, {kind}": (2, partial(groups, lambda own, world, make=make: make(own)))
+        for kind, make in GROUPED.items()
+    },
+    "scaled": (3, partial(scaled, Tower, lambda own, world: torch.optim.AdamW(own, lr=1e-2))),
+    "scaled, 8 bits": (2, partial(scaled, Coded, lambda own, world: zf.states8bit(torch.optim.AdamW(own, lr=1e-2)))),
     "looks ahead": (2, _looked_ahead),
     "elementwise": (2, _elementwise),
-    "closures": (3, _closures),
+    "closure": (2, partial(closures, Tower, lambda own, world: torch.optim.SGD(own, lr=0.1))),
+    "closures": (3, partial(closures, _in_float64, lambda own, world: torch.optim.LBFGS(own, lr=0.1))),
 }
 
 
@@ -175,11 +118,12 @@ def test_an_optimizer_built_before_the_transform_raises_and_updates_nothing(stag
     plain = Tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     model = STAGES[stage](plain, axis())
-    with pytest.raises(zf.StaleError, match=r"replaced by \w+ at .*test_optimizers.py"):
+    says = refused if stage == "zero3" else lambda _: pytest.raises(zf.StaleError)
+    with says("check_optimizer_of_the_module_before"):
         zf.check(model, optimizer)
     _loss(model, 0).backward()
     before = fulls([*model.parameters(), *plain.parameters()])
-    with pytest.raises(zf.StaleError, match="build the optimizer after the last transform"):
+    with says("step_of_the_optimizer_before"):
         optimizer.step()
     assert all(map(torch.equal, fulls([*model.parameters(), *plain.parameters()]), before))
     assert not optimizer.state, "the step was refused after it had begun"
@@ -206,20 +150,15 @@ def test_a_norm_of_one_gradient_after_another_is_that_of_all_at_once():
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
 
 
-def _with_one_bad_element(stage, value, rank):
-    """A model that has been backed through; the shard of one rank alone has the bad element."""
-    model = STAGES[stage](Tower(), axis())
-    _loss(model, 0).backward()
-    if dist.get_rank() == rank or stage == "replicate":
-        model.enter.weight.grad.to_local()[0, 0] = value
-    return model
-
-
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @on_ranks(2)
 def test_ranks_agree_that_a_norm_is_not_finite(value):
+    """Though the shard of one rank alone has the bad element."""
     for stage in ALL:
-        model = _with_one_bad_element(stage, value, rank=1)
+        model = STAGES[stage](Tower(), axis())
+        _loss(model, 0).backward()
+        if dist.get_rank() or stage == "replicate":
+            model.enter.weight.grad.to_local()[0, 0] = value
         before = fulls(parameter.grad for parameter in model.parameters())
         # Not math.inf for NaN: the maximum of gloo drops it, and torch's norm of a sharded gradient with it.
         for p in (1.0, 2.0, math.inf if math.isinf(value) else 3.0):
@@ -271,9 +210,9 @@ def test_an_optimizer_over_whole_tensors_refuses_shards_and_updates_nothing(stag
     optimizer = WHOLE_TENSOR[kind](list(model.parameters()))
     _loss(model, 0).backward()
     before = fulls(model.parameters())
-    for refused in (optimizer.step, lambda: zf.check(model, optimizer)):
-        with pytest.raises(zf.PlacementError, match=rf"{kind} looks at whole tensors, and 'enter.weight' is sharded"):
-            refused()
+    for act in (optimizer.step, lambda: zf.check(model, optimizer)):
+        with pytest.raises(zf.PlacementError):
+            act()
     assert all(map(torch.equal, fulls(model.parameters()), before))
     assert not optimizer.state
 
@@ -298,6 +237,44 @@ def test_an_optimizer_over_whole_tensors_is_exact_over_those_that_are_replicated
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _step_of_adafactor(model):
+    torch.optim.Adafactor(model.parameters()).step()
+
+
+def _interrupted(folder):
+    disk = zf.nvme(folder)
+    model = zf.offload(nn.Linear(2, 2), params=disk, grads=disk, optim=disk)
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "steps_in_one_pass", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2))
+        optimizer.step()
+
+
+test_refusals = refusals(
+    {
+        "check_optimizer_of_another_module": lambda model: zf.check(model, torch.optim.AdamW(Headed().parameters())),
+        "step_over_whole_tensors": lambda two: _step_of_adafactor(zf.zero3(Headed(), two)),
+        "step_that_waits_is_interrupted": _interrupted,
+    }
+)
+
+
+@on_ranks(2)
+def test_states_that_one_rank_cannot_move_are_told_on_all(folder):
+    model = zf.zero3(nn.Linear(64, 64), axis())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(noise(2, 64, seed=0)).sum().backward()
+    optimizer.step()
+    fails = dist.get_rank() == 1
+    told = pytest.raises(zf.StorageError) if fails else refused("step_that_failed_on_another_rank")
+    with failing(where=fails), told:
+        zf.streamed(optimizer, zf.nvme(folder))
 
 
 def _as_owner(optimizer, odd):
@@ -359,7 +336,7 @@ MAKERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.1),
     "own": partial(Own, lr=0.1),
-    "streamed": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "streamed": lambda ps: zf.streamed(torch.optim.AdamW(ps, lr=0.1, fused=True), zf.cpu()),
 }
 
 
@@ -369,20 +346,17 @@ MAKERS = {
 def test_whole_gradients_that_are_assigned_are_cut(stage, kind):
     """A whole plain gradient is cut by the optimizer, and by the next backward, which adds to it."""
     torch.manual_seed(0)
-    plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
-    model = STAGES[stage](plain, axis())
-    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
-    own, other = MAKERS[kind](model.parameters()), MAKERS[kind](plain.parameters())
-    optimizers = [zf.streamed(own, zf.cpu()) if kind == "streamed" else own, other]
+    plain = nn.Linear(4, 7)
+    models = STAGES[stage](plain, axis()), plain
+    optimizers = [MAKERS[kind](model.parameters()) for model in models]
     for step in range(3):
-        for p, q in pairs:
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
             q.grad = torch.randn(q.shape)
             p.grad = q.grad.clone()
-        if step == 1:
-            for module in (model, plain):
-                module(batch).sum().backward()
-        for optimizer in optimizers:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 1:
+                model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        for p, q in pairs:
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(full(p), q, rtol=1e-6, atol=1e-7)

