@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import alone
+from tests.support.messages import refusals
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
@@ -93,6 +94,31 @@ def test_the_default_device_does_not_matter(tmp_path):
         found = zf.load(tmp_path / "a", other)
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(found["noise"], torch.ones(2))
+
+
+def _of_a_late_state(one, folder):
+    model = zf.shard_params(nn.Linear(4, 4), one)
+    optimizer = zf.streamed(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), zf.cpu())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.states.chunks[0].cuts[0].resident["late"] = torch.zeros(4, 4)
+    zf.save(folder / "step-1", model, optimizer)
+
+
+def _of_states_in_another_order(one, folder):
+    model = zf.shard_params(nn.Sequential(nn.Conv2d(64, 64, 3)).to(memory_format=torch.channels_last), one)
+    optimizer = zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu(), buffer="64KiB")
+    model(torch.ones(1, 64, 3, 3)).sum().backward()
+    optimizer.step()
+    zf.save(folder / "step-1", model, optimizer)
+
+
+test_refusals = refusals(
+    {
+        "checkpoint_of_a_late_state": _of_a_late_state,
+        "checkpoint_of_states_in_another_order": _of_states_in_another_order,
+    }
+)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
