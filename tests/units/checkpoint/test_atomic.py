@@ -232,6 +232,20 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
         assert [path.name for path in disk.iterdir()] == ["step-1"]
 
 
+@pytest.mark.parametrize("at", [4, 18])
+def test_a_path_that_vanishes_is_a_typed_error(at, tmp_path):
+    """Somebody removes the folder that is being written."""
+    saved(tmp_path, 1)
+
+    def vanish(number, _):
+        if number == at:
+            shutil.rmtree(tmp_path / ".step-2.saving")
+
+    with before_each_call(vanish), pytest.raises(zf.StorageError, match="ENOENT"):
+        saved(tmp_path, 2)
+    assert loaded_step(tmp_path) == 1
+
+
 def test_what_another_process_is_saving_is_left_alone(tmp_path):
     read, write = os.pipe()
     child = os.fork()

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 import zero_fn as zf
 from tests.axes.grids import Decoder
 from tests.simulation import axis as simulated_axis
-from tests.support.groups import pretended
 from tests.support.messages import refusals
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
@@ -27,7 +26,6 @@ from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.folders import Draft
 from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.storage import Slab
-from zero_fn.transport import meeting
 
 
 def _steps(folder):
@@ -141,48 +139,33 @@ def test_values_are_copied_into_as_many_bytes(tmp_path, monkeypatch):
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 8, 512])
-def test_a_rank_sends_as_many_messages_whatever_their_number(size, tmp_path, monkeypatch):
-    messages = []
-    with pretended(size, rank=size - 1) as mesh:
-        model = zf.shard_params(nn.Linear(1024, 3), mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _messages(folder):
+    """Elements of the messages that the last rank sends and gets for a save."""
+    sizes = []
+
+    def counted(act):
+        def call(group, tensors, *rest):
+            sizes.append(sum(tensor.numel() for tensor in tensors))
+            return act(group, tensors, *rest)
+
+        return call
+
+    model = zf.zero3(nn.Linear(64, 3), axis())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zf.save(folder / "step-1", model)  # makes a process group
+    others = ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor")
+    with pytest.MonkeyPatch.context() as patched:
         for name in ("send", "recv"):
-            _count(monkeypatch, name, messages)
-        calls = []
-        for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_single", "all_gather_into_tensor"):
-            monkeypatch.setattr(dist, name, lambda *_, **__: calls.append("any"), raising=False)
-        draft = tmp_path / ".step-1.saving"  # made by rank 0, which is only pretended
-        for kind in ("model", "optimizer", "extra"):
-            (draft / kind).mkdir(parents=True)
-        (draft / "id").touch()
-        _pretend_an_answer(monkeypatch)
-        zf.save(tmp_path / "step-1", model, optimizer)
-    assert messages == [640] * 4, "one to rank 0 and one back, to begin and to commit"
-    assert calls == []
+            patched.setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name)))
+        for name in others:
+            patched.setattr(dist, name, lambda *_, **__: sizes.append(name))  # noqa: B023
+        zf.save(folder / "step-2", model, optimizer)
+    return sizes
 
 
-def _count(monkeypatch, name, messages):
-    real = getattr(dist.ProcessGroup, name)
-
-    def counted(group, tensors, *rest):
-        messages.append(sum(tensor.numel() for tensor in tensors))
-        return real(group, tensors, *rest)
-
-    monkeypatch.setattr(dist.ProcessGroup, name, counted)
-
-
-def _pretend_an_answer(monkeypatch):
-    """Rank 0 is only pretended: what comes from it is what it would have answered."""
-    real = meeting.scatter
-
-    def answered(group, rows, seconds):
-        found = real(group, rows, seconds)
-        said = b"\x000\n1\nid"
-        found.zero_()[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        return found
-
-    monkeypatch.setattr("zero_fn.checkpoint.rank_meeting.scatter", answered)
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rank_sends_as_many_messages_whatever_their_number(ranks, n, tmp_path):
+    assert ranks(n).run(_messages, tmp_path)[-1] == [640] * 4, "one to rank 0 and one back, to begin and to commit"
 
 
 def _over_many(folder):
@@ -220,6 +203,7 @@ def test_names_are_changed_in_models_only(tmp_path):
 def test_ranks_that_name_different_folders_are_told(folder):
     with pytest.raises(zf.DisagreementError, match="ranks 0 and 1 were given different arguments"):
         zf.save(f"{folder}/step-{dist.get_rank()}", nn.Linear(2, 2))
+    dist.barrier()
     assert list(Path(folder).iterdir()) == []
 
 
@@ -273,6 +257,7 @@ def test_stages_with_the_same_names_are_refused(folder):
     stage = nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * dist.get_rank())
     with pytest.raises(zf.CheckpointError, match="different tensors under one name"):
         zf.save(f"{folder}/step-1", stage)
+    dist.barrier()
     assert list(Path(folder).iterdir()) == []
 
 

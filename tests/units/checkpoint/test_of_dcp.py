@@ -80,14 +80,6 @@ def test_a_lone_state_dict_is_a_model_and_has_no_states(model, lone):
         zf.load(lone, other, _adamw(other, 0.1))
 
 
-def test_names_are_mapped(model, tmp_path):
-    average = {f"module.{name}": value for name, value in model.state_dict().items()}
-    dcp.save({"ema": average}, checkpoint_id=tmp_path / "a", no_dist=True)
-    other = _built(5)
-    zf.load(tmp_path / "a", other, rename={r"^module\.": ""})
-    assert _is_same(model, other)
-
-
 def test_of_several_models_the_first_that_was_saved_is_meant(tmp_path):
     """On every rank: nothing else tells one from another where none is called `model`."""
     models = {name: _built(seed) for seed, name in enumerate("hgfedcba")}

@@ -17,7 +17,6 @@ from tests.support.groups import alone
 from tests.support.messages import Headed, refusals, refused
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
-from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from tests.units.checkpoint.worlds import WORLDS, Tied
@@ -286,23 +285,3 @@ def test_a_rank_reads_what_it_owns(ranks, n, cut, tmp_path):
     )
     for read, owned in ranks(n).run(_bytes_read, tmp_path, cut):
         assert read <= 1.01 * owned
-
-
-def _peak(folder):
-    """By how much a process grows that reads 128 MiB, beyond what rests."""
-    torch.set_num_threads(1)
-    with alone() as mesh:
-        with torch.device("meta"):
-            model = zf.zero3(nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4))), mesh)
-        zf.save(f"{folder}/warm", nn.Linear(2, 2))
-        forget_peak()
-        before = peak_nbytes()
-        zf.load_pretrained(model, f"{folder}/hf")
-        return peak_nbytes() - before - sum(p.to_local().nbytes for p in model.parameters())
-
-
-def test_loading_from_meta_takes_no_more_than_a_buffer(tmp_path):
-    (tmp_path / "hf").mkdir()
-    weights = {f"{number}.weight": torch.randn(4096, 2048).to(torch.bfloat16) for number in range(4)}
-    save_file(weights, tmp_path / "hf" / "a.safetensors")
-    assert in_new_process(_peak, str(tmp_path)) < 1.25 * (64 << 20)

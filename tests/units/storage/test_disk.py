@@ -244,7 +244,7 @@ def test_a_limit_of_the_process_on_open_files_is_named(tmp_path, monkeypatch, ha
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     disks = []
-    with limited(resource.RLIMIT_NOFILE, 1024), refused("disk_takes_no_more_open_files"):
+    with refused("disk_takes_no_more_open_files"), limited(resource.RLIMIT_NOFILE, 1024):
         while True:
             disks.append(DiskStorage(nvme(tmp_path), "states"))
 

@@ -107,18 +107,7 @@ def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit, row):
         Slab(16 << 20, cpu(), "states")
 
 
-def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch):
-    """No accelerator here: what a driver that refuses would do."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.warns(RuntimeWarning, match="could not pin 8.00 KiB") as said:
-        slab = Slab(2 * PAGE_NBYTES, cpu(), "states")
-    assert len(said) == 1
-    assert not slab.is_pinned
-    slab.memory.fill_(1)
-    assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned
-
-
-def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch):
+def test_pinning_that_is_refused_is_said_once_and_leaves_no_error_for_the_next_kernel(monkeypatch):
     """No accelerator here: the runtime keeps the error of a call, and the next kernel of torch raises it."""
     pending = []
 
@@ -131,9 +120,12 @@ def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "zeros", kernel)
-    with pytest.warns(RuntimeWarning, match="cudaHostRegister returned 1"):
-        Slab(PAGE_NBYTES, cpu(), "states")
+    with pytest.warns(RuntimeWarning, match="cudaHostRegister returned 1") as said:
+        slab = Slab(PAGE_NBYTES, cpu(), "states")
+    assert len(said) == 1
+    assert not slab.is_pinned
     torch.zeros(1, device="cuda")
+    assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned
 
 
 def test_memory_is_pinned_until_it_goes(monkeypatch):

@@ -31,7 +31,7 @@ from tests.promises.test_optimizers import ELEMENTWISE
 from tests.support.groups import alone
 from tests.support.messages import Headed, a_batch, refusals, refused
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
-from tests.units.storage.disks import answers
+from tests.units.storage.disks import answers, failing
 from zero_fn.kernels import Library
 from zero_fn.kernels.adam import Rounding
 from zero_fn.storage.host_memory import Available
@@ -525,6 +525,14 @@ def _linear():
     return model, torch.optim.AdamW(model.parameters())
 
 
+def _after_a_failed_step(folder):
+    optimizer = zf.streamed(_linear()[1], zf.nvme(folder), buffer="16KiB")
+    optimizer.step()
+    with failing(reads=False), pytest.raises(zf.StorageError):
+        optimizer.step()
+    optimizer.step()
+
+
 def _of_a_sparse_gradient():
     model, inner = _linear()
     model.bias.grad = torch.ones(64).to_sparse()
@@ -554,8 +562,6 @@ def _of_a_matrix_with_gaps(folder):
 def _clipped_inside_accumulate(model):
     with zf.accumulate(model):
         model(a_batch()).sum().backward()
-        with pytest.raises(zf.StateError):
-            model.head.weight.grad.full_tensor()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -578,6 +584,8 @@ test_refusals = refusals(
         "streamed_optimizer_cannot_wait": lambda: zf.streamed(
             Users(_linear()[0].parameters(), lion), zf.cpu(), finish="forward", elementwise=True
         ),
+        "streamed_and_copied": lambda folder: copy.deepcopy(zf.streamed(_linear()[1], zf.nvme(folder))),
+        "streamed_after_a_failed_step": _after_a_failed_step,
         "streamed_gradient_is_sparse": _of_a_sparse_gradient,
         "streamed_gradient_rests_elsewhere": _of_a_gradient_elsewhere,
         "streamed_state_of_another_shape": _of_a_state_of_another_shape,
