@@ -1,8 +1,11 @@
-"""Files that are damaged for a while, and are whole again."""
+"""Files that are damaged for a while and are whole again, and JSON that somebody has signed."""
 
+import json
 from contextlib import contextmanager
 
-__all__ = ["flip", "flipped", "instead"]
+from zero_fn.checkpoint.format import files
+
+__all__ = ["flip", "forge", "instead", "signed"]
 
 
 @contextmanager
@@ -23,9 +26,13 @@ def flip(path, at=-1, bit=0):
     return bytes(raw)
 
 
-def flipped(paths, times, random):
-    """Flips one bit of one of these files after another, and yields the file; a byte of any is as likely."""
-    sizes = [path.stat().st_size for path in paths]
-    for path in random.choices(paths, sizes, k=times):
-        with instead(path, flip(path, random.randrange(path.stat().st_size), random.randrange(8))):
-            yield path
+def signed(body):
+    """JSON of a checkpoint with a digest that is right, since whoever makes a file can sign it."""
+    return files._signed(body if isinstance(body, str) else json.dumps(body))
+
+
+def forge(path, change):
+    """Changes what JSON of a checkpoint says."""
+    body = json.loads(path.read_text())["body"]
+    change(body)
+    path.write_bytes(signed(body))

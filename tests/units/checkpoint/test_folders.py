@@ -2,6 +2,8 @@
 
 import threading
 import time
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,14 +16,16 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 import zero_fn as zf
 from tests.axes.grids import Decoder
 from tests.simulation import axis as simulated_axis
-from tests.support.groups import pretended
+from tests.support.messages import refusals
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
 from tests.units.checkpoint.worlds import differing, everything
 from zero_fn.checkpoint import writing
 from zero_fn.checkpoint.format.catalog import Catalog
+from zero_fn.checkpoint.format.folders import Draft
+from zero_fn.checkpoint.mirrored import MARK
 from zero_fn.storage import Slab
-from zero_fn.transport import meeting
 
 
 def _steps(folder):
@@ -39,7 +43,6 @@ def test_checkpoints_says_what_there_is(tmp_path):
     assert first.is_complete and first.ranks == 1 and first.saved_at_ns < second.saved_at_ns
     assert second.nbytes == sum(file.stat().st_size for file in second.path.rglob("*") if file.is_file()) > 900 * 4
     assert first.made_by["torch"] == torch.__version__
-    assert ", complete, 1 ranks" in str(first) and "not complete" in str(left)
     assert zf.checkpoints(first.path) == [first]
 
 
@@ -107,7 +110,7 @@ def test_load_waits_for_the_save_under_way(tmp_path, monkeypatch):
     real = zf.checkpoint.writing.Writing.write_rest
 
     def late(writing):
-        time.sleep(0.2)
+        time.sleep(0.2)  # a slow disk: the load below begins before it has written
         real(writing)
 
     monkeypatch.setattr("zero_fn.checkpoint.writing.Writing.write_rest", late)
@@ -136,48 +139,33 @@ def test_values_are_copied_into_as_many_bytes(tmp_path, monkeypatch):
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 8, 512])
-def test_a_rank_sends_as_many_messages_whatever_their_number(size, tmp_path, monkeypatch):
-    messages = []
-    with pretended(size, rank=size - 1) as mesh:
-        model = zf.shard_params(nn.Linear(1024, 3), mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _messages(folder):
+    """Elements of the messages that the last rank sends and gets for a save."""
+    sizes = []
+
+    def counted(act):
+        def call(group, tensors, *rest):
+            sizes.append(sum(tensor.numel() for tensor in tensors))
+            return act(group, tensors, *rest)
+
+        return call
+
+    model = zf.zero3(nn.Linear(64, 3), axis())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zf.save(folder / "step-1", model)  # makes a process group
+    others = ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor")
+    with pytest.MonkeyPatch.context() as patched:
         for name in ("send", "recv"):
-            _count(monkeypatch, name, messages)
-        calls = []
-        for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_single", "all_gather_into_tensor"):
-            monkeypatch.setattr(dist, name, lambda *_, **__: calls.append("any"), raising=False)
-        draft = tmp_path / ".step-1.saving"  # made by rank 0, which is only pretended
-        for kind in ("model", "optimizer", "extra"):
-            (draft / kind).mkdir(parents=True)
-        (draft / "id").touch()
-        _pretend_an_answer(monkeypatch)
-        zf.save(tmp_path / "step-1", model, optimizer)
-    assert messages == [640] * 4, "one to rank 0 and one back, to begin and to commit"
-    assert calls == []
+            patched.setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name)))
+        for name in others:
+            patched.setattr(dist, name, lambda *_, **__: sizes.append(name))  # noqa: B023
+        zf.save(folder / "step-2", model, optimizer)
+    return sizes
 
 
-def _count(monkeypatch, name, messages):
-    real = getattr(dist.ProcessGroup, name)
-
-    def counted(group, tensors, *rest):
-        messages.append(sum(tensor.numel() for tensor in tensors))
-        return real(group, tensors, *rest)
-
-    monkeypatch.setattr(dist.ProcessGroup, name, counted)
-
-
-def _pretend_an_answer(monkeypatch):
-    """Rank 0 is only pretended: what comes from it is what it would have answered."""
-    real = meeting.scatter
-
-    def answered(group, rows, seconds):
-        found = real(group, rows, seconds)
-        said = b"\x000\n1\nid"
-        found.zero_()[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        return found
-
-    monkeypatch.setattr("zero_fn.checkpoint.rank_meeting.scatter", answered)
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rank_sends_as_many_messages_whatever_their_number(ranks, n, tmp_path):
+    assert ranks(n).run(_messages, tmp_path)[-1] == [640] * 4, "one to rank 0 and one back, to begin and to commit"
 
 
 def _over_many(folder):
@@ -211,34 +199,31 @@ def test_names_are_changed_in_models_only(tmp_path):
     assert torch.equal(zf.load(tmp_path, inner, rename={"^": "inner."})["weight"], torch.ones(2))
 
 
-def _differing_arguments(folder):
-    with pytest.raises(zf.DisagreementError) as caught:
-        zf.save(folder / f"step-{dist.get_rank()}", nn.Linear(2, 2))
-    return str(caught.value)
-
-
-def test_ranks_that_name_different_folders_are_told(ranks, tmp_path):
-    for said in ranks(2).run(_differing_arguments, tmp_path):
-        assert "ranks 0 and 1 were given different arguments" in said
-    assert list(tmp_path.iterdir()) == []
+@on_ranks(2)
+def test_ranks_that_name_different_folders_are_told(folder):
+    with pytest.raises(zf.DisagreementError, match="ranks 0 and 1 were given different arguments"):
+        zf.save(f"{folder}/step-{dist.get_rank()}", nn.Linear(2, 2))
+    dist.barrier()
+    assert list(Path(folder).iterdir()) == []
 
 
 def _alone(folder):
+    told = folder / "told"
     if dist.get_rank() == 1:
-        time.sleep(6)  # it never calls save, and ends
-        return ""
-    with zf.guard(deadline_s=2), pytest.raises(zf.LostRankError) as caught:
+        while not told.exists():
+            time.sleep(0.05)  # it never calls save, and ends once the other has been told
+        return
+    with zf.guard(deadline_s=1), pytest.raises(zf.LostRankError, match="call save and load on every rank"):
         zf.save(folder / "step-1", nn.Linear(2, 2))
-    return str(caught.value)
+    told.touch()
 
 
 def test_a_save_that_one_rank_alone_calls_ends_at_the_deadline(tmp_path):
     fresh = Ranks()
     try:
-        said, _ = fresh(2).run(_alone, tmp_path)
+        fresh(2).run(_alone, tmp_path)
     finally:
         fresh.close()
-    assert "call save and load on every rank" in said
 
 
 def _stages(folder, names):
@@ -266,39 +251,65 @@ def test_stages_of_a_pipeline_are_one_checkpoint(ranks, tmp_path):
         zf.load(tmp_path, whole)
 
 
-def _same_names(folder):
-    rank = dist.get_rank()
-    seed_generator(rank)
-    stage = nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * rank)
-    with pytest.raises(zf.CheckpointError) as caught:
-        zf.save(folder / "step-1", stage)
-    return str(caught.value)
+@on_ranks(2)
+def test_stages_with_the_same_names_are_refused(folder):
+    seed_generator(dist.get_rank())
+    stage = nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * dist.get_rank())
+    with pytest.raises(zf.CheckpointError, match="different tensors under one name"):
+        zf.save(f"{folder}/step-1", stage)
+    dist.barrier()
+    assert list(Path(folder).iterdir()) == []
 
 
-def test_stages_with_the_same_names_are_refused(ranks, tmp_path):
-    for said in ranks(2).run(_same_names, tmp_path):
-        assert "different tensors under one name" in said
-    assert list(tmp_path.iterdir()) == []
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def _made_on_each_host(folder):
+    with patch.object(Draft, "make", lambda self: self.path.mkdir() or "made elsewhere"):
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def _loaded_on_each_host(saved):
+    with patch("zero_fn.checkpoint.loading.saved_as", side_effect=["0", "1"]):
+        zf.load(saved, nn.Linear(2, 2))
+
+
+def _closed_mirror(folder):
+    mirror = zf.mirror(folder, nn.Linear(2, 2))
+    mirror.close()
+    mirror.update()
+
+
+def _misnamed_mirror(folder):
+    (folder / MARK).write_text("../../etc")
+    zf.resume(folder, nn.Linear(2, 2))
+
+
+test_refusals = refusals(
+    {
+        "checkpoint_is_nowhere": lambda folder: zf.load(folder, nn.Linear(2, 2)),
+        "checkpoint_of_no_place": lambda folder: zf.load(folder / "runs"),
+        "checkpoint_loads_nothing": lambda: zf.load("runs", only="weights"),
+        "checkpoint_in_a_folder_of_each_host": _made_on_each_host,
+        "checkpoint_of_another_host": _loaded_on_each_host,
+        "mirror_every_no_step": lambda: zf.mirror("runs", nn.Linear(2, 2), every=0),
+        "mirror_that_is_closed": _closed_mirror,
+        "mirror_named_wrongly": _misnamed_mirror,
+    }
+)
 
 
 # -- others who read the files -----------------------------------------------------------------------------------------
 
 
-def _for_others(folder):
+@on_ranks(3)
+def test_torch_distributed_checkpoint_reads_the_files_of_the_model(folder):
     seed_generator(0)
-    model = zf.zero3(Decoder(), axis())
-    zf.save(folder / "step-1", model)
-    state = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in model.state_dict().items()}
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "step-1" / "model")), no_dist=True)
-    return state
-
-
-def test_torch_distributed_checkpoint_reads_the_files_of_the_model(ranks, tmp_path):
-    seed_generator(0)
-    expected = Decoder().state_dict()
-    for found in ranks(3).run(_for_others, tmp_path):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    plain = Decoder()
+    zf.save(f"{folder}/step-1", zf.zero3(plain, axis()))
+    state = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(f"{folder}/step-1/model"), no_dist=True)
+    assert differing(plain.state_dict(), state) == []
 
 
 def test_the_safetensors_library_reads_the_files(tmp_path):
@@ -306,6 +317,4 @@ def test_the_safetensors_library_reads_the_files(tmp_path):
     model.register_buffer("flags", torch.tensor([True, False, True]))
     model.register_buffer("empty", torch.zeros(0, 4))
     zf.save(tmp_path / "step-1", model)
-    found = load_file(tmp_path / "step-1" / "model" / "00000-0.safetensors")
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    assert differing(model.state_dict(), load_file(tmp_path / "step-1" / "model" / "00000-0.safetensors")) == []

@@ -1,211 +1,134 @@
-"""Folders that DeepSpeed has written are read at any world size and stage, and training goes on as DeepSpeed's own does."""
+"""Folders that DeepSpeed has written are read at any world size and stage, those of models that it has cut as of whole ones.
 
+That training goes on as DeepSpeed's own does is in `tests/promises/test_resume.py`; damaged ones are in `test_damage.py`.
+"""
+
+import base64
 import json
 import shutil
-import sys
-import types
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_fn as zf
-from tests.support.profiles import PROFILE
+from tests.support.messages import refusals, refused
 from tests.support.ranks import axis
 from tests.support.wholes import full
-from tests.units.checkpoint.damage import flipped, instead
-from tests.units.checkpoint.made_by_deepspeed import HERE, KINDS, STEPS, UNIVERSAL, adamw, batch, built, loss_of
+from tests.units.checkpoint.made_by_deepspeed import HERE, PARTS, STEPS, Middle, adamw, built, changed_by
+from tests.units.checkpoint.worlds import differing, everything
+from zero_fn.checkpoint.loading import renamed_by
+from zero_fn.checkpoint.others.find import opened
 from zero_fn.checkpoint.others.torch_files import Foreign
 from zero_fn.errors import CheckpointError
 
-GOLDEN = json.loads((HERE / "golden.json").read_text())
-STAGES = {"plain": lambda model, _: model, "replicate": zf.replicate, "zero1": zf.zero1, "zero3": zf.zero3}
 
-
-def _fresh(kind):
-    """The model and its optimizer with other values and options than in the folder."""
-    model = built()
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.add_(3)
-    if kind.startswith("bf16"):
-        model = zf.precision(model, compute=torch.bfloat16)
+def _fresh():
+    """A whole model and its optimizer with other values than in the folders."""
+    model = changed_by(built(), 3)
     return model, adamw(model)
 
 
-def _values(model):
-    return {name: full(p).flatten().tolist() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _step(model, optimizer):
-    loss_of(model, batch(STEPS)).backward()
-    optimizer.step()
-
-
-def _wrong(kind, model, optimizer):
-    """How the model differs from that of DeepSpeed: once it is loaded, to the bit; after a step, by more than rounding."""
-    golden = GOLDEN[UNIVERSAL.get(kind, kind)]
-    wrong = [f"{name} as saved" for name, values in _values(model).items() if values != golden["saved"][name]]
-    frozen, buffer = full(model.get_parameter("norm.weight")), full(model.get_buffer("shift"))
-    if frozen.tolist() != [1.0] * 7 or buffer.tolist() != list(range(5)):
-        wrong.append("what is not trained")
-    _step(model, optimizer)
-    near = 3e-3 if kind.startswith("bf16") else 2e-6
-    for name, values in _values(model).items():
-        if not torch.allclose(torch.tensor(values), torch.tensor(golden["after"][name]), rtol=0, atol=near):
-            wrong.append(f"{name} after a step")
-    return wrong
-
-
-def _goes_on(stage, folder):
-    wrong = []
-    for kind in [*KINDS, *UNIVERSAL]:
-        model, _ = _fresh(kind)
-        model = STAGES[stage](model, axis())
-        optimizer = adamw(model)
-        optimizer.param_groups[1]["lr"] = 7.0
-        extra = zf.load(f"{folder}/{kind}", model, optimizer)
-        if optimizer.param_groups[1]["lr"] != 0.02 or (extra["epoch"], extra["global_steps"]) != (3, STEPS):
-            wrong.append(f"{kind}: options, or counts of steps")
-        wrong += [f"{kind}: {each}" for each in _wrong(kind, model, optimizer)]
-    return wrong
-
-
-@pytest.mark.parametrize(("size", "stage"), [(1, "plain"), (2, "replicate"), (3, "zero1"), (3, "zero3")])
-def test_training_goes_on_where_deepspeed_has_stopped(ranks, size, stage):
-    assert ranks(size).run(_goes_on, stage, str(HERE)) == [[]] * size
+def _is_as_saved(kind, model):
+    golden = json.loads((HERE / "golden.json").read_text())[kind]["saved"]
+    return all(model.get_parameter(name).flatten().tolist() == values for name, values in golden.items())
 
 
 def test_states_go_into_a_streamed_optimizer():
-    model, _ = _fresh("zero2")
-    optimizer = zf.streamed(adamw(model), zf.cpu())
-    zf.load(HERE / "zero2", model, optimizer)
-    assert _wrong("zero2", model, optimizer) == []
+    found = []
+    for stream in (lambda optimizer: optimizer, lambda optimizer: zf.streamed(optimizer, zf.cpu())):
+        model, optimizer = _fresh()
+        optimizer = stream(optimizer)
+        zf.load(HERE / "zero2", model, optimizer)
+        found.append(everything(model, optimizer))
+    assert differing(*found) == []
 
 
 def test_only_the_model_is_read():
-    model, optimizer = _fresh("zero3")
+    model, optimizer = _fresh()
     zf.load(HERE / "zero3" / "global_step2", model, optimizer, only="model")
     assert not optimizer.state
-    assert _values(model) == GOLDEN["zero3"]["saved"]
-
-
-def test_the_model_of_states_that_are_not_read_is_read(tmp_path, monkeypatch):
-    copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
-    for path in copy.rglob("*optim_states.pt"):
-        found = _loaded_with_stand_ins(path, monkeypatch)
-        found["optimizer_state_dict"]["base_optimizer_state"] = []
-        torch.save(found, path)
-    model, optimizer = _fresh("zero1")
-    with pytest.raises(CheckpointError, match="elastic"):
-        zf.load(copy, model, optimizer)
-    zf.load(copy, model, only="model")
-    assert _values(model) == GOLDEN["zero1"]["saved"]
-
-
-def test_names_are_mapped():
-    model = nn.ModuleDict({"inner": _fresh("zero1")[0]})
-    zf.load(HERE / "zero1", model, only="model", rename={"^": "inner."})
-    assert _values(model["inner"]) == GOLDEN["zero1"]["saved"]
-
-
-def _without(folder, tmp_path, name):
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    (copy / "global_step2" / name).unlink()
-    return copy
+    assert _is_as_saved("zero3", model)
 
 
 def test_missing_files_of_a_rank_are_told(tmp_path):
-    copy = _without(HERE / "zero2", tmp_path, "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    model, optimizer = _fresh("zero2")
-    before = _values(model)
+    copy = Path(shutil.copytree(HERE / "zero2", tmp_path / "copy"))
+    (copy / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    held = _fresh()
+    before = everything(*held)
     with pytest.raises(CheckpointError, match="ranks have written"):
-        zf.load(copy, model, optimizer)
-    assert _values(model) == before
+        zf.load(copy, *held)
+    assert differing(before, everything(*held)) == []
 
 
 def test_checkpoints_of_two_kinds_in_one_folder_are_told_apart(tmp_path):
     copy = Path(shutil.copytree(HERE / "zero2", tmp_path / "copy"))
-    model, optimizer = _fresh("zero2")
+    model, optimizer = _fresh()
     zf.save(copy / "step-1", model, optimizer)
-    with pytest.raises(CheckpointError, match="two kinds"):
+    with refused("checkpoints_of_two_kinds"):
         zf.load(copy, model, optimizer)
     zf.load(copy / "global_step2", model, optimizer)
-    assert _wrong("zero2", model, optimizer) == []
+    assert _is_as_saved("zero2", model)
 
 
-def test_numbers_of_steps_may_be_plain(tmp_path, monkeypatch):
+# -- made here ---------------------------------------------------------------------------------------------------------
+
+
+def _written(folder, *, also=None, states=None, **said):
+    """The files of one rank and one parameter of two elements, as DeepSpeed names them."""
+    state = {"step": 4, "exp_avg": torch.full((2,), 0.5), "exp_avg_sq": torch.full((2,), 0.25)}
+    base = {"state": {0: state}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    optimizer = {
+        "partition_count": 1,
+        "single_partition_of_fp32_groups": [torch.ones(2)],
+        "base_optimizer_state": base if states is None else states,
+        **said,
+    }
+    module = {"module": {"bias": torch.ones(2)}, "buffer_names": [], "param_shapes": [{"bias": torch.Size([2])}]}
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", also):
+        if name is not None:
+            torch.save({**module, "shared_params": {}, "optimizer_state_dict": optimizer}, folder / name)
+
+
+def _one_bias():
+    model = nn.Module()
+    model.bias = nn.Parameter(torch.zeros(2))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _loaded(folder, **how):
+    _written(folder, **how)
+    model, optimizer = _one_bias()
+    zf.load(folder, model, optimizer)
+    return model, optimizer
+
+
+def test_numbers_of_steps_may_be_plain(tmp_path):
     """As the optimizers that DeepSpeed brings have them."""
-    copy = Path(shutil.copytree(HERE / "zero1", tmp_path / "copy"))
-    for path in copy.rglob("*optim_states.pt"):
-        raw = path.read_bytes()
-        found = _loaded_with_stand_ins(path, monkeypatch)
-        for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            state["step"] = int(state["step"])
-        torch.save(found, path)
-        assert path.read_bytes() != raw
-    model, optimizer = _fresh("zero1")
-    zf.load(copy, model, optimizer)
-    assert _wrong("zero1", model, optimizer) == []
+    model, optimizer = _loaded(tmp_path)
+    state = optimizer.state[model.bias]
+    assert (state["step"], state["exp_avg"].tolist(), state["exp_avg_sq"].tolist()) == (4, [0.5] * 2, [0.25] * 2)
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def _loaded_with_stand_ins(path, monkeypatch):
-    """What is in a file, for which DeepSpeed need not be installed: fragments are of a class of that name."""
-
-    class fragment_address:
-        pass
-
-    fragment_address.__module__ = "deepspeed.utils.tensor_fragment"
-    fragment_address.__qualname__ = "fragment_address"
-    module = types.ModuleType("deepspeed.utils.tensor_fragment")
-    module.fragment_address = fragment_address
-    scaler = types.ModuleType("deepspeed.runtime.fp16.loss_scaler")
-    scaler.LossScaler = type("LossScaler", (), {"__module__": scaler.__name__})
-    config = types.ModuleType("deepspeed.runtime.zero.config")
-    config.ZeroStageEnum = lambda stage: stage
-    parents = ["deepspeed", "deepspeed.utils", "deepspeed.runtime", "deepspeed.runtime.fp16", "deepspeed.runtime.zero"]
-    for name, each in [(n, types.ModuleType(n)) for n in parents] + [(m.__name__, m) for m in (module, scaler, config)]:
-        monkeypatch.setitem(sys.modules, name, each)
-    found = torch.load(path, weights_only=False)
-    return found
+def test_the_model_of_states_that_are_not_read_is_read(tmp_path):
+    with refused("deepspeed_with_elastic_states"):
+        _loaded(tmp_path, states=[])
+    model, _ = _one_bias()
+    zf.load(tmp_path, model, only="model")
+    assert model.bias.tolist() == [1, 1]
 
 
-def test_every_flipped_bit_is_found_or_harmless(tmp_path):
-    copy = Path(shutil.copytree(HERE / "zero3", tmp_path / "copy"))
-    before, expected = _values(_fresh("zero3")[0]), GOLDEN["zero3"]["saved"]
-    found, flips = 0, 15 if PROFILE == "dev" else 60
-    for path in sorted(copy.rglob("*.pt")):
-        for _ in flipped([path], flips, Random(0)):
-            model, optimizer = _fresh("zero3")
-            try:
-                zf.load(copy, model, optimizer)
-            except CheckpointError:
-                found += 1
-                assert _values(model) == before
-            else:
-                assert _values(model) == expected
-                assert _moments(optimizer) == _moments_of_zero3()
-        raw = path.read_bytes()
-        with instead(path, raw[: len(raw) // 2]), pytest.raises(CheckpointError):
-            zf.load(copy, *_fresh("zero3"))
-    assert found > flips
-
-
-def _moments(optimizer):
-    return [
-        value.flatten().tolist()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-
-
-def _moments_of_zero3():
-    model, optimizer = _fresh("zero3")
-    zf.load(HERE / "zero3", model, optimizer)
-    return _moments(optimizer)
+test_refusals = refusals(
+    {
+        "deepspeed_with_tensor_parallelism": lambda folder: _loaded(folder, also="mp_rank_01_model_states.pt"),
+        "deepspeed_with_other_objects": lambda folder: _loaded(folder, clip_grad=nn.Linear(1, 1)),
+        "deepspeed_without_correction_of_bias": lambda folder: _loaded(
+            folder, states={"state": {}, "param_groups": [{"lr": 0.1, "bias_correction": False, "params": []}]}
+        ),
+    }
+)
 
 
 def test_states_that_are_numbers_are_values_of_their_parameter(tmp_path):
@@ -213,3 +136,95 @@ def test_states_that_are_numbers_are_values_of_their_parameter(tmp_path):
     for state, value in (("step", 3), ("seen", 4), ("scale", 0.5)):
         found.add_state("weight", state, value)
     assert found.values_of("model.weight") == {"seen": 4, "scale": 0.5}  # steps are tensors
+
+
+# -- models in parts ---------------------------------------------------------------------------------------------------
+
+
+RENAME = {
+    "pipeline": {r"^(tied_modules\.embed|0|3)\.": "embed.", r"^1\.": "middle.", r"^2\.": "last."},
+    "experts": {r"1\.deepspeed_moe\.(experts.deepspeed_experts\.|gate\.wg)": "gate", r"gate(?=\d)": "expert"},
+}  # without ZeRO, tied layers have numbers, too
+
+
+def _golden(kind):
+    found = json.loads((HERE / kind / "golden.json").read_text())
+    return {
+        name: torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.float32) for name, each in found.items()
+    }
+
+
+def _joined(kind):
+    """The whole model, with other values."""
+    pipeline = {"embed": nn.Linear(5, 5), "middle": Middle(), "last": nn.Linear(7, 5)}
+    experts = {
+        "0": nn.Linear(5, 5),
+        "gate": nn.Linear(5, 4, bias=False),
+        **{f"expert{n}": nn.Linear(5, 5) for n in range(4)},
+    }
+    cut = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 6), nn.Linear(6, 5), nn.Linear(5, 6))
+    return changed_by(cut if "tensor" in kind else nn.ModuleDict(experts if "experts" in kind else pipeline), 3)
+
+
+def _wrong(stage, kind):
+    """What is not, to the bit, as DeepSpeed had it."""
+    model = {"plain": lambda m, _: m, "zero1": zf.zero1, "zero3": zf.zero3}[stage](_joined(kind), axis())
+    optimizer, rename = None if "plain" in kind else adamw(model), RENAME.get(kind.partition("_")[0])
+    extra = zf.load(HERE / kind, model, optimizer, rename=rename, only=None if optimizer else "model")
+    wrong = [] if optimizer is None or extra["epoch"] == 3 else ["epoch"]
+    expected = {renamed_by(rename)(name): values for name, values in _golden(kind).items()}
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        states = optimizer.state[p] if optimizer is not None and p.requires_grad else {}
+        found = [full(each).float().flatten() for each in (p, *states.values()) if each.numel() > 1 or each is p]
+        untrained = torch.ones(7) if "weight" in name else torch.arange(7.0)
+        if not torch.equal(torch.cat(found), expected[name] if p.requires_grad else untrained):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize(("size", "stage"), [(1, "plain"), (3, "zero1"), (3, "zero3")])
+def test_parts_are_read_as_the_whole_on_other_ranks(ranks, size, stage, kind):
+    assert ranks(size).run(_wrong, stage, kind) == [[]] * size
+
+
+def _said_otherwise(tmp_path, change):
+    copy = Path(shutil.copytree(HERE / "tensor_zero1" / f"global_step{STEPS}", tmp_path / "copy"))
+    for path in copy.glob("mp_rank*"):
+        said = torch.load(path, weights_only=False)
+        change(said["universal_checkpoint_info"], said)
+        torch.save(said, path)
+    return copy
+
+
+def test_patterns_of_names_say_how_parameters_are_cut(tmp_path):
+    def change(info, _):
+        maps = info["affine_map"]["params"]
+        info["affine_map"]["params"] = {pattern: maps[pattern] for pattern in maps if "1" in pattern}
+        info |= {"vocabulary_parameter_patterns": [r"^3\.weight$"], "original_vocab_size": 5}
+
+    source = opened(_said_otherwise(tmp_path, change), str)
+    for name, values in _golden("tensor_zero1").items():
+        found = source.whole(("model", name)).flatten()
+        assert torch.equal(found, values[: len(values) // 3 - 5 * (name == "3.weight")]), name
+
+
+UNREAD = [
+    (lambda info, _: info.pop("affine_map"), "1.weight"),
+    (lambda _, said: said.update(ds_autoep_layers=[{}]), "AutoEP"),
+    (lambda info, _: info["affine_map"].update(version=2), "0.weight"),
+    (
+        lambda info, _: info.update(affine_map={}, parameter_with_sub_params=[], parameter_to_average_patterns="3"),
+        "3.weight",
+    ),
+    (
+        lambda info, _: info["affine_map"]["params"]["^0\\.bias$"]["ranks"][0]["pieces"][0].update(scale=0.5),
+        "0.bias",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), UNREAD)
+def test_cuts_that_are_not_read_are_refused(tmp_path, change, why):
+    with pytest.raises(CheckpointError, match=why):
+        zf.load(_said_otherwise(tmp_path, change), _joined("tensor_zero1"), only="model")

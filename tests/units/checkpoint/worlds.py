@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from tests.axes.grids import Decoder, grid, loss_of, parallelized
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -37,22 +38,26 @@ def _away(model, path):
     return zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.cpu())
 
 
+def _staged(ranks, stage):
+    return World(ranks, lambda model, _: STAGES[stage](model, axis()))
+
+
+def _hpz(model, _):
+    mesh = grid("outer", "inner")
+    return zf.shard_grads(zf.shard_params(model, mesh["inner"]), mesh["outer"])
+
+
 WORLDS = {
     "plain": World(1, lambda model, _: model),
     "replicas": World(2, lambda model, _: model),
-    "replicate": World(2, lambda model, _: zf.replicate(model, axis())),
-    "zero1": World(2, lambda model, _: zf.zero1(model, axis())),
-    "zero2": World(3, lambda model, _: zf.zero2(model, axis())),
-    "zero3": World(2, lambda model, _: zf.zero3(model, axis())),
-    "zero3 on 3": World(3, lambda model, _: zf.zero3(model, axis())),
-    "zero3 on 4": World(4, lambda model, _: zf.zero3(model, axis())),
+    "replicate": _staged(2, "replicate"),
+    "zero1": _staged(2, "zero1"),
+    "zero2": _staged(3, "zero2"),
+    "zero3": _staged(2, "zero3"),
+    "zero3 on 3": _staged(3, "zero3"),
+    "zero3 on 4": _staged(4, "zero3"),
     "hybrid": World(4, lambda model, _: zf.hybrid(model, grid("outer", "inner"))),
-    "hpz": World(
-        4,
-        lambda model, _: zf.shard_grads(
-            zf.shard_params(model, grid("outer", "inner")["inner"]), grid("outer", "inner")["outer"]
-        ),
-    ),
+    "hpz": World(4, _hpz),
     "tensor parallel": World(4, _tensor_parallel, styles="columns"),
     "sequence parallel": World(4, _tensor_parallel, styles="sequence"),
     "streamed": World(

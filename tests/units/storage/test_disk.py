@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.messages import refused
 from tests.units.storage.disks import Lazy, answers, filled, limited, old_disk, overwrite, reserved, small_disk
 from zero_fn.errors import StorageError, TierError
 from zero_fn.storage.host_memory import PAGE_NBYTES, Slab
@@ -184,38 +186,14 @@ def test_errors_of_the_kernel_itself_reach_the_caller(disk):
     offset, fd = reserved(disk, slab.nbytes), disk.files[0].fd
     disk.write(offset, slab.memory).wait()
     os.ftruncate(fd, 2 * PAGE_NBYTES)
-    with pytest.raises(StorageError, match="stopped short") as raised:
+    with refused("disk_stops_short"):
         disk.read(offset, slab.memory).wait()
-    assert f"{2 * PAGE_NBYTES} B" in str(raised.value.facts["why"])
     keep = os.dup(fd)
     os.close(fd)
     with pytest.raises(StorageError, match="EBADF"):
         disk.write(offset, slab.memory).wait()
     os.dup2(keep, fd)
     os.close(keep)
-
-
-@given(
-    at=st.integers(0, 3 * PAGE_NBYTES - 1), bit=st.integers(0, 7), word=st.integers(0, 511), apart=st.integers(1, 511)
-)
-def test_any_flipped_bit_and_swapped_words_are_found(at, bit, word, apart):
-    """Inside a sector and beyond."""
-    with tempfile.TemporaryDirectory() as folder:
-        disk = DiskStorage(nvme(folder), "states", io_backend())
-        slab = filled(3 * PAGE_NBYTES)
-        offset = reserved(disk, slab.nbytes)
-        disk.write(offset, slab.memory).wait()
-        disk.read(offset, slab.memory).wait()
-        written = bytes(slab.memory.tolist())
-        flipped, words = bytearray(written), slab.memory.view(torch.int64).clone()
-        flipped[at] ^= 1 << bit
-        words[[word, (word + apart) % 512]] = words[[(word + apart) % 512, word]]
-        for wrong in (flipped, words.numpy().data):
-            overwrite(disk.files[0], wrong)
-            with pytest.raises(StorageError, match=r"(?s)does not hold what was written.*flipped bits"):
-                disk.read(offset, slab.memory).wait()
-        overwrite(disk.files[0], written)
-        disk.read(offset, slab.memory).wait()
 
 
 def test_a_lost_write_is_told_from_damage(disk):
@@ -225,29 +203,26 @@ def test_a_lost_write_is_told_from_damage(disk):
     slab.memory.add_(1)
     disk.write(offset, slab.memory).wait()
     overwrite(disk.files[0], old)
-    with pytest.raises(StorageError, match=r"(?s)the bytes of generation 1.*lost a write"):
+    with refused("disk_lost_a_write"):
         disk.read(offset, slab.memory).wait()
     overwrite(disk.files[0], b"neither")
-    with pytest.raises(StorageError, match=r"(?s)found    : checksum.*flipped bits"):
+    with refused("disk_gives_other_bytes"):
         disk.read(offset, slab.memory).wait()
 
 
 @pytest.mark.parametrize(
-    ("made", "nbytes", "more", "told"),
-    [
-        (small_disk, MIB // 2, 2 * MIB, r"(?s)states in .* need 2\.50 MiB of disk, 1\.00 MiB can be taken.*No space"),
-        (old_disk, 3 * MIB + PAGE_NBYTES, 61 * MIB - PAGE_NBYTES, r"(?s)64\.00 MiB of disk.*No space left"),
-    ],
+    ("made", "nbytes", "more"),
+    [(small_disk, MIB // 2, 2 * MIB), (old_disk, 3 * MIB + PAGE_NBYTES, 61 * MIB - PAGE_NBYTES)],
     ids=["small", "old"],
 )
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path, carrier, made, nbytes, more, told):
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, carrier, made, nbytes, more):
     """A file system that cannot reserve has its room written; it failed with EINVAL and the advice to check the disk."""
     with made(tmp_path / "disk") as path:
         disk, slab = DiskStorage(nvme(path), "states", carrier), filled(nbytes)
         offset, expected = reserved(disk, nbytes), slab.memory.clone()
         assert os.fstat(disk.files[0].fd).st_blocks * 512 >= nbytes
         disk.write(offset, slab.memory).wait()
-        with pytest.raises(TierError, match=told):
+        with pytest.raises(TierError, match="No space left"):
             reserved(disk, more)
         disk.read(offset, slab.memory.zero_()).wait()
         assert torch.equal(slab.memory, expected)
@@ -258,7 +233,7 @@ def test_a_limit_of_the_process_on_the_size_of_files_is_named(disk):
     """It said that all that is free on the disk can be taken."""
     reserved(disk, MIB // 2)
     with limited(resource.RLIMIT_FSIZE, MIB):
-        with pytest.raises(TierError, match=r"(?s)1\.00 MiB can be taken.*File too large.*ulimit -f"):
+        with refused("disk_takes_no_file_so_large"):
             reserved(disk, 2 * MIB)
         reserved(disk, MIB // 2)
 
@@ -268,24 +243,19 @@ def test_a_limit_of_the_process_on_open_files_is_named(tmp_path, monkeypatch, ha
     """It said to give another folder."""
     if not has_unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    disks = [DiskStorage(nvme(tmp_path), "states")]
-    allowed = len(os.listdir("/proc/self/fd")) + 20
-    with limited(resource.RLIMIT_NOFILE, allowed), pytest.raises(StorageError, match=r"EMFILE") as raised:
+    disks = []
+    with refused("disk_takes_no_more_open_files"), limited(resource.RLIMIT_NOFILE, 1024):
         while True:
             disks.append(DiskStorage(nvme(tmp_path), "states"))
-    assert "open files of the process (ulimit -n)" in str(raised.value.facts["bound"])
-    assert "ulimit -n" in raised.value.fix
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
 def test_what_a_file_system_says_that_cannot_reserve(tmp_path, monkeypatch, code):
-    def refuses(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(code, os.strerror(code))))
     disk = DiskStorage(nvme(tmp_path), "states")
-    assert [reserved(disk, 9 * MIB), reserved(disk, PAGE_NBYTES)] == [0, 9 * MIB]
-    assert os.fstat(disk.files[0].fd).st_size == 9 * MIB + PAGE_NBYTES
+    with refused("disk_cannot_reserve") if code == errno.EIO else nullcontext():
+        assert [reserved(disk, 9 * MIB), reserved(disk, PAGE_NBYTES)] == [0, 9 * MIB]
+        assert os.fstat(disk.files[0].fd).st_size == 9 * MIB + PAGE_NBYTES
 
 
 def test_room_is_given_back_when_an_interrupt_comes(disk, monkeypatch):
@@ -305,13 +275,8 @@ def test_room_is_given_back_when_an_interrupt_comes(disk, monkeypatch):
 @pytest.mark.parametrize("path", ["missing", "a_file", "/proc"])
 def test_a_path_that_takes_no_files_raises(tmp_path, carrier, path):
     (tmp_path / "a_file").touch()
-    with pytest.raises(StorageError, match="No file can be made in"):
+    with refused("disk_has_no_such_path") if path == "missing" else pytest.raises(StorageError):
         DiskStorage(nvme(tmp_path / path), "states", carrier)
-
-
-def test_a_read_only_path_raises(tmp_path, carrier):
-    with small_disk(tmp_path / "disk", "size=1m,ro") as path, pytest.raises(StorageError, match="EROFS"):
-        DiskStorage(nvme(path), "states", carrier)
 
 
 def test_a_path_that_vanishes_takes_nothing_with_it(tmp_path, carrier):

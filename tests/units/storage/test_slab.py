@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.messages import refused
 from tests.units.storage.disks import limited
 from zero_fn.errors import TierError
 from zero_fn.storage.host_memory import PAGE_NBYTES, Available, Slab, _cgroups
@@ -53,23 +54,17 @@ def test_views_of_every_dtype_keep_the_memory_of_a_slab():
     assert torch.equal(views[2], torch.full((8,), 1.5 + 1.5j))
 
 
-def test_a_slab_above_the_limit_of_its_tier_is_refused_with_both_numbers():
-    with pytest.raises(TierError, match=r"(?s)states need 8\.00 KiB.*4\.00 KiB can be taken.*limit of the tier"):
-        Slab(2 * PAGE_NBYTES, cpu(limit="4KiB"), "states")
-    Slab(2 * PAGE_NBYTES, cpu(limit="8KiB"), "states")
-
-
-def test_the_limit_of_a_tier_is_for_all_that_was_reserved_there(tmp_path):
+@pytest.mark.parametrize("name", ["tier_of_host_memory_is_too_small", "tier_on_disk_is_too_small"])
+def test_the_limit_of_a_tier_is_for_all_that_was_reserved_there(tmp_path, name):
     """It was counted for each time anew: 16 KiB were taken of 8."""
-    for tier in (cpu(limit="8KiB"), nvme(tmp_path, limit="8KiB")):
-        shelf = storage_on(tier, "states")
-        assert shelf.reserve([1]) == [0]
-        with pytest.raises(TierError, match=r"(?s)can be taken.*limit of the tier"):
-            shelf.reserve([PAGE_NBYTES, 1])
-        assert shelf.reserve([1]) == [PAGE_NBYTES]
-        with pytest.raises(TierError, match=r"(?s)can be taken.*limit of the tier"):
-            shelf.reserve([1])
-        assert shelf.nbytes == 2 * PAGE_NBYTES
+    shelf = storage_on(nvme(tmp_path, limit="8KiB") if "disk" in name else cpu(limit="8KiB"), "states")
+    assert shelf.reserve([1]) == [0]
+    with refused(name):
+        shelf.reserve([PAGE_NBYTES, 1])
+    assert shelf.reserve([1]) == [PAGE_NBYTES]
+    with pytest.raises(TierError):
+        shelf.reserve([1])
+    assert shelf.nbytes == 2 * PAGE_NBYTES
 
 
 def test_a_slab_larger_than_the_machine_is_refused_before_it_is_made():
@@ -112,18 +107,7 @@ def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit, row):
         Slab(16 << 20, cpu(), "states")
 
 
-def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch):
-    """No accelerator here: what a driver that refuses would do."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.warns(RuntimeWarning, match="could not pin 8.00 KiB") as said:
-        slab = Slab(2 * PAGE_NBYTES, cpu(), "states")
-    assert len(said) == 1
-    assert not slab.is_pinned
-    slab.memory.fill_(1)
-    assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned
-
-
-def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch):
+def test_pinning_that_is_refused_is_said_once_and_leaves_no_error_for_the_next_kernel(monkeypatch):
     """No accelerator here: the runtime keeps the error of a call, and the next kernel of torch raises it."""
     pending = []
 
@@ -136,9 +120,12 @@ def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "zeros", kernel)
-    with pytest.warns(RuntimeWarning, match="cudaHostRegister returned 1"):
-        Slab(PAGE_NBYTES, cpu(), "states")
+    with pytest.warns(RuntimeWarning, match="cudaHostRegister returned 1") as said:
+        slab = Slab(PAGE_NBYTES, cpu(), "states")
+    assert len(said) == 1
+    assert not slab.is_pinned
     torch.zeros(1, device="cuda")
+    assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned
 
 
 def test_memory_is_pinned_until_it_goes(monkeypatch):

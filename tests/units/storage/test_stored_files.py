@@ -1,11 +1,12 @@
-"""Ranges of files that others have written: read as they are, wherever they begin and end, and never changed."""
+"""Ranges of files that others have written: read as they are, wherever they begin and end, and never changed.
 
-import os
+That a change between two reads is found is in `tests/units/checkpoint/test_damage.py`.
+"""
 
 import pytest
 import torch
 
-from zero_fn.errors import StateError, StorageError
+from tests.support.messages import refused
 from zero_fn.storage.io import Threads
 from zero_fn.storage.stored_files import FileRange, StoredFiles
 from zero_fn.storage.tier_storage import BLOCK_NBYTES
@@ -39,30 +40,13 @@ def test_a_range_is_read_wherever_it_begins_and_ends(file, first, nbytes, thread
     assert read(files, FileRange(str(file), first, nbytes)) == file.read_bytes()[first : first + nbytes]
 
 
-def test_what_changes_between_two_reads_is_found(file):
-    files = StoredFiles(nvme(file.parent))
-    part = FileRange(str(file), 5000, 3000)
-    place, memory = files.place([part]), files.borrow(0, part.room_nbytes)
-    for _ in range(2):
-        files.read(place, memory).wait()
-    with file.open("r+b") as other:
-        other.seek(5000 + 2999)
-        other.write(bytes([file.read_bytes()[5000 + 2999] ^ 1]))
-    with pytest.raises(StorageError, match="does not hold what was written"):
-        files.read(place, memory).wait()
-
-
-def test_a_file_that_ends_before_a_range_does_is_an_error(file):
-    files = StoredFiles(nvme(file.parent))
-    part = FileRange(str(file), 5000, 3000)
-    place, memory = files.place([part]), files.borrow(0, part.room_nbytes)
-    os.truncate(file, 7999)
-    with pytest.raises(StorageError, match="stopped short"):
-        files.read(place, memory).wait()
-
-
 def test_nothing_is_written(file):
     files = StoredFiles(nvme(file.parent))
     place = files.place([FileRange(str(file), 0, 4096)])
-    with pytest.raises(StateError, match="read in place"):
+    with refused("parameter_in_a_file_is_changed"):
         files.write(place, files.borrow(place, 4096))
+
+
+def test_a_file_that_is_gone_is_an_error(tmp_path):
+    with refused("file_in_place_is_gone"):
+        StoredFiles(nvme(tmp_path)).place([FileRange(str(tmp_path / "weights"), 0, 4096)])

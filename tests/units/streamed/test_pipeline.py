@@ -7,10 +7,7 @@ from torch import Tensor
 
 from zero_fn.storage import BUFFERS
 from zero_fn.streamed import windows
-from zero_fn.streamed.pieces import ParameterPiece
-from zero_fn.streamed.pieces import _Stepped as Stepped
 from zero_fn.streamed.pipeline import ChunkPipeline
-from zero_fn.values.chunks import Piece
 
 
 class _Under:
@@ -62,24 +59,3 @@ def test_what_is_on_a_device_comes_to_the_host_where_it_has_room(monkeypatch):
     assert copy is not there
     assert torch.equal(copy, there)
     assert copy.stride() == there.stride()
-
-
-def test_a_copy_is_made_by_the_streams_of_the_device(monkeypatch):
-    asked = []
-    streams = SimpleNamespace(copy=lambda to, source: None)
-    monkeypatch.setattr(windows, "side_stream", lambda device: asked.append(device.type) or streams)
-    here, there = torch.empty(1), torch.empty(1, device="meta")
-    windows.DeviceCopy(here, there)
-    windows.DeviceCopy(there, here)
-    assert asked == ["meta", "meta"]
-
-
-def test_a_state_that_was_not_planned_stays_where_the_others_are():
-    class There(Tensor):
-        def cpu(self, *_):
-            return torch.zeros(3)
-
-    for device, value in (("meta", torch.empty(3, device="meta")), ("cpu", torch.ones(3).as_subclass(There))):
-        cut = ParameterPiece(Stepped(0, torch.empty(3, device=device), (), None, 0.0, None), Piece(0, 0, 3, True), None)
-        cut.keep(torch.empty(0, dtype=torch.uint8, device=device), {"late": value})
-        assert (cut.resident["late"] is value) == (device == "meta")

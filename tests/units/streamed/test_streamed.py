@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import nullcontext
 from ctypes import CDLL
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -20,14 +21,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zero_fn as zf
+from tests.promises.test_optimizers import ELEMENTWISE
 from tests.support.groups import alone
-from tests.support.models import Language
+from tests.support.messages import Headed, a_batch, refusals, refused
 from tests.support.resident import forget_peak, in_new_process, peak_nbytes
-from tests.units.storage.disks import answers
+from tests.units.storage.disks import answers, failing
 from zero_fn.kernels import Library
 from zero_fn.kernels.adam import Rounding
 from zero_fn.storage.host_memory import Available
@@ -36,49 +40,73 @@ KIB = 1024
 one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.streamed` is the function
 
 
-class Lion(Optimizer):
-    """As users write them: no `foreach`, a state made at the first step, and a count beside it."""
+class Users(Optimizer):
+    """As users write them: no `foreach`; its update is a function that gets a parameter and its states."""
 
-    def __init__(self, params, lr=1e-2, betas=(0.9, 0.99)):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
+    def __init__(self, params, update, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.update, self.counts = update, [0]
 
     @torch.no_grad()
     def step(self, closure=None):
+        self.counts[0] += 1
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"], state["count"] = torch.zeros_like(p), 0
-                state["count"] += 1
-                average, (first, second) = state["exp_avg"], group["betas"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                update = average.mul(first).add(p.grad, alpha=1 - first).sign_()
-                p.add_(update, alpha=-group["lr"] / state["count"])
-                state["exp_avg"] = average * second + p.grad * (1 - second)  # another tensor each time
+                if p.grad is not None:
+                    p.add_(self.update(p, self.state[p]), alpha=-group["lr"])
 
+
+def lion(p, state):
+    """A state that is made at the first step and is another tensor each time, and a count beside it."""
+    average, state["count"] = state.get("exp_avg", torch.zeros_like(p)), state.get("count", 0) + 1
+    state["exp_avg"] = average * 0.99 + p.grad * 0.01
+    return average.mul(0.9).add(p.grad, alpha=0.1).sign_() / state["count"] + 0.1 * p
+
+
+def exchanges_states(p, state):
+    if not state:
+        state["one"], state["other"] = torch.zeros_like(p), torch.ones_like(p)
+    state["one"], state["other"] = state["other"], state["one"]
+    return state["one"].add_(p.grad) + 0.5 * state["other"]
+
+
+def hands_states_on(p, state):
+    if not state:
+        state["last"], state["before"], state["first"] = (torch.full_like(p, i) for i in range(3))
+    state["first"], state["before"], state["last"] = state["before"], state["last"], p.grad.clone()
+    return state["last"] + 0.5 * state["before"] + 0.1 * state["first"]
+
+
+def reads_dims_and_attributes(p, state):
+    state["momentum"] = 0.5 * state.get("momentum", 0.0) + p.grad
+    update = state["momentum"] * p.scale
+    return update + 0.1 * p if p.ndim > 1 else update
+
+
+def shares_memory_of_states(p, state):
+    if not state:
+        state["momentum"] = torch.zeros_like(p)
+        state["flat"] = state["momentum"].view(-1)
+    return state["momentum"]
+
+
+KEPT = {update.__name__: update for update in (lion, exchanges_states, hands_states_on, reads_dims_and_attributes)}
+"""What optimizers of users keep in states as in memory, at their word."""
 
 OPTIMIZERS = {
+    **ELEMENTWISE,
     "adamw": torch.optim.AdamW,
     "adamw, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
     "adamw, foreach, amsgrad": lambda ps: torch.optim.AdamW(ps, foreach=True, amsgrad=True),
     "adamw, fused, amsgrad": lambda ps: torch.optim.AdamW(ps, fused=True, amsgrad=True, maximize=True),
     "adamw, fused, tensor": lambda ps: torch.optim.AdamW(ps, fused=True, lr=torch.tensor(0.01)),
-    "adam": lambda ps: torch.optim.Adam(ps, weight_decay=0.1),
     "adam, fused": lambda ps: torch.optim.Adam(ps, fused=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "sgd, momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
     "sgd, momentum, fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, momentum=0.9, centered=True),
-    "adamax": torch.optim.Adamax,
-    "adadelta": torch.optim.Adadelta,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
     "rprop": torch.optim.Rprop,
     "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.1, t0=1),
-    "lion": Lion,
+    **{name: partial(Users, update=update) for name, update in KEPT.items()},
 }
 
 
@@ -88,6 +116,8 @@ def make(name, shapes, turned=False):
     values = [torch.randn(shape, generator=generator) for shape in shapes]
     values = [value.t() if turned and value.dim() == 2 else value for value in values]
     parameters = [nn.Parameter(value) for value in values]
+    for number, parameter in enumerate(parameters):
+        parameter.scale = 1 + number
     return parameters, over(name, parameters)
 
 
@@ -156,7 +186,10 @@ shapes = st.lists(
 @example("adamw, fused, tensor", [(70, 100), (3,), (9973,)], 31, False, True, 1, 0, 1.0, True, False)
 @example("adam, fused", [(200_003,)], 13, False, False, 0, 0, 1.0, True, False)
 @example("sgd, momentum, fused", [(200_003,)], 13, False, False, 0, 0, 1.0, True, False)
-@example("adagrad", [(70, 100), (3,), ()], 16, False, True, 0, 1, 1.0, True, True)
+@example("Adagrad", [(70, 100), (3,), ()], 16, False, True, 0, 1, 1.0, True, True)
+@example("exchanges_states", [(40, 30), (20_000,), ()], 64, False, True, 1, 0, 1.0, True, False)
+@example("hands_states_on", [(40, 30), (20_000,), ()], 64, False, True, 0, 1, 1.0, True, True)
+@example("reads_dims_and_attributes", [(40, 30), (130, 140), ()], 64, False, True, 1, 0, 1.0, True, False)
 @example("lion", [(120, 130), (7, 5), ()], 13, True, True, 1, 1, 0.25, True, True)
 def test_streaming_changes_no_bit(
     tmp_path_factory,
@@ -175,7 +208,7 @@ def test_streaming_changes_no_bit(
     expected, stock = make(name, shapes, turned)
     parameters, inner = make(name, shapes, turned)
     tier = zf.nvme(tmp_path_factory.getbasetemp()) if on_disk else zf.cpu()
-    options = {"buffer": buffer * KIB, "elementwise": name == "lion", "fraction": fraction}
+    options = {"buffer": buffer * KIB, "elementwise": name in KEPT, "fraction": fraction}
     lacking = nullcontext() if has_kernels else patch("zero_fn.kernels.adam.library", lambda: Library(None, "a test"))
     with lacking:
         run(expected, stock, range(2), skipped)
@@ -189,6 +222,55 @@ def test_streaming_changes_no_bit(
         run(parameters, optimizer, range(2, 4), skipped)
     assert same(parameters, expected)
     assert same(optimizer.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_optimizers_of_users_keep_is_kept_where_parameters_are_on_the_disk_too(tmp_path, name):
+    """In a chunk for each parcel. What it steps is not the optimizer that was given."""
+    plain, stock = make(name, [(40, 30), (130, 140)])
+    held = zf.offload(nn.ParameterList(make(name, [(40, 30), (130, 140)])[0]), params=zf.nvme(tmp_path))
+    for number, parameter in enumerate(held.parameters()):
+        parameter.scale = 1 + number
+    inner = over(name, list(held.parameters()))
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="1MiB", elementwise=True)
+    assert inner.counts == [0], "the trial step stepped the optimizer itself"
+    run(plain, stock, range(3))
+    run(list(held.parameters()), optimizer, range(3))
+    assert all(map(torch.equal, held.parameters(), plain))
+
+
+class Clipping(torch.optim.AdamW):
+    """May do anything before or after the step that it is derived from."""
+
+
+@pytest.mark.parametrize("name", ["streamed_optimizer_that_clips", "streamed_states_share_memory"])
+def test_others_are_refused_and_go_on_as_ever(tmp_path, name):
+    """Those for which nobody gave a word, and one whose states share memory."""
+    shares = "share" in name
+    (ours, _), (plain, _) = make("sgd", [(40, 30), (5,)]), make("sgd", [(40, 30), (5,)])
+    optimizer, stock = (Users(ps, shares_memory_of_states) if shares else Clipping(ps) for ps in (ours, plain))
+    with refused(name):
+        zf.streamed(optimizer, zf.nvme(tmp_path), elementwise=shares)
+    run(ours, optimizer, range(3), skipped=1)
+    run(plain, stock, range(3), skipped=1)
+    assert same(ours, plain)
+
+
+def test_an_option_that_looks_at_whole_tensors_is_refused_later_too(tmp_path):
+    optimizer = zf.streamed(make("lion", [(40, 30)])[1], zf.nvme(tmp_path), elementwise=True)
+    optimizer.param_groups[0]["cautious"] = True
+    with pytest.raises(zf.PlacementError, match=r"(?s)The states of Users cannot be streamed.*whole tensors"):
+        optimizer.step()
+
+
+def test_tensors_of_groups_stay_the_same(tmp_path):
+    rate = torch.tensor(0.1)
+    parameters, inner = make("exchanges_states", [(40, 30), (20_000,)])
+    inner.param_groups[0]["lr"] = rate
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="64KiB", elementwise=True)
+    run(parameters, optimizer, range(2))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.1
 
 
 def test_a_flattened_checkpoint_of_an_optimizer_without_states_is_loaded(tmp_path):
@@ -247,11 +329,10 @@ def test_a_group_that_is_added_is_streamed(tmp_path, name, first, away):
 def test_a_buffer_too_small_is_told_what_all_parcels_need(tmp_path):
     model = zf.offload(nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64)), params=zf.nvme(tmp_path))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(zf.TierError, match=r"buffer=(\d+) or more") as error:
-        zf.streamed(optimizer, zf.nvme(tmp_path), buffer=1)
-    needed = re.search(r"buffer=(\d+) or more", str(error.value))
-    assert needed is not None
-    zf.streamed(optimizer, zf.nvme(tmp_path), buffer=int(needed[1]))
+    with refused("streamed_in_too_small_a_buffer") as told:
+        zf.streamed(optimizer, zf.nvme(tmp_path), buffer=64)
+    (needed,) = re.findall(r"buffer=(\d+) or more", told.value.fix)
+    zf.streamed(optimizer, zf.nvme(tmp_path), buffer=int(needed))
 
 
 def test_closures_hooks_and_scalers_see_one_step(tmp_path):
@@ -303,14 +384,6 @@ def test_resident_memory_is_bounded_by_the_buffers(tmp_path):
     assert in_new_process(_growth_of_steps, str(tmp_path)) < 4 << 20
 
 
-def test_an_optimizer_says_where_its_states_are(tmp_path):
-    text = repr(zf.streamed(make("adamw", [(128, 128)])[1], zf.nvme(tmp_path), buffer="16KiB"))
-    assert f"128.00 KiB in nvme('{tmp_path}'), direct by" in text
-    assert "4 buffers of 16.00 KiB" in text
-    optimizer = zf.streamed(make("adamw", [(64, 64)])[1], zf.cpu())
-    assert "32.00 KiB of memory of the host, the device's own: nothing is copied" in repr(optimizer)
-
-
 def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path):
     parameters, inner = make("adamw", [(64, 64), (3,)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
@@ -324,10 +397,10 @@ def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path):
 
 def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path):
     with alone() as mesh:
-        model = zf.zero3(Language(), mesh)
+        model = zf.zero3(Headed(), mesh)
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path))
-        with zf.accumulate(model), pytest.raises(zf.StateError, match="inside accumulate"):
-            model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
+        with zf.accumulate(model), refused("step_inside_accumulate"):
+            model(a_batch()).sum().backward()
             optimizer.step()
 
 
@@ -373,14 +446,12 @@ def test_a_step_begins_with_what_is_in_memory_still(tmp_path, monkeypatch, chunk
     assert same(optimizer.state_dict(), stock.state_dict())
 
 
-def test_optimizers_that_cannot_be_cut_are_refused(tmp_path):
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_cannot_be_cut_are_refused(tmp_path, kind):
     matrix = nn.Parameter(torch.randn(64, 64))
-    whole = {torch.optim.Muon: ".*at whole tensors", torch.optim.Adafactor: ".*at whole tensors"}
-    for kind in (*whole, torch.optim.LBFGS, torch.optim.SparseAdam):
-        told = f"(?s)The states of {kind.__name__} cannot be streamed{whole.get(kind, '')}"
-        for word in (False, True):
-            with pytest.raises(zf.PlacementError, match=told):
-                zf.streamed(kind([matrix]), zf.nvme(tmp_path), elementwise=word)
+    for word in (False, True):
+        with pytest.raises(zf.PlacementError, match="cannot be streamed"):
+            zf.streamed(kind([matrix]), zf.nvme(tmp_path), elementwise=word)
 
 
 def test_states_are_read_through_the_state_dict(tmp_path):
@@ -418,7 +489,7 @@ def test_the_optimizer_that_was_given_is_not_used_any_more(tmp_path, use):
     parameters, inner = make("adamw", [(3, 4)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
     run(parameters, optimizer, range(2))
-    with pytest.raises(zf.StateError, match=r"(?s)This AdamW was given to streamed\(\).*step, save and load what it"):
+    with refused("step_of_what_was_streamed"):
         use(inner, optimizer.state_dict())
     twins, stock = make("adamw", [(3, 4)])
     run(twins, stock, range(3))
@@ -426,18 +497,107 @@ def test_the_optimizer_that_was_given_is_not_used_any_more(tmp_path, use):
     assert same(parameters, twins)
 
 
-def test_a_parameter_of_another_shape_is_refused_before_any_update(tmp_path):
-    """Casts, and gradients that do not fit, are in `tests/errors`."""
+def test_a_parameter_that_was_cast_or_has_another_shape_is_refused_before_any_update(tmp_path):
     parameters, inner = make("adamw", [(30, 40), (5,)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
     run(parameters, optimizer, [0])
     before = [p.detach().clone() for p in parameters]
-    for shape in ((40, 30), (1, 1200)):
-        parameters[0].data = before[0].view(shape)
-        parameters[0].grad = torch.ones(shape)
-        with pytest.raises(zf.StateError, match="has changed since"):
+    for data in (before[0].double(), before[0].view(40, 30), before[0].view(1, 1200)):
+        parameters[0].grad = None
+        parameters[0].data = data
+        parameters[0].grad = torch.ones_like(data)
+        is_cast = data.dtype == torch.float64
+        with (
+            refused("streamed_parameter_was_cast")
+            if is_cast
+            else pytest.raises(zf.StateError, match="has changed since")
+        ):
             optimizer.step()
-    assert torch.equal(parameters[0].view(30, 40), before[0]) and torch.equal(parameters[1], before[1])
+        assert torch.equal(parameters[0].view(-1).float(), before[0].view(-1)) and torch.equal(parameters[1], before[1])
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def _linear():
+    model = nn.Linear(64, 64)
+    model(torch.ones(1, 64)).sum().backward()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _after_a_failed_step(folder):
+    optimizer = zf.streamed(_linear()[1], zf.nvme(folder), buffer="16KiB")
+    optimizer.step()
+    with failing(reads=False), pytest.raises(zf.StorageError):
+        optimizer.step()
+    optimizer.step()
+
+
+def _of_a_sparse_gradient():
+    model, inner = _linear()
+    model.bias.grad = torch.ones(64).to_sparse()
+    zf.streamed(inner, zf.cpu()).step()
+
+
+def _of_a_gradient_elsewhere(one):
+    model = zf.shard_params(nn.Linear(4, 4), one)
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    model.weight.grad = distribute_tensor(torch.ones(4, 4), other, [Shard(0)])
+    optimizer.step()
+
+
+def _of_a_state_of_another_shape():
+    optimizer = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu())
+    saved = optimizer.state_dict()
+    saved["state"][0]["sum"] = torch.zeros(2, 4)
+    optimizer.load_state_dict(saved)
+
+
+def _of_a_matrix_with_gaps(folder):
+    matrix = nn.Parameter(torch.ones(64, 128)[:, ::2])
+    zf.streamed(torch.optim.AdamW([matrix]), zf.nvme(folder), buffer="8KiB")
+
+
+def _clipped_inside_accumulate(model):
+    with zf.accumulate(model):
+        model(a_batch()).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _by_owner(model):
+    return zf.by_owner(torch.optim.SGD(model.parameters()))
+
+
+def _by_owner_of_a_sparse_gradient():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    _by_owner(table).step()
+
+
+test_refusals = refusals(
+    {
+        "tier_buffer_is_too_small": lambda: zf.streamed(_linear()[1], zf.cpu(), buffer="4KiB"),
+        "streamed_without_a_tier": lambda: zf.streamed(_linear()[1]),
+        "streamed_of_no_fraction": lambda: zf.streamed(_linear()[1], zf.cpu(), fraction=2.0),
+        "streamed_until_no_moment": lambda: zf.streamed(_linear()[1], zf.cpu(), finish="backward"),
+        "streamed_optimizer_cannot_wait": lambda: zf.streamed(
+            Users(_linear()[0].parameters(), lion), zf.cpu(), finish="forward", elementwise=True
+        ),
+        "streamed_and_copied": lambda folder: copy.deepcopy(zf.streamed(_linear()[1], zf.nvme(folder))),
+        "streamed_after_a_failed_step": _after_a_failed_step,
+        "streamed_gradient_is_sparse": _of_a_sparse_gradient,
+        "streamed_gradient_rests_elsewhere": _of_a_gradient_elsewhere,
+        "streamed_state_of_another_shape": _of_a_state_of_another_shape,
+        "streamed_matrix_is_cut": _of_a_matrix_with_gaps,
+        "gradient_read_inside_accumulate": _clipped_inside_accumulate,
+        "embedding_is_sparse": lambda two: zf.shard_params(
+            nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), two
+        ),
+        "owners_are_copied": lambda model: copy.deepcopy(_by_owner(model)),
+        "step_by_owners_of_sparse_gradients": _by_owner_of_a_sparse_gradient,
+    }
+)
 
 
 # -- one pass --------------------------------------------------------------------------------------------------------
