@@ -142,6 +142,12 @@ def test_layers_of_two_kinds_are_run_again_once():
     assert [len(model.module.blocks), stacks_of(model.module)] == [6, [("blocks", 0, 5)]]
 
 
+def test_layers_without_parameters_are_passed_over():
+    """`plan` ended in an AssertionError."""
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)])
+    assert stacks_of(nn.Sequential(layers)) == [("0", 0, 2), ("0", 3, 2)]
+
+
 @pytest.mark.parametrize("name", [*_OVER_ONE, *_OVER_TWO])
 @pytest.mark.parametrize("codes", [False, True])
 def test_a_placement_needs_what_the_plan_of_all_layers_says(name, codes):

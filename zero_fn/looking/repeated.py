@@ -20,12 +20,11 @@ Stack = tuple[str, int, int]
 def stacks_of(module: nn.Module) -> list[Stack]:
     """The runs of at least two layers with parameters of equal names, shapes and dtypes, and of equal classes."""
     found: list[Stack] = []
-    for parent, names in groupby(repeated_blocks(module), lambda name: name.rpartition(".")[0]):
+    for parent, _ in groupby(repeated_blocks(module), lambda name: name.rpartition(".")[0]):
         blocks = module.get_submodule(parent)
         if not isinstance(blocks, nn.ModuleList):
             continue
         first = 0
-        assert len(list(names)) == len(blocks)
         for _, run in groupby(blocks, _likeness):
             count = len(list(run))
             found += [(parent, first, count)] if count > 1 else []
