@@ -5,15 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+import zero_fn as zf
 import zero_fn.values.units
 from tests.support.groups import pretended
+from tests.support.messages import Headed, changed, refusals
 from tests.support.worlds import WIDTH, Tower
-from zero_fn.errors import UnitError
-from zero_fn.extras.tile import tile
-from zero_fn.looking import plan
-from zero_fn.transforms.checkpoint_activations import checkpoint_activations
-from zero_fn.transforms.shard import shard_params
 from zero_fn.values.units import (
     LARGE_NBYTES,
     anchors_of,
@@ -199,7 +197,7 @@ def test_a_large_module_that_nobody_calls_is_looked_through():
 
 
 def test_parts_of_a_tiled_module_are_its_units():
-    model = tile(gpt_of(LARGE_NBYTES), parts=2, where="head.*")
+    model = zf.tile(gpt_of(LARGE_NBYTES), parts=2, where="head.*")
     assert [name for name in anchors_of(model, None) if name.startswith("head")] == []
 
 
@@ -219,8 +217,8 @@ class Llama(nn.Module):
 def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_its_tables():
     with pretended(64) as mesh, torch.device("meta"):
         model = Llama().bfloat16()
-        default = plan(shard_params(model, mesh))
-        blocks = plan(shard_params(model, mesh, units="model.layers.*"))
+        default = zf.plan(zf.shard_params(model, mesh))
+        blocks = zf.plan(zf.shard_params(model, mesh, units="model.layers.*"))
     head, block = 128256 * 4096 * 2, 218_112_000 * 2
     assert default.in_flight_nbytes < 2 * head + block + 100_000  # the next block is prefetched
     assert blocks.in_flight_nbytes > 4 * head + 3 * block
@@ -233,7 +231,7 @@ def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(mon
     assert {"enter", "leave"} <= set(anchors_of(model, None))
     for name in ("enter", "blocks.1.up", "leave"):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.update([name]))
-    checkpoint_activations(model)(torch.ones(2, WIDTH)).sum().backward()
+    zf.checkpoint_activations(model)(torch.ones(2, WIDTH)).sum().backward()
     assert calls == {"enter": 1, "blocks.1.up": 2, "leave": 1}
 
 
@@ -248,11 +246,29 @@ def test_names_that_begin_alike_are_not_nested():
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("units", [(3,), (int,), (None,)])
+@pytest.mark.parametrize("units", [(int,), (None,)])
 def test_units_of_another_type_are_refused(units):
-    with pytest.raises(UnitError, match="takes module classes"):
+    with pytest.raises(zf.UnitError):
         anchors_of(GPT(1), units)
 
 
 def test_attributes_that_are_none_are_no_parameters():
     assert [named.fqn for named in distinct_parameters(nn.Linear(2, 2, bias=False))] == ["weight"]
+
+
+def _with_weight_of_a_subclass(model):
+    model.head.weight = nn.Parameter(TwoTensor(torch.zeros(3, 4), torch.ones(3, 4)))
+
+
+test_refusals = refusals(
+    {
+        "units_are_no_rule": lambda two: zf.shard_params(Headed(), two, units=(3,)),
+        "units_of_no_size": lambda: zf.by_size(nbytes=0),
+        "units_pattern_matches_nothing": lambda two: zf.shard_params(Headed(), two, units=("layers.*", "blocks.*")),
+        "parameter_is_lazy": lambda two: zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), two),
+        "parameter_is_of_a_subclass": lambda two: zf.shard_params(changed(_with_weight_of_a_subclass), two),
+        "module_is_scripted": lambda two: zf.shard_params(
+            nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))), two
+        ),
+    }
+)
