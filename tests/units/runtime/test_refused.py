@@ -288,21 +288,6 @@ def test_views_are_read_as_plain_ones():
     assert torch.equal(full(weight.grad), torch.zeros(7, 6).index_copy(0, torch.tensor([1, 2]), 2 * whole[1:3]))
 
 
-@on_ranks(2)
-def test_noise_and_masks_of_whole_tensors_are_placed_by_hand():
-    """What the errors say to write instead works."""
-    weight, _ = _resting(7, "zero3")
-    noise = distribute_tensor(torch.randn(weight.shape), weight.device_mesh, weight.placements)
-    before = full(weight.detach())
-    with torch.no_grad():
-        weight.add_(noise)
-    assert torch.equal(full(weight.detach()), before + full(noise))
-    weight.grad = torch.ones_like(weight)
-    mask = (torch.arange(7) > 2).float()[:, None]
-    weight.grad.mul_(distribute_tensor(mask.expand(7, 6), weight.device_mesh, weight.placements))
-    assert torch.equal(full(weight.grad), mask.expand(7, 6))
-
-
 def _one_rank_reads():
     model = zf.zero3(nn.Linear(4, 4), axis())
     if torch.distributed.get_rank() == 0:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zero_fn as zf
+from tests.support.messages import changed, refusals
 from tests.support.worlds import as_replicas, noise
 
 
@@ -193,3 +194,20 @@ def test_a_place_that_cannot_follow_a_parameter_is_refused(hold):
         zf.offload(model, params=zf.cpu())
     model.requires_grad_(False)
     zf.offload(model, params=zf.cpu())  # nobody trains it
+
+
+def _close_over_a_parameter(model):
+    weight = model.head.weight
+    model.activation = lambda x: x @ weight
+
+
+def _close_over_a_module(model):
+    model.head.register_forward_hook(lambda module, args, output: output + model.head.bias)
+
+
+test_refusals = refusals(
+    {
+        "closure_over_a_module": lambda one: zf.shard_params(changed(_close_over_a_module), one),
+        "closure_over_a_parameter": lambda one: zf.shard_params(changed(_close_over_a_parameter), one),
+    }
+)

@@ -20,25 +20,6 @@ def axes():
         yield mesh_axis(mesh["dp"], verb="test"), mesh_axis(mesh["tp"], verb="test")
 
 
-def test_join_joins_homes_by_name():
-    one = Assignment(homes={"a": Home(Stage.GRADS), "b": Home(Stage.OPTIMIZER)})
-    other = Assignment(homes={"b": Home(Stage.PARAMS), "c": Home(compute=torch.bfloat16)})
-    joined = one.join(other)
-    assert joined.homes == {
-        "a": Home(Stage.GRADS),
-        "b": Home(Stage.PARAMS),
-        "c": Home(compute=torch.bfloat16),
-    }
-    assert joined == other.join(one)
-    assert one.homes["b"] == Home(Stage.OPTIMIZER)
-
-
-def test_join_keeps_what_only_one_side_says(axes):
-    one, other = Assignment(over=((axes[0], {}),)), Assignment(anchors=("layers.0",), outputs={"": torch.float32})
-    expected = Assignment({}, ((axes[0], {}),), ("layers.0",), {"": torch.float32})
-    assert one.join(other) == other.join(one) == expected
-
-
 def test_no_units_asked_for_are_not_the_same_as_the_empty_choice():
     assert Assignment(anchors=()).join(Assignment()).anchors == ()
     with pytest.raises(UnitError):

@@ -6,20 +6,6 @@ import torch
 from zero_fn.values.layout import ALIGNMENT_NBYTES, aligned_offsets, shard_layout
 
 
-def strides_of(*shape):
-    return torch.empty(shape).stride()
-
-
-def test_rows_are_cut_over_dim_0_when_there_is_one_for_every_rank():
-    layout = shard_layout((5, 3), strides_of(5, 3), 3)
-    assert layout.dim == 0
-    assert (layout.rows, layout.row_numel, layout.shard_rows) == (5, 3, 2)
-    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (15, 6, 18)
-    assert [layout.owned_rows(rank) for rank in range(3)] == [(0, 2), (2, 2), (4, 1)]
-    assert [layout.local_shape(rank) for rank in range(3)] == [(2, 3), (2, 3), (1, 3)]
-    assert [layout.owned_numel(rank) for rank in range(3)] == [6, 6, 3]
-
-
 def in_memory(*shape):
     return torch.empty(shape, device="meta")
 
@@ -47,13 +33,7 @@ def test_the_outermost_dim_in_memory_is_cut_unless_it_has_too_few_rows(parameter
     assert [layout.stride[dim] for dim in order] == list(torch.empty(sizes, device="meta").stride())
 
 
-def test_offsets_are_aligned_and_end_where_the_buffer_ends():
+def test_offsets_are_as_close_as_their_alignment_allows():
     assert ALIGNMENT_NBYTES == 128
     assert aligned_offsets([1, 32, 33, 0], 4) == (0, 32, 64, 128, 128)
-    assert aligned_offsets([1, 1], 2) == (0, 64, 128)
-    assert aligned_offsets([1, 9], 16) == (0, 8, 24)
-    assert aligned_offsets([], 4) == (0,)
-
-
-def test_items_larger_than_the_alignment_are_not_padded():
-    assert aligned_offsets([3, 2], 256) == (0, 3, 5)
+    assert aligned_offsets([3, 2], 256) == (0, 3, 5)  # of items that are larger
