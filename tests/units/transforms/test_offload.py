@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.support.groups import alone
-from tests.support.messages import Headed, refusals
+from tests.support.messages import Headed, refusals, refused
 from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
@@ -159,8 +159,6 @@ def test_another_transform_keeps_what_was_asked(tmp_path):
         assert {row.tier for row in zf.describe(model).rows if row.unit != "root"} == {f"params in {tier}"}
         assert {row.tier for row in zf.describe(model).rows if row.unit == "root"} == {"cpu"}
         assert is_away(model.blocks)
-        with pytest.raises(zf.LayoutError):
-            zf.offload(model, params=zf.nvme(tmp_path / "other"))
 
 
 def test_nothing_of_the_place_before_is_carried_over(tmp_path):
@@ -192,7 +190,7 @@ def test_a_stock_optimizer_is_refused_before_it_updates(tmp_path):
     before = [full(p) for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(tokens(0)).sum().backward()
-    with pytest.raises(zf.StateError):
+    with refused("step_that_is_not_streamed"):
         optimizer.step()
     assert all(torch.equal(full(p), value) for p, value in zip(model.parameters(), before, strict=True))
 
@@ -241,8 +239,6 @@ def test_the_optimizer_goes_where_the_verb_says(tmp_path):
     assert set(optimizer.tier_nbytes()) == {tier, zf.cpu()}
     with pytest.raises(zf.LayoutError):
         zf.offload(model, params=tier, fraction=0.5)
-    with pytest.raises(zf.LayoutError):
-        zf.offload(nn.Linear(2, 2), optim=tier, fraction=1.5)
     half = zf.offload(nn.Linear(1024, 1024), optim=tier, fraction=0.5)
     half(torch.ones(1024)).sum().backward()
     optimizer = zf.streamed(torch.optim.AdamW(half.parameters()))
@@ -280,7 +276,6 @@ test_refusals = refusals(
         "offload_without_a_tier": lambda: zf.offload(Headed()),
         "offload_of_no_fraction": lambda: zf.offload(Headed(), optim=zf.nvme("/tmp"), fraction=0.0),
         "offload_of_no_resident_part": lambda: zf.offload(Headed(), optim=zf.nvme("/tmp"), resident=0.5),
-        "step_that_is_not_streamed": lambda tiered: torch.optim.SGD(tiered.parameters()).step(),
         "view_of_a_tensor_in_a_tier": lambda tiered: next(tiered.parameters()).data.view(torch.int32),
         "memory_of_a_tensor_in_a_tier_is_shared": lambda tiered: torch.from_dlpack(next(tiered.parameters()).detach()),
         "memory_of_a_tensor_in_a_tier_is_replaced": _replace_memory,

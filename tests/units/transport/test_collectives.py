@@ -1,4 +1,4 @@
-"""Both transports on gloo ranks against the einops patterns of `tests/support/reference.py`.
+"""The transports on gloo ranks against what each collective says of the tensors of all ranks.
 
 All cases of a test run in one call: each rank makes its own inputs from the seed of a case, and the test makes those of
 every rank.
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import zero_fn as zf
-from tests.support import reference
 from tests.support.collectives import gather, reduce
 from tests.support.ranks import axis, sent_by_value
+from tests.support.reference import mean_in_rank_order
 from zero_fn.local.ranks import LocalRanks
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport import links
@@ -170,6 +170,9 @@ def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend):
             calls.append(("together", len(pieces)))
             return Done()
 
+        def reduce_scatter_single_coalesced(self):
+            raise AssertionError("nothing is reduced here")
+
     class Done:
         def wait(self, _limit):
             calls.append(("waited", 0))
@@ -214,7 +217,7 @@ def expected_means(cases, n, rank, *, exact):
     means = []
     for case in cases:
         addends = [values(1000 * case.seed + r, case.numel, case.dtype, exact=exact) for r in range(n)]
-        means.append(reference.mean_in_rank_order(addends, sum_dtype_of(case.dtype)).to(case.dtype)[case.owned(rank)])
+        means.append(mean_in_rank_order(addends, sum_dtype_of(case.dtype)).to(case.dtype)[case.owned(rank)])
     return means
 
 
@@ -242,9 +245,7 @@ def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(ranks, n, kind, packed
 def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(ranks):
     def means():
         own = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
-        outs = [
-            torch.empty(1, dtype=dtype) for dtype in (torch.float64, torch.float32)
-        ]  # other ones than they are summed in
+        outs = [torch.empty(1, dtype=dtype) for dtype in (torch.float64, torch.float32)]  # wider than the sums
         both = zip(outs, (torch.float32, torch.bfloat16), strict=True)
         reduce(open_transport("shared"), [Contribution(own, 1, *pair) for pair in both]).wait()
         return [out.item() for out in outs]
@@ -349,19 +350,17 @@ def test_who_waits_in_an_all_to_all_is_told_of_a_rank_that_is_elsewhere_or_late(
 @pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_any_and_exchange_are_their_patterns(ranks, n, kind):
-    def bits_of(rank):
-        return values(rank, 9, torch.int64).abs().clamp(max=1).to(torch.uint8)
-
     def both():
         own, transport = dist.get_rank(), open_transport(kind)
-        bits, rows = bits_of(own), torch.zeros(n, 16, dtype=torch.uint8)
+        bits, rows = torch.zeros(n + 1, dtype=torch.uint8), torch.zeros(n, 16, dtype=torch.uint8)
+        bits[own] = 1
         rows[own] = values(own, 16, torch.uint8)
         transport.any(bits).wait()
         transport.exchange(rows).wait()
         return bits, rows
 
-    ored = reference.any_of([bits_of(rank) for rank in range(n)])
-    exchanged = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
+    ored = torch.tensor([1] * n + [0], dtype=torch.uint8)
+    exchanged = torch.stack([values(rank, 16, torch.uint8) for rank in range(n)])
     assert all(is_same(bits, ored) and is_same(rows, exchanged) for bits, rows in ranks(n).run(both))
 
 

@@ -106,6 +106,12 @@ def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
     assert runpy.run_path(waiting.__file__)["deadline"]() == 2.5
 
 
+def test_a_process_that_asks_for_comparisons_is_told_that_they_are_gone(monkeypatch):
+    monkeypatch.setenv("ZERO_FN_COMPARE", "1")
+    with pytest.raises(zf.LayoutError, match="ZERO_FN_COMPARE is gone"):
+        runpy.run_path(waiting.__file__)
+
+
 test_refusals = refusals(
     {
         "guard_of_no_time": lambda: zf.guard(deadline_s=0).__enter__(),

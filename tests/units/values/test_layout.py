@@ -13,17 +13,15 @@ def in_memory(*shape):
 @pytest.mark.parametrize(
     ("parameter", "n", "order"),
     [
-        pytest.param(in_memory(2, 3, 7), 4, (0, 1, 2), id="a small parameter of too few rows"),
-        pytest.param(in_memory(2, 2**17), 4, (0, 1), id="padding of two rows that is just tolerated"),
-        pytest.param(in_memory(2, 2**18), 4, (1, 0), id="too few rows would pad much"),
-        pytest.param(in_memory(8, 512, 4096), 64, (1, 0, 2), id="rows of each expert stay contiguous"),
-        pytest.param(in_memory(2, 2), 4, (0, 1), id="no dim is larger"),
-        pytest.param(in_memory(3, 3), 8, (0, 1), id="no dim is larger, of 8 ranks"),
-        pytest.param(in_memory(4, 100), 4, (0, 1), id="enough rows, though another dim is larger"),
-        pytest.param(in_memory(6, 4).t(), 2, (1, 0), id="transposed"),
-        pytest.param(in_memory(8, 3, 5, 5).to(memory_format=torch.channels_last), 4, (0, 2, 3, 1), id="channels last"),
-        pytest.param(in_memory(6, 8)[:, ::2], 2, (0, 1), id="elements that do not fill their memory"),
-        pytest.param(in_memory(1).expand(6, 4), 2, (0, 1), id="elements that share their memory"),
+        (in_memory(2, 3, 7), 4, (0, 1, 2)),  # a small parameter of too few rows
+        (in_memory(2, 2**17), 4, (0, 1)),  # padding of two rows that is just tolerated
+        (in_memory(2, 2**18), 4, (1, 0)),  # too few rows would pad much
+        (in_memory(8, 512, 4096), 64, (1, 0, 2)),  # rows of each expert stay contiguous
+        (in_memory(3, 3), 8, (0, 1)),  # no dim is larger
+        (in_memory(4, 100), 4, (0, 1)),  # enough rows, though another dim is larger
+        (in_memory(8, 3, 5, 5).to(memory_format=torch.channels_last), 4, (0, 2, 3, 1)),
+        (in_memory(6, 8)[:, ::2], 2, (0, 1)),  # elements that do not fill their memory
+        (in_memory(1).expand(6, 4), 2, (0, 1)),  # elements that share their memory
     ],
 )
 def test_the_outermost_dim_in_memory_is_cut_unless_it_has_too_few_rows(parameter, n, order):
