@@ -30,13 +30,10 @@ def test_join_refuses_two_choices_for_one_parameter(what):
 @pytest.mark.parametrize(
     ("resting", "home", "expected"),
     [
-        (torch.float32, Home(), torch.float32),
         (torch.float64, Home(), torch.float64),
         (torch.bfloat16, Home(), torch.float32),
-        (torch.float16, Home(), torch.float32),
         (torch.float32, Home(compute=torch.bfloat16), torch.float32),
         (torch.float32, Home(compute=torch.bfloat16, reduce=torch.bfloat16), torch.bfloat16),
-        (torch.bfloat16, Home(reduce=torch.float64), torch.float64),
         (torch.complex64, Home(), torch.complex64),
     ],
 )
