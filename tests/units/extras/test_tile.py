@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zero_fn as zf
 from tests.axes.grids import grid
 from tests.support.groups import alone, pretended
+from tests.support.messages import Headed, a_batch, changed, refusals, refused
 from tests.support.models import Block
 from tests.support.models import Language as TiedLanguage
 from tests.support.on_ranks import on_ranks
@@ -20,7 +21,6 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis, sent_by_value
 from tests.support.storages import Storages
 from tests.support.wholes import full
-from tests.support.worlds import as_replicas, differences, trained
 from zero_fn.local.ranks import LocalRanks
 from zero_fn.values.tiled import TiledEmbedding, TiledLinear
 
@@ -70,23 +70,6 @@ def test_a_tiled_model_gives_the_numbers_of_the_whole_up_to_the_order_of_sums(bu
     for wrong in (-1, 37):
         with pytest.raises(IndexError):
             tiled(torch.tensor([wrong]))
-
-
-@on_ranks(2)
-def test_stage_tier_and_checkpoints_change_no_bit_of_a_tiled_model(folder):
-    """Dtypes and accumulation, too, are drawn by the laws."""
-
-    def program(model, run, step):
-        run.backward(model(tokens(10 * step + axis().get_local_rank())).logsumexp(-1).mean())
-
-    def away(model):
-        disk = zf.nvme(folder)
-        return zf.checkpoint_activations(zf.offload(model, params=disk, grads=disk, optim=disk), units=Block)
-
-    def build():
-        return zf.tile(Language(), where=TILED, parts=3)
-
-    assert differences(trained(build, program, optimizer="adamw", transform=away, stream=zf.streamed)) == []
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -249,27 +232,15 @@ def test_tiles_are_parallelized_one_by_one():
         torch.testing.assert_close(full(mine.grad), own.grad, rtol=0, atol=1e-12)
 
 
-def tiled_blocks():
-    return zf.tile(Language(), where="blocks.*.up.*", parts=3)
-
-
-def loss_of_a_path(model, seed=0):
-    """Of another path on each rank."""
-    rank = axis().get_local_rank()
-    first = model.blocks[0](model.embedding(tokens(2 * seed + rank)))
-    second = model.blocks[1](first)
-    return (first if rank else second).square().mean()
-
-
-@as_replicas(tiled_blocks, stages=["zero3"])
-def test_ranks_that_take_different_paths_back_are_exact(model, run, step):
-    run.backward(loss_of_a_path(model, step))
-
-
 def told_in_recomputation():
-    model = zf.checkpoint_activations(zf.zero3(tiled_blocks(), axis()), units=Block)
+    model = zf.checkpoint_activations(
+        zf.zero3(zf.tile(Language(), where="blocks.*.up.*", parts=3), axis()), units=Block
+    )
+    rank = axis().get_local_rank()
+    first = model.blocks[0](model.embedding(tokens(rank)))
+    second = model.blocks[1](first)
     with pytest.raises(zf.DisagreementError) as told:
-        loss_of_a_path(model).backward()
+        (first if rank else second).square().mean().backward()  # another path on each rank
     return told.value.summary
 
 
@@ -281,27 +252,64 @@ def test_ranks_that_recompute_different_tiles_are_told():
     assert values == ["Ranks 0 and 1 of axis 'dp' (2) are at different collectives."] * 2
 
 
-def test_a_tiled_model_is_compiled():
-    with alone() as mesh:
-        model = zf.zero3(zf.tile(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 9)), where="1.*", parts=3), mesh)
-        seen = []
-        for run in (model, torch.compile(model, backend="aot_eager")):
-            model.zero_grad()
-            found = run(torch.ones(4, 6))
-            found.square().sum().backward()
-            seen.append([found, *(full(p.grad) for p in model.parameters())])
-        assert all(map(torch.equal, *seen))
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate):
     """What else is: `test_captured.py`."""
     model = Language()
     model.head.register_forward_pre_hook(lambda _, args: args[0] + model.blocks[0].norm.weight)
-    with pytest.raises(zf.LayoutError, match=r"'head._forward_pre_hooks' is, or holds, a function"):
+    with refused("closure_over_a_module"):
         zf.tile(model, where=TILED, parts=3, donate=donate)
-    model = Language()
-    weight = model.head.weight
-    model.blocks[0].act = lambda x: x * weight.sum()
-    with pytest.raises(zf.PlacementError, match=r"holds the parameter 'head.weight' itself"):
-        zf.tile(model, where=TILED, parts=3, donate=donate)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.head.weight.register_hook(lambda grad: grad),
+        lambda model: model.head.register_load_state_dict_post_hook(lambda *_: None),
+    ],
+)
+def test_a_module_with_hooks_that_are_written_for_the_whole_layer_is_refused(change):
+    with pytest.raises(zf.LayoutError, match="hooks of its"):
+        _tiled(change)
+
+
+def _tiled(change, where="head.*"):
+    return zf.tile(changed(change), where=where, parts=2)
+
+
+def _in_two():
+    return zf.tile(Headed(), where="head.*", parts=2)
+
+
+def _cut_an_output():
+    model = _in_two()
+    model.head.tiles[1].register_forward_hook(lambda module, args, output: output[..., :0])
+    model(a_batch())
+
+
+def _untile_shards(two):
+    model = zf.shard_params(_in_two(), two)
+    zf.untiled(model, model.state_dict())
+
+
+test_refusals = refusals(
+    {
+        "tiled_after_a_transform": lambda four: zf.tile(zf.shard_params(Headed(), four), where="head.*", parts=2),
+        "tiled_embedding_has_a_norm": lambda: zf.tile(nn.Embedding(8, 4, max_norm=1.0), where="weight", parts=2),
+        "tiled_forward_is_its_own": lambda: _tiled(lambda model: setattr(model.head, "forward", abs)),
+        "tiled_in_too_many_parts": lambda: zf.tile(Headed(), where="head.*", parts=4),
+        "tiled_norm": lambda: zf.tile(nn.LayerNorm(4), where="*", parts=2),
+        "tiled_output_is_cut": _cut_an_output,
+        "tiled_weight_is_on_a_mesh": lambda two: zf.tile(
+            parallelize_module(Headed(), two, {"head": RowwiseParallel()}), where="head.weight", parts=2
+        ),
+        "tiled_weight_is_tied": lambda: _tiled(
+            lambda model: setattr(model.layers[1], "weight", model.layers[0].weight), "layers.0.weight"
+        ),
+        "untiled_of_shards": _untile_shards,
+        "untiled_of_some_parts": lambda: zf.untiled(_in_two(), {"head.tiles.1.weight": torch.zeros(1, 4)}),
+    }
+)

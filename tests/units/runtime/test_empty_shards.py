@@ -44,8 +44,6 @@ READS = {
     "min": lambda p: p.min(),
     "amax(0)": lambda p: p.amax(0),
     "amax(1)": lambda p: p.amax(1),
-    "amin(0, keepdim)": lambda p: p.amin(0, keepdim=True),
-    "of integers": lambda p: (p * 100).int().max(),
     "of bools": lambda p: (p > 0.4).amax(0),
     "argmax": lambda p: p.argmax(),
     "argmin(0)": lambda p: p.argmin(0),
@@ -53,7 +51,6 @@ READS = {
     "norm(inf, 0)": lambda p: p.norm(inf, dim=0),
     "norm(inf, 1)": lambda p: p.norm(inf, dim=1),
     "norm(-inf, 0, keepdim)": lambda p: p.norm(-inf, dim=0, keepdim=True),
-    "norm(inf, keepdim)": lambda p: torch.linalg.vector_norm(p, inf, keepdim=True),
     "norm of rows": lambda p: torch.linalg.matrix_norm(p, inf),
 }
 """Reductions of a matrix that have no value where there is nothing, and their kin."""

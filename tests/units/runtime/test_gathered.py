@@ -1,7 +1,5 @@
 """The memory of gathered parameters comes and goes, and whoever holds a part of it keeps what he has."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,32 +154,6 @@ def test_parameters_that_were_frozen_are_shown_without_a_history():
     model[0].weight.requires_grad_(False)
     train(model, 1)
     assert seen == [True, False]
-
-
-def test_a_copy_of_a_unit_has_memory_of_its_own():
-    model, unit = build()
-    train(model, 1)
-    twin = copy.deepcopy(model)
-    train(twin, 1)
-    other = next(each for each in units_of(twin) if each.name == "0")
-    assert memory_of(other).buffers[0].untyped_storage()._cdata != memory_of(unit).buffers[0].untyped_storage()._cdata
-
-
-def test_a_list_of_a_module_holds_what_its_names_show():
-    """`nn.LSTM` computes with such a list, not with the names."""
-    with pretended(2) as axis:
-        model = zf.shard_params(nn.LSTM(WIDTH, WIDTH), axis)
-    seen = []
-
-    def look(*_):
-        named = [getattr(model, name) for name in model._flat_weights_names]
-        seen.append(all(held is own for held, own in zip(model._flat_weights, named, strict=True)))
-
-    model.register_forward_pre_hook(look)
-    look()  # at rest, whole, and at rest again
-    model(torch.ones(2, WIDTH))[0].sum().backward()
-    look()
-    assert seen == [True, True, True]
 
 
 def test_a_hook_of_the_user_comes_after_ours_once_a_unit_around_has_run():

@@ -7,8 +7,6 @@ import functools
 import types
 import weakref
 from contextlib import nullcontext
-from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 import zero_fn as zf
 from tests.support.groups import alone
+from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
@@ -189,47 +188,27 @@ def test_a_text_of_a_module_may_hold_the_module_of_before():
     )  # no parameter is of a subclass
 
 
-class Opaque(nn.Parameter):
+class Opaque(Tensor):
     """A class that says nothing of what it is made of."""
 
 
+def _holding(weight, *, is_trained=False):
+    module = nn.Module()
+    module.weight = nn.Parameter(weight, requires_grad=is_trained)
+    return module
+
+
 def test_what_cannot_be_flattened_is_refused():
-    trained = Adapted()
     values, scale = torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)
-    trained.weight.requires_grad_(True)
-    nested, opaque = nn.Module(), nn.Module()
-    nested.weight = nn.Parameter(Scaled(values, Scaled(values, scale)), requires_grad=False)
-    opaque.weight = Opaque(scale, requires_grad=False)
-    for module, reason in ((trained, "trained"), (nested, "not plain: scale"), (opaque, "not of a class with")):
-        with pytest.raises(zf.PlacementError, match=f"'weight' cannot be kept as plain tensors: it is .*{reason}"):
-            zf.flatten_subclasses(module)
-
+    two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    with refused("subclass_is_trained"):
+        zf.flatten_subclasses(_holding(two, is_trained=True))
+    with refused("subclass_says_not_what_it_is_made_of"):
+        zf.flatten_subclasses(_holding(scale.as_subclass(Opaque)))
+    with pytest.raises(zf.PlacementError, match="not plain: scale"):
+        zf.flatten_subclasses(_holding(Scaled(values, Scaled(values, scale))))
     with alone() as mesh:
-        placed = nn.Module()
-        two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
-        placed.weight = nn.Parameter(DTensor.from_local(two, mesh, [Replicate()]))
         with pytest.raises(zf.PlacementError, match="placed on a mesh already"):
-            zf.flatten_subclasses(placed)
-        with pytest.raises(zf.StateError, match="comes before other transforms"):
+            zf.flatten_subclasses(_holding(DTensor.from_local(two, mesh, [Replicate()])))
+        with refused("flattened_after_a_transform"):
             zf.flatten_subclasses(zf.zero3(nn.Linear(2, 2), mesh))
-
-
-@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-@on_ranks(2)
-def test_weights_that_torchao_has_quantized_train_adapters_as_alone(kind):
-    quantization = import_module("torchao.quantization")
-
-    def build():
-        torch.manual_seed(0)
-        base = [nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(3)]
-        for layer in base:
-            if kind == "nf4":
-                layer.weight = nn.Parameter(quantization.to_nf4(layer.weight.detach(), 64, 64), requires_grad=False)
-            else:
-                quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
-        return nn.Sequential(nn.Linear(WIDTH, 64), *base, nn.Linear(64, 1))
-
-    expected = _trained(build())
-    for stage in ("zero1", "zero3"):
-        assert all(map(torch.equal, _trained(STAGES[stage](zf.flatten_subclasses(build()), axis())), expected))

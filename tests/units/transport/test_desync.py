@@ -7,17 +7,14 @@ import re
 import runpy
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import zero_fn as zf
 from tests.support.faults import ASTRAY, Fault
+from tests.support.messages import refusals
 from tests.support.profiles import examples
 from tests.support.programs import STAGES
-from tests.support.ranks import axis, sent_by_value
-from zero_fn.local.ranks import LocalRanks
 from zero_fn.transport import waiting
 from zero_fn.transport.waiting import deadline
 
@@ -89,32 +86,6 @@ def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(fresh_ranks, stage
         assert "left out optimizer.step()" in report.text
 
 
-def test_a_lost_group_stays_lost():
-    """After a failure the bytes on the way belong to nothing: going on would take them for others."""
-
-    def errors():
-        model = zf.shard_params(torch.nn.Linear(4, 4), axis())
-        first = second = None
-        try:
-            if dist.get_rank() == 0:
-                model(torch.ones(1, 4))
-            else:
-                with zf.unsharded(model):
-                    pass
-        except zf.DisagreementError as error:
-            first = error
-        try:
-            model(torch.ones(1, 4))
-        except zf.DisagreementError as error:
-            second = error
-        return type(first).__name__, type(second).__name__, first is second
-
-    with LocalRanks(2) as fresh, sent_by_value(errors):  # those of the pool would be lost for the tests after this one
-        values = fresh.run(errors, timeout_s=30)
-    for value in values:
-        assert value == ("DisagreementError", "DisagreementError", True)
-
-
 def test_guard_holds_inside_its_block_only():
     with zf.guard(deadline_s=7):
         assert deadline() == 7
@@ -125,7 +96,7 @@ def test_guard_holds_inside_its_block_only():
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e20, "soon", ""])
 def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
-    with pytest.raises(zf.LayoutError, match="deadline_s must be positive"), zf.guard(deadline_s=seconds):
+    with pytest.raises(zf.LayoutError), zf.guard(deadline_s=seconds):
         pass
     assert deadline() == 300
     monkeypatch.setenv("ZERO_FN_DEADLINE_S", str(seconds))
@@ -133,3 +104,17 @@ def test_a_deadline_that_is_no_time_is_refused(seconds, monkeypatch):
         runpy.run_path(waiting.__file__)
     monkeypatch.setenv("ZERO_FN_DEADLINE_S", "2.5")
     assert runpy.run_path(waiting.__file__)["deadline"]() == 2.5
+
+
+def test_a_process_that_asks_for_comparisons_is_told_that_they_are_gone(monkeypatch):
+    monkeypatch.setenv("ZERO_FN_COMPARE", "1")
+    with pytest.raises(zf.LayoutError, match="ZERO_FN_COMPARE is gone"):
+        runpy.run_path(waiting.__file__)
+
+
+test_refusals = refusals(
+    {
+        "guard_of_no_time": lambda: zf.guard(deadline_s=0).__enter__(),
+        "guard_that_compares": lambda: zf.guard(compare=True).__enter__(),
+    }
+)

@@ -1,22 +1,22 @@
 """What a failed collective tells the user, from transports that fail on purpose."""
 
-import os
-import subprocess
-import sys
 import warnings
 import weakref
 from collections import deque
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.support.groups import pretended
+from tests.support.messages import refusals
 from zero_fn.transport import exchange
 from zero_fn.transport.exchange import GatherPlan
+from zero_fn.transport.flag import Flag
 from zero_fn.transport.line import MISMATCH, Line, Work
 from zero_fn.transport.links import line_over, open_transport
 from zero_fn.transport.segment import Segment
@@ -37,30 +37,14 @@ class Failing:
     def gather_plan(self, segments):
         return GatherPlan(segments, 0, [])
 
-    def all_gather(self, plan, mark=0):
-        return self._work(mark)
+    def begin(self, *what):
+        self.marks.append(what[-1])
+        return Work(finish=self._fail)
 
-    def reduce_plan(self, contributions, buffers):
-        raise NotImplementedError
-
-    def reduce_scatter(self, plan, rows, buffers, mark=0):
-        return self._work(mark)
-
-    def all_to_all(self, sends, places, device, mark=0):
-        return self._work(mark)
-
-    def any(self, bits, mark=0):
-        return self._work(mark)
-
-    def exchange(self, rows, mark=0):
-        return self._work(mark)
+    all_gather = reduce_scatter = all_to_all = any = exchange = begin
 
     def give_up(self, failure=None):
         self.told = failure
-
-    def _work(self, mark):
-        self.marks.append(mark)
-        return Work(finish=self._fail)
 
     def _fail(self):
         if self.failure is not None:
@@ -146,12 +130,6 @@ def test_where_torch_compares_collectives_its_error_names_ours():
         assert "Rank 1 is running" in str(error.value)
         with pytest.raises(zf.DisagreementError):
             transport.all_gather([SEGMENT], "parameters of unit b")
-
-
-def test_comparing_is_refused_with_what_compares():
-    environment = {**os.environ, "ZERO_FN_COMPARE": "1"}
-    done = subprocess.run([sys.executable, "-c", "import zero_fn"], env=environment, capture_output=True, text=True)
-    assert "ZERO_FN_COMPARE is gone" in done.stderr
 
 
 def test_marks_tell_operations_tensors_and_sizes_apart():
@@ -297,3 +275,22 @@ def test_gloo_on_cuda_is_said(ranks):
     """DTensor's all-gather ends the process there, without a word."""
     for device_type, expected in (("cpu", []), ("cuda", ["gloo moves what rests on CUDA."])):
         assert ranks(2).run(_over_gloo, device_type) == [expected, expected]
+
+
+CLOSED = RuntimeError("Connection closed by peer [10.0.0.2]:41312\nat line")
+
+
+def _lose_a_rank_that_asks():
+    flag = Flag()
+    flag._work = Mock(wait=Mock(side_effect=CLOSED))
+    flag.is_raised(False)
+
+
+def _lose_a_rank_that_saves(two, folder):
+    with patch.object(dist.ProcessGroup, "recv", side_effect=CLOSED):
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+test_refusals = refusals(
+    {"preemption_lost_a_rank": _lose_a_rank_that_asks, "checkpoint_lost_a_rank": _lose_a_rank_that_saves}
+)

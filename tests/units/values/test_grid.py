@@ -5,12 +5,15 @@ from math import prod
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import zero_fn as zf
 from tests.support.groups import pretended_grid
+from tests.support.messages import changed, refusals
 from zero_fn.values.grid import Grid, _reads_alike, grid_of, local_part
 from zero_fn.values.home import Stage
 from zero_fn.values.layout import TOLERATED_PADDING_NUMEL
@@ -19,7 +22,7 @@ from zero_fn.values.mesh import mesh_axis
 NOTHING, OPTIMIZER, GRADS, PARAMS = Stage
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mesh():
     with pretended_grid(4, 4):
         yield init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("outer", "inner", "cp", "tp"))
@@ -126,3 +129,21 @@ def test_dtensor_reads_rows_where_they_were_put_or_the_check_says_so(sizes):
                 for at in product(*map(range, sizes))
             )
             assert _reads_alike(rows, tuple(enumerate(factors)), order, sizes) == same
+
+
+def _with_a_head_on(mesh, placement):
+    def place(model):
+        model.head.weight = nn.Parameter(DTensor.from_local(torch.zeros(3, 4), mesh, [placement], run_check=False))
+
+    return changed(place)
+
+
+test_refusals = refusals(
+    {
+        "axis_is_that_of_tensor_parallelism": lambda grid: zf.shard_params(
+            _with_a_head_on(grid["tp"], Replicate()), grid["tp"]
+        ),
+        "parameter_is_sharded_over_the_axis_already": lambda two: zf.shard_params(_with_a_head_on(two, Shard(0)), two),
+        "parameter_is_partial": lambda grid: zf.shard_params(_with_a_head_on(grid["tp"], Partial()), grid["dp"]),
+    }
+)

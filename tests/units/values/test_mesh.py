@@ -2,9 +2,11 @@
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import zero_fn as zf
 from tests.support.groups import pretended_grid
+from tests.support.messages import Headed, refusals
 from zero_fn.values.mesh import dims_in, joined_mesh, mesh_axis, root_of
 
 
@@ -30,3 +32,14 @@ def test_a_group_that_was_started_without_a_backend_has_one_for_each_device(name
         assert mesh_axis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), verb="a test").backend == "gloo"
     finally:
         dist.destroy_process_group()
+
+
+test_refusals = refusals(
+    {
+        "mesh_is_no_mesh": lambda: zf.shard_params(Headed(), "dp"),
+        "mesh_is_on_meta": lambda two: zf.shard_params(Headed(), DeviceMesh("meta", [0, 1], mesh_dim_names=("dp",))),
+        "mesh_without_this_rank": lambda four: zf.shard_optimizer(
+            Headed(), DeviceMesh("cpu", [1, 2], mesh_dim_names=("dp",))
+        ),
+    }
+)

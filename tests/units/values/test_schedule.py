@@ -33,9 +33,7 @@ from zero_fn.values.schedule import (
     Use,
     backward_schedule,
     backward_trace,
-    fetch_ahead,
     forward_schedule,
-    land_ahead,
     legs,
     limit_reductions,
     prefetch,
@@ -173,51 +171,32 @@ def test_an_accumulated_step_of_a_recipe_is_golden(axis, monkeypatch, recipe):
 def record(monkeypatch):
     """From now on, the events that units live through, in a list. What changes nothing is left out."""
     done = []
-    unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
-    enter, leave, reduce, settle = Run.enter, Run.leave, Gradients.reduce, Run.settle
 
-    def note(event, unit, *phases):
-        if not phases or unit.groups.phase in phases:
-            done.append(event)
+    def note(kind, name, event_of):
+        method = getattr(kind, name)
 
-    def unshard_noted(unit):
-        note(Unshard(unit.index), unit, Phase.AT_REST)
-        unshard(unit)
+        def noted(*args, **how):
+            done.extend(event_of(*args))
+            return method(*args, **how)
 
-    def await_noted(unit):
-        note(Await(unit.index), unit, Phase.GATHERING)
-        awaited(unit)
+        monkeypatch.setattr(kind, name, noted)
 
-    def reshard_noted(unit):
-        note(Reshard(unit.index), unit, Phase.GATHERING, Phase.GATHERED)
-        reshard(unit)
+    def note_unit(name, event, *phases):
+        note(Unit, name, lambda unit: [event(unit.index)] if unit.groups.phase in phases else [])
 
-    def enter_noted(run, unit, door, method):
+    def entered(run, unit, door, method):
         use = enter(run, unit, door, method)
         done.append(Enter(use.key))
         return use
 
-    def leave_noted(run, use, *, failed):
-        done.append(Exit(use.key))
-        leave(run, use, failed=failed)
-
-    def reduce_noted(gradients, *, exact, present=None):
-        unit = unit_of(gradients._slots[0])
-        assert unit is not None
-        done.append(Reduce(unit.index))
-        return reduce(gradients, exact=exact, present=present)
-
-    def settle_noted(run, unit, under_way):
-        done.append(Settle(unit.index))
-        settle(run, unit, under_way)
-
-    monkeypatch.setattr(Unit, "unshard", unshard_noted)
-    monkeypatch.setattr(Unit, "await_gathered", await_noted)
-    monkeypatch.setattr(Unit, "reshard", reshard_noted)
-    monkeypatch.setattr(Run, "enter", enter_noted)
-    monkeypatch.setattr(Run, "leave", leave_noted)
-    monkeypatch.setattr(Gradients, "reduce", reduce_noted)
-    monkeypatch.setattr(Run, "settle", settle_noted)
+    enter = Run.enter
+    monkeypatch.setattr(Run, "enter", entered)
+    note_unit("unshard", Unshard, Phase.AT_REST)
+    note_unit("await_gathered", Await, Phase.GATHERING)
+    note_unit("reshard", Reshard, Phase.GATHERING, Phase.GATHERED)
+    note(Run, "leave", lambda run, use: [Exit(use.key)])
+    note(Run, "settle", lambda run, unit, under_way: [Settle(unit.index)])
+    note(Gradients, "reduce", lambda gradients: [Reduce(unit_of(gradients._slots[0]).index)])
     return done
 
 
@@ -229,25 +208,6 @@ def test_a_unit_inside_itself_is_gathered_once():
     assert text(forward_schedule(trace, keeps_last=False)) == (
         "unshard 0\nawait 0\nenter 0\n  enter 0#1\n  exit 0#1\nexit 0\nreshard 0"
     )
-
-
-def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it():
-    trace = trace_of("0(1()2())")
-    events = prefetch(forward_schedule(trace, keeps_last=False), depth=1)
-    fetched = text(fetch_ahead(events, is_away=lambda unit: unit > 0, depth=1)).split("\n")
-    assert [line.strip() for line in fetched[:9]] == [
-        *("fetch 1", "unshard 0", "await 0", "unshard 1", "fetch 2", "enter 0", "await 1", "unshard 2", "enter 1"),
-    ]  # fmt: skip
-
-
-def test_the_next_block_is_on_its_way_while_the_last_one_is_waited_for():
-    """Block 3 is begun as soon as the memory of block 1 is free, before block 2 has come."""
-    events = forward_schedule(trace_of("0(1()2()3())"), keeps_last=False)
-    landed = text(land_ahead(events, nbytes_of=lambda unit: 8 * (unit > 0))).split("\n")
-    assert [line.strip() for line in landed[:12]] == [
-        *("fetch 1", "fetch 2", "unshard 0", "await 0", "enter 0", "unshard 1", "await 1", "enter 1", "exit 1"),
-        *("reshard 1", "fetch 3", "unshard 2"),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(TRACES))

@@ -5,20 +5,16 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+import zero_fn as zf
 import zero_fn.values.units
-from tests.support.groups import pretended
+from tests.support.messages import Headed, changed, refusals
 from tests.support.worlds import WIDTH, Tower
-from zero_fn.errors import UnitError
-from zero_fn.extras.tile import tile
-from zero_fn.looking import plan
-from zero_fn.transforms.checkpoint_activations import checkpoint_activations
-from zero_fn.transforms.shard import shard_params
 from zero_fn.values.units import (
     LARGE_NBYTES,
     anchors_of,
     by_size,
-    distinct_parameters,
     innermost_common,
 )
 
@@ -47,14 +43,6 @@ class GPT(nn.Module):
         self.head = nn.Linear(4, 32, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-
-
-def group_parameters(module, anchors):
-    """Names of the parameters of each unit, as a transform groups them."""
-    groups = {anchor: [] for anchor in anchors}
-    for named in distinct_parameters(module):
-        groups[innermost_common(anchors, (name for name, _ in named.places))].append(named.fqn)
-    return groups
 
 
 # -- which modules are units ------------------------------------------------------------------------------------------
@@ -147,84 +135,49 @@ def test_units_beside_the_root_are_found_by_repetition_or_as_asked_for(make, uni
     assert anchors_of(make(), units) == ["", *expected.split()]
 
 
-def test_blocks_of_a_gpt_have_their_parameters_and_the_root_has_the_rest():
-    model = GPT()
-    groups = group_parameters(model, anchors_of(model, None))
-    assert groups[""] == ["embedding.weight", "norm.weight", "norm.bias"]
-    assert groups["blocks.1"] == [f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()]
-
-
 # -- large modules beside the blocks -----------------------------------------------------------------------------------
 
 
-def gpt_of(numel, *, tied=False):
-    """Of which the token table and the head take 4 bytes for each of `numel` elements."""
+def gpt_of(nbytes, *, tied=False):
+    """Of which the token table and the head take so many bytes each."""
     with torch.device("meta"):
         model = GPT(2, tied=False)
-        model.embedding, model.head = nn.Embedding(numel // 4, 4), nn.Linear(4, numel // 4, bias=False)
+        model.embedding, model.head = nn.Embedding(nbytes // 16, 4), nn.Linear(4, nbytes // 16, bias=False)
         if tied:
             model.head.weight = model.embedding.weight
     return model
 
 
-def test_a_large_table_and_a_large_head_are_units_of_their_own():
-    numel = LARGE_NBYTES // 4
-    assert anchors_of(gpt_of(numel), None) == ["", "blocks.0", "blocks.1"]
-    large = gpt_of(numel + 4)
-    assert anchors_of(large, None) == ["", "embedding", "blocks.0", "blocks.1", "head"]
-    assert group_parameters(large, anchors_of(large, None))[""] == ["norm.weight", "norm.bias"]
-    assert anchors_of(gpt_of(numel + 4).bfloat16(), None) == ["", "blocks.0", "blocks.1"], "bytes, not elements"
-
-
-def test_a_large_table_that_is_tied_to_the_head_stays_in_the_unit_of_the_root():
-    model = gpt_of(LARGE_NBYTES, tied=True)
-    assert anchors_of(model, None) == ["", "blocks.0", "blocks.1"]
-    assert group_parameters(model, anchors_of(model, None))[""] == ["embedding.weight", "norm.weight", "norm.bias"]
-
-
-def test_large_modules_are_found_around_nested_blocks_and_not_inside_them():
-    model = nn.Module()
-    model.model, model.head = gpt_of(LARGE_NBYTES), nn.Linear(2, 2)
+def around_nested_blocks():
+    model = holding(model=gpt_of(4 * LARGE_NBYTES), head=nn.Linear(2, 2))
     model.model.blocks[1].mlp[0] = nn.Linear(2**13, 2**12, device="meta")
-    assert anchors_of(model, None) == [
-        "", "model.embedding", "model.blocks.0", "model.blocks.1", "model.head",
-    ]  # fmt: skip
+    return model
 
 
-def test_a_large_module_that_nobody_calls_is_looked_through():
-    model, size = nn.Module(), 2**13
-    model.layers = nn.ModuleList([nn.Linear(size, size, device="meta")])
-    model.weights = nn.ParameterList([nn.Parameter(torch.empty(size, size, device="meta"))])
-    assert anchors_of(model, None) == ["", "layers.0"]
+def that_nobody_calls():
+    size = 2**13
+    weights = nn.ParameterList([nn.Parameter(torch.empty(size, size, device="meta"))])
+    return holding(layers=nn.ModuleList([nn.Linear(size, size, device="meta")]), weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (gpt_of(LARGE_NBYTES), "blocks.0 blocks.1"),
+        (gpt_of(LARGE_NBYTES + 16), "embedding blocks.0 blocks.1 head"),
+        (gpt_of(LARGE_NBYTES + 16).bfloat16(), "blocks.0 blocks.1"),  # bytes, not elements
+        (gpt_of(4 * LARGE_NBYTES, tied=True), "blocks.0 blocks.1"),  # of the unit of the root
+        (around_nested_blocks(), "model.embedding model.blocks.0 model.blocks.1 model.head"),
+        (that_nobody_calls(), "layers.0"),  # it is looked through
+    ],
+)
+def test_large_modules_beside_the_blocks_are_units_of_their_own(model, expected):
+    assert anchors_of(model, None) == ["", *expected.split()]
 
 
 def test_parts_of_a_tiled_module_are_its_units():
-    model = tile(gpt_of(LARGE_NBYTES), parts=2, where="head.*")
+    model = zf.tile(gpt_of(4 * LARGE_NBYTES), parts=2, where="head.*")
     assert [name for name in anchors_of(model, None) if name.startswith("head")] == []
-
-
-class Llama(nn.Module):
-    """Shapes of Llama-3-8B, on meta."""
-
-    def __init__(self):
-        super().__init__()
-        width = 4096
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(128256, width)
-        self.model.layers = nn.ModuleList(nn.Linear(218_112_000 // width, width, bias=False) for _ in range(32))
-        self.model.norm = nn.RMSNorm(width)
-        self.lm_head = nn.Linear(width, 128256, bias=False)
-
-
-def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_its_tables():
-    with pretended(64) as mesh, torch.device("meta"):
-        model = Llama().bfloat16()
-        default = plan(shard_params(model, mesh))
-        blocks = plan(shard_params(model, mesh, units="model.layers.*"))
-    head, block = 128256 * 4096 * 2, 218_112_000 * 2
-    assert default.in_flight_nbytes < 2 * head + block + 100_000  # the next block is prefetched
-    assert blocks.in_flight_nbytes > 4 * head + 3 * block
-    assert default.sent_nbytes < 1.025 * blocks.sent_nbytes
 
 
 def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(monkeypatch):
@@ -233,7 +186,7 @@ def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(mon
     assert {"enter", "leave"} <= set(anchors_of(model, None))
     for name in ("enter", "blocks.1.up", "leave"):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.update([name]))
-    checkpoint_activations(model)(torch.ones(2, WIDTH)).sum().backward()
+    zf.checkpoint_activations(model)(torch.ones(2, WIDTH)).sum().backward()
     assert calls == {"enter": 1, "blocks.1.up": 2, "leave": 1}
 
 
@@ -248,11 +201,25 @@ def test_names_that_begin_alike_are_not_nested():
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("units", [(3,), (int,), (None,)])
+@pytest.mark.parametrize("units", [(int,), (None,)])
 def test_units_of_another_type_are_refused(units):
-    with pytest.raises(UnitError, match="takes module classes"):
+    with pytest.raises(zf.UnitError):
         anchors_of(GPT(1), units)
 
 
-def test_attributes_that_are_none_are_no_parameters():
-    assert [named.fqn for named in distinct_parameters(nn.Linear(2, 2, bias=False))] == ["weight"]
+def _with_weight_of_a_subclass(model):
+    model.head.weight = nn.Parameter(TwoTensor(torch.zeros(3, 4), torch.ones(3, 4)))
+
+
+test_refusals = refusals(
+    {
+        "units_are_no_rule": lambda two: zf.shard_params(Headed(), two, units=(3,)),
+        "units_of_no_size": lambda: zf.by_size(nbytes=0),
+        "units_pattern_matches_nothing": lambda two: zf.shard_params(Headed(), two, units=("layers.*", "blocks.*")),
+        "parameter_is_lazy": lambda two: zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), two),
+        "parameter_is_of_a_subclass": lambda two: zf.shard_params(changed(_with_weight_of_a_subclass), two),
+        "module_is_scripted": lambda two: zf.shard_params(
+            nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))), two
+        ),
+    }
+)
