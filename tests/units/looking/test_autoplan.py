@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import pretended
+from tests.support.messages import refusals, refused
 from tests.support.ranks import axis as axis_of_ranks
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -111,7 +112,7 @@ def test_the_fastest_that_fits_is_first(axis):
     assert best(int(1.3 * gb)) == ("shard_optimizer", "gradients, states on disk")
     assert best(int(1.0 * gb)) == ("shard_params", "gradients, states on disk")
     assert best(int(0.5 * gb)) == ("shard_optimizer", "parameters, gradients, states on disk")
-    with pytest.raises(zf.TierError, match=r"(?s)No placement fits.*nearest"):
+    with refused("nothing_fits_the_budget"):
         best(gb // 10)
 
 
@@ -345,3 +346,20 @@ def test_a_process_of_its_own_has_links_too():
     found = zf.measure_links(nbytes="1MiB", rounds=1)
     assert (found.disk_read, found.disk_write, found.sent) == (None, None, {})
     assert dataclasses.replace(found, memory=1.0).memory == 1.0 < found.memory
+
+
+def _planned(axis, *tier, **speeds):
+    return zf.autoplan(model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, **speeds), tier=tier or None)
+
+
+test_refusals = refusals(
+    {
+        "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
+        "planned_disk_was_not_measured": lambda four: _planned(four, zf.nvme("/scratch"), disk_read=None),
+        "planned_accelerator_was_not_measured": lambda gpus: _planned(gpus, zf.cpu(), to_device=1e9),
+        "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
+        "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),
+        "planned_module_is_transformed": lambda four: zf.autoplan(zf.zero2(model(), four), four, "1GiB", links=SPEEDS),
+        "planned_links_are_no_file": lambda: zf.LinkSpeeds.read("links.json"),
+    }
+)
