@@ -136,22 +136,6 @@ def test_gradients_are_summed_over_parts_of_sequences_and_averaged_over_batches(
             agree(full(own.grad), other.grad / batches)
 
 
-@on_ranks(2)
-def test_gradients_are_summed_over_ranks_where_the_config_says_so():
-    own = []
-    for op in ("mean", "sum"):
-        config = {
-            **BASE,
-            "gradient_allreduce_op": op,
-            "gradient_accumulation_steps": 2,
-            "zero_optimization": {"stage": 2},
-        }
-        setup = zf.from_deepspeed(Planned(), config, axis())
-        setup.scaled(loss_of(setup.model, 0, dist.get_rank())).backward()
-        own.append([full(each.grad) for each in setup.model.parameters() if each.grad is not None])
-    agree([2 * grad for grad in own[0]], own[1])
-
-
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -202,32 +186,24 @@ def run_pipeline(setup, pipe, factor=1.0):
 
 
 @on_ranks(4)
-def test_stages_of_a_pipeline_clip_to_one_norm_and_skip_the_same_steps():
-    """In float16 only the last stage sees the loss, and here only its gradients are infinite."""
+def test_stages_of_a_pipeline_clip_to_the_norm_of_the_whole_model_and_skip_the_same_steps():
+    """In float16 only the last stage sees the loss, and in the second step only its gradients are infinite."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     config = {**BASE, "fp16": fp16, "zero_optimization": {"stage": 1}, "pipeline_parallel": {"pp_size": 2}}
-    torch.manual_seed(grid["pp"].get_local_rank())
-    setup = zf.from_deepspeed(nn.Sequential(Block(), Block()), config, grid["dp"], pipeline=grid["pp"])
-    assert setup.scaler is not None
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    setup = zf.from_deepspeed(blocks[grid["pp"].get_local_rank()], config, grid["dp"], pipeline=grid["pp"])
     norms = [None] * 4
     for factor in (1.0, float("inf"), 1.0):
         norm = run_pipeline(setup, grid["pp"], factor)
         dist.all_gather_object(norms, (norm, setup.scaler.get_scale(), setup.steps, setup.skipped_steps))
         assert len({str(each) for each in norms}) == 1, norms
+        if setup.steps == 1:
+            first = norm
     assert (setup.steps, setup.skipped_steps, setup.scaler.get_scale()) == (3, 1, 128.0)
-
-
-@on_ranks(4)
-def test_the_norm_of_a_pipeline_is_that_of_the_whole_model():
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    config = {**BASE, "zero_optimization": {"stage": 2}, "gradient_clipping": 1e-3}
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(Block(), Block()) for _ in range(2)]
-    setup = zf.from_deepspeed(blocks[grid["pp"].get_local_rank()], config, grid["dp"], pipeline=grid["pp"])
-    norm = run_pipeline(setup, grid["pp"])
     whole = nn.Sequential(*(block for part in blocks for block in part))
     for rank in range(2):
         x = noise(4, WIDTH, seed=rank)
         ((whole(x) - x.flip(0)).square().mean() / 2).backward()
-    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 1e-3)), rel=1e-4)
+    assert first == pytest.approx(float(nn.utils.get_total_norm([each.grad for each in whole.parameters()])), rel=1e-2)

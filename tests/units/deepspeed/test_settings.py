@@ -5,6 +5,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def config_of_row(row):
 def differences(found, said, path="settings"):
     """Where settings are not what a row says of them."""
     if isinstance(said, dict):
-        read = found.__getitem__ if isinstance(found, Mapping) else found.__getattribute__
+        read = found.__getitem__ if isinstance(found, Mapping) else partial(getattr, found)
         return [line for name, value in said.items() for line in differences(read(name), value, f"{path}.{name}")]
     is_right = str(found) == said or found == (tuple(said) if isinstance(said, list) else said)
     return [] if is_right else [f"{path} is {found}, not {said}"]
