@@ -9,7 +9,7 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import pretended
-from tests.support.messages import refusals, refused
+from tests.support.messages import Headed, refusals
 from tests.support.ranks import axis as axis_of_ranks
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -209,7 +209,8 @@ def test_limits_of_both_tiers_are_kept(host, disk, expected):
 
 def test_what_fits_nowhere_is_told_the_nearest():
     tiers = zf.cpu(limit="320MB"), zf.nvme("/scratch", limit="500MB")
-    with pretended(4, device_type="cuda") as mesh, refused("nothing_fits_the_budget"):
+    nearest = r"(?s)nearest *: shard_params, .* on host, .* on disk"
+    with pretended(4, device_type="cuda") as mesh, pytest.raises(zf.TierError, match=nearest):
         best(mesh, "600MB", ON_ACCELERATORS, *tiers)
 
 
@@ -343,6 +344,7 @@ test_refusals = refusals(
         "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
         "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),
         "planned_module_is_transformed": lambda four: zf.autoplan(zf.zero2(model(), four), four, "1GiB", links=SPEEDS),
+        "nothing_fits_the_budget": lambda four: zf.autoplan(Headed(), four, 100, links=SPEEDS),
         "planned_links_are_no_file": lambda: zf.LinkSpeeds.read("links.json"),
     }
 )
