@@ -8,9 +8,11 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.messages import Headed, refusals
-from tests.units.deepspeed.configs import BASES, merged
+from tests.units.deepspeed.configs import BASES
 from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, groups_of_muon
+from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
+from zero_fn.values.tiers import Tiers
 
 
 def _drawn(*shape, seed, of=torch.float64):
@@ -125,13 +127,14 @@ def test_rates_of_muon_and_of_its_adam_are_those_of_the_config(params, rates):
     assert [group["lr"] for group in stock.over(groups, [model]).param_groups] == [7.0, 7.0], "a group has its own"
 
 
+def _half_on_the_host(one):
+    optimizer = zf.by_owner(torch.optim.SGD(zf.shard_params(Headed(), one).parameters()))
+    finished(optimizer, Tiers(fraction=0.5))
+
+
 test_refusals = refusals(
     {
         "muon_of_a_parameter_without_a_name": lambda: groups_of_muon([nn.Parameter(torch.empty(2, 2))], [Headed()]),
-        "owners_of_a_part_of_the_states": lambda one: zf.from_deepspeed(
-            Headed(),
-            merged(BASES["half on the host"], {"optimizer": {"type": "Lamb"}}),
-            one,
-        ),
+        "owners_of_a_part_of_the_states": _half_on_the_host,
     }
 )
