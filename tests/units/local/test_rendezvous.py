@@ -1,11 +1,15 @@
 """Ranks meet in a store that outlives them, as torchrun's does: those of one start, or they say who is missing."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+import zero_fn as zf
+from tests.support.messages import refused
 from zero_fn.errors import LostRankError
 from zero_fn.local.rendezvous import meet
 
@@ -72,3 +76,10 @@ def test_without_rank_0_the_others_say_so_in_time(port):
     start.begin(1)
     assert start.errors() == ["Rank 1 of 2 did not meet the others."]
     assert time.monotonic() - began < 10
+
+
+def test_a_rank_alone_says_where_nobody_listens():
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    here = zf.from_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **address})
+    with mock.patch.dict(os.environ), refused("started_where_nobody_listens"):
+        here.start(timeout_s=1)

@@ -1,6 +1,7 @@
 """What `autoplan` predicts follows from plan and links; all ranks decide alike; the fastest that fits wins."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -8,16 +9,15 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import pretended
+from tests.support.messages import Headed, refusals
 from tests.support.ranks import axis as axis_of_ranks
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
 from zero_fn.runtime import parcels
-from zero_fn.streamed.footprint import _streamed as footprint_of
-from zero_fn.streamed.pieces import ParameterPiece, Planner
+from zero_fn.streamed.pieces import ParameterPiece
 from zero_fn.transforms import shard
 from zero_fn.transforms.offload import offloaded
 from zero_fn.values.home import Home
-from zero_fn.values.tiers import Tiers
 
 SPEEDS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 0.5e9}, None, None)
 STAGES = ("replicate", "shard_optimizer", "shard_grads", "shard_params")
@@ -33,18 +33,45 @@ def model():
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
 
-KINDS = ("nothing", "states on disk", "gradients, states on disk", "parameters, gradients, states on disk")
+def unlike():
+    """Blocks that differ in one thing each, and are not counted as one: in what is frozen, in a bias, in a shape."""
+    module = nn.Sequential(*[nn.Linear(64, 64, bias=number != 5) for number in range(8)])
+    module[6].weight = nn.Parameter(torch.empty(128, 32))
+    module[2].weight.requires_grad_(False)
+    return module
 
 
 def by_kind(found):
     return {(proposal.transform, proposal.away): proposal for proposal in found.all}
 
 
-def in_tiers(module, away, tier):
-    """What a proposal says, by hand."""
-    names = {"parameters": "params", "gradients": "grads", "states": "optim"}
-    tiers = {names[kind]: tier for kind in away.removesuffix(" on disk").split(", ") if kind != "nothing"}
-    return offloaded(module, Home(tiers=Tiers(**tiers)), reserves=False) if tiers else module
+def assert_follows(proposal, module, mesh, disk, links, compute_s):
+    """What is predicted is what the plan of the same transforms says, at the speeds of the links."""
+    by_hand = getattr(zf, proposal.transform)(module, mesh)
+    elements = zf.plan(by_hand).held.optimizer / 8
+    if proposal.away != "nothing":
+        by_hand = offloaded(by_hand, Home(tiers=proposal.tiers), reserves=False)
+    without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
+    assert proposal.nbytes == planned.peak_nbytes
+    assert proposal.disk == planned.held.tiers.get(str(disk), 0)
+    assert proposal.collectives_s == pytest.approx(planned.sent_nbytes / links.sent["dp"])
+    fetched, moved = without.moved.get(str(disk), (0, 0)), planned.moved.get(str(disk), (0, 0))
+    assert proposal.fetch_s == pytest.approx(_on_disk(fetched, links))
+    assert proposal.fetch_s + proposal.disk_s == pytest.approx(_on_disk(moved, links))
+    if links.to_device is None:
+        passes, link_s = max(compute_s + proposal.collectives_s, proposal.fetch_s), 0
+        assert proposal.optimizer_s == pytest.approx(elements * 28 / links.memory)
+    else:
+        passes = max(compute_s, proposal.collectives_s, proposal.fetch_s, proposal.fetch_link_s)
+        link_s = proposal.link_s
+        assert proposal.host == planned.host_nbytes
+        assert proposal.fetch_link_s == pytest.approx(max(without.link[0] / 20e9, without.link[1] / 25e9))
+        assert (link_s + proposal.fetch_link_s > 0) == (proposal.away != "nothing")
+    assert proposal.step_s == passes + max(proposal.optimizer_s, proposal.disk_s, link_s)
+
+
+def _on_disk(moved, links):
+    return moved[0] / links.disk_read + moved[1] / links.disk_write
 
 
 def test_what_is_predicted_follows_from_the_plan_and_the_links(axis):
@@ -52,28 +79,12 @@ def test_what_is_predicted_follows_from_the_plan_and_the_links(axis):
     with torch.device("meta"):
         module = model()
     found = by_kind(zf.autoplan(module, axis, "1GiB", links=SPEEDS, tier=disk, compute_s=0.5))
-    assert set(found) == {(stage, kind) for stage in STAGES for kind in KINDS}
-    for (stage, away), proposal in found.items():
-        by_hand = in_tiers(getattr(zf, stage)(module, axis), away, disk)
-        without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
-        assert proposal.nbytes == planned.peak_nbytes
-        assert proposal.collectives_s == pytest.approx(planned.sent_nbytes / 0.5e9)
-        elements = zf.plan(getattr(zf, stage)(module, axis)).held.optimizer / 8
-        assert proposal.optimizer_s == pytest.approx(elements * 28 / 10e9)
-        if away == "nothing":
-            assert (proposal.disk, proposal.fetch_s, proposal.disk_s, proposal.tier) == (0, 0.0, 0.0, None)
-            continue
-        (moved,), fetched = planned.moved.values(), without.moved.get(str(disk), (0, 0))
-        assert proposal.tier == disk
-        assert proposal.disk == planned.held.tiers[str(disk)]
-        assert (proposal.fetch_s > 0) == (away not in ("nothing", "states on disk"))
-        assert proposal.fetch_s == pytest.approx(fetched[0] / 1e9 + fetched[1] / 2e9)
-        assert proposal.fetch_s + proposal.disk_s == pytest.approx(moved.read / 1e9 + moved.written / 2e9)
-        computed = 0.5 + proposal.collectives_s
-        assert proposal.step_s == max(computed, proposal.fetch_s) + max(proposal.optimizer_s, proposal.disk_s)
+    kinds = ("nothing", "states on disk", "gradients, states on disk", "parameters, gradients, states on disk")
+    assert set(found) == {(stage, kind) for stage in STAGES for kind in kinds}
+    for proposal in found.values():
+        assert_follows(proposal, module, axis, disk, SPEEDS, 0.5)
         assert proposal.bound == "compute"
-    unit = (64 * 64 + 64) * 4
-    gathered, reduced = 2 * unit, 2 * unit  # the root holds no parameters itself
+    gathered = reduced = 2 * (64 * 64 + 64) * 4  # the root holds no parameters itself
     in_flight = [found[stage, "nothing"].in_flight for stage in STAGES]
     assert in_flight == [reduced, reduced, reduced, gathered + reduced]
 
@@ -88,61 +99,30 @@ def test_what_is_bound_by_the_disk_says_so(axis):
     assert (there.held.optimizer, there.held.buffers) == (0, buffers)
     assert there.disk_s == pytest.approx((2 * states - buffers) / 1e8)
     assert there.bound == "disk"
-    everything = found["shard_params", KINDS[3]]
+    everything = found["shard_params", "parameters, gradients, states on disk"]
     assert everything.bound == "disk"
     assert everything.step_s == everything.fetch_s + everything.disk_s
-
-
-def test_the_fastest_that_fits_is_first(axis):
-    def best(budget, **options):
-        with torch.device("meta"):
-            large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1.07 GB
-        found = zf.autoplan(large, axis, budget, links=SPEEDS, tier=zf.nvme("/scratch", **options))
-        assert [proposal.fits for proposal in found.all] == sorted((p.fits for p in found.all), reverse=True)
-        return found.best.transform, found.best.away
-
-    # GB with what is in flight: nothing on the disk 2.8 in stage 1, 2.0 in stage 2, 1.3 in stage 3; with gradients and states
-    # there 1.3 in stages 1 and 2, 0.6 in stage 3; with everything there 0.37.
-    gb = 10**9
-    assert best(100 * gb) == ("shard_optimizer", "nothing")
-    assert best(int(2.5 * gb)) == ("shard_grads", "nothing")
-    assert best(int(1.8 * gb)) == ("shard_grads", "states on disk")
-    assert best(int(1.8 * gb), limit="100MiB") == ("shard_params", "nothing")
-    assert best(int(1.3 * gb)) == ("shard_optimizer", "gradients, states on disk")
-    assert best(int(1.0 * gb)) == ("shard_params", "gradients, states on disk")
-    assert best(int(0.5 * gb)) == ("shard_optimizer", "parameters, gradients, states on disk")
-    with pytest.raises(zf.TierError, match=r"(?s)No placement fits.*nearest"):
-        best(gb // 10)
 
 
 ON_ACCELERATORS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 5e9}, 20e9, 25e9, 1000e9)
 
 
-def test_an_accelerator_has_the_host_as_a_tier_too():
+@pytest.mark.parametrize("blocks", [model, unlike])
+def test_an_accelerator_has_the_host_as_a_tier_too(blocks):
     """Planned without one. What is used less is never nearer; the host's memory is no part of the device's."""
     host, disk = zf.cpu(), zf.nvme("/no/such/path")
     with torch.device("meta"):
-        module = zf.precision(model())
+        module = zf.precision(blocks())
     with pretended(4, device_type="cuda") as mesh:
         found = by_kind(zf.autoplan(module, mesh, "1GiB", links=ON_ACCELERATORS, tier=(disk, host), compute_s=1e-6))
         assert len(found) == 4 * 10
-        for (stage, away), proposal in found.items():
-            tiers = proposal.tiers
-            by_hand = getattr(zf, stage)(module, mesh)
-            if away != "nothing":
-                by_hand = zf.offload(by_hand, params=tiers.params, grads=tiers.grads, optim=tiers.optim)
-            without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
-            assert (proposal.nbytes, proposal.host) == (planned.peak_nbytes, planned.host_nbytes)
-            assert proposal.disk == planned.held.tiers.get(str(disk), 0)
-            assert proposal.fetch_link_s == pytest.approx(max(without.link[0] / 20e9, without.link[1] / 25e9))
-            assert (proposal.link_s + proposal.fetch_link_s > 0) == (away != "nothing")
-            passes = max(1e-6, proposal.collectives_s, proposal.fetch_s, proposal.fetch_link_s)
-            assert proposal.step_s == passes + max(proposal.optimizer_s, proposal.disk_s, proposal.link_s)
+        for proposal in found.values():
+            assert_follows(proposal, module, mesh, disk, ON_ACCELERATORS, 1e-6)
     nearer = {None: 0, host: 1, disk: 2}
     for proposal in found.values():
         params, grads, optim = (nearer[getattr(proposal.tiers, kind)] for kind in ("params", "grads", "optim"))
         assert params <= grads <= optim
-    elements = 8 * (64 * 64 + 64) // 4
+    elements = sum(each.numel() for each in module.parameters() if each.requires_grad) // 4
     here, there = found["shard_params", "nothing"], found["shard_params", "parameters, gradients, states on host"]
     assert here.optimizer_s == pytest.approx(28 * elements / 1000e9)  # stepped where the states are
     assert there.optimizer_s == pytest.approx(28 * elements / 10e9)
@@ -155,76 +135,83 @@ def test_an_accelerator_has_the_host_as_a_tier_too():
 def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch):
     """Each stage is placed once for its ten choices of tiers, and parcels of blocks that are alike are cut up once: 60 s of
     CPU for 70 B before."""
-    placed = []
-    cut = []
-    substitute, chunks_of, lie = shard.substitute, parcels.chunks_of, ParameterPiece.lie
+    calls = Counter()
+
+    def count(owner, name, counts):
+        own = getattr(owner, name)
+
+        def counted(*args, **named):
+            calls[name] += counts(*args)
+            return own(*args, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(shard, "substitute", lambda *_: 1)
+    count(parcels, "chunks_of", lambda *_: 1)
+    count(ParameterPiece, "lie", lambda piece, _: piece.in_parcel is not None)
 
     def work(blocks):
-        placed.clear(), cut.clear(), parcels.planned_parcels.cache_clear()
+        calls.clear()
+        parcels.planned_parcels.cache_clear()
         with torch.device("meta"):
             module = zf.precision(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(blocks)]))
         with pretended(2, device_type="cuda") as mesh:
             found = zf.autoplan(module, mesh, "1TB", links=ON_ACCELERATORS, tier=(zf.cpu(), zf.nvme("/scratch")))
         assert len(found.all) == 40
-        return list(placed), len(cut)
+        return dict(calls)
 
-    monkeypatch.setattr(
-        shard, "substitute", lambda *args, **named: (placed.append(named["verb"]), substitute(*args, **named))[1]
-    )
-    monkeypatch.setattr(parcels, "chunks_of", lambda *args: (cut.append(0), chunks_of(*args))[1])
-    monkeypatch.setattr(
-        ParameterPiece,
-        "lie",
-        lambda self, at: (cut.append(0) if self.in_parcel is not None else None, lie(self, at))[1],
-    )
-    stages, few = work(4)
-    assert stages == list(STAGES)
-    assert 0 < few == work(8)[1]
+    few = work(4)
+    assert few["substitute"] == len(STAGES) and few["chunks_of"] and few["lie"]
+    assert work(8) == few
 
 
-def test_blocks_that_are_alike_count_as_if_each_were_counted():
-    """Unlike in one thing each: frozen, in another group of the optimizer, of another shape, not all in the optimizer."""
+def best(mesh, budget, links, *tier):
+    """The placement of 1.07 GB of parameters. Nothing has to be there."""
     with torch.device("meta"):
-        module = nn.Sequential(*[nn.Linear(1024, 1024, bias=number != 5) for number in range(8)])
-        module[6].weight = nn.Parameter(torch.empty(2048, 512))
-    module[2].weight.requires_grad_(False)
-    with pretended(2, device_type="cuda") as mesh:
-        placed = zf.offload(zf.shard_params(module, mesh), params=zf.nvme("/scratch"), optim=zf.cpu())
-        *others, last = placed.children()
-        others_of = [
-            parameter for block in others for parameter in block.parameters() if parameter is not others[4].bias
-        ]
-        optimizer = torch.optim.AdamW([{"params": others_of}, {"params": list(last.parameters())}])
-        parameters = [*others_of, *last.parameters()]
-        planner = Planner(optimizer)
-
-        def numbers(chunks):
-            cuts = [[(p.group, p.shape, p.in_parcel, p.parameter.requires_grad) for p in c.cuts] for c in chunks]
-            return [(c.nbytes, c.window_nbytes, c.tier, c.parcel, cut) for c, cut in zip(chunks, cuts, strict=True)]
-
-        each, shared = planner.chunks(parameters), planner.chunks(parameters, shares=True)
-        assert numbers(each) == numbers(shared)
-        assert len(each) == len(set(each)) > len(set(shared))
-        assert footprint_of(parameters, each) == footprint_of(parameters, shared)
+        large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])
+    found = zf.autoplan(large, mesh, budget, links=links, tier=tier)
+    assert [proposal.fits for proposal in found.all] == sorted((p.fits for p in found.all), reverse=True)
+    return f"{found.best.transform}: {found.best.away}"
 
 
-def test_limits_of_both_tiers_are_kept():
-    with torch.device("meta"):
-        large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1.07 GB, a quarter of it each
+# GB with what is in flight: nothing on the disk 2.8 in stage 1, 2.0 in stage 2, 1.3 in stage 3; with gradients and states
+# there 1.3 in stages 1 and 2, 0.6 in stage 3; with everything there 0.37.
+@pytest.mark.parametrize(
+    ("budget", "limit", "expected"),
+    [
+        ("100GB", None, "shard_optimizer: nothing"),
+        ("2.5GB", None, "shard_grads: nothing"),
+        ("1.8GB", None, "shard_grads: states on disk"),
+        ("1.8GB", "100MiB", "shard_params: nothing"),
+        ("1.3GB", None, "shard_optimizer: gradients, states on disk"),
+        ("1GB", None, "shard_params: gradients, states on disk"),
+        ("0.5GB", None, "shard_optimizer: parameters, gradients, states on disk"),
+    ],
+)
+def test_the_fastest_that_fits_is_first(axis, budget, limit, expected):
+    assert best(axis, budget, SPEEDS, zf.nvme("/scratch", limit=limit)) == expected
 
-    def best(host, disk):
-        tier = (zf.cpu(limit=host), *([zf.nvme("/scratch", limit=disk)] if disk else []))
-        with pretended(4, device_type="cuda") as mesh:
-            found = zf.autoplan(large, mesh, "600MB", links=ON_ACCELERATORS, tier=tier).best
-        return f"{found.transform}: {found.away}"
 
-    assert best("2GiB", None) == "shard_optimizer: parameters, gradients, states on host"
-    assert best("1GB", None) == "shard_params: gradients, states on host"
-    assert best("600MB", "10GB") == "shard_optimizer: parameters, gradients on host, states on disk"
-    assert best("400MB", "10GB") == "shard_params: gradients on host, states on disk"
-    with pytest.raises(zf.TierError, match=r"(?s)nearest *: shard_params, .* on host, .* on disk") as raised:
-        best("320MB", "500MB")
-    assert "320000000" in str(raised.value) and "500000000" in str(raised.value)
+@pytest.mark.parametrize(
+    ("host", "disk", "expected"),
+    [
+        ("2GiB", "1KB", "shard_optimizer: parameters, gradients, states on host"),
+        ("1GB", "1KB", "shard_params: gradients, states on host"),
+        ("600MB", "10GB", "shard_optimizer: parameters, gradients on host, states on disk"),
+        ("400MB", "10GB", "shard_params: gradients on host, states on disk"),
+    ],
+)
+def test_limits_of_both_tiers_are_kept(host, disk, expected):
+    with pretended(4, device_type="cuda") as mesh:
+        tiers = zf.cpu(limit=host), zf.nvme("/scratch", limit=disk)
+        assert best(mesh, "600MB", ON_ACCELERATORS, *tiers) == expected
+
+
+def test_what_fits_nowhere_is_told_the_nearest():
+    tiers = zf.cpu(limit="320MB"), zf.nvme("/scratch", limit="500MB")
+    nearest = r"(?s)nearest *: shard_params, .* on host, .* on disk"
+    with pretended(4, device_type="cuda") as mesh, pytest.raises(zf.TierError, match=nearest):
+        best(mesh, "600MB", ON_ACCELERATORS, *tiers)
 
 
 def test_states_are_those_of_the_optimizer_given(axis):
@@ -259,8 +246,6 @@ def test_a_proposal_places_what_it_proposes(ranks, tmp_path):
         seed_generator(0)
         module, wrong = model(), []
         found = zf.autoplan(module, axis_of_ranks(), "1GiB", links=links, tier=zf.nvme(path), persist_below=300)
-        with pytest.raises(TypeError, match="persist_beyond"):
-            zf.autoplan(module, axis_of_ranks(), "1GiB", links=links, persist_beyond=300)
         golden, _ = trained(zf.replicate(module, axis_of_ranks()), is_streamed=False)
         for proposal in found.all:
             own = proposal.place(module, axis_of_ranks(), persist_below=300)
@@ -345,3 +330,21 @@ def test_a_process_of_its_own_has_links_too():
     found = zf.measure_links(nbytes="1MiB", rounds=1)
     assert (found.disk_read, found.disk_write, found.sent) == (None, None, {})
     assert dataclasses.replace(found, memory=1.0).memory == 1.0 < found.memory
+
+
+def _planned(axis, *tier, **speeds):
+    return zf.autoplan(model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, **speeds), tier=tier or None)
+
+
+test_refusals = refusals(
+    {
+        "planned_axis_was_not_measured": lambda four: _planned(four, sent={}),
+        "planned_disk_was_not_measured": lambda four: _planned(four, zf.nvme("/scratch"), disk_read=None),
+        "planned_accelerator_was_not_measured": lambda gpus: _planned(gpus, zf.cpu(), to_device=1e9),
+        "planned_host_is_the_device": lambda four: _planned(four, zf.cpu(), zf.nvme("/scratch")),
+        "planned_disks_are_two": lambda four: _planned(four, zf.nvme("/disk0"), zf.nvme("/disk1")),
+        "planned_module_is_transformed": lambda four: zf.autoplan(zf.zero2(model(), four), four, "1GiB", links=SPEEDS),
+        "nothing_fits_the_budget": lambda four: zf.autoplan(Headed(), four, 100, links=SPEEDS),
+        "planned_links_are_no_file": lambda: zf.LinkSpeeds.read("links.json"),
+    }
+)
