@@ -300,7 +300,7 @@ class Entries:
             return
         if taken is not None:
             self._taken[path] = taken
-        said = shown(self[path]).strip('"')  # true, and not True
+        said = shown(self._taken.get(path, key.default)).strip('"')  # true, and not True
         by_value = words if isinstance(words, str) else words.get(said, words.get("else", ""))
         self.outcomes.append(TakenEntry(entry, shown(value), by_value))
 

@@ -93,6 +93,12 @@ _WRONG = {
 }
 
 
+def test_null_says_nothing_whatever_the_name_is():
+    """Of an option of an optimizer it was a KeyError."""
+    config = {**SMALL, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "nonsense": None}}}
+    assert settings_of(config, 1).stock.options["lr"] == 0.1
+
+
 def test_an_entry_of_another_kind_is_named():
     """Each entry of each config with values of other kinds."""
     unnamed, tried = [], 0
