@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.seeds import seed_generator
 
-__all__ = ["KINDS", "OUTPUTS", "Model", "Opaque", "Part", "build_model", "inputs", "outputs_of", "part_of"]
+__all__ = ["KINDS", "OUTPUTS", "Model", "Opaque", "Part", "build_model", "inputs", "outputs_of"]
 
 
 @dataclass(frozen=True)
@@ -319,12 +319,6 @@ def build_model(model, seed=0):
             module, name = alike[other % len(alike)]
             module._parameters[name] = source
     return root
-
-
-def part_of(root, number):
-    """One of the parts, which run in every forward on every rank."""
-    part = root.parts[number % len(root.parts)]
-    return part
 
 
 def inputs(model, seed, rank):

@@ -6,6 +6,7 @@ They print, travel to ranks, and build the same everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import zero_fn as zf
 
-__all__ = ["Chain", "Leaf", "Link", "Node", "Tree", "apply", "batch", "build"]
+__all__ = ["OPTIMIZERS", "Chain", "Leaf", "Link", "Node", "Tree", "apply", "batch", "build"]
 
 
 @dataclass(frozen=True)
@@ -127,3 +128,17 @@ def apply(chain, module, mesh):
     for link in chain:
         module = link(module, mesh)
     return module
+
+
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adamw, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd without states": partial(torch.optim.SGD, lr=0.1),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.01),
+}
+"""Of stock torch, each of which steps one element alone."""

@@ -9,144 +9,80 @@ what is trained, outputs. Everything must be equal to the bit, with two exceptio
                                       lie within 1024 roundings of the largest one; replicas go on with those of the ranks
 """
 
-from contextlib import suppress
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from property_tests.modules import build_model
-from property_tests.rules import (
-    Accumulate,
-    Backward,
-    Copy,
-    Edit,
-    Evaluate,
-    Fail,
-    Failed,
-    Freeze,
-    Load,
-    Step,
-    Transform,
-    ZeroGrad,
-    backwards,
-    edited,
-    evaluated,
-    failing,
-    same,
-    set_frozen,
-    whole,
-)
+from property_tests.rules import Accumulate, Backward, Training, same, whole
 from tests.support.reference import mean_in_rank_order
 
 __all__ = ["Replicas", "differences"]
 
 
-class Replicas:
-    """N replicas of a program; `follow` runs one rule and says where the ranks differ from it."""
+class Replicas(Training):
+    """N replicas of a program, of which the first is stepped; `follow` runs one rule and says where the ranks differ."""
 
-    def __init__(self, program, n, *, is_reordered):
-        self.spec, self.program, self.n = program.model, program, n
-        self.models = [build_model(program.model) for _ in range(n)]
-        self.is_reordered = is_reordered
-        self.stepper = self.program.optimizer.of(self.models[0])
+    sums = None  # the gradients of each replica in an `accumulate` block
+
+    def __init__(self, program, n):
+        super().__init__(program, range(n))
+        self.is_reordered = is_reordered(program)
 
     def follow(self, rule, seed, seen):
-        """Runs a rule. Returns a line for each difference between the replicas and what the ranks held after it."""
-        found = []
-        match rule:
-            case Backward():
-                self._backward(rule, seed)
-            case Accumulate():
-                self._accumulate(rule, seed)
-            case Evaluate():
-                found += self._compare_outputs(
-                    lambda model, rank: evaluated(model, self.spec, rule.mode, seed, rank), seen
-                )
-            case Step():
-                found += self._step(rule, seen)
-            case ZeroGrad():
-                self.stepper.optimizer.zero_grad(set_to_none=rule.to_none)
-            case Freeze():
-                for model in self.models:
-                    set_frozen(model, rule)
-            case Edit():
-                found += self._edit(rule, seed, seen)
-            case Load():
-                self._load()
-            case Transform() | Copy():
-                self.models[0].zero_grad()
-                self.stepper = self.program.optimizer.of(self.models[0])
-            case Fail():
-                self._fail(rule, seed)
-        return found + self._compare(seen)
+        """A line for each difference between the replicas and what the ranks held after a rule."""
+        self.seen, self.found = seen, []
+        for rank, outputs in enumerate(self.do(rule, seed)):
+            others = seen[rank].outputs
+            if len(outputs) != len(others) or not all(map(same, outputs, others)):
+                self.found.append(f"outputs of rank {rank} differ")
+        return self.found + self._compare(seen)
 
-    # -- rules ------------------------------------------------------------------------------------------------------
+    # -- what ranks do otherwise ------------------------------------------------------------------------------------
 
-    def _backward(self, rule, seed):
-        calls = [backwards(model, self.spec, rule, seed, rank) for rank, model in enumerate(self.models)]
-        for at_once in zip(*calls, strict=True):
-            self._reduce([self._fresh(model, call) for model, call in zip(self.models, at_once, strict=True)])
+    def placed(self, _chain, model):
+        model.zero_grad()  # as a transform does
+        return model
 
-    def _accumulate(self, rule, seed):
-        sums = [[None] * len(list(model.parameters())) for model in self.models]
-        for number, microbatch in enumerate(rule.microbatches):
-            if number == rule.fails_at:
-                return
-            calls = [
-                backwards(model, self.spec, microbatch, seed + 10 * number, rank)
-                for rank, model in enumerate(self.models)
-            ]
-            for rank, (model, own) in enumerate(zip(self.models, calls, strict=True)):
-                for call in own:
-                    sums[rank] = [_added(a, b) for a, b in zip(sums[rank], self._fresh(model, call), strict=True)]
-            if rule.evaluates:
-                for rank, model in enumerate(self.models):
-                    evaluated(model, self.spec, "no_grad", seed, rank)
-        self._reduce(sums)
+    @contextmanager
+    def accumulating(self):
+        self.sums = [[None] * len(list(model.parameters())) for model in self.models]
+        try:
+            yield
+            self._reduce(self.sums)
+        finally:
+            self.sums = None
 
-    def _step(self, rule, seen):
-        found = []
+    @contextmanager
+    def unsharded(self, *, writeback):
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        before = [parameter.detach().clone() for parameter in parameters]
+        yield
+        if not writeback:
+            _write(before, parameters)
+
+    def run(self, calls):
+        by_rank = [self._fresh(model, call) for model, call in zip(self.models, calls, strict=True)]
+        if self.sums is None:
+            self._reduce(by_rank)
+        else:
+            self.sums = [list(map(_added, one, other)) for one, other in zip(self.sums, by_rank, strict=True)]
+
+    def clip(self, rule):
+        norm = self.seen[0].norm
+        assert norm is not None
+        if not all(same(other.norm, norm) for other in self.seen):
+            self.found.append("ranks clip with different norms")
         parameters = list(self.models[0].parameters())
-        if rule.clip is not None:
-            norm = seen[0].norm
-            assert norm is not None
-            if not all(same(other.norm, norm) for other in seen):
-                found.append("ranks clip with different norms")
-            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            found += _norm_differs(grads, rule.norm, norm)
-            if grads:
-                nn.utils.clip_grads_with_norm_(parameters, rule.clip, norm)
-        self.stepper.step(rule)
-        self._share()
-        return found
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self.found += _norm_differs(grads, rule.norm, norm)
+        if grads:
+            nn.utils.clip_grads_with_norm_(parameters, rule.clip, norm)
 
-    def _edit(self, rule, seed, seen):
-        before = [parameter.detach().clone() for parameter in self.models[0].parameters()]
-        edited(self.models[0], rule)
-        self._share()
-        found = []
-        if rule.forward:
-            found = self._compare_outputs(lambda model, rank: evaluated(model, self.spec, "no_grad", seed, rank), seen)
-        if not rule.writeback:
-            with torch.no_grad():
-                for parameter, values in zip(self.models[0].parameters(), before, strict=True):
-                    parameter.copy_(values)
-            self._share()
-        return found
-
-    def _load(self):
-        states = [model.state_dict() for model in self.models]
-        self.models = [build_model(self.spec, seed=1) for _ in self.models]
-        for model, state in zip(self.models, states, strict=True):
-            model.load_state_dict(state)
-        self.stepper = self.program.optimizer.of(self.models[0])
-
-    def _fail(self, rule, seed):
-        for rank, model in enumerate(self.models):
-            with suppress(Failed), failing(model, rule):
-                for call in backwards(model, self.spec, Backward(), seed, rank):
-                    call()
-            model.zero_grad()
+    def step(self, rule):
+        super().step(rule)
+        for model in self.models[1:]:
+            _write(self.models[0].parameters(), model.parameters())
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -173,24 +109,7 @@ class Replicas:
             mean = mean_in_rank_order(addends, addends[0].dtype).to(parameter.dtype)
             parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
-    # -- replicas ---------------------------------------------------------------------------------------------------
-
-    def _share(self):
-        """The other replicas take over the parameters of the first."""
-        with torch.no_grad():
-            for model in self.models[1:]:
-                for parameter, source in zip(model.parameters(), self.models[0].parameters(), strict=True):
-                    parameter.copy_(source)
-
-    # -- comparison -------------------------------------------------------------------------------------------------
-
-    def _compare_outputs(self, run, seen):
-        found = []
-        for rank, model in enumerate(self.models):
-            expected = run(model, rank)
-            if len(expected) != len(seen[rank].outputs) or not all(map(same, expected, seen[rank].outputs)):
-                found.append(f"outputs of rank {rank} differ")
-        return found
+    # -- comparison ---------------------------------------------------------------------------------------------------
 
     def _compare(self, seen):
         expected = dict(self.models[0].named_parameters())
@@ -260,12 +179,18 @@ def _passes(rule):
 
 def differences(program, by_rank):
     """Where what ranks held after each rule differs from replicas, as lines of text, up to the first rule that does."""
-    replicas = Replicas(program, len(by_rank), is_reordered=is_reordered(program))
+    replicas = Replicas(program, len(by_rank))
     for number, rule in enumerate(program.rules):
         found = replicas.follow(rule, 100 * number, [seen[number] for seen in by_rank])
         if found:
             return [f"after rule {number}, {rule}: {line}" for line in found]
     return []
+
+
+def _write(values, parameters):
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
 
 
 def _wide(grad):

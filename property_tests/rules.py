@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from property_tests.modules import Model, build_model, inputs, outputs_of, part_of
-from property_tests.programs import Chain, apply
+from property_tests.modules import Model, build_model, inputs, outputs_of
+from property_tests.programs import OPTIMIZERS, Chain, apply
 from tests.simulation import axis as simulated_axis
 from tests.support.seeds import seed_generator
 from tests.support.wholes import held
@@ -115,35 +116,11 @@ Rule = Backward | Accumulate | Evaluate | Step | ZeroGrad | Freeze | Edit | Load
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A stock optimizer, and a learning rate that falls after every step."""
+    """A stock optimizer, and whether its learning rate falls after every step."""
 
     kind: str = "sgd"
     foreach: bool = True
     scheduled: bool = False
-
-    def of(self, model):
-        """The optimizer of a model."""
-        parameters = list(model.parameters())
-        options = {"lr": 0.05, "momentum": 0.9} if self.kind == "sgd" else {"lr": 1e-2}
-        kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-        made = kinds[self.kind](parameters, foreach=self.foreach, **options)
-        return Stepper(made, torch.optim.lr_scheduler.ExponentialLR(made, 0.7) if self.scheduled else None)
-
-
-@dataclass(frozen=True)
-class Stepper:
-    """An optimizer of a model, and the schedule of its learning rate, if it has one."""
-
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler | None
-
-    def step(self, rule):
-        """A step, once gradients are clipped."""
-        self.optimizer.step()
-        if self.schedule is not None:
-            self.schedule.step()
-        if not rule.keeps:
-            self.optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -156,70 +133,149 @@ class Program:
     optimizer: Optimizer = field(default_factory=Optimizer)
 
 
-# -- what a rule does to one model --------------------------------------------------------------------------------------
+# -- what a rule does ---------------------------------------------------------------------------------------------------
 
 
-def loss(model, spec, seed, rank, output):
-    """The loss of one forward."""
-    seed_generator(1000 * seed + rank)  # dropout
-    outputs = outputs_of(model(inputs(spec, seed, rank)))
-    chosen = outputs if output < 0 else [outputs[output % len(outputs)]]
-    total = chosen[0].square().mean()
-    for value in chosen[1:]:
-        total = total + value.square().mean()
-    return total
+class Training:
+    """A program on some ranks, each with a model; `do` runs one rule. What ranks and plain replicas do otherwise is below."""
 
+    def __init__(self, program, ranks):
+        self.program, self.ranks = program, ranks
+        self.start([self.placed(program.chain, self.built()) for _ in ranks])
 
-def backwards(model, spec, rule, seed, rank):
-    """Runs the forwards of a rule; returns its backwards, each to be called once. Frozen models have none."""
-    if rule.unused:
-        loss(model, spec, seed + 50, rank, rule.output)
-    losses = [loss(model, spec, seed + number, rank, rule.output) for number in range(rule.forwards)]
-    if rule.together:
-        total = losses[0]
-        for other in losses[1:]:
-            total = total + other
-        losses = [total]
-    calls = []
-    for value in losses:
-        if value.requires_grad:
-            calls += [_backward(value, retain=True)] * rule.retain + [_backward(value, retain=False)]
-    return calls
+    def start(self, models):
+        """Goes on with these models, and a new optimizer of the first."""
+        self.models, how = models, self.program.optimizer
+        self.optimizer = OPTIMIZERS[how.kind](list(models[0].parameters()), foreach=how.foreach)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7) if how.scheduled else None
 
+    def built(self, seed=0):
+        """The plain model."""
+        return build_model(self.program.model, seed)
 
-def _backward(value, *, retain):
-    return lambda: value.backward(retain_graph=retain)
+    def part(self, model, number):
+        """One of the parts of a model, which run in every forward on every rank."""
+        return model.parts[number % len(model.parts)]
 
+    def do(self, rule, seed):
+        """Runs a rule. Returns the outputs of each rank, of a rule that has some to compare."""
+        match rule:
+            case Backward():
+                self.backward(rule, seed)
+            case Accumulate():
+                self._accumulate(rule, seed)
+            case Evaluate():
+                return self.evaluate(rule.mode, seed)
+            case Step():
+                self.step(rule)
+            case ZeroGrad():
+                self.optimizer.zero_grad(set_to_none=rule.to_none)
+            case Freeze():
+                for model in self.models:
+                    set_trained(self.part(model, rule.part), not rule.frozen)
+            case Edit():
+                with self.unsharded(writeback=rule.writeback):
+                    for model in self.models:
+                        edit(list(model.parameters()), rule.which)
+                    return self.evaluate("no_grad", seed) if rule.forward else []
+            case Load():
+                self._load(rule)
+            case Transform():
+                self.start([self.placed(rule.chain, model) for model in self.models])
+            case Copy():
+                self.start([copy.deepcopy(model) for model in self.models])
+            case Fail():
+                self._fail(rule, seed)
+        return []
 
-def evaluated(model, spec, mode, seed, rank):
-    """The outputs of one forward that nothing is learnt from."""
-    seed_generator(1000 * seed + rank)
-    x = inputs(spec, seed, rank)
-    match mode:
-        case "no_grad":
-            with torch.no_grad():
-                outputs = outputs_of(model(x))
-        case "inference_mode":
-            with torch.inference_mode():
-                outputs = outputs_of(model(x))
-        case _:
-            model.eval()
-            outputs = outputs_of(model(x))
+    def backward(self, rule, seed):
+        """Forwards, and one backward after another, each on all ranks."""
+        calls = [self.backwards(model, rule, seed, rank) for rank, model in zip(self.ranks, self.models, strict=True)]
+        for at_once in zip(*calls, strict=True):
+            self.run(at_once)
+
+    def backwards(self, model, rule, seed, rank):
+        """Runs the forwards of a rule; returns its backwards, each to be called once. Frozen models have none."""
+        if rule.unused:
+            self.loss(model, seed + 50, rank, rule.output)
+        losses = [self.loss(model, seed + number, rank, rule.output) for number in range(rule.forwards)]
+        losses = [sum(losses[1:], losses[0])] if rule.together else losses
+        calls = []
+        for value in losses:
+            if value.requires_grad:
+                calls += [partial(value.backward, retain_graph=True)] * rule.retain + [value.backward]
+        return calls
+
+    def loss(self, model, seed, rank, output=-1):
+        """The loss of one forward."""
+        outputs = self.forward(model, seed, rank)
+        chosen = outputs if output < 0 else [outputs[output % len(outputs)]]
+        squares = [value.square().mean() for value in chosen]
+        return sum(squares[1:], squares[0])
+
+    def forward(self, model, seed, rank):
+        """The outputs of one forward."""
+        seed_generator(1000 * seed + rank)  # dropout
+        return outputs_of(model(inputs(self.program.model, seed, rank)))
+
+    def evaluate(self, mode, seed):
+        """The outputs of one forward on each rank, that nothing is learnt from."""
+        found = []
+        for rank, model in zip(self.ranks, self.models, strict=True):
+            model.train(mode != "eval")
+            with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, nullcontext)():
+                outputs = self.forward(model, seed, rank)
             model.train()
-    return [value.detach().clone() for value in outputs]
+            found.append([value.detach().clone() for value in outputs])
+        return found
+
+    def step(self, rule):
+        """A step, once gradients are clipped."""
+        if rule.clip is not None:
+            self.clip(rule)
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        if not rule.keeps:
+            self.optimizer.zero_grad()
+
+    def _accumulate(self, rule, seed):
+        with suppress(Failed), self.accumulating():
+            for number, microbatch in enumerate(rule.microbatches):
+                if number == rule.fails_at:
+                    raise Failed
+                self.backward(microbatch, seed + 10 * number)
+                if rule.evaluates:
+                    self.evaluate("no_grad", seed)
+
+    def _load(self, rule):
+        with self.unsharded(writeback=False):
+            states = [
+                {name: value.detach().clone() for name, value in model.state_dict().items()} for model in self.models
+            ]
+        self.start([self.placed(rule.chain, self.built(seed=1)) for _ in states])
+        for model, state in zip(self.models, states, strict=True):
+            model.load_state_dict(state)
+
+    def _fail(self, rule, seed):
+        for rank, model in zip(self.ranks, self.models, strict=True):
+            block = self.accumulating() if rule.accumulating else nullcontext()
+            with suppress(Failed), failing(self.part(model, rule.part), rule.where), block:
+                for call in self.backwards(model, Backward(), seed, rank):
+                    call()
+            model.zero_grad()
 
 
-def set_frozen(model, rule):
-    """Freezes a part or trains its floating point parameters."""
-    for parameter in part_of(model, rule.part).parameters():
+def set_trained(module, trained):
+    """Freezes or trains its floating point parameters."""
+    for parameter in module.parameters():
         if parameter.is_floating_point():
-            parameter.requires_grad_(not rule.frozen)
+            parameter.requires_grad_(trained)
 
 
-def edited(model, rule):
+def edit(parameters, which):
     """Edits one whole parameter in place."""
-    parameters = list(model.parameters())
-    chosen = parameters[rule.which % len(parameters)]
+    chosen = parameters[which % len(parameters)]
     with torch.no_grad():
         if chosen.is_floating_point():
             chosen.mul_(0.5)
@@ -231,9 +287,8 @@ class Failed(Exception):
 
 
 @contextmanager
-def failing(model, rule):
+def failing(part, where):
     """In this block a part raises `Failed`."""
-    part = part_of(model, rule.part)
 
     def in_forward(*_):
         raise Failed
@@ -251,7 +306,7 @@ def failing(model, rule):
         if torch._C._current_graph_task_id() != -1:
             raise Failed
 
-    match rule.where:
+    match where:
         case "forward":
             handle = part.register_forward_pre_hook(in_forward)
         case "backward":
@@ -286,90 +341,41 @@ class Seen:
     norm: Tensor | None = None
 
 
-class OnRank:
-    """One rank of a program over an axis; `do` runs one rule."""
+class OnRank(Training):
+    """One rank of a program over an axis."""
 
     def __init__(self, program, axis):
-        self.spec, self.program, self.axis = program.model, program, axis
-        self.rank = axis.get_local_rank()
-        self.model = apply(program.chain, build_model(program.model), axis)
-        self.stepper = self.program.optimizer.of(self.model)
+        self.axis = axis
+        super().__init__(program, [axis.get_local_rank()])
 
-    def do(self, rule, seed):
-        """Runs a rule, and looks at what is held then."""
-        outputs = []
-        norm = None
-        match rule:
-            case Backward():
-                self._backward(rule, seed)
-            case Accumulate():
-                self._accumulate(rule, seed)
-            case Evaluate():
-                outputs = evaluated(self.model, self.spec, rule.mode, seed, self.rank)
-            case Step():
-                norm = self._step(rule)
-            case ZeroGrad():
-                self.stepper.optimizer.zero_grad(set_to_none=rule.to_none)
-            case Freeze():
-                set_frozen(self.model, rule)
-            case Edit():
-                outputs = self._edit(rule, seed)
-            case Load():
-                self._load(rule)
-            case Transform():
-                self.model = apply(rule.chain, self.model, self.axis)
-                self.stepper = self.program.optimizer.of(self.model)
-            case Copy():
-                self.model = copy.deepcopy(self.model)
-                self.stepper = self.program.optimizer.of(self.model)
-            case Fail():
-                self._fail(rule, seed)
-        return Seen(_held(self.model), outputs, norm)
+    def placed(self, chain, model):
+        return apply(chain, model, self.axis)
 
-    def _backward(self, rule, seed):
-        for call in backwards(self.model, self.spec, rule, seed, self.rank):
+    def accumulating(self):
+        return zf.accumulate(self.models[0])
+
+    def unsharded(self, *, writeback):
+        return zf.unsharded(self.models[0], writeback=writeback)
+
+    def run(self, calls):
+        for call in calls:
             call()
 
-    def _accumulate(self, rule, seed):
-        with suppress(Failed), zf.accumulate(self.model):
-            for number, microbatch in enumerate(rule.microbatches):
-                if number == rule.fails_at:
-                    raise Failed
-                self._backward(microbatch, seed + 10 * number)
-                if rule.evaluates:
-                    evaluated(self.model, self.spec, "no_grad", seed, self.rank)
+    def clip(self, rule):
+        norm = nn.utils.clip_grad_norm_(self.models[0].parameters(), rule.clip, norm_type=rule.norm)
+        self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _step(self, rule):
-        norm = None
-        if rule.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), rule.clip, norm_type=rule.norm)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self.stepper.step(rule)
-        return norm
-
-    def _edit(self, rule, seed):
-        with zf.unsharded(self.model, writeback=rule.writeback):
-            edited(self.model, rule)
-            return evaluated(self.model, self.spec, "no_grad", seed, self.rank) if rule.forward else []
-
-    def _load(self, rule):
-        with zf.unsharded(self.model):
-            state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.model = apply(rule.chain, build_model(self.spec, seed=1), self.axis)
-        self.model.load_state_dict(state)
-        self.stepper = self.program.optimizer.of(self.model)
-
-    def _fail(self, rule, seed):
-        block = zf.accumulate(self.model) if rule.accumulating else nullcontext()
-        with suppress(Failed), failing(self.model, rule), block:
-            self._backward(Backward(), seed)
-        self.model.zero_grad()
+    def see(self, rule, seed):
+        """Runs a rule, and looks at what is held then."""
+        self.norm = None
+        outputs = self.do(rule, seed)
+        return Seen(_held(self.models[0]), outputs[0] if outputs else [], self.norm)
 
 
 def run_program(program, axis=simulated_axis):
     """Runs all rules on the calling rank of an axis."""
     me = OnRank(program, axis())
-    return [me.do(rule, 100 * number) for number, rule in enumerate(program.rules)]
+    return [me.see(rule, 100 * number) for number, rule in enumerate(program.rules)]
 
 
 def _held(model):
