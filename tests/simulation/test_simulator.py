@@ -30,43 +30,6 @@ def trained():
 
 # -- what runs ----------------------------------------------------------------------------------------------------------
 
-# Their names before 2.13, and since.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("timing", ["early", "late"])
-def test_collectives_of_the_group_do_what_their_names_say(simulated, timing, n):
-    def reduced(values, op=dist.ReduceOp.SUM):
-        total = torch.tensor(values)
-        dist.all_reduce(total, op=op)
-        return total.tolist()
-
-    def all_of_them():
-        rank = dist.get_rank()
-        assert reduced([float(rank)] * 3) == [n * (n - 1) / 2] * 3
-        assert reduced([rank, -rank], dist.ReduceOp.MAX) == [n - 1, 0]
-        assert reduced([float(rank)], dist.ReduceOp.AVG) == [(n - 1) / 2]
-        gathered, listed = torch.empty(2 * n), [torch.empty(1) for _ in range(n)]
-        _all_gather(gathered, torch.tensor([rank, 0.5]))
-        assert gathered.tolist() == [value for r in range(n) for value in (r, 0.5)]
-        dist.all_gather(listed, torch.tensor([float(rank)]))
-        assert listed == list(range(n))
-        piece = torch.empty(2)
-        _reduce_scatter(piece, torch.arange(2.0 * n) + rank)
-        assert piece.tolist() == [n * (2 * rank + i) + n * (n - 1) / 2 for i in range(2)]
-        mine, sizes = torch.empty(n * rank), [rank] * n  # from each rank as many as this rank's number
-        dist.all_to_all_single(mine, torch.full((n * (n - 1) // 2,), 1.0 + rank), sizes, list(range(n)))
-        assert mine.tolist() == [1.0 + r for r in range(n) for _ in range(rank)]
-        told, handed = torch.tensor([float(rank)]), torch.empty(1)
-        dist.broadcast(told, src=n - 1)
-        dist.scatter(handed, [torch.tensor([float(r)]) for r in range(n)] if rank == 0 else None, src=0)
-        assert (told.item(), handed.item()) == (n - 1, rank)
-        dist.barrier()
-
-    simulated(n, timing=timing, schedule=(1, 2)).run(all_of_them)
-
 
 def test_the_schedule_decides_who_is_next_and_the_same_one_again(simulated):
     def order_of(*schedule):

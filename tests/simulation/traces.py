@@ -15,10 +15,6 @@ class Traces:
         """Adds one entry."""
         self._entries.setdefault(group, {}).setdefault(rank, []).append(entry)
 
-    def of(self, rank):
-        """All entries of a rank, group by group."""
-        return [entry for ranks in self._entries.values() for entry in ranks.get(rank, [])]
-
     def difference(self, members):
         """Where two ranks of a group first differ; None if no two do."""
         for group, ranks in self._entries.items():
