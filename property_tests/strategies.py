@@ -31,11 +31,6 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.bool)
 
 
-def axis_sizes(max_size=8):
-    """Numbers of ranks."""
-    return st.integers(1, max_size)
-
-
 def shapes(*, min_size=0, max_dims=4, max_size=17):
     """Shapes of parameters: scalars and, with `min_size=0`, empty tensors among them."""
     return st.lists(st.integers(min_size, max_size), max_size=max_dims).map(tuple)
