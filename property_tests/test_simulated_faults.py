@@ -42,7 +42,7 @@ def is_told(outcome):
     return by_torch or isinstance(outcome.error, zf.LostRankError | zf.DisagreementError)
 
 
-@examples(dev=40, ci=8_000, deep=300_000)
+@examples(dev=30, ci=8_000, deep=300_000)
 @given(trainings(), st.integers(2, 4), schedules, timings, st.data())
 def test_a_delay_changes_no_bit_and_a_lost_message_or_rank_ends_in_an_error_or_in_the_right_numbers(
     simulated, program, n, schedule, timing, data

@@ -64,7 +64,7 @@ def test_any_program_gives_what_replicas_give_on_two_ranks(simulated, **drawn):
     check(simulated, **drawn)
 
 
-@examples(dev=15, ci=4_500, deep=300_000)
+@examples(dev=12, ci=4_500, deep=300_000)
 @any_program_on(3, 3, (2, 2))
 def test_any_program_gives_what_replicas_give_on_three_ranks(simulated, **drawn):
     check(simulated, **drawn)
@@ -76,7 +76,7 @@ def test_any_program_gives_what_replicas_give_on_many_ranks(simulated, **drawn):
     check(simulated, **drawn)
 
 
-@examples(dev=15, ci=400, deep=20_000)
+@examples(dev=6, ci=400, deep=20_000)
 @any_program_on(1, 2, 3, max_rules=15)
 def test_any_long_program_gives_what_replicas_give(simulated, **drawn):
     check(simulated, **drawn)
@@ -86,7 +86,7 @@ def _on_gloo(several):
     return [run_program(program, axis) for program in several]
 
 
-@examples(dev=4, ci=100, deep=5_000)
+@examples(dev=3, ci=100, deep=5_000)
 @given(st.lists(programs(max_rules=4), min_size=2, max_size=3), st.sampled_from([2, 2, 3]))
 def test_any_program_gives_what_replicas_give_on_gloo_ranks(ranks, several, n):
     by_rank = ranks(n).run(_on_gloo, several)
