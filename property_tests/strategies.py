@@ -1,12 +1,13 @@
 """Strategies: shapes, memory orders, traces, homes, module trees, chains of transforms; models of real layers, training
 programs, schedules of ranks, faults."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
 import zero_fn as zf
-from property_tests.modules import KINDS, OUTPUTS, Model, Part
-from property_tests.programs import Leaf, Link, Node, Tree
+from property_tests.programs import KINDS, OUTPUTS, Leaf, Link, Model, Node, Part, Tree, World
 from property_tests.rules import (
     Accumulate,
     Backward,
@@ -28,11 +29,6 @@ from zero_fn.values.schedule import Enter, Exit, Use
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.bool)
-
-
-def axis_sizes(max_size=8):
-    """Numbers of ranks."""
-    return st.integers(1, max_size)
 
 
 def shapes(*, min_size=0, max_dims=4, max_size=17):
@@ -81,11 +77,18 @@ def homes(*, compatible=False):
 
 
 @st.composite
-def leaves(draw, *, dtypes=DTYPES, max_size=9, frozen=True):
-    """Parameters of every awkward kind."""
-    shape = draw(shapes(max_dims=3, max_size=max_size))
+def leaves(draw, *, shape=None, dtypes=DTYPES, frozen=True):
+    """Parameters of every awkward kind, or of these shapes, in any order of dims."""
+    found = draw(shapes(max_dims=3, max_size=9) if shape is None else shape)
     trained = draw(st.booleans()) or draw(st.booleans()) if frozen else True
-    return Leaf(shape, draw(memory_orders(len(shape))), draw(st.sampled_from(dtypes)), trained)
+    return Leaf(found, draw(memory_orders(len(found))), draw(st.sampled_from(dtypes)), trained)
+
+
+@st.composite
+def small_trees(draw, shape, dtypes=(torch.float32,)):
+    """Up to four parameters of these shapes, the first of which is trained: two of the root, two of a child."""
+    first, *others = draw(st.lists(leaves(shape=shape, dtypes=dtypes), min_size=1, max_size=4))
+    return Tree(Node((replace(first, trained=True), *others[:1]), (Node(tuple(others[1:])),)))
 
 
 @st.composite
@@ -146,6 +149,20 @@ def chains(draw, *, min_size=1, max_size=3, precise=False):
         at = draw(st.integers(0, len(chain)))
         chain.insert(at, Link("precision", draw(st.sampled_from([{}, {"where": "p0"}, {"output": torch.float64}]))))
     return tuple(chain)
+
+
+SIZES = st.integers(1, 8) | st.sampled_from([(2, 2), (2, 3), (3, 2), (2, 4)])
+"""Ranks of a world."""
+
+
+@st.composite
+def worlds(draw, *, sizes=SIZES, chain=None, states=("params", "grads", "optim")):
+    """Any ranks, transforms over their axes, and tiers of some of these states."""
+    ranks = draw(sizes)
+    axes = st.sampled_from(["dp"] if isinstance(ranks, int) else ["dp", "outer"])
+    found = tuple((link, draw(axes)) for link in draw(chains() if chain is None else chain))
+    away = [state for state in states if draw(st.integers(0, 3)) == 0]
+    return World(ranks, found, {state: draw(st.sampled_from(["cpu", "nvme"])) for state in away})
 
 
 def without_units(chain):
@@ -253,6 +270,7 @@ def rules(model):
         st.lists(backwards(), min_size=1, max_size=3).map(tuple),
         evaluates=st.booleans(),
         fails_at=st.sampled_from([-1, -1, -1, 0, 1]),
+        unshard=st.booleans(),
     )
     step = steps()
     fail = st.builds(Fail, st.sampled_from(["forward", "backward", "recomputation"]), st.integers(0, 3), st.booleans())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_value_
 
 import zero_fn as zf
+from property_tests.programs import OPTIMIZERS
+from property_tests.rules import Accumulate, Backward, Evaluate, Fail, OnRank, Step, ZeroGrad
 from tests.simulation import axis
 from tests.support.eviction import evicted
 from tests.support.models import Language
@@ -29,17 +32,6 @@ __all__ = ["ACTIONS", "Placed", "places", "programs", "trained"]
 
 PARTS = ("embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm")
 LATE = "blocks.2"  # what may be given to the optimizer in a group of its own, after steps
-
-OPTIMIZERS = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
-    "adamw, fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
-    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True),
-    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
-    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01),
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Placed:
     round: Any = None  # of parameters that rest in bfloat16
 
 
-class Training:
+class Training(OnRank):
     """A model and its optimizer; in memory if no path is given.
 
     Attributes:
@@ -78,14 +70,35 @@ class Training:
 
     def __init__(self, placed, path):
         seed_generator(0)
-        self.placed, self.path = placed, path
+        self.placed, self.path, self.ranks = placed, path, [dist.get_rank()]
         model = Language(blocks=4).to(self.device_type)
         if placed.is_tiled:
             model = zf.tile(model, where="*.up.weight", parts=3)
-        self.model = self._transformed(model)
+        self.models, self.schedule = [self._transformed(model)], None
         self.optimizer = self.made_optimizer()
         self.saved = None
         self.average = []
+
+    @property
+    def model(self):
+        return self.models[0]
+
+    def part(self, model, number):
+        return model.blocks[number % 4]
+
+    def forward(self, model, seed, rank):
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        tokens = torch.randint(37, (2, 5), generator=generator).to(self.device_type)
+        return [model(tokens).float()]
+
+    def unsharded(self, *, writeback):
+        is_plain = self.placed.stage == "plain" and self.placed.outer is None
+        return nullcontext() if is_plain else super().unsharded(writeback=writeback)
+
+    def follow(self, rule, seed):
+        """Runs a rule; what this rank has seen."""
+        found = self.do(rule, seed)
+        return found[0] if found else None
 
     def _transformed(self, model):
         placed = self.placed
@@ -155,12 +168,6 @@ class Training:
         prefix = PARTS[part % len(PARTS)]
         return [p for name, p in self.model.named_parameters() if name.startswith(prefix)]
 
-    def loss(self, seed):
-        generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-        tokens = torch.randint(37, (2, 5), generator=generator).to(self.device_type)
-        loss = self.model(tokens).float().logsumexp(-1).mean()
-        return loss
-
     def holds(self):
         """This rank's part of all parameters and states."""
         yield from map(own, self.model.parameters())
@@ -174,13 +181,23 @@ def own(tensor):
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
 
 
-def backward_of(loss):
-    if loss.requires_grad:  # not everything is frozen
-        loss.backward()
+RULES = {
+    "backward": lambda _: Backward(),
+    "backward_of_two_forwards": lambda _: Backward(forwards=2),
+    "backward_of_microbatches": lambda number: Accumulate(unshard=number % 3 == 0),
+    "step": lambda _: Step(keeps=True),
+    "zero_grad": lambda number: ZeroGrad(bool(number % 3)),
+    "evaluate": lambda _: Evaluate(),
+    "fail": lambda number: Fail("backward" if number % 2 else "forward", number),
+}
+"""What programs in memory do, too."""
 
 
-Seen = list[Tensor] | None
-ACTIONS = {}
+def _follow(rule):
+    return lambda training, number: training.follow(rule(number), number)
+
+
+ACTIONS = {name: _follow(rule) for name, rule in RULES.items()}
 
 
 def action(do):
@@ -188,23 +205,8 @@ def action(do):
     return do
 
 
-@action
-def backward(training, seed):
-    loss = training.loss(seed)
-    backward_of(loss)
-    return [loss.detach()]
-
-
-@action
-def backward_of_two_forwards(training, seed):
-    backward_of(training.loss(seed) * training.loss(seed + 1))
-
-
-@action
-def backward_of_microbatches(training, seed):
-    with zf.accumulate(training.model, unshard=seed % 3 == 0):
-        for number in range(2):
-            backward_of(training.loss(seed + number))
+def loss_of(training, seed):
+    return training.loss(training.model, seed, *training.ranks)
 
 
 @action
@@ -213,14 +215,14 @@ def backward_of_a_penalty(training, part):
     assert isinstance(penalty, Tensor)
     if penalty.requires_grad:
         whole = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
-        backward_of(training.loss(part) + 0.01 * whole)
+        (loss_of(training, part) + 0.01 * whole).backward()
 
 
 @action
 def assign_gradients(training, part):
     trained = [p for p in training.of(part) if p.requires_grad]
     if trained:
-        for p, grad in zip(trained, torch.autograd.grad(training.loss(part), trained), strict=True):
+        for p, grad in zip(trained, torch.autograd.grad(loss_of(training, part), trained), strict=True):
             p.grad = grad
 
 
@@ -239,8 +241,8 @@ def scale_gradients(training, part):
 
 @action
 def clip(training, number):
-    norm = clip_grad_norm_(training.model.parameters(), 0.05 if number % 2 else 1e9)
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm]
+    training.clip(Step(clip=0.05 if number % 2 else 1e9))
+    return [training.norm]
 
 
 @action
@@ -256,24 +258,12 @@ def read_gradients(training, part):
 
 
 @action
-def step(training, _):
-    training.optimizer.step()
-
-
-@action
 def step_with_a_closure(training, seed):
     def closure():
         training.optimizer.zero_grad()
-        loss = training.loss(seed)
-        backward_of(loss)
-        return loss.detach()
+        return training.follow(Backward(), seed)[0]
 
     return [training.optimizer.step(closure)]
-
-
-@action
-def zero_grad(training, number):
-    training.optimizer.zero_grad(set_to_none=bool(number % 3))
 
 
 @action
@@ -294,47 +284,14 @@ def read(training, part):
 
 
 @action
-def evaluate(training, seed):
-    with torch.no_grad():
-        return [training.loss(seed)]
-
-
-class Deliberate(Exception):
-    """Raised in the middle of a forward or a backward."""
-
-
-def _raise(*_args):
-    raise Deliberate
-
-
-@action
-def fail(training, number):
-    """In a forward, or in a backward, whose gradients are dropped."""
-    block = training.model.blocks[number % 4]
-
-    def in_backward(_module, _args, output):
-        if output.requires_grad:
-            output.register_hook(_raise)
-
-    handle = block.register_forward_hook(in_backward if number % 2 else _raise)
-    try:
-        backward_of(training.loss(number))
-    except Deliberate:
-        pass
-    finally:
-        handle.remove()
-    training.optimizer.zero_grad()
-
-
-@action
 def copy_the_model(training, seed):
     if training.placed.grads is not None:  # copies take none
         training.model.zero_grad()
-    with torch.no_grad():
-        kept, training.model = training.model, copy.deepcopy(training.model)
-        loss = training.loss(seed)
-        training.model = kept
-    return [loss]
+    kept = training.models
+    training.models = copy.deepcopy(kept)
+    seen = training.follow(Evaluate(), seed)
+    training.models = kept
+    return seen
 
 
 @action
@@ -346,10 +303,8 @@ def edit(training, part):
 
 @action
 def edit_whole(training, part):
-    if training.placed.stage == "plain" and training.placed.outer is None:
-        return edit(training, part)
-    with zf.unsharded(training.model, writeback=True):
-        return edit(training, part)
+    with training.unsharded(writeback=True):
+        edit(training, part)
 
 
 @action

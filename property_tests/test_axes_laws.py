@@ -5,196 +5,126 @@ Simulated ranks compare their collectives, and find messages that nobody receive
 """
 
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from property_tests.programs import Leaf, Link, Node, Tree, batch, build
-from property_tests.strategies import chains, trees
-from tests.axes.grids import differing, grid
-from tests.simulation import axis as simulated_axis
+from property_tests.programs import Block, Leaf, Link, Node, Tree, World, batch, build
+from property_tests.strategies import chains, schedules, trees, worlds
 from tests.support.profiles import examples
-from tests.support.programs import STAGES
-from tests.support.ranks import axis
-from tests.support.seeds import seed_generator
 from zero_fn.resting import local_of
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.values.mesh import root_of
-
-Links = tuple[tuple[Link, str], ...]
-"""Transforms and the axis of each."""
 
 
-def over(links, tree):
-    """The module of a tree after transforms over axes of the mesh outer x inner."""
-    mesh = grid("outer", "inner")
-    module = build(tree)
-    for link, name in links:
-        module = link(module, mesh[name])
-    return module
+class Branches(Block):
+    """Its children run beside one another, and each has an output of its own."""
+
+    def forward(self, x):
+        x = self.add_own(x)
+        outputs = [torch.tanh(child(x)) for child in self.blocks()]
+        return [*outputs, x * self.always]
 
 
-def trained(model):
-    """Every gradient of the last of two steps, and every parameter after them, as they rest."""
+def branches(tree):
+    """The module of a tree, and a parameter that is tied to none."""
+    model = build(tree, root=Branches)
+    model.always = nn.Parameter(torch.full((3,), 0.5))
+    return model
+
+
+def backward(model, seed, skipped):
+    """Of the outputs that this rank does not skip. The last one is never skipped: a backward passes through the model."""
+    *others, last = model(batch(seed, dist.get_rank()))
+    total = last.sum()
+    for number, output in enumerate(others):
+        if number not in skipped:
+            total = total + output.sum()
+    total.backward()
+
+
+def trained(model, skips):
+    """Two steps with accumulated microbatches. Parameters, and gradients of the last step."""
+    rank = dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(2):
+    for step in range(2):
         optimizer.zero_grad()
-        model(batch(number, axis().get_local_rank())).sum().backward()
+        backward(model, step, skips[rank])
+        with zf.accumulate(model):
+            for microbatch in range(2):
+                backward(model, 10 + microbatch, skips[(rank + microbatch) % 4])
         grads = [parameter.grad for parameter in model.parameters()]
         optimizer.step()
-    return [*grads, *(parameter.detach() for parameter in model.parameters())]
+    return [*model.parameters(), *grads]
 
 
-def rests_alike(one, other):
-    """Whether this rank holds the same parts with the same bits."""
-    return [placements_of(tensor) for tensor in one] == [placements_of(tensor) for tensor in other] and all(
-        a is b or (a is not None and b is not None and torch.equal(local_of(a), local_of(b)))
-        for a, b in zip(one, other, strict=True)
-    )
+def at_rest(tensors):
+    """Where tensors rest, and what this rank has of each."""
+    return [None if t is None else (getattr(t, "placements", None), local_of(t).detach().tolist()) for t in tensors]
 
 
-def placements_of(tensor):
-    return tensor.placements if isinstance(tensor, DTensor) else None
+def parts(model, whole):
+    """What this rank has of whole tensors that belong to the parameters of a model, one list after the other."""
+    paths = [slot_of(parameter).path for parameter in model.parameters()]
+    return [
+        None if t is None else path.owned(local_of(t)).detach().tolist()
+        for path, t in zip(paths * (len(whole) // len(paths)), whole, strict=True)
+    ]
 
 
-def are_parts(wholes, found):
-    """Whether this rank holds its parts of these tensors, which every rank has whole."""
-    names = [str(number) for number in range(len(wholes))]
-    known = {name: None if whole is None else local_of(whole) for name, whole in zip(names, wholes, strict=True)}
-    return not differing(known, dict(zip(names, found, strict=True)))
+def values(tensors):
+    return [None if one is None else one[1] for one in at_rest(tensors)]
 
 
-def broken_laws(programs):
-    """The laws that a program breaks, by number. The second chain of each is the first in another order."""
+def broken_laws(tree, links, shuffled, skips):
+    """The laws that a program breaks on this rank. The second transforms are the first in another order."""
+
+    def over(links):
+        return World((2, 2), links).placed(branches(tree))
+
+    model, other, plain = over(links), over(shuffled), branches(tree)
     found = []
-    for number, (tree, links, shuffled) in enumerate(programs):
-        model, other = over(links, tree), over(shuffled, tree)
-        parameters = list(model.parameters())
-        if not rests_alike([*parameters], [*other.parameters()]):
-            found.append(f"{number}: commutation")
-        if not rests_alike([*parameters], [*over((*links, links[0]), tree).parameters()]):
-            found.append(f"{number}: idempotence")
-        if not are_parts([*build(tree).parameters()], [*parameters]):
-            found.append(f"{number}: conservation")
-        one = trained(model)
-        if not rests_alike(one, trained(other)):
-            found.append(f"{number}: commutation of training")
-        slots = [slot for unit in units_of(model) for slot in unit.slots]
-        # Where the outer axis shards more, gradients are summed over it first.
-        if all(slot.path.hops[0].axis.name == "inner" for slot in slots if len(slot.path.hops) > 1):
-            replicas = over(tuple((Link("replicate"), name) for name in sorted({name for _, name in links})), tree)
-            if not are_parts(trained(replicas), one):
-                found.append(f"{number}: equivalence")
+    if at_rest(model.parameters()) != at_rest(other.parameters()):
+        found.append("commutation")
+    if at_rest(model.parameters()) != at_rest(over((*links, links[0])).parameters()):
+        found.append("idempotence")
+    if values(model.parameters()) != parts(model, list(plain.parameters())):
+        found.append("conservation")
+    one = trained(model, skips)
+    if at_rest(one) != at_rest(trained(other, skips)):
+        found.append("commutation of training")
+    slots = [slot for unit in units_of(model) for slot in unit.slots]
+    # Where the outer axis shards more, gradients are summed over it first.
+    if all(slot.path.hops[0].axis.name == "dp" for slot in slots if len(slot.path.hops) > 1):
+        replicas = over(tuple((Link("replicate"), name) for name in sorted({name for _, name in links})))
+        if values(one) != parts(model, trained(replicas, skips)):
+            found.append("equivalence")
     return found
 
 
 @st.composite
 def programs(draw):
     tree = draw(trees(dtypes=(torch.float32, torch.float64, torch.int64, torch.complex64)))
-    links = tuple((link, draw(st.sampled_from(["inner", "outer"]))) for link in draw(chains(min_size=2, max_size=4)))
-    return tree, links, tuple(draw(st.permutations(links)))
+    links = draw(worlds(sizes=st.just((2, 2)), chain=chains(min_size=2, max_size=4))).links
+    skips = draw(st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=4, max_size=4))
+    return tree, links, tuple(draw(st.permutations(links))), skips
 
 
-@examples(dev=3, ci=10, deep=200)
-@given(st.lists(programs(), min_size=3, max_size=4))
-def test_transforms_over_axes_commute_and_train_as_replicas(ranks, drawn):
-    assert ranks(4).run(broken_laws, drawn) == [[]] * 4
+@examples(dev=15, ci=150, deep=3_000)
+@given(programs(), schedules, st.sampled_from(["early", "late"]), st.sampled_from(["exchange", "native"]))
+def test_transforms_over_axes_commute_and_train_as_replicas(simulated, program, schedule, timing, transport):
+    case = simulated((2, 2), schedule=schedule, timing=timing, transport=transport)
+    assert case.run(broken_laws, *program) == [[]] * 4
 
 
 TREE = Tree(Node((Leaf((4, 3), (0, 1)), Leaf((5,), (0,)))))
 
 
-def test_the_laws_are_seen_to_break(ranks):
+def test_the_laws_are_seen_to_break(simulated):
     """Other axes are not another order: the check says so."""
-    one = ((Link("shard_params"), "inner"), (Link("replicate"), "outer"))
-    other = ((Link("shard_params"), "outer"), (Link("replicate"), "inner"))
-    assert ranks(4).run(broken_laws, [(TREE, one, other)])[0] == ["0: commutation", "0: commutation of training"]
-
-
-# -- out of step on none of them ----------------------------------------------------------------------------------------
-
-SKIPS = st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=4, max_size=4)
-"""For each rank, the blocks that its loss leaves out."""
-
-
-class Branches(nn.Module):
-    """Three blocks after a first layer, each with an output of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 5) for _ in range(3))
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        return [torch.tanh(block(x)) for block in self.blocks]
-
-
-def trained_in(inner, outer, skips):
-    """A model after two steps, with accumulated microbatches, and the last gradients, as they rest."""
-    mesh = root_of(simulated_axis())
-    rank = 2 * mesh["outer"].get_local_rank() + mesh["dp"].get_local_rank()
-    seed_generator(0)
-    model = STAGES[outer](STAGES[inner](Branches(), mesh["dp"]), mesh["outer"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grads = []
-    for number in range(2):
-        optimizer.zero_grad()
-        _backward(model, number, rank, skips[rank])
-        with zf.accumulate(model):
-            for microbatch in range(2):
-                _backward(model, 10 + microbatch, rank, skips[(rank + microbatch) % 4])
-        grads = [parameter.grad for parameter in model.parameters()]
-        optimizer.step()
-    return model, grads
-
-
-def unlike_replicas(inner, outer, skips):
-    """Parameters that are not this rank's part of those of replicas, to the bit. DTensor's own cuts are cached by process."""
-    model, grads = trained_in(inner, outer, skips)
-    replicas, their_grads = trained_in("replicate", "replicate", skips)
-    found = []
-    pairs = zip(model.named_parameters(), replicas.parameters(), grads, their_grads, strict=True)
-    for (name, one), other, mine, theirs in pairs:
-        slot = slot_of(one)
-        assert slot is not None
-        if not torch.equal(local_of(one), slot.path.owned(local_of(other))):
-            found.append(name)
-        if mine is None or theirs is None:
-            found += [f"whether {name} has a gradient"] * (mine is not theirs)
-        elif not torch.equal(local_of(mine), slot.path.owned(local_of(theirs))):
-            found.append(f"gradient of {name}")
-    return found
-
-
-def _backward(model, seed, rank, skipped):
-    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(100 * seed + rank))
-    outputs = model(x)
-    torch.stack([output.sum() for number, output in enumerate(outputs) if number not in skipped]).sum().backward()
-
-
-@examples(dev=6, ci=40, deep=1000)
-@given(
-    st.sampled_from(list(STAGES)),
-    st.sampled_from(list(STAGES)),
-    SKIPS,
-    st.lists(st.integers(0, 3), max_size=60),
-    st.sampled_from(["early", "late"]),
-    st.sampled_from(["exchange", "native"]),
-)
-def test_ranks_of_two_axes_stay_in_step(
-    simulated,
-    inner,
-    outer,
-    skips,
-    schedule,
-    timing,
-    transport,
-):
-    case = simulated((2, 2), schedule=schedule, timing=timing, transport=transport)
-    found = case.run(unlike_replicas, inner, outer, skips)
-    if list(STAGES).index(inner) >= list(STAGES).index(outer):  # else sums go over the outer axis first
-        assert found == [[]] * 4
+    one = ((Link("shard_params"), "dp"), (Link("replicate"), "outer"))
+    other = ((Link("shard_params"), "outer"), (Link("replicate"), "dp"))
+    found = simulated((2, 2)).run(broken_laws, TREE, one, other, [()] * 4)
+    assert found[0] == ["commutation", "commutation of training"]

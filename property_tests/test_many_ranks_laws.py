@@ -1,4 +1,4 @@
-"""Laws 1 and 5 on 8 to 64 ranks, simulated: what rests is DTensor's own. What is trained there: test_training_laws.py."""
+"""Laws 1 and 5 on 8 to 64 ranks, simulated by torch: what rests is DTensor's own. What is trained: test_training_laws.py."""
 
 import torch
 from hypothesis import example, given

@@ -73,39 +73,20 @@ def test_nothing_is_used_before_it_was_awaited(schedule, depth, limit):
 
 
 @given(traces(), DEPTHS)
-def test_every_unshard_has_one_reshard_or_its_unit_is_kept_for_backward(trace, depth):
+def test_every_unshard_has_one_reshard_or_its_unit_is_kept_for_backward_which_leaves_nothing(trace, depth):
     freed = prefetch(forward_schedule(trace, keeps_last=False), depth=depth)
     assert run(freed) == set()
+    assert run(prefetch(backward_schedule(backward_trace(trace), reduces=lambda _: True), depth=depth)) == set()
     kept = run(prefetch(forward_schedule(trace, keeps_last=True), depth=depth))
     last = max(i for i, bracket in enumerate(trace) if isinstance(bracket, Enter))
     assert kept == {bracket.use.unit for bracket in trace[last:]}
 
 
-@given(traces(), DEPTHS)
-def test_backward_leaves_nothing_gathered(trace, depth):
-    assert run(prefetch(backward_schedule(backward_trace(trace), reduces=lambda _: True), depth=depth)) == set()
-
-
 @given(schedules())
-def test_a_schedule_has_the_brackets_of_its_trace(schedule):
+def test_a_schedule_has_the_brackets_of_its_trace_whose_backward_has_it_for_its_backward(schedule):
     trace, events = schedule
     assert tuple(event for event in events if isinstance(event, Enter | Exit)) == trace
-
-
-@given(traces())
-def test_the_backward_of_a_backward_is_the_forward(trace):
     assert backward_trace(backward_trace(trace)) == trace
-
-
-@given(schedules(), DEPTHS)
-def test_prefetch_moves_unshards_only(schedule, depth):
-    before, after = schedule[1], prefetch(schedule[1], depth=depth)
-    assert others(before) == others(after)
-    assert sorted(map(str, before)) == sorted(map(str, after))
-
-
-def others(events):
-    return [event for event in events if not isinstance(event, Unshard)]
 
 
 def passed(events, kind):
@@ -122,7 +103,7 @@ def passed(events, kind):
 
 
 @given(schedules(), DEPTHS)
-def test_prefetch_moves_unshards_earlier_and_past_no_more_uses_than_its_depth(schedule, depth):
+def test_prefetch_moves_unshards_alone_earlier_and_past_no_more_uses_than_its_depth(schedule, depth):
     before, after = schedule[1], prefetch(schedule[1], depth=depth)
 
     def is_other(event):
@@ -131,19 +112,18 @@ def test_prefetch_moves_unshards_earlier_and_past_no_more_uses_than_its_depth(sc
     def is_enter(event):
         return isinstance(event, Enter)
 
+    assert list(filter(is_other, before)) == list(filter(is_other, after))
     late, early = passed(before, is_other), passed(after, is_other)
+    assert late.keys() == early.keys()
     assert all(early[which] <= late[which] for which in late)
     late, early = passed(before, is_enter), passed(after, is_enter)
     assert all(late[which] - early[which] <= depth for which in late)
-
-
-@given(schedules(), DEPTHS)
-def test_prefetch_never_passes_a_reshard_of_the_same_unit(schedule, depth):
-    def own(events, unit):
-        return [event for event in events if isinstance(event, Unshard | Reshard) and event.unit == unit]
-
-    before, after = schedule[1], prefetch(schedule[1], depth=depth)
-    assert all(own(before, unit) == own(after, unit) for unit in range(5))
+    for unit in range(5):
+        one, other = (
+            [event for event in events if isinstance(event, Unshard | Reshard) and event.unit == unit]
+            for events in (before, after)
+        )
+        assert one == other, "never past a reshard of the same unit"
 
 
 @given(schedules(), LIMITS)

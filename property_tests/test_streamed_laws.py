@@ -2,6 +2,7 @@
 
 from itertools import starmap
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,6 +11,17 @@ from property_tests.streamed_programs import Placed, places, programs, trained
 from tests.support.profiles import examples
 
 ALL = frozenset(["params", "grads", "optim"])
+
+
+def check(simulated, tmp_path_factory, placed, program, n):
+    path = str(tmp_path_factory.getbasetemp())
+    ranks = simulated(n if placed.outer is None else (2, 2))
+    expected, found = ranks.run(trained, placed, program, None), ranks.run(trained, placed, program, path)
+    for ours, theirs in zip(found, expected, strict=True):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            done = program[number] if number < len(program) else "the end"
+            assert len(one) == len(other), done
+            assert all(starmap(torch.equal, zip(one, other, strict=True))), done
 
 
 # The count that NAdam keeps beside each parameter was taken for a state of a scalar one.
@@ -37,14 +49,14 @@ ALL = frozenset(["params", "grads", "optim"])
     [("backward", 0), ("step", 0), ("backward", 1), ("drop_gradients", 1), ("step", 0), ("backward", 2), ("step", 0)],
     1,
 )
-@examples(dev=10, ci=1_000, deep=40_000)
+@examples(dev=4, ci=1_000, deep=40_000)
 @given(places, programs, st.integers(1, 2))
 def test_any_program_gives_the_bits_of_the_same_in_memory(simulated, tmp_path_factory, placed, program, n):
-    path = str(tmp_path_factory.getbasetemp())
-    ranks = simulated(n if placed.outer is None else (2, 2))
-    expected, found = ranks.run(trained, placed, program, None), ranks.run(trained, placed, program, path)
-    for ours, theirs in zip(found, expected, strict=True):
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            done = program[number] if number < len(program) else "the end"
-            assert len(one) == len(other), done
-            assert all(starmap(torch.equal, zip(one, other, strict=True))), done
+    check(simulated, tmp_path_factory, placed, program, n)
+
+
+@pytest.mark.nightly
+@examples(dev=60, ci=60, deep=60)
+@given(places, programs, st.integers(1, 2))
+def test_many_programs_give_the_bits_of_the_same_in_memory(simulated, tmp_path_factory, placed, program, n):
+    check(simulated, tmp_path_factory, placed, program, n)

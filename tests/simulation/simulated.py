@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -31,7 +31,6 @@ from tests.support.seeds import seed_generator
 from tests.support.watchdog import leave
 from zero_fn.transport import line
 from zero_fn.transport.exchange import Exchange
-from zero_fn.transport.line import Transport
 from zero_fn.transport.links import BY_BACKEND
 from zero_fn.transport.native import Native
 
@@ -71,7 +70,6 @@ class Report(Generic[R]):
     happened: list[Fault]  # a program may be over before its fault is due
     events: list[list[str]]  # the last communication events, as text
     counts: list[int]  # how many events there were
-    trace: list[list[object]]  # the collectives
     desync: str | None  # where the collectives of two ranks differ
     left_over: list[str]  # messages that nobody received
 
@@ -162,24 +160,24 @@ class _Room:
 class _Ranks:
     """Threads, groups and meshes of one shape of mesh."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape):
         self._shape = shape
         self._n = n = shape[0] if len(shape) == 1 else shape[0] * shape[1]
         self._room = _Room()
         self._store = dist.HashStore()
         self._locks = [_held() for _ in range(n)]
         self._done = _held()
-        self._job: Callable[[], object] | None = self._prepare
-        self._outcomes: list[Outcome[Any]] = [Outcome()] * n
+        self._job = self._prepare
+        self._outcomes = [Outcome()] * n
         self._threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in range(n)]
         for thread in self._threads:
             thread.start()
-        self._run(self._prepare, Case(None, self, (), (), "early", "exchange"))  # type: ignore[arg-type]
+        self._run(self._prepare, Case(None, self, (), (), "early", "exchange"))
         for outcome in self._outcomes:
             if outcome.error is not None:
                 raise outcome.error
 
-    def run(self, case: Case, job: Callable[[], R]) -> Report[R]:
+    def run(self, case, job):
         """Runs a job on every rank."""
         turns = self._run(lambda: (seed_generator(0), job())[1], case)  # as if it were the first of its process
         wires, traces = self._room.wires, self._room.traces
@@ -190,19 +188,18 @@ class _Ranks:
             wires.happened,
             [[str(event) for event in events] for events in wires.events],
             wires.counts,
-            [traces.of(rank) for rank in range(self._n)],
             traces.difference(self._room.members),
             wires.left_over(),
         )
 
-    def close(self) -> None:
+    def close(self):
         """Ends the threads."""
         self._job = None
         for lock, thread in zip(self._locks, self._threads, strict=True):
             lock.release()
             thread.join()
 
-    def _run(self, job: Callable[[], object], case: Case) -> Turns:
+    def _run(self, job, case):
         self._job = job
         self._turns = turns = Turns(self._locks, self._done, case.schedule)
         room = self._room
@@ -222,7 +219,7 @@ class _Ranks:
                 self._job = None
         return turns
 
-    def _live(self, rank: int) -> None:
+    def _live(self, rank):
         _here.rank, _here.room = rank, self._room
         own_world()
         while True:
@@ -240,7 +237,7 @@ class _Ranks:
             del job
             self._turns.end(rank)
 
-    def _prepare(self) -> None:
+    def _prepare(self):
         """Makes the groups and the mesh of the calling rank."""
         dist.init_process_group("simulated", store=self._store, rank=_here.rank, world_size=self._n)
         names = ("dp",) if len(self._shape) == 1 else ("outer", "dp")
@@ -248,14 +245,14 @@ class _Ranks:
         _here.mesh = mesh["dp"]
 
 
-def _held() -> threading.Lock:
+def _held():
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 @contextmanager
-def _generator_kept() -> Iterator[None]:
+def _generator_kept():
     numbers = random.getstate()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         try:
@@ -264,15 +261,15 @@ def _generator_kept() -> Iterator[None]:
             random.setstate(numbers)
 
 
-def _create_group(options: Any, _backend_options: object) -> SimulatedGroup:
+def _create_group(options, _backend_options):
     members = list(options.global_ranks_in_group) or list(range(options.group_size))
     _here.room.members[options.group_id] = members
     return SimulatedGroup(_here.room, options.group_id, options.group_rank, members)
 
 
-def _transport(group: dist.ProcessGroup, rank: int, size: int) -> Transport:
+def _transport(group, rank, size):
     assert isinstance(group, SimulatedGroup)
-    room: _Room = _here.room
+    room = _here.room
     own = group.members[rank]
     chosen = Native if room.transport == "native" else Exchange
     return Recorded(chosen(group, rank, size), lambda entry: room.traces.note(group.pg_name, own, entry))

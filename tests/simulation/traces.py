@@ -1,12 +1,6 @@
 """What each rank asked of its axis: the same sequence on every rank, or something is wrong even if the numbers are right."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
-
-from zero_fn.transport.line import Transport
 
 __all__ = ["Recorded", "Traces"]
 
@@ -14,18 +8,14 @@ __all__ = ["Recorded", "Traces"]
 class Traces:
     """Collectives by group and rank, in the order they were called. Entries hold nothing that may differ between ranks."""
 
-    def __init__(self) -> None:
-        self._entries: dict[str, dict[int, list[object]]] = {}
+    def __init__(self):
+        self._entries = {}
 
-    def note(self, group: str, rank: int, entry: object) -> None:
+    def note(self, group, rank, entry):
         """Adds one entry."""
         self._entries.setdefault(group, {}).setdefault(rank, []).append(entry)
 
-    def of(self, rank: int) -> list[object]:
-        """All entries of a rank, group by group."""
-        return [entry for ranks in self._entries.values() for entry in ranks.get(rank, [])]
-
-    def difference(self, members: dict[str, Sequence[int]]) -> str | None:
+    def difference(self, members):
         """Where two ranks of a group first differ; None if no two do."""
         for group, ranks in self._entries.items():
             first, *others = members[group]
@@ -36,7 +26,7 @@ class Traces:
         return None
 
 
-_SHAPES: dict[str, Callable[[Any], list[object]]] = {
+_SHAPES = {
     "gather_plan": lambda segments: [(each.numel, each.piece_numel, each.kind) for each in segments],
     "reduce_plan": lambda several: [(each.rows.numel(), each.piece_numel, each.kind) for each in several],
     "all_to_all": lambda sends: [len(sends)],
@@ -49,22 +39,22 @@ _SHAPES: dict[str, Callable[[Any], list[object]]] = {
 class _Plan:
     """A plan, and the shapes of what it moves."""
 
-    def __init__(self, inner: Any, shapes: list[object]) -> None:
+    def __init__(self, inner, shapes):
         self.inner, self.shapes, self.numel = inner, shapes, inner.numel
 
 
 class Recorded:
     """A transport whose operations are noted before they are done."""
 
-    def __init__(self, inner: Transport, note: Callable[[object], object]) -> None:
+    def __init__(self, inner, note):
         self._inner, self._note = inner, note
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         found = getattr(self._inner, name)
         if name.endswith("_plan"):
             return lambda pieces, *others: _Plan(found(pieces, *others), _SHAPES[name](pieces))
 
-        def noted(what: Any, *others: Any) -> Any:
+        def noted(what, *others):
             shapes, what = (what.shapes, what.inner) if isinstance(what, _Plan) else (_SHAPES[name](what), what)
             mark = others[-1] if others and isinstance(others[-1], int) else 0
             self._note((name, mark, *shapes))

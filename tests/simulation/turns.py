@@ -9,31 +9,13 @@ No wait needs a timeout: when every unfinished rank waits and no message is on i
 each of these waits raises what gloo raises when its time is over.
 """
 
-from __future__ import annotations
-
-import threading
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 
-__all__ = ["RankKilled", "Turns", "Wait"]
+__all__ = ["RankKilled", "Turns"]
 
 
 class RankKilled(BaseException):
     """Ends a rank in the middle of its program. Not an `Exception`: no program catches it."""
-
-
-class Wait(Protocol):
-    """What a rank waits for."""
-
-    def is_over(self, turn: int) -> bool:
-        """Whether the rank can go on, with what it waited for or without."""
-
-    def ripens_at(self) -> int | None:
-        """The turn from which a message that is on its way can be seen; None if none is."""
-
-    def __str__(self) -> str: ...
 
 
 class Turns:
@@ -42,31 +24,31 @@ class Turns:
     There is a held lock for each rank: releasing it lets the rank run; and `done`, released when all ranks have ended.
     """
 
-    def __init__(self, locks: Sequence[threading.Lock], done: threading.Lock, schedule: Sequence[int]) -> None:
+    def __init__(self, locks, done, schedule):
         self._locks, self._done, self._schedule = locks, done, tuple(schedule)
         self._cursor = 0
         self.turn = 0  # how often the baton was offered
-        self.deadlock: list[str] | None = None  # the first one, as a line for each rank that waited
-        self._waits: list[Wait | None] = [None] * len(locks)
+        self.deadlock = None  # the first one, as a line for each rank that waited
+        self._waits = [None] * len(locks)
         self._ended = [False] * len(locks)
         self._is_abandoned = False
         self._timed_out = [False] * len(locks)
 
-    def begin(self) -> None:
+    def begin(self):
         """Gives the baton to the first rank."""
         first = self._next(0)
         assert first is not None
         self._locks[first].release()
 
-    def abandon(self) -> None:
+    def abandon(self):
         """The caller waits no longer: each rank is killed at its next communication."""
         self._is_abandoned = True
 
-    def has_ended(self, rank: int) -> bool:
+    def has_ended(self, rank):
         """Whether the program of a rank is over: it returned, raised, or was killed."""
         return self._ended[rank]
 
-    def offer(self, rank: int) -> None:
+    def offer(self, rank):
         """`rank` could go on; another may be let run before."""
         if self._is_abandoned:
             raise RankKilled
@@ -81,21 +63,25 @@ class Turns:
             raise RankKilled
         torch.default_generator.set_state(generator)
 
-    def wait(self, rank: int, wait: Wait) -> bool:
-        """`rank` goes on when `wait` is over. Returns False if it never will: every rank waits."""
+    def wait(self, rank, wait):
+        """`rank` goes on when `wait` is over. Returns False if it never will: every rank waits.
+
+        `wait.is_over(turn)` says whether the rank can go on, with what it waited for or without; `wait.ripens_at()` gives the
+        turn from which a message that is on its way can be seen, or None if none is.
+        """
         self._waits[rank] = wait
         self.offer(rank)
         self._waits[rank] = None
         timed_out, self._timed_out[rank] = self._timed_out[rank], False
         return not timed_out
 
-    def end(self, rank: int) -> None:
+    def end(self, rank):
         """The program of `rank` is over."""
         self._ended[rank] = True
         following = self._next(rank)
         (self._done if following is None else self._locks[following]).release()
 
-    def _next(self, current: int) -> int | None:
+    def _next(self, current):
         n = len(self._locks)
         order = [*range(current, n), *range(current)]
         unfinished = [rank for rank in order if not self._ended[rank]]
@@ -118,6 +104,6 @@ class Turns:
         self._cursor += 1
         return able[choice % len(able)]
 
-    def _is_able(self, rank: int) -> bool:
+    def _is_able(self, rank):
         wait = self._waits[rank]
         return self._is_abandoned or wait is None or self._timed_out[rank] or wait.is_over(self.turn)

@@ -20,14 +20,13 @@ Faults happen to a rank at its k-th event; a send or the wait for a message is o
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tests.simulation.turns import RankKilled, Turns
+from tests.simulation.turns import RankKilled
 from zero_fn.transport.exchange import MARK_BITS
 
 __all__ = ["Address", "Event", "Fault", "Timing", "Wires"]
@@ -63,7 +62,7 @@ class Event:
     numel: int
     dtype: torch.dtype
 
-    def __str__(self) -> str:
+    def __str__(self):
         dtype = str(self.dtype).removeprefix("torch.")
         tag = f"{self.tag:#x}" if isinstance(self.tag, int) else str(self.tag)
         return f"{self.kind} rank {self.peer} {self.numel} {dtype} tag {tag}"
@@ -76,7 +75,7 @@ class _Message:
     is_copied: bool = False
     is_lost: bool = False
 
-    def copy(self) -> None:
+    def copy(self):
         if not self.is_copied:
             self.payload, self.is_copied = self.payload.detach().clone(), True
 
@@ -91,10 +90,10 @@ class _Channel:
 class Sent:
     """The work of a send."""
 
-    def __init__(self, message: _Message) -> None:
+    def __init__(self, message):
         self._message = message
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, timeout=None):
         """From here on the sender may write its memory again."""
         self._message.copy()
         return True
@@ -103,13 +102,13 @@ class Sent:
 class Received:
     """The work of a receive, and what its rank waits for."""
 
-    def __init__(self, wires: Wires, address: Address, channel: _Channel, into: Tensor) -> None:
+    def __init__(self, wires, address, channel, into):
         self._wires, self._address, self._channel, self._into = wires, address, channel, into
         self._number = channel.posted
         channel.posted += 1
         self._is_done = False
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, timeout=None):
         """Waits for the message; the memory of the receiver then holds it.
 
         Raises:
@@ -130,20 +129,20 @@ class Received:
         self._take(message)
         return True
 
-    def take_early(self) -> None:
+    def take_early(self):
         """Takes the message if it is there."""
         message = self._message()
         if message is not None and message.visible_at <= self._wires.turns.turn and not self._is_done:
             self._take(message)
 
-    def poison(self) -> None:
+    def poison(self):
         """Makes sure that nobody finds the message here before the wait."""
         if self._into.is_floating_point() or self._into.is_complex():
             self._into.fill_(float("nan"))
         elif self._into.dtype is not torch.bool:
             self._into.fill_(0x2A)
 
-    def is_over(self, turn: int) -> bool:
+    def is_over(self, turn):
         if self._is_done:
             return True
         message = self._message()
@@ -151,15 +150,15 @@ class Received:
             return self._wires.turns.has_ended(self._address[1])
         return message.visible_at <= turn
 
-    def ripens_at(self) -> int | None:
+    def ripens_at(self):
         message = self._message()
         return message.visible_at if message is not None else None
 
-    def _message(self) -> _Message | None:
+    def _message(self):
         message = self._channel.messages.get(self._number)
         return None if message is None or message.is_lost else message
 
-    def _take(self, message: _Message) -> None:
+    def _take(self, message):
         self._is_done = True
         del self._channel.messages[self._number]
         message.copy()
@@ -170,26 +169,24 @@ class Received:
             )
         self._into.copy_(payload.view(self._into.shape))
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{_text(self._into)} from rank {self._address[1]} in group {self._address[0]!r}"
 
 
 class Wires:
     """All messages of one case."""
 
-    def __init__(self, turns: Turns, n: int, faults: Sequence[Fault], timing: Timing) -> None:
+    def __init__(self, turns, n, faults, timing):
         self.turns, self._timing = turns, timing
-        self.events: list[deque[Event]] = [
-            deque(maxlen=_REMEMBERED_EVENTS) for _ in range(n)
-        ]  # the last ones of each rank
+        self.events = [deque(maxlen=_REMEMBERED_EVENTS) for _ in range(n)]  # the last ones of each rank
         self.counts = [0] * n  # how many events each rank has had
-        self.happened: list[Fault] = []
-        self._faults: list[list[Fault]] = [[fault for fault in faults if fault.rank == rank] for rank in range(n)]
+        self.happened = []
+        self._faults = [[fault for fault in faults if fault.rank == rank] for rank in range(n)]
         self.is_dead = [False] * n  # which ranks were killed
-        self._channels: defaultdict[Address, _Channel] = defaultdict(_Channel)
-        self._expected: dict[tuple[Address, int], Received] = {}
+        self._channels = defaultdict(_Channel)
+        self._expected = {}
 
-    def send(self, address: Address, tensor: Tensor) -> Sent:
+    def send(self, address, tensor):
         """Sends a tensor."""
         _, source, target, tag = address
         self.refuse_the_dead(source)
@@ -208,7 +205,7 @@ class Wires:
         self.refuse_the_dead(source)
         return Sent(message)
 
-    def receive(self, address: Address, into: Tensor) -> Received:
+    def receive(self, address, into):
         """Expects a tensor."""
         self.refuse_the_dead(address[2])
         channel = self._channels[address]
@@ -222,7 +219,7 @@ class Wires:
             self._expected[address, number] = received
         return received
 
-    def note(self, rank: int, kind: str, peer: int, tag: object, tensor: Tensor) -> None:
+    def note(self, rank, kind, peer, tag, tensor):
         """Remembers an event, and kills the rank if that is its fate."""
         self.refuse_the_dead(rank)
         self.events[rank].append(Event(kind, peer, tag, tensor.numel(), tensor.dtype))
@@ -231,12 +228,12 @@ class Wires:
             self.is_dead[rank] = True
             raise RankKilled(f"rank {rank} was killed at event {self.counts[rank] - 1}")
 
-    def refuse_the_dead(self, rank: int) -> None:
+    def refuse_the_dead(self, rank):
         """A killed rank that still runs (a `finally` of its program) says nothing more."""
         if self.is_dead[rank]:
             raise RankKilled
 
-    def left_over(self) -> list[str]:
+    def left_over(self):
         """Messages that nobody received."""
         return [
             f"{len(channel.messages)} from rank {source} to rank {target}, tag {tag}, in group {group!r}"
@@ -244,7 +241,7 @@ class Wires:
             if channel.messages
         ]
 
-    def _spoil(self, rank: int, message: _Message, tag: object) -> None:
+    def _spoil(self, rank, message, tag):
         delay = self._fault(rank, "delay", tag)
         if delay is not None:
             message.visible_at += delay.turns
@@ -253,7 +250,7 @@ class Wires:
         if message.payload.is_floating_point() and self._fault(rank, "nan", tag) is not None:
             message.payload, message.is_copied = torch.full_like(message.payload, float("nan")), True
 
-    def _fault(self, rank: int, kind: str, tag: object) -> Fault | None:
+    def _fault(self, rank, kind, tag):
         for fault in self._faults[rank]:
             is_due = self.counts[rank] > fault.at and (fault.tag is None or _is_of(tag, fault.tag))
             if fault.kind == kind and is_due:
@@ -263,10 +260,10 @@ class Wires:
         return None
 
 
-def _is_of(tag: object, direction: int) -> bool:
+def _is_of(tag, direction):
     """Whether a tag is of this direction, whatever the mark of its operation."""
     return tag == direction or (isinstance(tag, int) and tag & ~MARK_BITS == direction)
 
 
-def _text(tensor: Tensor) -> str:
+def _text(tensor):
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

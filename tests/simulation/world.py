@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +38,7 @@ class _World:
 _own = threading.local()
 
 
-def own_world() -> None:
+def own_world():
     """Gives this thread groups of its own."""
     _own.world = _World()
 
@@ -47,10 +46,10 @@ def own_world() -> None:
 class _Worlds:
     """Stands for `torch.distributed.distributed_c10d._world`."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(_own.world, name)
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name, value):
         setattr(_own.world, name, value)
 
 
@@ -58,10 +57,10 @@ _worlds = _Worlds()
 
 
 @contextmanager
-def worlds_by_thread() -> Iterator[None]:
+def worlds_by_thread():
     """In this block every thread that called `own_world` sees its own groups; the calling thread must wait for them."""
     before, hook = distributed_c10d._world, sys.excepthook
-    distributed_c10d._world = _worlds  # type: ignore[assignment]
+    distributed_c10d._world = _worlds
     _look_up_by_thread(True)
     try:
         yield
