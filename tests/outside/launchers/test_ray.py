@@ -15,6 +15,7 @@ from tests.outside.launchers.runs import SIZES, has_saved, losses, running_in, w
 
 pytest.importorskip("ray", reason="no package ray: pip install 'zero_fn[launchers]'")
 
+pytestmark = pytest.mark.nightly
 QUIETLY = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
@@ -67,7 +68,6 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(folder, expec
     assert wait_for(lambda: not running_in(folder), 10), running_in(folder)
 
 
-@pytest.mark.nightly
 def test_a_killed_worker_that_is_not_started_again_ends_the_program_and_is_named(folder):
     before = set(os.listdir("/dev/shm"))
     status, said = _run_and_kill_a_worker(folder, failures=0)
