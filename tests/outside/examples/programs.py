@@ -9,21 +9,39 @@ import runpy
 import subprocess
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.resident import in_new_process
 
-__all__ = ["ALONE", "ROOT", "TORCHRUN", "Said", "printed", "run_alone", "run_on_a_rank", "said_on_ranks"]
+__all__ = [
+    "ALONE",
+    "ROOT",
+    "TORCHRUN",
+    "Said",
+    "printed",
+    "run_alone",
+    "run_on_a_rank",
+    "said_on_ranks",
+    "skip_without",
+]
 
 ROOT = Path(__file__).resolve().parents[3]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What torchrun would tell the only rank."""
+
+
+def skip_without(*packages, extra):
+    """Skips a file. Nothing is imported: every process that collects tests would wait for it."""
+    if any(find_spec(package) is None for package in packages):
+        pytest.skip(f"the extra [{extra}] is not installed", allow_module_level=True)
 
 
 def printed(*command, cwd=None, **environ):

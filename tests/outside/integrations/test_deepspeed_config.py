@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.outside.examples.programs import printed
+from tests.outside.integrations.architectures import model_named
 from tests.outside.integrations.worlds import (
     OWN,
     Counting,
@@ -215,24 +216,16 @@ def test_a_config_that_cannot_be_followed_is_refused(folder):
         zero_trainer(folder, llama(), given={"deepspeed": zero(3)})
 
 
-def _planned(name, **options):
-    import transformers
-
-    sizes = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "attn_implementation": "eager",
-    }  # fmt: skip
-    own = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(own(**sizes | options))
+def _planned(name, heads=2):
+    return model_named(name, seed=0, num_key_value_heads=heads, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma", "Gemma3", "Phi3", "Olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2"])
 @at_night
 def test_models_are_cut_by_their_own_plans(folder, name):
     """In memory, and read into shards of a model on meta; with blocks that run again, and rows of unequal length."""
     start()
-    tokens = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    tokens = Counting().tokens[:2]
     given = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
     given["attention_mask"][0, 5:] = 0
     plain = _planned(name)
@@ -246,9 +239,9 @@ def test_models_are_cut_by_their_own_plans(folder, name):
         setup.scaled(setup.model(**given).loss).backward()
         for own, each in setup.model.named_parameters():
             torch.testing.assert_close(each.grad.full_tensor(), wanted[own], rtol=1e-4, atol=1e-6)
-    if name == "Llama":
+    if name == "llama":
         with pytest.raises(zf.ConfigError, match="num_key_value_heads 1 over 2 ranks"):
-            zf.from_deepspeed(_planned(name, num_key_value_heads=1), config, axis())
+            zf.from_deepspeed(_planned(name, heads=1), config, axis())
 
 
 # -- models that are read into shards --------------------------------------------------------------------------------
@@ -336,13 +329,12 @@ def test_what_was_placed_by_hand_has_to_be_what_the_config_says(folder):
 
     wanted = numbers(_trainer(folder, host, read(folder)))
     assert numbers(_trainer(folder, host, loaded(fitting))) == wanted
-    others = {
-        "another stage": lambda m: zf.zero2(m, axis()),
-        "another dtype": lambda m: zf.zero3(m, axis()),
-        "a part": lambda m: in_bf16(m, where=lambda name, _: name != "model.norm.weight"),
-        "another tier": fitting,
-    }
-    for other in others.values():
+    for other in (
+        lambda model: zf.zero2(model, axis()),
+        lambda model: zf.zero3(model, axis()),  # another dtype
+        lambda model: in_bf16(model, where=lambda name, _: name != "model.norm.weight"),
+        fitting,  # another tier
+    ):
         with pytest.raises(zf.ConfigError, match="placed in another way"):
             _trainer(folder, zero(3), loaded(other))
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zero_fn as zf
+from tests.outside.integrations.architectures import model_named
 from tests.outside.integrations.worlds import (
     VOCABULARY,
     Counting,
@@ -109,12 +110,8 @@ def test_a_rank_that_is_done_needs_no_room_and_asks_only_its_peers():
 
 @at_night
 def test_encoders_and_assistants_generate_too():
-    from transformers import T5Config, T5ForConditionalGeneration
-
     def t5():
-        torch.manual_seed(0)
-        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)).eval()
+        return model_named("t5", seed=0).eval()
 
     start()
     ours, plain = place("zero3")(t5()), t5()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_fn as zf
+from tests.outside.examples.programs import skip_without
 from tests.outside.integrations.worlds import (
     Counting,
     at_night,
@@ -16,7 +17,6 @@ from tests.outside.integrations.worlds import (
     on_two_ranks,
     place,
     require_equal,
-    skip_without,
     start,
 )
 

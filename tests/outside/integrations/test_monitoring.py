@@ -23,8 +23,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.outside.examples.programs import ALONE, ROOT, printed
-from tests.outside.integrations.worlds import skip_without
+from tests.outside.examples.programs import ALONE, ROOT, printed, skip_without
 from tests.promises.test_sinks import FLAT, NUMBERS
 from tests.units.storage.disks import limited
 from zero_fn import errors
@@ -104,7 +103,6 @@ def _run(folder, code, **environ):
     """Runs a program in which `log(sink)` logs two steps and closes the sink; what it prints."""
     program = f"""
 from zero_fn.monitor import Comet, MLflow, WandB
-from tests.outside.integrations.worlds import skip_without
 from tests.promises.test_sinks import NUMBERS
 
 def log(sink):

@@ -7,7 +7,7 @@ import torch
 
 import zero_fn as zf
 from tests.outside.examples.programs import ROOT
-from tests.outside.integrations.test_architectures import _LLAMA, CAUSAL
+from tests.outside.integrations.architectures import CAUSAL, LLAMA
 from zero_fn.looking.activations import live_bytes
 from zero_fn.looking.configurations import Training, compute_of
 from zero_fn.looking.machines import DEVICES, Machine
@@ -116,7 +116,7 @@ def _train(programs, configs):
 @pytest.mark.nightly
 def test_a_plan_for_the_host_and_the_disk_is_taken_as_a_config(tmp_path, ranks):
     folder = _config(
-        tmp_path, "llama", **{**_LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+        tmp_path, "llama", **{**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     )
     memory = ["--memory", "22MB", "--reserve", "1KB", "--ranks", "2", "--sequence", "16"]
     on_host, on_disk = planned([folder, *memory]), planned([folder, *memory, "--host", "0", "--disk", "1TB"])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
+from tests.outside.integrations.architectures import inputs_of, model_named
 from tests.outside.integrations.worlds import (
     COMMON,
     Counting,
@@ -200,7 +201,7 @@ def test_optimizers_of_whole_tensors_have_the_numbers_of_replicas_and_go_on(fold
 @at_night
 def test_a_seq2seq_trainer_generates_on_all_ranks(folder):
     """Its evaluation generates, between steps too, and says itself whether ranks must wait for one another."""
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from zero_fn.integrations.transformers import ZeroTrainerMixin
 
@@ -208,10 +209,7 @@ def test_a_seq2seq_trainer_generates_on_all_ranks(folder):
         pass
 
     def t5():
-        torch.manual_seed(0)
-        return T5ForConditionalGeneration(
-            T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
-        )
+        return model_named("t5", seed=0)
 
     start()
     options = {"max_steps": 2, "predict_with_generate": True, "generation_max_length": 6}
@@ -233,18 +231,12 @@ def test_a_seq2seq_trainer_generates_on_all_ranks(folder):
 @at_night
 def test_ranks_skip_no_layers_at_random():
     """A model that skips layers at random, on ranks with random numbers of their own."""
-    from transformers import Wav2Vec2Config, Wav2Vec2Model
-
     start()
-    heads = {"num_attention_heads": 2, "num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 16}
-    front = {"conv_dim": (16,), "conv_stride": (2,), "conv_kernel": (4,), "num_conv_pos_embeddings": 4}
-    config = Wav2Vec2Config(layerdrop=0.5, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, **heads, **front)
-    torch.manual_seed(0)
-    model, _ = place_module(place(), Wav2Vec2Model(config).train())
+    model, _ = place_module(place(), model_named("wav2vec2", seed=0, layerdrop=0.5, num_hidden_layers=4))
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(6):  # a rank that skipped a layer would wait for its peer in another
-        model(torch.ones(2, 64)).last_hidden_state.square().mean().backward()
-        assert all(parameter.grad is not None for parameter in model.encoder.layers.parameters())
+        model(**inputs_of("wav2vec2", 0)).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.wav2vec2.encoder.layers.parameters())
         model.zero_grad()
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zero_fn as zf
+from tests.outside.examples.programs import skip_without
 from tests.outside.integrations.worlds import (
     VOCABULARY,
     at_night,
@@ -16,7 +17,6 @@ from tests.outside.integrations.worlds import (
     place,
     read,
     require_close,
-    skip_without,
     start,
     tokenizer,
 )

@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,16 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
+from tests.outside.examples.programs import skip_without
+from tests.outside.integrations.architectures import model_named
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-
-
-def skip_without(*packages, extra):
-    """Skips a file. Nothing is imported: every process that collects tests would wait for it."""
-    if any(find_spec(package) is None for package in packages):
-        pytest.skip(f"the extra [{extra}] is not installed", allow_module_level=True)
-
 
 skip_without("transformers", "accelerate", "peft", extra="transformers")
 
@@ -94,22 +90,11 @@ def llama(seed=0, **options):
     return LlamaForCausalLM(LlamaConfig(**config))
 
 
-def gpt2(seed=0, **options):
-    """Two layers, 32 wide, with dropout and a head tied to the embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+gpt2 = partial(model_named, "gpt2", seed=0)
+"""With dropout and a head tied to the embedding."""
 
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, **options))
-
-
-def mixtral(seed=0):
-    """Experts in stacked parameters."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **heads))
+mixtral = partial(model_named, "mixtral", seed=0)
+"""Experts in stacked parameters."""
 
 
 def tokenizer():

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.examples.programs import ROOT
+from tests.outside.examples.programs import ROOT, skip_without
 from tests.outside.launchers.runs import SIZES, has_saved, losses, running_in, wait_for
 
-pytest.importorskip("ray", reason="no package ray: pip install 'zero_fn[launchers]'")
+skip_without("ray", extra="launchers")
 
 pytestmark = pytest.mark.nightly
 QUIETLY = {
