@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 import traceback
@@ -55,7 +56,7 @@ def printed(*command, cwd=None, **environ):
 
 def said_on_ranks(case, folder, line):
     """What the ranks of a pool print that run a file of examples/ with arguments, in a folder of their own."""
-    name, *arguments = line.split()
+    name, *arguments = shlex.split(line)
     program = (ROOT / "examples" / name).read_text(encoding="utf-8")
     return "".join(case.run(run_on_a_rank, program, name, str(folder), *arguments))
 

@@ -54,7 +54,7 @@ def test_a_trainer_has_the_numbers_of_replicas(folder):
 
 def _is_resumed_and_read(folder, build, stage="zero3"):
     """Two of four steps again, from the checkpoint; and the files of the model are what it holds, on every rank at once. With
-    adapters: `test_adapters.py`."""
+    adapters: `test_adapters.py`; at another stage: below; on other ranks: `promises/test_resume.py`."""
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     ours = zero_trainer(folder, build(), stage, **options)
     wanted = numbers(ours)
@@ -105,22 +105,6 @@ def test_a_trainer_has_the_numbers_of_replicas_with_other_options(folder, case):
 @at_night
 def test_a_run_of_other_models_and_tiers_is_resumed_and_read(folder, build, stage):
     _is_resumed_and_read(folder, build, stage)
-
-
-def _half(folder, stage, microbatches, **resumed):
-    batch = 4 // (microbatches * dist.get_world_size())
-    options = {"gradient_accumulation_steps": microbatches, "per_device_train_batch_size": batch}
-    saves = {} if resumed else {"save_strategy": "steps", "save_steps": 2}
-    return numbers(zero_trainer(folder, llama(), stage, **options, **saves), **resumed)
-
-
-@pytest.mark.nightly
-def test_a_run_resumes_on_other_ranks_and_at_another_stage(prepared, tmp_path):
-    wanted = prepared(2, deadline_s=240).run(_half, str(tmp_path), "zero3", 1)[0]
-    for n, stage, microbatches in ((2, "zero2", 2), (1, "zero1", 2)):
-        case, again = prepared(n, deadline_s=240), {"resume_from_checkpoint": f"{tmp_path}/checkpoint-2"}
-        case.run(import_all)
-        require_close(case.run(_half, str(tmp_path), stage, microbatches, **again)[0], wanted)
 
 
 @at_night
