@@ -120,9 +120,10 @@ def _train_two(accelerator, model, optimizers, loader, microbatches=4):
 def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder):
     """Prepared each by itself, or as a sequence whose Muon has its owners already; and by a config."""
 
-    def parts(accelerator, seed=0, *, apart):
+    def parts(accelerator, seed=0, *, apart, owned=False):
         model = llama(seed)
         muon, adamw = _muon_and_adamw(model)
+        muon = zf.by_owner(muon) if owned else muon
         if apart:
             model, muon, adamw, loader = accelerator.prepare(model, muon, adamw, _loader())
             return accelerator, model, (muon, adamw), loader
@@ -131,7 +132,7 @@ def test_two_optimizers_have_the_numbers_of_replicas_and_go_on(folder):
 
     wanted = _train_two(*parts(_accelerator(False), apart=True))
     for apart in (True, False):
-        ours = parts(_accelerator(), apart=apart)
+        ours = parts(_accelerator(), apart=apart, owned=not apart)
         assert not apart or isinstance(ours[2][0].optimizer, zf.ByOwner)
         torch.testing.assert_close(_train_two(*ours), wanted, atol=2e-5, rtol=2e-5)
         ours[0].save_state(f"{folder}/{apart}")
