@@ -128,18 +128,16 @@ def _losses(model, *, is_replica):
 
 @at_night
 def test_every_element_of_an_adapter_over_a_base_that_was_read_into_shards_is_trained(folder):
-    """Adapters that are added to a placed base, and those that are placed with it."""
     from zero_fn.integrations.transformers import placed
 
     written(folder)
     plain = adapted(read(folder), *_TARGETS)
     _losses(plain, is_replica=True)
     wanted = parameters(plain)
-    with placed(place("zero1")):
-        base = read(folder)
-    with placed(lambda model: place()(adapted(model, *_TARGETS))):
-        beside = read(folder)
-    for model in (place("zero1")(adapted(base, *_TARGETS)), beside):
+    for stage in ("zero1", "zero3"):
+        with placed(place(stage)):
+            base = read(folder)
+        model = place(stage)(adapted(base, *_TARGETS))
         before = parameters(model)
         _losses(model, is_replica=False)
         after = parameters(model)

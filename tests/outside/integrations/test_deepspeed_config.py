@@ -225,7 +225,7 @@ def _planned(name, heads=2):
 def test_models_are_cut_by_their_own_plans(folder, name):
     """In memory, and read into shards of a model on meta; with blocks that run again, and rows of unequal length."""
     start()
-    tokens = Counting().tokens[:2]
+    tokens = Counting(length=8).tokens[:2]
     given = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
     given["attention_mask"][0, 5:] = 0
     plain = _planned(name)

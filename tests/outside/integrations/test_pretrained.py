@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.outside.integrations.worlds import (
     Counting,
+    adapted,
     at_night,
     gpt2,
     llama,
@@ -26,6 +27,7 @@ from tests.outside.integrations.worlds import (
 )
 from tests.support.programs import gradients, parameters
 from tests.support.ranks import axis
+from tests.support.worlds import mean_of_ranks
 
 
 def tied():
@@ -74,7 +76,7 @@ def test_other_models_that_are_placed_are_those_that_are_loaded_whole(folder, ca
 @needs("torchao")
 @at_night
 def test_a_base_that_torchao_quantises_is_placed(folder):
-    """Weights that are quantised as they are read, and a folder that was saved quantised."""
+    """Weights that are quantised as they are read, and a folder that was saved quantised; then adapters over them."""
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
@@ -94,6 +96,20 @@ def test_a_base_that_torchao_quantises_is_placed(folder):
         assert quantised and all(parameter.to_local().numel() * 2 == parameter.numel() for parameter in quantised)
     with pytest.raises(zf.CheckpointError, match="A quantised model is not saved"):
         zf.save_pretrained(model, f"{folder}/exported")
+
+    def with_adapters(model):
+        return adapted(model, "q_proj", "up_proj", init_lora_weights=False).train()
+
+    with placed(lambda model: place()(with_adapters(model))):
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    plain = with_adapters(plain)
+    tokens = Counting(8).tokens[2 * dist.get_rank() :][:2]
+    for each in (plain, model):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    found, trained = gradients(model), [(name, p) for name, p in plain.named_parameters() if "lora" in name]
+    assert trained
+    for name, parameter in trained:
+        torch.testing.assert_close(found[name], mean_of_ranks(parameter.grad), msg=name)
 
 
 @needs("bitsandbytes")
