@@ -1,24 +1,64 @@
-"""Programs that are run as scripts, one after another by one interpreter or on a pool of ranks: torch is imported once."""
+"""Programs that are run as scripts, in processes that are forked with torch, or on a pool of ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+import pytest
+import torch
 import torch.distributed as dist
 
-__all__ = ["ROOT", "Interpreter", "Said", "run_on_a_rank"]
+from tests.support.resident import in_new_process
+
+__all__ = [
+    "ALONE",
+    "ROOT",
+    "TORCHRUN",
+    "Said",
+    "printed",
+    "run_alone",
+    "run_on_a_rank",
+    "said_on_ranks",
+    "skip_without",
+]
 
 ROOT = Path(__file__).resolve().parents[3]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What torchrun would tell the only rank."""
+
+
+def skip_without(*packages, extra):
+    """Skips a file. Nothing is imported: every process that collects tests would wait for it."""
+    if any(find_spec(package) is None for package in packages):
+        pytest.skip(f"the extra [{extra}] is not installed", allow_module_level=True)
+
+
+def printed(*command, cwd=None, **environ):
+    """What a command prints that ends well."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ
+    how = {"cwd": cwd, "env": environ, "capture_output": True, "text": True, "timeout": 250}
+    done = subprocess.run([*map(str, command)], **how, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def said_on_ranks(case, folder, line):
+    """What the ranks of a pool print that run a file of examples/ with arguments, in a folder of their own."""
+    name, *arguments = shlex.split(line)
+    program = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    return "".join(case.run(run_on_a_rank, program, name, str(folder), *arguments))
 
 
 class Said(NamedTuple):
@@ -40,6 +80,8 @@ def run_on_a_rank(program, name, folder, *arguments):
         with contextlib.ExitStack() as changed:
             changed.enter_context(patch.dict(os.environ, told))
             changed.enter_context(patch.object(sys, "argv", [name, *arguments]))
+            beside = str((ROOT / "examples" / name).parent)  # where Python looks first
+            changed.enter_context(patch.object(sys, "path", [beside, *sys.path]))
             changed.enter_context(patch.object(dist, "destroy_process_group"))  # the pool needs it
             changed.enter_context(contextlib.redirect_stdout(printed))
             exec(compile(program, name, "exec"), {"__name__": "__main__"})
@@ -48,62 +90,22 @@ def run_on_a_rank(program, name, folder, *arguments):
     return printed.getvalue()
 
 
-class Interpreter:
-    """A process that runs scripts, each as `__main__`.
-
-    Args:
-        folder: The current folder of all programs and of the ranks that they start.
-    """
-
-    def __init__(self, folder):
-        environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self._log = (folder / "log").open("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            cwd=folder,
-            env=os.environ | environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def run(self, script, *arguments, environ=None):
-        """Runs a script until it ends."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(script), list(map(str, arguments)), dict(environ or {})]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, Path(self._log.name).read_text()[-3000:]
-        return Said(*json.loads(answer))
-
-    def close(self):
-        """Ends the process."""
-        self._process.communicate()
-        self._log.close()
+def run_alone(folder, script, *arguments, environ=None):
+    """Runs a script in a process of its own, which is forked where torch is imported already: what it said."""
+    return Said(*in_new_process(_as_main, str(folder), str(script), [*map(str, arguments)], environ or {}))
 
 
-def main():
-    """Runs what is asked for on stdin, and answers on stdout."""
-    answers = sys.stdout
-    for line in sys.stdin:
-        script, arguments, environ = json.loads(line)
-        before, printed = dict(os.environ), io.StringIO()
-        sys.argv = [script, *arguments]
-        os.environ.update(environ)
-        ended = 0
+def _as_main(folder, script, arguments, environ):
+    os.chdir(folder)
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    said, ended = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                runpy.run_path(script, run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             ended = end.code or 0
         except BaseException:
             ended = traceback.format_exc()
-        os.environ.clear()
-        os.environ.update(before)
-        print(json.dumps([printed.getvalue(), ended]), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return said.getvalue(), ended

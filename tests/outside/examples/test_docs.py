@@ -11,14 +11,13 @@ import ast
 import contextlib
 import importlib
 import re
-import sys
 from dataclasses import dataclass
 from functools import cache
 
 import pytest
 
+from tests.outside.examples.programs import ALONE, run_alone, run_on_a_rank
 from tests.outside.examples.programs import ROOT as _ROOT
-from tests.outside.examples.programs import run_on_a_rank
 from tests.outside.integrations.worlds import import_all
 
 _GUIDES = _ROOT / "docs" / "guides" / "index.md"
@@ -67,16 +66,10 @@ def page_of(path):
 
 _ALL = [page_of(path) for path in _PAGES]
 _UNDER_TORCHRUN = ("docs/start/launching.md", "docs/reports.md")
-_ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _ids(pages):
     return pytest.mark.parametrize("page", pages, ids=[page.name for page in pages])
-
-
-def test_pages_have_blocks():
-    assert sum(len(page.run) for page in _ALL) > 40
-    assert sum(len(page.parsed) for page in _ALL) < sum(len(page.run) for page in _ALL) / 3
 
 
 @_ids([page for page in _ALL if page.run and page.ranks])
@@ -89,18 +82,18 @@ def test_a_page_runs_on_ranks(page, ranks, tmp_path):
 
 
 @_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
-def test_a_page_runs_as_a_script(page, tmp_path, interpreter):
+def test_a_page_runs_as_a_script(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(page.program())
-    said = interpreter.run(script, environ=_ONE_RANK if page.name in _UNDER_TORCHRUN else None)
+    said = run_alone(tmp_path, script, environ=ALONE if page.name in _UNDER_TORCHRUN else None)
     assert said.ended == 0, said
 
 
-def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(tmp_path, interpreter):
+def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(tmp_path):
     """What the README promises of its fifteen lines: two ranks, whose losses differ, and fall."""
     script = tmp_path / "page.py"
     script.write_text(page_of(_ROOT / "README.md").program())
-    said = interpreter.run(script)
+    said = run_alone(tmp_path, script)
     found = re.findall(r"rank (\d): loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes held", said.out)
     assert [rank for rank, *_ in found] == ["0", "1"], said
     assert all(float(last) < float(first) / 5 for _, first, last, _ in found), found
@@ -182,6 +175,7 @@ def _computed(name):
     return space, [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
 
 
+@pytest.mark.nightly
 def test_the_table_of_one_node_is_what_its_program_computes():
     space, rows = _computed("one-node.md")
     found = {row: cells for row, _, *cells in rows if row in space["ROWS"]}
@@ -192,6 +186,7 @@ def test_the_table_of_one_node_is_what_its_program_computes():
         assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
 
 
+@pytest.mark.nightly
 def test_the_tables_of_one_gpu_are_what_their_program_computes():
     space, rows = _computed("one-gpu.md")
     for model in space["MODELS"]:
@@ -204,10 +199,8 @@ def test_the_tables_of_one_gpu_are_what_their_program_computes():
             assert cells == [str(way), gpu, f"{plan.host_nbytes / 1e9:,.1f}", f"{disk / 1e9:,.1f}"], (model, way)
 
 
-_SLOW = ["7 B", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("70 B", "175 B"))]
-
-
-@pytest.mark.parametrize("model", _SLOW)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["7 B", "70 B", "175 B"])
 def test_the_table_of_slow_links_is_what_its_program_computes(model):
     path = _ROOT / "docs" / "guides" / "slow-links.md"
     space = {"__name__": path.name}
@@ -230,17 +223,3 @@ def test_the_table_of_slow_links_is_what_its_program_computes(model):
 
 def test_the_readme_is_short():
     assert len((_ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
-
-
-def test_a_block_that_fails_is_noticed(ranks, tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        ranks(2).run(run_on_a_rank, "x = 0\n\n\n1 / x\n", "a page", str(tmp_path))
-
-
-def test_a_mark_moves_a_block_from_run_to_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "_ROOT", tmp_path)
-    path = tmp_path / "page.md"
-    path.write_text(
-        "<!-- ranks: 3 -->\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb = 2\n```\n"
-    )
-    assert page_of(path) == Page("page.md", ((4, "a = 1\n"),), ((9, "b = 2\n"),), 3)

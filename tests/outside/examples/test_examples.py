@@ -1,4 +1,4 @@
-"""The files of examples/, each run as a user runs it but smaller; and the demo."""
+"""The files of examples/, each run as a user runs it but smaller; and the demo. Benchmarks: `test_benchmarks.py`."""
 
 import csv
 import json
@@ -8,64 +8,54 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import zero_fn as zf
-from tests.outside.examples.programs import ROOT, run_on_a_rank
+from tests.outside.examples.programs import ALONE, ROOT, TORCHRUN, run_alone, said_on_ranks
 from tests.support.versions import IS_2_11
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SMALL_GPT = "--layers 2 --dim 32 --heads 2 --seq 16"
 PRETRAIN = f"pretrain.py {SMALL_GPT} --batch 12 --save-every 2"
 
 
 def _said(ranks, number, folder, line):
-    """What rank 0 printed; of a pipeline, whichever rank spoke."""
-    name, *arguments = line.split()
-    program = (ROOT / "examples" / name).read_text(encoding="utf-8")
-    said = ranks(number, deadline_s=120).run(run_on_a_rank, program, name, str(folder), *arguments)
-    return "".join(said)
+    return said_on_ranks(ranks(number, deadline_s=120), folder, line)
 
 
 def _losses(said):
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said)]
 
 
-def test_each_example_is_run_by_a_test():
+def test_each_example_is_short_needs_no_file_beside_it_and_is_run_by_a_test():
     names = ("examples", "finetune_hf", "generation", "sizes")
     tested = "".join(Path(__file__).with_name(f"test_{name}.py").read_text() for name in names)
     assert len(EXAMPLES) == 14
-    assert all(path.name in tested for path in EXAMPLES)
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short_and_needs_no_file_beside_it(path):
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 130
-    assert not [other.stem for other in EXAMPLES if re.search(rf"^(import|from) {other.stem}\b", text, re.MULTILINE)]
+    for path in EXAMPLES:
+        text = path.read_text(encoding="utf-8")
+        assert path.name in tested
+        assert len(text.splitlines()) <= 130, path
+        for other in EXAMPLES:
+            assert not re.search(rf"^(import|from) {other.stem}\b", text, re.MULTILINE), path
 
 
 # Losses of pretrain.py are compared with those of a run that nothing has interrupted.
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, interpreter):
+def whole(tmp_path_factory):
     """The folder of that run, of 20 steps by one rank at stage 3, in which only the last checkpoints are left."""
     folder = tmp_path_factory.mktemp("whole")
     name, *arguments = f"{PRETRAIN} --steps 20 --save {folder}".split()
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    said = interpreter.run(ROOT / "examples" / name, *arguments, environ=alone)
+    said = run_alone(folder, ROOT / "examples" / name, *arguments, environ=ALONE)
     assert said.ended == 0, said
     return folder
 
 
 def _saved(folder):
-    found = zf.load(folder, only="extra")["losses"]
-    return found
+    return zf.load(folder, only="extra")["losses"]
 
 
 def test_a_run_goes_on_at_other_ranks_and_another_stage(ranks, whole, tmp_path):
@@ -78,17 +68,10 @@ def test_a_run_goes_on_at_other_ranks_and_another_stage(ranks, whole, tmp_path):
     assert _saved(tmp_path / "runs") == pytest.approx(_saved(whole)[:6], abs=1e-4)
 
 
-def test_a_run_that_goes_on_is_the_whole_one_to_the_bit(ranks, tmp_path):
-    for name, lengths in (("whole", [6]), ("resumed", [4, 6])):
-        for steps in lengths:
-            _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps {steps} --save {name} --precision bf16")
+def test_a_run_that_goes_on_and_recomputes_is_the_whole_one_to_the_bit(ranks, tmp_path):
+    for options in ("6 --save whole", "4 --save resumed --recompute 1", "6 --save resumed --recompute 1"):
+        _said(ranks, 2, tmp_path, f"{PRETRAIN} --precision bf16 --steps {options}")
     assert _saved(tmp_path / "resumed") == _saved(tmp_path / "whole")
-
-
-def test_a_run_that_recomputes_has_the_same_losses_to_the_bit(ranks, tmp_path):
-    for name, recompute in (("plain", 0), ("again", 1)):
-        _said(ranks, 2, tmp_path, f"{PRETRAIN} --steps 4 --save {name} --recompute {recompute}")
-    assert _saved(tmp_path / "again") == _saved(tmp_path / "plain")
 
 
 def test_a_file_of_tokens_has_two_bytes_for_each(ranks, tmp_path):
@@ -111,19 +94,14 @@ def test_metrics_of_a_run_that_goes_on_are_in_one_file(ranks, tmp_path):
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole, tmp_path):
+    """Under torchrun, which starts all ranks again."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    line = f"--nproc-per-node=2 --max-restarts=1 {ROOT}/examples/{PRETRAIN} --steps 20 --save runs"
-    process = subprocess.Popen(
-        [*TORCHRUN, *line.split()],
-        cwd=tmp_path,
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line = f"2 --max-restarts=1 {ROOT}/examples/{PRETRAIN} --steps 20 --save runs"
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*TORCHRUN, *line.split()], cwd=tmp_path, env=environ, **pipes)
     saved = tmp_path / "runs" / "step-000004" / "manifest.json"
     while not saved.exists() and process.poll() is None:
-        time.sleep(0.002)
+        time.sleep(0.002)  # the rank is killed in the midst of the steps that follow
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(ranks[-1]), signal.SIGKILL)
     _, told = process.communicate(timeout=240)
@@ -132,9 +110,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole, tmp_path
     assert _saved(tmp_path / "runs") == pytest.approx(_saved(whole), abs=1e-4)
 
 
-def test_one_gpu_and_its_host_train_the_same_wherever_states_rest(interpreter):
+def test_one_gpu_and_its_host_train_the_same_wherever_states_rest(tmp_path):
     said = [
-        interpreter.run(ROOT / "examples" / "one_gpu_and_host.py", *f"{SMALL_GPT} --steps 3 --rest".split(), rest)
+        run_alone(tmp_path, ROOT / "examples" / "one_gpu_and_host.py", *f"{SMALL_GPT} --steps 3 --rest".split(), rest)
         for rest in ("nothing", "states", "all", "all, in turns")
     ]
     assert [each.ended for each in said] == [0] * 4, said
@@ -170,7 +148,13 @@ def test_islands_that_meet_every_few_steps_learn_as_one_does_for_few_bytes(ranks
     assert sent[0]["islands"] < sent[1]["islands"] / (8 * 5)  # an eighth of the steps, some 5 bits of 32
 
 
-@pytest.mark.parametrize("schedule", ["1F1B" if IS_2_11 else "ZBVZeroBubble", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "Interleaved1F1B",
+        pytest.param("1F1B" if IS_2_11 else "ZBVZeroBubble", marks=pytest.mark.nightly),
+    ],
+)
 def test_three_axes_train_as_one_process_does(ranks, tmp_path, schedule):
     sizes = "--layers 4 --dim 16 --heads 2 --steps 3"  # 2.11 sends from a rank to itself under ZBV
     alone = _losses(_said(ranks, 1, tmp_path, f"train_3d.py {sizes} --pp 1 --tp 1"))
@@ -179,6 +163,7 @@ def test_three_axes_train_as_one_process_does(ranks, tmp_path, schedule):
     assert several == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_three_axes_that_recompute_go_on_at_other_sizes(ranks, tmp_path):
     options = "--layers 4 --dim 16 --heads 2 --precision bf16 --recompute 1"
     line = f"train_3d.py {options} --save_every 2 --steps"
@@ -190,25 +175,21 @@ def test_three_axes_that_recompute_go_on_at_other_sizes(ranks, tmp_path):
     assert (len(begun), len(whole), kept) == (2, 4, [4, 4])
 
 
-has_transformers = pytest.mark.skipif(
-    find_spec("accelerate") is None, reason="the extra [transformers] is not installed"
-)
-
-
 @pytest.mark.parametrize(
     "line",
     [
         "moe.py --ep 2 --experts 6 --top 1 --tokens 8",
         "moe_capacity.py --ep 2 --top 1 --capacity_factor 0.5 --residual 1",
-        pytest.param("mixtral_experts.py --ep 2", marks=has_transformers),
+        "mixtral_experts.py --ep 2",
     ],
 )
-def test_experts_train_under_torchrun(line):
+def test_experts_train(ranks, tmp_path, line):
     """As in one process: `tests/axes/test_experts.py`, with the same files."""
-    line = f"--nproc-per-node=2 {ROOT}/examples/{line} --steps 2"
-    done = subprocess.run([*TORCHRUN, *line.split()], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(_losses(done.stdout)) == 2
+    if "mixtral" in line:
+        from tests.outside.integrations.worlds import import_all  # skips without the extra
+
+        ranks(2, deadline_s=240).run(import_all)
+    assert len(_losses(_said(ranks, 2, tmp_path, f"{line} --steps 2"))) == 2
 
 
 def test_a_deepspeed_config_is_followed_and_taken_up_again(ranks, tmp_path):
@@ -219,8 +200,8 @@ def test_a_deepspeed_config_is_followed_and_taken_up_again(ranks, tmp_path):
     assert _losses(begun) + _losses(resumed) == _losses(_said(ranks, 2, tmp_path, f"{line} --steps 4"))
 
 
-def test_what_was_pretrained_writes_text(interpreter, whole):
-    said = interpreter.run(ROOT / "examples" / "generate.py", *f"{SMALL_GPT} --weights {whole} --tokens 3".split())
+def test_what_was_pretrained_writes_text(whole, tmp_path):
+    said = run_alone(tmp_path, ROOT / "examples" / "generate.py", *f"{SMALL_GPT} --weights {whole} --tokens 3".split())
     assert said.ended == 0, said
     assert said.out.count("Once upon a time") == 2
 
@@ -237,6 +218,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
 def test_a_model_larger_than_memory_writes_text(tmp_path):
     """152 MB of parameters under a limit of 115 MB for all else; without a disk it does not even begin."""
@@ -248,109 +230,30 @@ def test_a_model_larger_than_memory_writes_text(tmp_path):
         assert ("Once upon a time" in done.stdout) == begins
 
 
-@pytest.mark.nightly
-def test_the_benchmark_of_owners_deals_the_matrices_of_llamas_evenly():
-    """All ways reach the same loss; no rank of 64 or fewer has more than 1.1 of the mean work."""
-    program = ROOT / "examples" / "benchmarks" / "owners.py"
-    command = [sys.executable, program, "--shape", "1x16", "--ranks", "2", "--rounds", "1"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {words[0]: words[1:] for line in done.stdout.splitlines() if (words := line.split())}
-    assert {"ddp", "gathered", "replicate", "zero1", "zero2", "zero3"} <= rows.keys()
-    for llama in ("7B", "8B", "70B"):
-        assert len(rows[llama]) == 6
-        assert max(map(float, rows[llama])) <= 1.1
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("where", ["--here 2", "--gbit 1"])
-def test_the_benchmark_of_a_slow_link_counts_what_goes_over_it(where):
-    """Of two ranks on each of two hosts, one sends two of three pieces to the other host; on one host nothing is sent."""
-    program = ROOT / "examples" / "benchmarks" / "slow_link.py"
-    command = [sys.executable, program, *f"{where} --shape 4x128 --rounds 1".split()]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if "No two hosts can be made here: " in done.stdout:
-        pytest.skip(done.stdout)
-    rows = re.findall(r"^(zero\d, .*?) {2,}.*?\] +(\S+) +(\S+) +(\S+) +(\S+)$", done.stdout, re.MULTILINE)
-    sent = {name: (float(own), float(of_bf16), float(link)) for name, own, of_bf16, link, _ in rows}
-    assert sent["zero3, int8, int4"][1] < 0.45
-    assert sent["zero2, delta4, int4"][1] < 0.3
-    if where == "--gbit 1":
-        assert all(link == pytest.approx(own * 4 / 3, rel=0.05, abs=0.15) for own, _, link in sent.values()), (
-            done.stdout
-        )
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux counts it")
-@pytest.mark.parametrize(("limit", "said"), [("300MiB", "the same"), ("8MiB", r"(killed|ended \(\d+\)), loading")])
-def test_the_benchmark_of_streamed_weights_compares_logits_and_shows_who_ran_out_of_memory(limit, said, tmp_path):
-    """Weights of 28 MB are read once in each pass of zero_fn, from the disk."""
-    program = ROOT / "examples" / "benchmarks" / "streaming.py"
-    arguments = f"--path {tmp_path} --small --rounds 1 --only zero_fn --limit {limit}".split()
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"limit {limit} beside imports" in done.stdout
-    assert len(re.findall(r"^memory .* the same$", done.stdout, re.MULTILINE)) == 2
-    rows = re.findall(r"^zero_fn .*$", done.stdout, re.MULTILINE)
-    assert len(rows) == 2
-    assert all(re.search(rf" {said}$", row) for row in rows), done.stdout
-    assert limit == "8MiB" or all(" 28 " in row for row in rows), done.stdout
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("what", ["forward backward", "none cores", "disk link", "cost"])
-def test_the_benchmark_of_profiles_makes_its_faults_and_asks_who_was_named(what):
-    """A sleep of 20 ms is named whatever else the machine does. The rest is hardly felt by a model so small."""
-    program = ROOT / "examples" / "benchmarks" / "profiled.py"
-    command = [sys.executable, program, *what.split(), "--shape", "4x64x16x1", "--rounds", "1"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environ)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if what == "cost":
-        ratio = r" +\d+\.\d +\d\.\d+ \[\S+ \S+\]"
-        assert re.search(rf"^profile{ratio}{ratio}$", done.stdout, re.MULTILINE), done.stdout
-        return
-    said = dict(re.findall(r"^(\w+): .+\n +(said|right|wrong) +\d+ ms  \w+", done.stdout, re.MULTILINE))
-    cannot = {"disk"} if "disk: none can be made slow here" in done.stdout else set()
-    cannot |= {"link"} if "No two hosts can be made here" in done.stdout else set()
-    assert said.keys() | cannot == set(what.split()), done.stdout
-    if what == "forward backward":
-        assert set(said.values()) == {"right"}, done.stdout
-
-
 # The demo
 
 
-def _demo(interpreter, line):
-    said = interpreter.run(ROOT / ".ci" / "demo.py", *line.split())
+def _demo(folder, line):
+    said = run_alone(folder, ROOT / ".ci" / "demo.py", *line.split())
     return said.ended, said.out
 
 
-def test_the_demo_compares_with_ddp_and_draws(interpreter, tmp_path):
+def test_the_demo_compares_with_ddp_and_draws(tmp_path):
     sizes = "--layers 1 --dim 16 --heads 2 --seq 16 --batch 4 --steps 3 --compare-steps 2 --evaluate-every 2 --sample 3"
-    ended, out = _demo(interpreter, f"{sizes} --text {ROOT / 'docs' / 'how'} --out {tmp_path}")
+    ended, out = _demo(tmp_path, f"{sizes} --text {ROOT / 'docs' / 'how'} --out {tmp_path}")
     assert ended == 0, out
     assert re.search(r"the losses of stage 3 and plain DDP over 2 steps differ by at most \S+: they agree", out)
     assert re.search(r"sent per rank and step +(\S+ MB) +\1 +not counted", out), "bytes are not those of the formula"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes.png", "loss.png"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_the_demo_refuses_what_cannot_be(tmp_path):
+    for given, said in (
         ("--batch 5", "--batch 5 sequences cannot be shared equally by 2 ranks"),
         ("--heads 5", "--dim 176 is no multiple of --heads 5"),
         ("--lr 0", "--lr must be above 0"),
         ("--text /nowhere", "no such file or folder: /nowhere"),
-    ],
-)
-def test_the_demo_refuses_what_cannot_be(interpreter, tmp_path, given, said):
-    ended, out = _demo(interpreter, f"{given} --out {tmp_path}")
-    assert ended == 2
-    assert said in out
+    ):
+        ended, out = _demo(tmp_path, f"{given} --out {tmp_path}")
+        assert ended == 2
+        assert said in out

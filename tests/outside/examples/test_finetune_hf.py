@@ -4,19 +4,13 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.outside.examples.programs import ROOT, run_on_a_rank
-from tests.outside.integrations.worlds import VOCABULARY, import_all, llama, start, tokenizer
+from tests.outside.examples.programs import ROOT, said_on_ranks
+from tests.outside.integrations.worlds import VOCABULARY, import_all, llama, tokenizer
 
-pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
-
-PROGRAM = ROOT / "examples" / "finetune_hf.py"
 HOST = {"device": "cpu"}
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -30,8 +24,10 @@ CONFIG = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-OWN = ["--model", "model", "--data", "texts.jsonl", "--output_dir", "out"]
-RUN = ["--length", "16", "--bf16", "--use_cpu", "--per_device_train_batch_size", "4", "--report_to", "none"]
+RUN = (
+    "finetune_hf.py --model model --data texts.jsonl --output_dir out --length 16 --bf16 --use_cpu"
+    " --per_device_train_batch_size 4 --report_to none --max_steps 8"
+)
 
 
 def _text(first):
@@ -59,14 +55,16 @@ def loss_of(folder):
         return float(model(input_ids=tokens, labels=tokens).loss)
 
 
-def test_all_weights_are_trained_as_a_config_says(folder):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    given = ["--config", "ds.json", "--max_steps", "8", "--learning_rate", "1e-2", "--sample", "5 6 7"]
-    command = [sys.executable, *torchrun, str(PROGRAM), *OWN, *RUN, *given]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "sent" in done.stdout and done.stdout.count("eval_loss") == 1, done.stdout
-    assert re.search(r"^5 6 7( \d+)+$", done.stdout, re.MULTILINE), done.stdout
+def _said(ranks, folder, options):
+    case = ranks(2, deadline_s=240)
+    case.run(import_all)
+    return said_on_ranks(case, folder, f"{RUN} {options}")
+
+
+def test_all_weights_are_trained_as_a_config_says(ranks, folder):
+    said = _said(ranks, folder, "--config ds.json --learning_rate 1e-2 --sample '5 6 7'")
+    assert "sent" in said and "eval_loss" in said, said
+    assert re.search(r"^5 6 7( \d+)+$", said, re.MULTILINE), said
     assert loss_of(folder / "out") < loss_of(folder / "model") - 0.5
 
 
@@ -75,7 +73,7 @@ def test_only_responses_have_a_loss(tmp_path):
     rows = [{"prompt": "4 5 6", "response": "7 8"}, {"text": "9 10"}, {"prompt": "11 " * 8, "response": "12"}]
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    program = runpy.run_path(str(PROGRAM))
+    program = runpy.run_path(str(ROOT / "examples" / "finetune_hf.py"))
     found = program["sequences"](program["Options"](model="", data=str(data), length=4), tokenizer())
     assert found == [
         {"input_ids": [4, 5, 6, 7], "labels": [-100, -100, -100, 7]},
@@ -83,19 +81,12 @@ def test_only_responses_have_a_loss(tmp_path):
     ]
 
 
-def _adapted(folder):
-    """The program on a rank."""
-    start()
-    lora = ["--lora", "8", "--merge", "--offload", "--gradient_checkpointing", "--save_steps", "4"]
-    given = ["--max_steps", "8", "--learning_rate", "0.1", "--lr_scheduler_type", "constant"]
-    run_on_a_rank(PROGRAM.read_text(encoding="utf-8"), PROGRAM.name, folder, *OWN, *RUN, *lora, *given)
-
-
+@pytest.mark.nightly
 def test_adapters_are_trained_merged_and_taken_up_again(ranks, folder):
     pytest.importorskip("peft")
-    case = ranks(2, deadline_s=240)
-    case.run(import_all)
-    case.run(_adapted, str(folder))
+    lora = "--lora 8 --merge --offload --gradient_checkpointing --save_steps 4"
+    options = f"{lora} --learning_rate 0.1 --lr_scheduler_type constant"
+    _said(ranks, folder, options)
     out = folder / "out"
     half_way = out / "checkpoint-4" / "trainer_state.json"
     written_ns = half_way.stat().st_mtime_ns
@@ -103,6 +94,6 @@ def test_adapters_are_trained_merged_and_taken_up_again(ranks, folder):
     assert loss_of(out / "merged") < loss_of(folder / "model") - 0.5
     for path in [*out.glob("checkpoint-8"), *out.glob("adapter*"), out / "merged"]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    case.run(_adapted, str(folder))
+    _said(ranks, folder, options)
     assert (out / "adapter_model.safetensors").read_bytes() == wanted
     assert half_way.stat().st_mtime_ns == written_ns, "the run began anew"

@@ -3,23 +3,21 @@
 import pytest
 import torch
 
-from tests.outside.examples.programs import ROOT, run_on_a_rank
+from tests.outside.examples.programs import said_on_ranks
 from tests.outside.integrations.worlds import VOCABULARY, import_all, llama
-
-PROGRAM = ROOT / "examples" / "generate_tensor_parallel.py"
 
 
 def _said(ranks, n, folder, options):
     ranks(n, deadline_s=300).run(import_all)
-    program = PROGRAM.read_text(encoding="utf-8")
-    said = ranks(n, deadline_s=120).run(
-        run_on_a_rank, program, PROGRAM.name, str(folder), "--tokens", "6", *options.split()
-    )
-    first, *rows = "".join(said).splitlines()
+    said = said_on_ranks(ranks(n, deadline_s=120), folder, f"generate_tensor_parallel.py --tokens 6 {options}")
+    first, *rows = said.splitlines()
     return first, rows
 
 
-@pytest.mark.parametrize(("n", "mesh", "rows"), [(2, "dp 1, tp 2", 4), (4, "dp 2, tp 2", 2)])
+@pytest.mark.parametrize(
+    ("n", "mesh", "rows"),
+    [(2, "dp 1, tp 2", 4), pytest.param(4, "dp 2, tp 2", 2, marks=pytest.mark.nightly)],
+)
 def test_a_model_that_is_cut_by_its_own_plan_writes_the_tokens_of_one_process(ranks, tmp_path, n, mesh, rows):
     model = llama(initializer_range=0.3, eos_token_id=None).eval()
     model.save_pretrained(tmp_path / "model")
@@ -32,6 +30,7 @@ def test_a_model_that_is_cut_by_its_own_plan_writes_the_tokens_of_one_process(ra
     assert found == [" ".join(map(str, ["tokens:", *row])) for row in tokens]
 
 
+@pytest.mark.nightly
 def test_transformers_alone_writes_the_same(ranks, tmp_path):
     _, ours = _said(ranks, 2, tmp_path, "")
     _, plain = _said(ranks, 2, tmp_path, "--plain")

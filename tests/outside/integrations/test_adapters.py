@@ -1,5 +1,6 @@
 """Adapters of peft over transformed models: the numbers of replicas, at every stage and tier; saved, merged, switched."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,25 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.outside.integrations.worlds import (
-    STAGES,
     Counting,
     adapted,
+    at_night,
     llama,
+    logits_of,
     lora,
     needs,
     numbers,
-    on_a_disk,
     on_two_ranks,
     place,
     read,
+    require_equal,
     start,
     written,
     zero_trainer,
 )
+from tests.support.programs import parameters
 from tests.support.ranks import axis
-from tests.support.wholes import full
+from tests.support.worlds import differences, mean_of_ranks, trained
 
 _TARGETS = ["q_proj", "v_proj", "up_proj"]
 
@@ -67,76 +70,83 @@ def with_adapter(kind):
     return model
 
 
-def _steps(model, optimizer, *, averaged):
-    tokens = Counting(8).tokens[2 * dist.get_rank() :][:2]
+def _batch(step=0):
+    tokens = Counting().tokens[4 * step + 2 * dist.get_rank() :][:2]
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _program(model, run, step):
+    loss = model(**_batch(step)).loss
+    run.backward(loss)
+    return loss
+
+
+def _is_trained_as_by_replicas(folder, kind):
+    def found(stages, tolerance=0.0, **how):
+        trial = trained(lambda: with_adapter(kind), _program, optimizer="adamw", **how)
+        return differences(trial, stages=stages, tolerance=tolerance)
+
+    disk = zf.nvme(folder)
+    lines = found(("zero1", "zero2", "zero3"))
+    lines += found(
+        ["zero3"], 1e-5, transform=partial(zf.offload, params=disk, grads=disk, optim=disk), stream=zf.streamed
+    )
+    assert not lines, lines
+
+
+@on_two_ranks
+def test_an_adapter_is_trained_as_by_replicas(folder):
+    _is_trained_as_by_replicas(folder, "lora")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("dora", "parameters", "ia3", "prompts", "tables", "head beside"),
+        pytest.param("lora on int8 and nf4", marks=needs("torchao")),
+    ],
+)
+@at_night
+def test_other_adapters_are_trained_as_by_replicas(folder, kind):
+    _is_trained_as_by_replicas(folder, kind)
+
+
+def _losses(model, *, is_replica):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     found = []
-    for _ in range(3):
-        loss = model(input_ids=tokens, labels=tokens).loss
+    for step in range(3):
+        loss = model(**_batch(step)).loss
         loss.backward()
-        if averaged:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= dist.get_world_size()
+        for parameter in model.parameters() if is_replica else ():
+            if parameter.grad is not None:
+                parameter.grad = mean_of_ranks(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
     return found
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("lora", "dora", "parameters", "ia3", "prompts", "tables", "head beside"),
-        pytest.param("lora on int8 and nf4", marks=needs("torchao")),
-    ],
-)
-@on_two_ranks
-def test_an_adapter_is_trained_as_by_replicas(folder, kind):
-    def adam(model):
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-    start()
-    plain = with_adapter(kind)
-    wanted = _steps(plain, adam(plain), averaged=True)
-    ways = {**{stage: place(stage) for stage in STAGES}, "on a disk": on_a_disk(folder)}
-    for way, transform in ways.items():
-        model = transform(with_adapter(kind))
-        optimizer = adam(model)
-        found = _steps(model, zf.streamed(optimizer) if way == "on a disk" else optimizer, averaged=False)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")
-
-
-@on_two_ranks
+@at_night
 def test_every_element_of_an_adapter_over_a_base_that_was_read_into_shards_is_trained(folder):
     from zero_fn.integrations.transformers import placed
 
     written(folder)
-    plain, values = adapted(read(folder), *_TARGETS), []
-    for stage in (None, "zero1", "zero3"):
-        if stage is None:
-            model = plain
-        else:
-            with placed(place(stage)):
-                base = read(folder)
-            model = place(stage)(adapted(base, *_TARGETS))
-        before = [full(p).clone() for p in model.parameters()]
-        _steps(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), averaged=stage is None)
-        values.append([full(p) for p in model.parameters()])
-        for (name, parameter), old, new, wanted in zip(
-            model.named_parameters(), before, values[-1], values[0], strict=True
-        ):
-            torch.testing.assert_close(new, wanted, atol=1e-5, rtol=1e-5, msg=name)
-            assert bool((new != old).all()) == parameter.requires_grad, name
+    plain = adapted(read(folder), *_TARGETS)
+    _losses(plain, is_replica=True)
+    wanted = parameters(plain)
+    for stage in ("zero1", "zero3"):
+        with placed(place(stage)):
+            base = read(folder)
+        model = place(stage)(adapted(base, *_TARGETS))
+        before = parameters(model)
+        _losses(model, is_replica=False)
+        after = parameters(model)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(after[name], wanted[name], atol=1e-5, rtol=1e-5, msg=name)
+            assert bool((after[name] != before[name]).all()) == parameter.requires_grad, name
 
 
-def _logits(model):
-    with torch.no_grad():
-        logits = model(input_ids=Counting(4).tokens[:2]).logits
-    return logits
-
-
-@on_two_ranks
+@at_night
 def test_adapters_are_switched_and_merged():
     """Two adapters: switched, off, merged and taken apart again, as in the plain model."""
     import peft
@@ -145,74 +155,75 @@ def test_adapters_are_switched_and_merged():
         model = with_adapter("lora")
         torch.manual_seed(5)
         model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
-        return model.eval()
+        return model
 
     start()
     plain, ours = two(), place()(two())
-    for model in (plain, ours):
-        model.set_adapter("other")
-    assert torch.equal(_logits(ours), _logits(plain))
-    assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
-        n for n, p in plain.named_parameters() if p.requires_grad
-    }
-    with plain.disable_adapter(), ours.disable_adapter():
-        assert torch.equal(_logits(ours), _logits(plain))
-    for model in (plain, ours):
-        model.set_adapter("default")
-    assert torch.equal(_logits(ours), _logits(plain))
-    with zf.unsharded(ours, writeback=True):
-        ours.merge_adapter()
-    plain.merge_adapter()
-    assert torch.equal(_logits(ours), _logits(plain))
-    with zf.unsharded(ours, writeback=True):
-        ours.unmerge_adapter()
-    plain.unmerge_adapter()
-    assert torch.equal(_logits(ours), _logits(plain))
+
+    def require_same():
+        assert torch.equal(logits_of(ours), logits_of(plain))
+        trained = [{name for name, p in model.named_parameters() if p.requires_grad} for model in (ours, plain)]
+        assert trained[0] == trained[1]
+
+    for name in ("other", "default"):
+        for model in (plain, ours):
+            model.set_adapter(name)
+        require_same()
+        with plain.disable_adapter(), ours.disable_adapter():
+            require_same()
+    for change in ("merge_adapter", "unmerge_adapter"):
+        with zf.unsharded(ours, writeback=True):
+            getattr(ours, change)()
+        getattr(plain, change)()
+        require_same()
 
 
-@pytest.mark.parametrize("kind", ["dora", "prompts", "head beside", "one matrix frozen"])
-@on_two_ranks
-def test_an_adapter_is_saved_alone_and_loaded(folder, kind):
+def _is_saved_alone_and_loaded(folder, kind):
     """A Trainer trains, saves the adapter alone; it is loaded into a plain base and one before a transform; resumed."""
     import peft
 
     options = {"save_strategy": "steps", "save_steps": 2}
-    ours = zero_trainer(folder, lambda: with_adapter(kind), "zero3", **options)
-    trained = numbers(ours)
-    resumed = zero_trainer(folder, lambda: with_adapter(kind), "zero3", **options)
-    assert numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2") == trained
+    ours = zero_trainer(folder, with_adapter(kind), **options)
+    wanted = numbers(ours)
+    resumed = zero_trainer(folder, with_adapter(kind), **options)
+    assert numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2") == wanted
     ours.save_model(f"{folder}/out")
     assert "model.safetensors" not in [path.name for path in Path(folder, "out").iterdir()]
-    wanted = _logits(ours.model.eval())
-    plain = peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()
-    assert torch.equal(_logits(plain), wanted)
+    plain = peft.PeftModel.from_pretrained(llama(), f"{folder}/out")
+    assert torch.equal(logits_of(plain), logits_of(ours.model))
     values = dict(plain.named_parameters())
-    assert all(
-        torch.equal(p.full_tensor(), values[name]) for name, p in ours.model.named_parameters() if p.requires_grad
-    )
-    again = place()(peft.PeftModel.from_pretrained(llama(), f"{folder}/out", is_trainable=kind != "prompts")).eval()
-    assert torch.equal(_logits(again), wanted)
+    is_trained = {name: values[name] for name, p in ours.model.named_parameters() if p.requires_grad}
+    require_equal({name: value for name, value in parameters(ours.model).items() if name in is_trained}, is_trained)
+    again = place()(peft.PeftModel.from_pretrained(llama(), f"{folder}/out", is_trainable=kind != "prompts"))
+    assert torch.equal(logits_of(again), logits_of(plain))
 
 
 @on_two_ranks
+def test_an_adapter_is_saved_alone_and_loaded(folder):
+    _is_saved_alone_and_loaded(folder, "dora")
+
+
+@pytest.mark.parametrize("kind", ["prompts", "head beside", "one matrix frozen"])
+@at_night
+def test_other_adapters_are_saved_alone_and_loaded(folder, kind):
+    _is_saved_alone_and_loaded(folder, kind)
+
+
+@at_night
 def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(folder):
     """Checkpoints of adapters and of whole models that are taken for one another; a merge that takes modules out."""
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-
-    def trainer(kind, build):
-        return zero_trainer(f"{folder}/{kind}", build, "zero3", **options)
-
-    numbers(trainer("adapters", lambda: with_adapter("lora")))
-    numbers(trainer("whole", llama))
-    for build, kind, fix in (
-        (llama, "adapters", "PeftModel.from_pretrained"),
-        (lambda: with_adapter("lora"), "whole", "get_peft_model"),
+    zero_trainer(f"{folder}/adapters", with_adapter("lora"), **options).train()
+    zero_trainer(f"{folder}/whole", llama(), **options).train()
+    for model, kind, fix in (
+        (llama(), "adapters", "PeftModel.from_pretrained"),
+        (with_adapter("lora"), "whole", "get_peft_model"),
     ):
         with pytest.raises(zf.CheckpointError, match=fix):
-            trainer("other", build).train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-1")
+            zero_trainer(f"{folder}/other", model).train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-1")
     merged = place()(with_adapter("lora")).merge_and_unload()
     with pytest.raises(zf.PlacementError, match=r"merge_adapter\(\)"):
-        merged(input_ids=Counting(4).tokens)
+        merged(**_batch())
 
 
 _READ = {
@@ -225,32 +236,24 @@ _READ = {
 """Adapters whose initial values are made of the base."""
 
 
-@on_two_ranks
+@at_night
 def test_adapters_that_are_computed_from_a_placed_base_want_it_whole():
     """They are refused over shards, and are those of replicas where the base is whole, which freezes it for good, too."""
     start()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-
-    def adapters(model, kind):
-        return adapted(model, "q_proj", **_READ[kind])
-
-    def trained(model, *, averaged):
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        return _steps(model, optimizer, averaged=averaged)
-
-    for kind in _READ:
-        wanted = trained(adapters(llama(), kind), averaged=True)
+    for kind, options in _READ.items():
+        wanted = _losses(adapted(llama(), "q_proj", **options), is_replica=True)
         with pytest.raises((zf.PlacementError, zf.ShardedAccessError), match="before the transform"):
-            zf.zero3(adapters(zf.zero3(llama(), mesh), kind), mesh)
+            zf.zero3(adapted(zf.zero3(llama(), mesh), "q_proj", **options), mesh)
         if kind != "copies":
             base = zf.zero3(llama(), mesh)
             with zf.unsharded(base, writeback=True):
-                model = adapters(base, kind)
-            found = trained(zf.zero3(model, mesh), averaged=False)
+                model = adapted(base, "q_proj", **options)
+            found = _losses(zf.zero3(model, mesh), is_replica=False)
             torch.testing.assert_close({kind: found}, {kind: wanted}, atol=1e-5, rtol=1e-5)
 
 
-@on_two_ranks
+@at_night
 def test_adapters_on_meta_are_not_drawn_as_the_model_would_draw_them():
     """Theirs begin at 0."""
     start()

@@ -4,180 +4,21 @@ Each trains two steps at stages 1 to 3; then again at one stage with an option m
 again (`gradient_checkpointing_enable`), or bfloat16 in compute, beside `zf.replicate` of the same.
 """
 
+from functools import partial
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import on_two_ranks, start
-from tests.support.programs import STAGES
+from tests.outside.integrations.architectures import ALL, inputs_of, model_named
+from tests.outside.integrations.worlds import at_night, on_two_ranks, require_equal, start
+from tests.support.programs import STAGES, parameters
 from tests.support.ranks import axis
-from tests.support.wholes import named_fulls
-from tests.support.worlds import differences
+from tests.support.worlds import differences, trained
 
 _STAGES = ("zero1", "zero2", "zero3")
-_DAILY = ("llama", "deepseek_v3", "mamba", "clip", "gpt2", "bart")
-
-_WIDE = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-_BERT = {**_WIDE, "intermediate_size": 24, "max_position_embeddings": 32}
-_LLAMA = {**_BERT, "num_key_value_heads": 1, "pad_token_id": 0}
-_GEMMA = {**_LLAMA, "head_dim": 8, "sliding_window": 4}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-_LATENT = {
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1,
-}  # fmt: skip
-_GPT2 = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-_T5 = {
-    "vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0
-}  # fmt: skip
-_SPARSE = {"num_experts": 4, "expert_capacity": 8, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-_BART = {
-    "vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
-    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
-}  # fmt: skip
-_SIGHT = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
-    "patch_size": 8,
-}  # fmt: skip
-_HEARING = {
-    **_WIDE, "intermediate_size": 24, "conv_dim": [8, 8], "conv_stride": [4, 2], "conv_kernel": [8, 2], "layerdrop": 0.0,
-    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0,
-}  # fmt: skip
-_PROJECTED = {"projection_dim": 8, "text_config": _BERT, "vision_config": _SIGHT}
-
-CAUSAL = {
-    **dict.fromkeys(["llama", "qwen2", "olmo2", "cohere", "granite", "smollm3", "starcoder2", "phi", "phi3"], _LLAMA),
-    "stablelm": _LLAMA,
-    "llama4_text": {**_LLAMA, "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 4},
-    "mistral": {**_LLAMA, "sliding_window": 4},
-    "qwen2_moe": {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 8},
-    "qwen3_moe": {**_LLAMA, **_EXPERTS, "head_dim": 8, "output_router_logits": True},
-    "mixtral": {**_LLAMA, "num_local_experts": 4, "output_router_logits": True},
-    "olmoe": {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v2": {**_LLAMA, **_LATENT, "n_group": 1, "topk_group": 1},
-    "deepseek_v3": {**_LLAMA, **_LATENT, "n_group": 2, "topk_group": 1},
-    **{name: {**_LLAMA, "head_dim": 8} for name in ("gemma", "qwen3", "glm4")},
-    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
-    "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
-    "gptj": {**_GPT2, "rotary_dim": 4},
-    "gpt_neo": {
-        "vocab_size": 64, "hidden_size": 16, "num_heads": 2, "num_layers": 2, "max_position_embeddings": 32,
-        "attention_types": [[["global", "local"], 1]],
-    },
-    "gpt_neox": _BERT,
-    "gpt_oss": {**_GEMMA, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
-    "opt": {**_WIDE, "ffn_dim": 24, "max_position_embeddings": 32, "word_embed_proj_dim": 8},
-    "bloom": {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2},
-    "falcon": {**_WIDE, "alibi": True},
-    "mamba": {"vocab_size": 64, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2},
-    "mamba2": {
-        "vocab_size": 64, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8,
-        "n_groups": 2, "chunk_size": 4,
-    },
-}  # fmt: skip
-"""Decoders, which have the loss of the next token."""
-
-PAIRED = {
-    "t5": _T5,
-    "mt5": {**_T5, "feed_forward_proj": "gated-gelu"},
-    "switch_transformers": {**_T5, **_SPARSE},
-    "nllb-moe": {**_BART, "num_experts": 4, "expert_capacity": 8, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
-    "bart": {**_BART, "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4},  # layers that are skipped at random
-    "m2m_100": _BART,
-    "pegasus": _BART,
-}
-"""Encoders with decoders."""
-
-MASKED = {
-    "bert": _BERT,
-    "roberta": {**_BERT, "max_position_embeddings": 34},
-    "albert": {**_BERT, "embedding_size": 8},
-    "distilbert": {"vocab_size": 64, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32},
-    "deberta-v2": {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4},
-    "electra": {**_BERT, "embedding_size": 8},
-    "modernbert": {
-        **_BERT, "pad_token_id": 0, "local_attention": 4, "global_attn_every_n_layers": 2, "bos_token_id": 1,
-        "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
-    },
-}  # fmt: skip
-"""Encoders, which predict tokens in place."""
-
-SENSING = {
-    "vit": {**_SIGHT, "num_labels": 3},
-    "clip": _PROJECTED,
-    "siglip": _PROJECTED,
-    "whisper": {
-        **_BART, "num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 32, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-    },
-    "wav2vec2": _HEARING,
-    "hubert": _HEARING,
-    "llava": {
-        "text_config": {**_LLAMA, "model_type": "llama"}, "image_token_index": 63, "vision_feature_layer": -1,
-        "vision_config": {**_SIGHT, "model_type": "clip_vision_model"},
-    },
-}  # fmt: skip
-"""Models of images and sounds."""
-
-_ALL = {**CAUSAL, **PAIRED, **MASKED, **SENSING}
-
-
-def _model(name):
-    import transformers as hf
-
-    if name in CAUSAL:
-        auto = hf.AutoModelForCausalLM
-    elif name in PAIRED:
-        auto = hf.AutoModelForSeq2SeqLM
-    elif name in MASKED:
-        auto = hf.AutoModelForMaskedLM
-    else:
-        auto = {
-            "vit": hf.AutoModelForImageClassification, "whisper": hf.AutoModelForSpeechSeq2Seq,
-            "wav2vec2": hf.AutoModelForCTC, "hubert": hf.AutoModelForCTC, "llava": hf.AutoModelForImageTextToText,
-        }.get(name, hf.AutoModel)  # fmt: skip
-    model = auto.from_config(hf.AutoConfig.for_model(name, **_ALL[name]))
-    return model.train()
-
-
-def _inputs(name, step):
-    """A batch of this rank: two sequences of eight tokens, images of two patches a side, or sounds."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    tokens = torch.randint(3, 60, (2, 8), generator=generator)
-    images = torch.randn(2, 3, 16, 16, generator=generator)
-    if name == "vit":
-        return {"pixel_values": images, "labels": tokens[:, 0] % 3}
-    if name in ("clip", "siglip"):
-        return {"input_ids": tokens, "pixel_values": images, "return_loss": True}
-    if name == "whisper":
-        return {"input_features": torch.randn(2, 4, 16, generator=generator), "labels": tokens}
-    if name in ("wav2vec2", "hubert"):
-        return {"input_values": torch.randn(2, 200, generator=generator), "labels": tokens[:, :4]}
-    if name == "llava":
-        tokens[:, :4] = 63
-        return {"input_ids": tokens, "pixel_values": images, "labels": tokens}
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def _trial(name, prepare):
-    def trial(world):
-        model = world.build(lambda: prepare(_model(name)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model(**_inputs(name, 0)).loss.backward()
-        world.reduce(model)
-        optimizer.step()
-        model.zero_grad()
-        world.step(model, optimizer, model(**_inputs(name, 1)).loss)  # what it notes depends on all of the first
-
-    return trial
-
-
-def _in_bfloat16(model):
-    return zf.precision(model, compute=torch.bfloat16)
+_DAILY = ("llama", "deepseek_v3", "clip", "bart")
 
 
 def _again(model):
@@ -189,23 +30,32 @@ def _again(model):
     ("name", "number"),
     [
         pytest.param(name, number, id=name, marks=() if name in _DAILY else pytest.mark.nightly)
-        for number, name in enumerate(_ALL)
+        for number, name in enumerate(ALL)
     ],
 )
 @on_two_ranks
 def test_an_architecture_trains_as_replicas(name, number):
     start()
-    found = differences(_trial(name, lambda model: model), stages=_STAGES)
+
+    def program(model, run, step):
+        run.backward(model(**inputs_of(name, step)).loss)
+
+    def found(build, stages, **how):
+        beside = how.pop("beside", None)
+        return differences(trained(build, program, optimizer="adamw", **how), stages=stages, beside=beside)
+
+    lines = found(lambda: model_named(name), _STAGES)
     stage = _STAGES[number // 2 % len(_STAGES)]
     if number % 2:
-        found += differences(_trial(name, _in_bfloat16), stages=[stage], beside="replicate")
-    elif getattr(_model(name), "supports_gradient_checkpointing", False):
-        found += differences(_trial(name, _again), stages=[stage])
-    assert not found, "\n".join(found[:5])
+        in_bfloat16 = partial(zf.precision, compute=torch.bfloat16)
+        lines += found(lambda: model_named(name), [stage], transform=in_bfloat16, beside="replicate")
+    elif getattr(model_named(name), "supports_gradient_checkpointing", False):
+        lines += found(lambda: _again(model_named(name)), [stage])
+    assert not lines, "\n".join(lines[:5])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "mixtral", "qwen2", "t5", "bart"])
-@on_two_ranks
+@at_night
 def test_an_architecture_on_meta_is_materialized_as_it_is_built(name):
     """The same constants, all buffers, and draws of the same spread: norms, convolutions and routers have no
     reset_parameters(), RoPE's frequencies are in no file, and the head of gemma shares a row of zeros."""
@@ -213,25 +63,25 @@ def test_an_architecture_on_meta_is_materialized_as_it_is_built(name):
     runs = []
     for stage in ("replicate", "zero1", "zero3"):
         with torch.device("meta"):
-            model = STAGES[stage](_model(name), axis())
+            model = STAGES[stage](model_named(name), axis())
         torch.manual_seed(0)
         zf.materialize(model, "cpu")
-        runs.append({**named_fulls(dict(model.named_parameters())), **dict(model.named_buffers())})
-        assert model(**_inputs(name, 0)).loss.isfinite()
+        runs.append(parameters(model) | dict(model.named_buffers()))
+        require_equal(runs[-1], runs[0])
+    assert model(**inputs_of(name, 0)).loss.isfinite()
     torch.manual_seed(1)
-    plain = _model(name).eval()
-    built = dict([*plain.named_parameters(), *plain.named_buffers()])
-    for run in runs:
-        assert list(run) == list(built)
-        for tensor, value in run.items():
-            assert torch.equal(value, runs[0][tensor]), tensor
-            expected = built[tensor]
-            if not isinstance(expected, nn.Parameter) or expected.unique().numel() == 1:
-                assert torch.equal(value, expected), tensor
-                continue
-            assert value.mean().abs() < 0.35 * expected.std(), tensor
-            assert 0.8 < value.std() / expected.std() < 1.25 or value.numel() < 200, tensor
-            is_zero = (expected == 0).all(-1) if expected.ndim > 1 else expected == 0
-            assert torch.equal((value == 0).all(-1) if value.ndim > 1 else value == 0, is_zero), tensor
-    model.load_state_dict(plain.state_dict())
-    assert torch.equal(model.eval()(**_inputs(name, 0)).loss, plain(**_inputs(name, 0)).loss)
+    plain = model_named(name)
+    built = dict(plain.named_parameters()) | dict(plain.named_buffers())
+    assert list(runs[0]) == list(built)
+    for tensor, value in runs[0].items():
+        expected = built[tensor]
+        if not isinstance(expected, nn.Parameter) or expected.unique().numel() == 1:
+            assert torch.equal(value, expected), tensor
+            continue
+        assert value.mean().abs() < 0.35 * expected.std(), tensor
+        assert 0.8 < value.std() / expected.std() < 1.25 or value.numel() < 200, tensor
+        assert torch.equal(_zero_rows(value), _zero_rows(expected)), tensor
+
+
+def _zero_rows(value):
+    return (value == 0).reshape(len(value), -1).all(1)

@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 
 import zero_fn as zf
+from tests.outside.integrations.architectures import model_named
 from tests.outside.integrations.worlds import (
-    STAGES,
     VOCABULARY,
     Counting,
     adapted,
+    at_night,
     gpt2,
     llama,
     on_two_ranks,
     place,
     start,
-    zero_trainer,
 )
 from tests.support.ranks import axis
 from zero_fn.integrations.placing import place_module
@@ -44,58 +44,46 @@ def tokens_of(model, seed=1, **options):
     """Ranks want other numbers of tokens, so that one is done before the other."""
     torch.manual_seed(seed + dist.get_rank())
     given = {"input_ids": prompts(), "max_new_tokens": 3 + 4 * dist.get_rank()} | options
-    tokens = model.generate(**given)
-    return tokens
+    return model.generate(**given)
+
+
+def _are_those_of_the_plain_model(build, ways, kinds=KINDS):
+    start()
+    for way, transform in ways.items():
+        ours, plain = transform(build().eval()), build().eval()
+        if way == "in bfloat16":
+            plain = plain.bfloat16()
+        for kind in kinds:
+            wanted = tokens_of(plain, **KINDS[kind])
+            assert torch.equal(tokens_of(ours, **KINDS[kind]), wanted), f"{way}, {kind}"
+            with zf.unsharded(ours):
+                if dist.get_rank() == 1:  # alone: nothing is gathered
+                    assert torch.equal(tokens_of(ours, **KINDS[kind]), wanted), f"{way}, {kind}"
+
+
+@on_two_ranks
+def test_tokens_are_those_of_the_plain_model():
+    _are_those_of_the_plain_model(llama, {"zero3": place()})
 
 
 @pytest.mark.parametrize("build", [llama, gpt2, with_adapters])
-@on_two_ranks
-def test_tokens_are_those_of_the_plain_model(folder, build):
-    start()
+@at_night
+def test_tokens_are_those_of_the_plain_model_wherever_it_rests(folder, build):
     disk = zf.nvme(folder)
-    transforms = {
-        **{stage: place(stage) for stage in STAGES},
-        "replicas": lambda model: zf.replicate(model, axis()),
+    _are_those_of_the_plain_model(build, {
+        "zero1": place("zero1"),
+        "replicas": place("replicate"),
         "stages 3 and 2": lambda model: zf.shard_grads(zf.shard_params(model, axis(), where="*mlp*"), axis()),
-        "on a disk": lambda model: zf.offload(zf.zero3(model, axis()), params=disk),
-        "replicas on a disk": lambda model: zf.offload(zf.replicate(model, axis()), params=disk),
-        "in bfloat16": lambda model: zf.precision(zf.zero3(model, axis()), output=torch.float32),
-    }
-    for way, transform in transforms.items():
-        ours = transform(build().eval())
-        plain = build().eval()
-        if way == "in bfloat16":
-            plain = plain.bfloat16()
-        for kind, options in KINDS.items():
-            if kind != "greedy" and way in ("in bfloat16", "zero2", "replicas on a disk"):
-                continue
-            wanted = tokens_of(plain, **options)
-            assert torch.equal(tokens_of(ours, **options), wanted), f"{way}, {kind}"
-            with zf.unsharded(ours):
-                if dist.get_rank() == 1:  # alone: nothing is gathered
-                    assert torch.equal(tokens_of(ours, **options), wanted), f"{way}, {kind}"
+        "on a disk": lambda model: zf.offload(place()(model), params=disk),
+    })  # fmt: skip
+    _are_those_of_the_plain_model(build, {
+        "zero2": place("zero2"),
+        "replicas on a disk": lambda model: zf.offload(place("replicate")(model), params=disk),
+        "in bfloat16": lambda model: zf.precision(place()(model), output=torch.float32),
+    }, ["greedy"])  # fmt: skip
 
 
-@on_two_ranks
-def test_weights_stay_in_the_folder_of_transformers(folder):
-    """Read there by one process, and by two that hold a part each; beside others in memory, and as codes."""
-    start()
-    plain = llama().eval().to(torch.bfloat16)
-    if dist.get_rank() == 0:
-        plain.save_pretrained(f"{folder}/llama")
-    dist.barrier()
-    config = plain.config
-    for place_it in (lambda model: model, place("zero3")):
-        for resident in (0.0, 0.3):
-            with torch.device("meta"):
-                model = type(plain)._from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
-            model = zf.offload(place_it(model), params=zf.nvme(folder), resident=resident)
-            zf.load_pretrained(model, f"{folder}/llama", copy=False)
-            for kind in KINDS.values():
-                assert torch.equal(tokens_of(model, **kind), tokens_of(plain, **kind)), (resident, kind)
-
-
-@on_two_ranks
+@at_night
 def test_ranks_whose_forwards_send_nothing_wait_for_nobody():
     """Once replicas have told one another that forwards change no buffers."""
     start()
@@ -107,7 +95,7 @@ def test_ranks_whose_forwards_send_nothing_wait_for_nobody():
         assert not sent.calls
 
 
-@on_two_ranks
+@at_night
 def test_a_rank_that_is_done_needs_no_room_and_asks_only_its_peers():
     """It went on with its own cache, whose next position the model lacked, and asked all processes there are."""
     start()
@@ -120,14 +108,10 @@ def test_a_rank_that_is_done_needs_no_room_and_asks_only_its_peers():
     assert torch.equal(found, tokens_of(plain, **options))
 
 
-@on_two_ranks
+@at_night
 def test_encoders_and_assistants_generate_too():
-    from transformers import T5Config, T5ForConditionalGeneration
-
     def t5():
-        torch.manual_seed(0)
-        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)).eval()
+        return model_named("t5", seed=0).eval()
 
     start()
     ours, plain = place("zero3")(t5()), t5()
@@ -138,7 +122,7 @@ def test_encoders_and_assistants_generate_too():
     assert torch.equal(tokens_of(ours, **options), tokens_of(plain, **options))
 
 
-@on_two_ranks
+@at_night
 def test_compiled_blocks_are_the_graphs_of_the_plain_model_and_generate():
     """A Trainer's model told the compiler that each module is one of FSDP, and a block fell into several graphs."""
     start()
@@ -155,29 +139,3 @@ def test_compiled_blocks_are_the_graphs_of_the_plain_model_and_generate():
         found.append([tokens_of(model, **options) for options in KINDS.values()])
     assert graphs == [2, 2]
     assert all(map(torch.equal, *found))
-
-
-@on_two_ranks
-def test_a_trainer_generates_between_steps(folder):
-    """Generation between two steps of a Trainer changes nothing of what it trains."""
-    from transformers import TrainerCallback
-
-    prompt = Counting(8).tokens[:2, :4]
-    tokens = []
-
-    class Generates(TrainerCallback):
-        def on_step_end(self, args, state, control, **options):
-            model = options["model"]
-            model.eval()
-            tokens.append(model.generate(prompt, max_new_tokens=2 + 3 * dist.get_rank(), do_sample=False))
-            model.train()
-
-    losses = []
-    for callbacks in ([], [Generates()]):
-        trainer = zero_trainer(folder, llama, "zero3", max_steps=3)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == losses[1]
-    assert len(tokens) == 3

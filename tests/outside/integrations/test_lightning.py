@@ -9,10 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.outside.integrations.worlds import Counting, llama, on_two_ranks, place, start
+from tests.outside.examples.programs import skip_without
+from tests.outside.integrations.worlds import (
+    Counting,
+    at_night,
+    llama,
+    on_two_ranks,
+    place,
+    require_equal,
+    start,
+)
 
-pytest.importorskip("lightning", reason="lightning is not installed")
-
+skip_without("lightning", extra="lightning")
 
 NEEDED = ("zero_fn.integrations.lightning",)
 
@@ -48,36 +56,23 @@ def _module(stage, *, extra=False, make=torch.optim.AdamW):
     return Model()
 
 
-def _trainer(folder, strategy, **options):
+def _loader(rows=32):
+    return torch.utils.data.DataLoader(Counting(rows), batch_size=2)
+
+
+def _fit(folder, module, strategy=None, *, path=None, rows=32, **options):
     import lightning as L
 
+    from zero_fn.integrations.lightning import ZeroStrategy
+
+    start()
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")  # processes are there already
     common = {
         "accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
         "gradient_clip_val": 0.5, "default_root_dir": folder, "enable_checkpointing": False,
     }  # fmt: skip
-    return L.Trainer(strategy=strategy, **(common | options))
-
-
-def _fit(
-    folder,
-    stage,
-    strategy=None,
-    *,
-    path=None,
-    rows=32,
-    make=torch.optim.AdamW,
-    **options,
-):
-    from lightning.pytorch.strategies import DDPStrategy
-
-    from zero_fn.integrations.lightning import ZeroStrategy
-
-    start()
-    trainer = _trainer(folder, strategy or (DDPStrategy() if stage is None else ZeroStrategy()), **options)
-    module = _module(stage, make=make)
-    loader = torch.utils.data.DataLoader(Counting(rows), batch_size=2)
-    trainer.fit(module, loader, ckpt_path=path)
+    trainer = L.Trainer(strategy=strategy or ZeroStrategy(), **(common | options))
+    trainer.fit(module, _loader(rows), ckpt_path=path)
     return trainer, module
 
 
@@ -86,93 +81,81 @@ def test_a_fit_has_the_numbers_of_replicas(folder):
     calls = []
     for microbatches in (1, 2):
         options = {"max_steps": 3, "accumulate_grad_batches": microbatches}
-        _, wanted = _fit(folder, None, **options)
+        _, wanted = _fit(folder, _module(None), "ddp", **options)
         with zf.traffic() as sent:
-            trainer, found = _fit(folder, "zero3", **options)
+            trainer, found = _fit(folder, _module("zero3"), **options)
         assert zf.is_transformed(found.model)
         assert trainer.global_step == 3
         torch.testing.assert_close(found.losses, wanted.losses, atol=2e-5, rtol=2e-5)
         calls.append(sent.calls["reduce-scatter"])
-        loader = torch.utils.data.DataLoader(Counting(8), batch_size=2)
-        assert 0 < trainer.validate(found, loader, verbose=False)[0]["validated"] < 5
+        assert 0 < trainer.validate(found, _loader(8), verbose=False)[0]["validated"] < 5
     assert calls[0] == calls[1] > 0, "a step reduces once"
+
+
+def _is_resumed(folder, name, strategy, stages, make=torch.optim.AdamW):
+    """Two of four steps again, of which each is an epoch, from a checkpoint."""
+    options, path = {"rows": 4, "path": f"{folder}/{name}.ckpt"}, f"{folder}/{name}.ckpt"
+    _, wanted = _fit(folder, _module("zero3", make=make), max_epochs=4, rows=4)
+    trainer, _ = _fit(folder, _module("zero3", make=make), strategy(), max_epochs=2, rows=4)
+    trainer.save_checkpoint(path)
+    for stage in stages:
+        _, found = _fit(folder, _module(stage, make=make), strategy(), max_epochs=4, **options)
+        torch.testing.assert_close(found.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
+        assert stage != "zero3" or found.losses == wanted.losses[2:], name
+    return trainer
 
 
 @on_two_ranks
 def test_a_checkpoint_is_resumed_at_any_stage(folder):
-    """From the folder of each rank's own, from one file, and under Lightning's own strategy for shards."""
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
+    """From the folder of each rank's own, and from one file."""
     from zero_fn.integrations.lightning import ZeroStrategy
 
-    _, wanted = _fit(folder, "zero3", max_epochs=4, rows=4)  # an epoch is a step
-
-    def shards():
-        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-
-    strategies = {
-        "folder": ZeroStrategy,
-        "file": partial(ZeroStrategy, save_distributed_checkpoint=False),
-        "shards": shards,
-    }
-    for name, strategy in strategies.items():
-        path = f"{folder}/{name}.ckpt"
-        trainer, _ = _fit(folder, "zero3", strategy(), max_epochs=2, rows=4)
-        trainer.save_checkpoint(path)
-        if name == "folder":
-            trainer.save_checkpoint(path, weights_only=True)  # what is there is replaced, as `save_last=True` does
-            trainer.save_checkpoint(path)
-            assert [found.name for found in Path(path).iterdir()] == ["save-3"]
-        _, found = _fit(folder, "zero3", strategy(), max_epochs=4, rows=4, path=path)
-        assert found.losses == wanted.losses[2:], name
-        if name != "shards":
-            _, other = _fit(folder, "zero1", max_epochs=4, rows=4, path=path)
-            torch.testing.assert_close(other.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
+    trainer = _is_resumed(folder, "folder", ZeroStrategy, ("zero3", "zero1"))
+    for weights_only in (True, False):  # what is there is replaced, as `save_last=True` does
+        trainer.save_checkpoint(f"{folder}/folder.ckpt", weights_only=weights_only)
+    assert [found.name for found in Path(folder, "folder.ckpt").iterdir()] == ["save-3"]
+    _is_resumed(folder, "file", partial(ZeroStrategy, save_distributed_checkpoint=False), ("zero3", "zero1"))
     saved = torch.load(f"{folder}/file.ckpt", weights_only=True)
-    assert not any(type(value) is not Tensor for value in saved["state_dict"].values())
+    assert all(type(value) is Tensor for value in saved["state_dict"].values())
     plain, other = _module(None), _module(None)
     plain.load_state_dict(saved["state_dict"])
     zf.load(f"{folder}/folder.ckpt/save-3/optimizer-0", other, only="model")
-    assert all(map(torch.equal, plain.state_dict().values(), other.state_dict().values()))
-    trainer, module = _fit(folder, "zero3", max_epochs=1, rows=4)
-    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
-    loader = torch.utils.data.DataLoader(Counting(8), batch_size=2)
-    loss = trainer.validate(module, loader, verbose=False)
-    assert trainer.validate(_module("zero2"), loader, f"{folder}/weights.ckpt", verbose=False) == loss
-    with pytest.raises(zf.ConfigError, match="storage_options are those of a plugin"):
-        trainer.save_checkpoint(f"{folder}/elsewhere.ckpt", storage_options={"anon": True})
+    require_equal(other.state_dict(), plain.state_dict())
 
 
-@on_two_ranks
-def test_an_optimizer_of_whole_tensors_is_returned_wrapped(folder):
-    """It trains as on replicas, and goes on from a folder or a file at any stage; a bare one is refused."""
+@at_night
+def test_a_checkpoint_is_resumed_under_lightnings_own_strategy_and_with_owners(folder):
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     from zero_fn.integrations.lightning import ZeroStrategy
 
     def owned(*args, **options):
         return zf.by_owner(torch.optim.Adafactor(*args, **options))
 
-    _, wanted = _fit(folder, None, max_epochs=4, rows=4, make=torch.optim.Adafactor)
-    with pytest.raises(zf.PlacementError, match=r"zf\.by_owner\(Adafactor"):
-        _fit(folder, "zero3", max_steps=1, make=torch.optim.Adafactor)
-    for kind in (True, False):
-        path, strategy = f"{folder}/{kind}.ckpt", partial(ZeroStrategy, save_distributed_checkpoint=kind)
-        trainer, found = _fit(folder, "zero3", strategy(), max_epochs=2, rows=4, make=owned)
-        torch.testing.assert_close(found.losses, wanted.losses[:2], atol=2e-5, rtol=2e-5)
-        trainer.save_checkpoint(path)
-        for stage in ("zero3", "zero1"):
-            _, found = _fit(folder, stage, strategy(), max_epochs=4, rows=4, make=owned, path=path)
-            torch.testing.assert_close(found.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
+    shards = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
+    _is_resumed(folder, "shards", shards, ["zero3"])
+    _is_resumed(folder, "owned", ZeroStrategy, ("zero3", "zero1"), owned)
+    _is_resumed(folder, "owned-file", partial(ZeroStrategy, save_distributed_checkpoint=False), ["zero1"], owned)
 
 
-@on_two_ranks
+@at_night
+def test_weights_are_validated_at_another_stage(folder):
+    trainer, module = _fit(folder, _module("zero3"), max_epochs=1, rows=4)
+    path = f"{folder}/weights.ckpt"
+    trainer.save_checkpoint(path, weights_only=True)
+    loss = trainer.validate(module, _loader(8), verbose=False)
+    assert trainer.validate(_module("zero2"), _loader(8), path, verbose=False) == loss
+    with pytest.raises(zf.ConfigError, match="storage_options are those of a plugin"):
+        trainer.save_checkpoint(f"{folder}/elsewhere.ckpt", storage_options={"anon": True})
+
+
+@at_night
 def test_what_nobody_would_reduce_is_refused(folder):
-    from zero_fn.integrations.lightning import ZeroStrategy
-
-    start()
-    loader = torch.utils.data.DataLoader(Counting(), batch_size=2)
-    with pytest.raises(zf.StateError, match="1 trained parameters belong to no"):
-        _trainer(folder, ZeroStrategy(), max_steps=1).fit(_module("zero3", extra=True), loader)
-    with pytest.raises(zf.StateError, match="belong to no transformed module"):
-        _trainer(folder, ZeroStrategy(), max_steps=1).fit(_module(None), loader)
-    with pytest.raises(zf.ConfigError, match="sync_batchnorm"):
-        _trainer(folder, ZeroStrategy(), max_steps=1, sync_batchnorm=True).fit(_module("zero3"), loader)
+    for kind, text, module, options in (
+        (zf.StateError, "1 trained parameters belong to no", _module("zero3", extra=True), {}),
+        (zf.StateError, "belong to no transformed module", _module(None), {}),
+        (zf.ConfigError, "sync_batchnorm", _module("zero3"), {"sync_batchnorm": True}),
+        (zf.PlacementError, r"zf\.by_owner\(Adafactor", _module("zero3", make=torch.optim.Adafactor), {}),
+    ):
+        with pytest.raises(kind, match=text):
+            _fit(folder, module, max_steps=1, **options)

@@ -7,7 +7,7 @@ import torch
 
 import zero_fn as zf
 from tests.outside.examples.programs import ROOT
-from tests.outside.integrations.test_architectures import _LLAMA, CAUSAL
+from tests.outside.integrations.architectures import CAUSAL, LLAMA
 from zero_fn.looking.activations import live_bytes
 from zero_fn.looking.configurations import Training, compute_of
 from zero_fn.looking.machines import DEVICES, Machine
@@ -21,7 +21,9 @@ def _config(folder, name, **entries):
     return str(folder)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "mixtral") else pytest.param(name, marks=pytest.mark.nightly) for name in CAUSAL]
+)
 def test_every_causal_model_runs_on_fake_tensors(name, tmp_path):
     model = model_of(_config(tmp_path, name), 16, 2)
     without, with_ = compute_of(model, Training(2, Machine(DEVICES["h100"])))
@@ -36,12 +38,8 @@ def test_every_causal_model_runs_on_fake_tensors(name, tmp_path):
 def test_products_of_attention_and_of_experts_are_counted_once(dtype, tmp_path):
     """Attention was left out; gradients of experts were counted as if each token met all of them, and not in float32."""
     sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 96,
-        "num_local_experts": 4,
-    }
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "num_local_experts": 4
+    }  # fmt: skip
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2}
     model = model_of(_config(tmp_path, "mixtral", **sizes, **heads), 16, 2)
     without, _ = compute_of(model, Training(2, Machine(DEVICES["h100"]), computes_in=dtype))
@@ -72,23 +70,22 @@ def test_a_model_of_real_values_needs_what_was_planned(tmp_path):
 _ROWS = ("replicate", "shard_optimizer", "shard_grads", "shard_params", "hybrid", "shard_params, shard_grads outer")
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_what_is_to_be_pasted_trains(states, tmp_path, ranks):
+@pytest.mark.nightly
+def test_what_is_to_be_pasted_trains(tmp_path, ranks):
     """Of each placement the program, with "cpu" for "cuda"; and its config of DeepSpeed is one that is taken."""
     folder = _config(tmp_path, "llama", num_hidden_layers=3)
-    options = [folder, "--ranks", "4", "--per-node", "2", "--sequence", "16", "--all", "--states", states]
-    found, model, training = planned(options), model_of(folder, 16, 1), training_of(options)
-    rows = {row.proposal.transform: row for row in found.rows if row.recompute}
-    assert set(rows) == set(_ROWS)
-    programs = {name: program_of(row, model, training) for name, row in rows.items()}
-    if states == "8bit":
-        programs = {name: programs[name] for name in ("shard_params", "hybrid")}
-    assert found.program == program_of(found.rows[0], model, training)
-    configs = {name: deepspeed_of(row, training, 1) for name, row in rows.items()}
-    if states == "8bit":
-        assert all("states8bit" in str(config) for name, config in configs.items() if name != "hybrid")
-        configs = {}
-    assert isinstance(configs.pop("hybrid", ""), str)
+    programs, configs = {}, {}
+    for states, names in (("fp32", _ROWS), ("8bit", ("shard_params", "hybrid"))):
+        options = [folder, "--ranks", "4", "--per-node", "2", "--sequence", "16", "--all", "--states", states]
+        found, model, training = planned(options), model_of(folder, 16, 1), training_of(options)
+        assert found.program == program_of(found.rows[0], model, training)
+        rows = {row.proposal.transform: row for row in found.rows if row.recompute}
+        assert set(rows) == set(_ROWS)
+        for name in names:
+            programs[name, states] = program_of(rows[name], model, training)
+            configs[name, states] = deepspeed_of(rows[name], training, 1)
+    assert isinstance(configs.pop(("hybrid", "fp32")), str) and isinstance(configs.pop(("hybrid", "8bit")), str)
+    assert "states8bit" in str(configs.pop(("shard_params", "8bit")))
     losses = ranks(4, deadline_s=120).run(_train, programs, configs)
     assert all(loss == losses[0] for loss in losses)
     assert all(len(set(each)) > 1 for each in losses[0].values()), "values change"
@@ -116,9 +113,10 @@ def _train(programs, configs):
     return found
 
 
+@pytest.mark.nightly
 def test_a_plan_for_the_host_and_the_disk_is_taken_as_a_config(tmp_path, ranks):
     folder = _config(
-        tmp_path, "llama", **{**_LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+        tmp_path, "llama", **{**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     )
     memory = ["--memory", "22MB", "--reserve", "1KB", "--ranks", "2", "--sequence", "16"]
     on_host, on_disk = planned([folder, *memory]), planned([folder, *memory, "--host", "0", "--disk", "1TB"])
@@ -138,6 +136,7 @@ def _taken(config, folder):
     zf.from_deepspeed(torch.nn.Linear(4, 4), config, axis())
 
 
+@pytest.mark.nightly
 def test_the_page_scale_has_the_numbers_of_the_command():
     page = (ROOT / "docs" / "guides" / "scale.md").read_text()
     rows = _scale_rows(planned(["70B", "--ranks", "16384"]).scale)

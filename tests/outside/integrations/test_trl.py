@@ -7,20 +7,22 @@ import torch
 import torch.distributed as dist
 
 import zero_fn as zf
+from tests.outside.examples.programs import skip_without
 from tests.outside.integrations.worlds import (
     VOCABULARY,
+    at_night,
     llama,
     numbers,
     on_two_ranks,
     place,
+    read,
     require_close,
     start,
     tokenizer,
 )
 from tests.support.eviction import evicted
 
-pytest.importorskip("trl", reason="the extra [trl] is not installed")
-pytest.importorskip("datasets", reason="the extra [trl] is not installed")
+skip_without("trl", "datasets", extra="trl")
 
 _COMMON = {
     "use_cpu": True, "bf16": False, "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2,
@@ -29,7 +31,8 @@ _COMMON = {
 }  # fmt: skip
 
 
-NEEDED = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "grpo", "kto", "rloo")]
+NEEDED = ["trl.trainer.dpo_trainer"]
+"""The others are imported where they are tested: at night, when ranks may wait."""
 
 
 def _text(first, step, length):
@@ -96,10 +99,8 @@ def _trainer(folder, trainer, kind, options, *, stage="zero3", **more):
         arguments["reward_funcs"] = _length_reward
     if kind == "replicas":
         return theirs(model=model, **arguments)
-    if kind == "mixin":
+    if kind in ("mixin", "placed"):
         return ours(model=model, place=place(stage), **arguments)
-    if kind == "placed":
-        return ours(model=model, place=place(), **arguments)
     # The head is a unit of its own, as that of a real vocabulary is: these trainers read its weight in the model's forward.
     units = None if trainer == "RewardTrainer" else ["model.layers.?", "lm_head"]
     return ours(model=place(units=units)(model), **arguments)
@@ -115,7 +116,7 @@ CASES = {
 }
 
 
-@on_two_ranks
+@at_night
 def test_an_adapter_is_trained_and_resumed_over_a_base_that_was_read_into_shards(folder):
     """DPO of an adapter that the trainer makes: its reference is the base without it, which no rank has read whole."""
     from peft import LoraConfig
@@ -134,7 +135,9 @@ def test_an_adapter_is_trained_and_resumed_over_a_base_that_was_read_into_shards
     require_close(numbers(trainer("placed"), resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
 
 
-@pytest.mark.parametrize("trainer", CASES)
+@pytest.mark.parametrize(
+    "trainer", [name if name == "DPOTrainer" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
+)
 @on_two_ranks
 def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder, trainer):
     _written(folder, trainer)
@@ -145,17 +148,14 @@ def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder, trainer):
         assert zf.is_transformed(ours.model)
 
 
-@on_two_ranks
+@at_night
 def test_a_reference_model_is_placed_and_evicted_by_itself(folder):
-    """A reference model at a stage of its own, which is evicted before, between and after two trainings."""
-    from transformers import AutoModelForCausalLM
-
+    """Evicted before, between and after two trainings."""
     _written(folder, "DPOTrainer")
     options = {"max_length": 16, "max_steps": 2}
 
     def reference():
-        loaded = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
-        return loaded
+        return read(folder).eval().requires_grad_(False)
 
     wanted = numbers(_trainer(folder, "DPOTrainer", "replicas", options, ref_model=reference()))
     ours = place("zero3")(reference())
@@ -163,14 +163,12 @@ def test_a_reference_model_is_placed_and_evicted_by_itself(folder):
     for _ in range(2):
         assert zf.held(ours).parameters == 0
         away.restore()
-        trainer = _trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)
-        require_close(numbers(trainer), wanted, 5e-5)
-        assert zf.is_transformed(trainer.ref_model)
+        require_close(numbers(_trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)), wanted, 5e-5)
         away = evicted(ours)
 
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])
-@on_two_ranks
+@at_night
 def test_a_reference_model_moves_towards_the_policy(folder, trainer):
     """The reference moves towards the policy after each step, as that of replicas does; it was not placed by hand."""
     _written(folder, trainer)

@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,18 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
+from tests.outside.examples.programs import skip_without
+from tests.outside.integrations.architectures import model_named
 from tests.support.on_ranks import on_ranks
+from tests.support.programs import STAGES
 from tests.support.ranks import axis
 
-for _package in ("transformers", "accelerate", "peft"):
-    pytest.importorskip(_package, reason="the extra [transformers] is not installed")
+skip_without("transformers", "accelerate", "peft", extra="transformers")
 
 VOCABULARY = 64
-STAGES = {"zero1": zf.zero1, "zero2": zf.zero2, "zero3": zf.zero3}
-
 
 on_two_ranks = on_ranks(2, fixture="prepared", deadline_s=240)
 """A test of a program, as `on_ranks` makes it, on ranks that have imported the libraries."""
+
+
+def at_night(program):
+    """The same, under `.ci/nightly`: an integration has one run of every day."""
+    return pytest.mark.nightly(on_two_ranks(program))
 
 
 def needs(package):
@@ -84,27 +90,11 @@ def llama(seed=0, **options):
     return LlamaForCausalLM(LlamaConfig(**config))
 
 
-def tied():
-    """One matrix under two names, of which files hold one."""
-    return llama(tie_word_embeddings=True)
+gpt2 = partial(model_named, "gpt2", seed=0, n_positions=64)
+"""With dropout and a head tied to the embedding."""
 
-
-def gpt2(seed=0, **options):
-    """Two layers, 32 wide, with dropout and a head tied to the embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, **options))
-
-
-def mixtral(seed=0):
-    """Experts in stacked parameters."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **heads))
+mixtral = partial(model_named, "mixtral", seed=0)
+"""Experts in stacked parameters."""
 
 
 def tokenizer():
@@ -127,8 +117,7 @@ def adapted(model, *targets, seed=1, **options):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    found = get_peft_model(model, LoraConfig(r=4, target_modules=[*targets], **options))
-    return found
+    return get_peft_model(model, LoraConfig(r=4, target_modules=[*targets], **options))
 
 
 def lora():
@@ -152,8 +141,7 @@ def read(folder):
     """The model of a folder."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def on_meta(folder):
@@ -161,8 +149,20 @@ def on_meta(folder):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return model
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def logits_of(model):
+    """Of two sequences."""
+    with torch.no_grad():
+        return model.eval()(input_ids=Counting().tokens[:2]).logits
+
+
+def require_equal(found, wanted):
+    """The same names, with the same values."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
 
 
 class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -196,14 +196,33 @@ COMMON = {
 }  # fmt: skip
 
 
-def zero_trainer(folder, build, stage, **options):
-    """A ZeroTrainer of arguments; with the stage "disk" everything rests on one, and the optimizer is streamed."""
+def stock_trainer(folder, model, given=None, **options):
+    """The Trainer of transformers, of arguments, and of whatever else it is given."""
+    from transformers import Trainer
+
+    return _trainer(Trainer, folder, model, given, options)
+
+
+def zero_trainer(folder, model, stage="zero3", given=None, **options):
+    """A ZeroTrainer; with the stage "disk" everything rests on one, and the optimizer is streamed."""
     from zero_fn.integrations.transformers import ZeroTrainer
 
-    start()
     ways = {"place": on_a_disk(folder), "finish": zf.streamed} if stage == "disk" else {"place": place(stage)}
+    return _trainer(ZeroTrainer, folder, model, ways | (given or {}), options)
+
+
+def configured(folder, config, model=None, given=None, **options):
+    """A ZeroTrainer of a DeepSpeed config."""
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    model = llama() if model is None else model
+    return _trainer(ZeroTrainer, folder, model, {"deepspeed": config} | (given or {}), options)
+
+
+def _trainer(kind, folder, model, given, options):
+    start()
     data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
-    return ZeroTrainer(model=build(), args=arguments(folder, **options), **ways, **data)
+    return kind(model=model, args=arguments(folder, **options), **data, **(given or {}))
 
 
 SIZES = {
@@ -224,21 +243,6 @@ OWN = {
 def zero(stage, **more):
     """A DeepSpeed config of a stage that leaves to the Trainer what it can."""
     return {**SIZES, "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", **more}}
-
-
-def configured(
-    folder,
-    config,
-    model=None,
-    given=None,
-    **options,
-):
-    """A ZeroTrainer of a DeepSpeed config, and of whatever else it is given; other options are those of its arguments."""
-    from zero_fn.integrations.transformers import ZeroTrainer
-
-    start()
-    args, model = arguments(folder, **options), llama() if model is None else model
-    return ZeroTrainer(model=model, args=args, train_dataset=Counting(), deepspeed=config, **(given or {}))
 
 
 class Overflowing(nn.Module):

@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import zero_fn as zf
-from tests.outside.examples.programs import ROOT
+from tests.outside.examples.programs import ROOT, TORCHRUN
 
 __all__ = ["SIZES", "TORCHRUN", "Marked", "has_saved", "losses", "pretrain", "running_in", "until", "wait_for"]
 
 SIZES = ["--layers=2", "--dim=32", "--heads=2", "--seq=16", "--batch=12", "--save-every=2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def pretrain(folder, steps):
@@ -28,8 +27,7 @@ def has_saved(folder):
 
 def losses(folder):
     """Of all steps up to the newest checkpoint."""
-    found = zf.load(folder, only="extra")["losses"]
-    return found
+    return zf.load(folder, only="extra")["losses"]
 
 
 def wait_for(is_so, deadline_s):

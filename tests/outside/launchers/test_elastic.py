@@ -17,15 +17,8 @@ def _host(marked, port, folder):
     """torchrun as it is started on each of up to two hosts of two ranks."""
     hosts = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=run"]
     meets = [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=2"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *hosts,
-        *meets,
-        *pretrain(folder, 100_000),
-        "--leave-within=20",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts, *meets]
+    command = [*torchrun, *pretrain(folder, 100_000), "--leave-within=20"]
     log = (folder.parent / f"log-{len(list(folder.parent.iterdir()))}").open("w")
     environ = marked.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else a host that comes later waits in vain
     with log:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.outside.examples.programs import ROOT
-from tests.outside.launchers.runs import SIZES, has_saved, losses, running_in, wait_for
+from tests.outside.launchers.runs import SIZES, Marked, has_saved, losses, running_in, wait_for
 
 models = pytest.importorskip(
     "kubeflow_trainer_api.models", reason="no package kubeflow: pip install 'zero_fn[launchers]'"
@@ -107,15 +107,10 @@ class Pods:
         for told, value in (here | {f"$({name})": value for name, value in given.items()}).items():
             line = line.replace(told, value)
         words = [word for part in line.split("\n") for word in (TORCHRUN if part == "torchrun" else [part])]
-        given |= {
-            "HOME": str(self.folder),
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        given |= Marked(self.folder).environ | {"HOME": str(self.folder), "GLOO_SOCKET_IFNAME": "lo"}
         command = ["setpriv", "--pdeathsig=KILL", *words, *SIZES, "--steps=40"]
         with (self.folder / f"log{index}").open("ab") as log:
-            return subprocess.Popen(command, cwd=self.folder, env=os.environ | given, stdout=log, stderr=log)
+            return subprocess.Popen(command, cwd=self.folder, env=given, stdout=log, stderr=log)
 
     def wait(self):
         """How they ended."""
@@ -128,42 +123,38 @@ class Pods:
     def said(self):
         return "".join(path.read_text() for path in sorted(self.folder.glob("log*")))
 
-    def close(self):
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
         for process in self.processes:
             process.kill()
             process.wait()
         assert wait_for(lambda: not running_in(self.folder), 40), running_in(self.folder)
 
 
-@pytest.fixture
-def pods(request, tmp_path):
-    found = Pods(tmp_path, *WAYS[request.param])
-    yield found
-    found.close()
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("pods", ["torchrun", "Kubeflow"], indirect=True)
-def test_a_killed_rank_ends_all_pods_and_new_ones_go_on(pods, expected, tmp_path):
-    pods.start()
-    pods.wait_until_saved()
-    children = Path(f"/proc/{pods.processes[1].pid}/task/{pods.processes[1].pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    assert pods.wait() == [1, 1]
-    assert re.search(r"rank +: 1 \(local_rank: 0\)\s+exitcode +: -9", pods.said()), pods.said()
-    pods.start()
-    assert pods.wait() == [0, 0], pods.said()
+@pytest.mark.parametrize("way", ["torchrun", "Kubeflow"])
+def test_a_killed_rank_ends_all_pods_and_new_ones_go_on(way, expected, tmp_path):
+    with Pods(tmp_path, *WAYS[way]) as pods:
+        pods.wait_until_saved()
+        children = Path(f"/proc/{pods.processes[1].pid}/task/{pods.processes[1].pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        assert pods.wait() == [1, 1]
+        assert re.search(r"rank +: 1 \(local_rank: 0\)\s+exitcode +: -9", pods.said()), pods.said()
+        pods.start()
+        assert pods.wait() == [0, 0], pods.said()
     assert losses(tmp_path / "a") == expected[:40]
 
 
-@pytest.mark.parametrize("pods", ["one rank a pod"], indirect=True)
-def test_a_pod_that_is_told_to_leave_has_not_failed(pods, expected, tmp_path):
-    pods.start()
-    pods.wait_until_saved()
-    pods.processes[1].terminate()  # as Kubernetes does
-    statuses = pods.wait()
-    assert [[status] for status in statuses] == [IGNORED["values"]] * 2, pods.said()
-    assert len(losses(tmp_path / "a")) < 40
-    pods.start()
-    assert pods.wait() == [0, 0], pods.said()
+@pytest.mark.nightly
+def test_a_pod_that_is_told_to_leave_has_not_failed(expected, tmp_path):
+    with Pods(tmp_path, *WAYS["one rank a pod"]) as pods:
+        pods.wait_until_saved()
+        pods.processes[1].terminate()  # as Kubernetes does
+        assert [[status] for status in pods.wait()] == [IGNORED["values"]] * 2, pods.said()
+        assert len(losses(tmp_path / "a")) < 40
+        pods.start()
+        assert pods.wait() == [0, 0], pods.said()
     assert losses(tmp_path / "a") == expected[:40]

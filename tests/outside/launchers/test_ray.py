@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.examples.programs import ROOT
+from tests.outside.examples.programs import ROOT, skip_without
 from tests.outside.launchers.runs import SIZES, has_saved, losses, running_in, wait_for
 
-pytest.importorskip("ray", reason="no package ray: pip install 'zero_fn[launchers]'")
+skip_without("ray", extra="launchers")
 
+pytestmark = pytest.mark.nightly
 QUIETLY = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
@@ -67,7 +68,6 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(folder, expec
     assert wait_for(lambda: not running_in(folder), 10), running_in(folder)
 
 
-@pytest.mark.nightly
 def test_a_killed_worker_that_is_not_started_again_ends_the_program_and_is_named(folder):
     before = set(os.listdir("/dev/shm"))
     status, said = _run_and_kill_a_worker(folder, failures=0)

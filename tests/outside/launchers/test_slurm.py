@@ -10,12 +10,10 @@ from tests.outside.launchers.runs import Marked, losses, pretrain, until
 from tests.outside.launchers.slurm import Cluster, missing
 
 SCRIPT = ROOT / "examples" / "launch" / "slurm.sbatch"
-HERE = [
-    "--nodes=1",
-    "--ntasks-per-node=2",
-    "--gpus-per-node=0",
-    "--cpus-per-task=1",
-]  # in place of what the script asks for
+# In place of what the script asks for.
+HERE = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1"]
+
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +50,6 @@ class Job:
         return self.log.read_text()
 
 
-def test_losses_are_those_of_torchrun(slurm, tmp_path, expected):
-    job = Job(slurm, tmp_path, 20)
-    job.reach("COMPLETED")
-    assert losses(job.folder) == expected[:20]
-
-
 def test_a_killed_rank_ends_the_job_which_names_it(slurm, tmp_path):
     job = Job(slurm, tmp_path, 100_000)
     job.marked.kill_rank(1, "SLURM_PROCID", job.folder)
@@ -75,7 +67,6 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, tmp_path):
     assert job.steps > 2
 
 
-@pytest.mark.nightly
 def test_a_job_at_its_time_limit_saves_before_and_is_queued_again(slurm, tmp_path):
     # Slurm looks every half minute: after 30 to 60 s.
     job = Job(slurm, tmp_path, 100_000, "--time=2", "--signal=TERM@60")
