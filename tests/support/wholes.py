@@ -45,7 +45,7 @@ def from_all(tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
     packed = [
         None
         if t is None
-        else (t.dtype, tuple(t.shape), bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        else (t.dtype, tuple(t.shape), bytes(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
         for t in tensors
     ]
     rows: list[Any] = [None] * dist.get_world_size()
