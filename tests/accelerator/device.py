@@ -62,8 +62,8 @@ def compiler():
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def compiled(folder):
-    """The device as a library, compiled into a folder unless it is there."""
+def compiled():
+    """The device as a library, in the caches of this user: compiled unless it is there."""
     command = [
         compiler() or "c++",
         "-std=c++20",
@@ -76,6 +76,8 @@ def compiled(folder):
     ]
     libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), torch.__version__, *command]).encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_fn-tests"
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"pretend-{key}.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of tests may be at it

@@ -116,28 +116,38 @@ def a_copy_to_the_host_comes_after_what_is_computed(tier):
 @program
 def memory_is_written_after_its_copies_have_left(tier):
     """DeepSpeed #8186: buffers that are used again too early. Parameters are edited on the host, where they rest, while the
-    device is still far from the copies of what they were; on a disk, stagings are used again."""
+    device is still far from the copies of what they were, of more units than a disk has stagings, which are used again."""
     width = real(1024, 64)
-    model, plain = zf.offload(layers(width), params=tier), layers(width)
-    x, found, expected = draws(width), [], []
-    with torch.no_grad():
-        for number in range(rounds(tier)):
-            keep_busy()
-            for unit in held_by(model):
-                unit.unshard()
-            expected += [layer.weight.clone() for layer in plain]
-            for layer in (*model, *plain):
-                layer.weight.mul_(2.0 if number % 2 else -0.5)
-            for unit in held_by(model):
-                unit.await_gathered()
-                found.append(unit.groups.tensors()[0].clone())
-                unit.reshard()
-            keep_busy()
-            found.append(model(x))
-            expected.append(plain(x))
-            for layer in (*model, *plain):
-                layer.weight.neg_()
-    require_equal([*found, *model.state_dict().values()], [*expected, *plain.state_dict().values()])
+    x, ways = draws(width), (lambda model: model, lambda model: zf.precision(model, compute=torch.bfloat16))
+    writes = (
+        lambda weight: weight.mul_(-0.5),
+        lambda weight: weight.copy_(torch.ones_like(weight)),
+        lambda weight: weight.data.zero_(),
+        lambda weight: weight.add_(2.0),
+    )
+    for way in ways:
+        model, plain = zf.offload(way(layers(width, 8)), params=tier), way(layers(width, 8))
+        found, expected = [], []
+        with torch.no_grad():
+            for number in range(rounds(tier)):
+                model(x)  # makes the copies in fewer bits
+                keep_busy()
+                for unit in held_by(model):
+                    unit.unshard()
+                before = [layer.weight.clone() for layer in plain]
+                for layer in (*model, *plain):
+                    writes[number % len(writes)](layer.weight)
+                for unit, weight in zip(held_by(model), before, strict=True):
+                    unit.await_gathered()
+                    found.append(unit.groups.tensors()[0].clone())
+                    expected.append(weight.to(found[-1].dtype))
+                    unit.reshard()
+                keep_busy()
+                found.append(model(x))
+                expected.append(plain(x))
+                for layer in (*model, *plain):
+                    layer.weight.add_(0.25)
+        require_equal([*found, *model.state_dict().values()], [*expected, *plain.state_dict().values()])
 
 
 @program
@@ -234,6 +244,22 @@ def a_small_copy_behind_a_large_one(tier):
         file=sys.stderr,
         flush=True,
     )
+
+
+@program
+def many_steps_ahead_of_the_device(tier):
+    """The host runs many steps ahead: memory that is given back too early would be written by a later step."""
+    width, tokens = real(4096, 64), next(programs.batches())
+    model, plain = all_away(programs.net(), tier), programs.net()
+    pairs = ((model, zf.streamed(sgd(model))), (plain, sgd(plain)))
+    busy = torch.ones(width, width, device=device.NAME)
+    for _ in range(20):
+        for each, optimizer in pairs:
+            busy = (busy @ busy).clamp_(-1, 1)  # the device is behind
+            each(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert device.same(programs.values(model), programs.values(plain))
 
 
 def results(folder):
