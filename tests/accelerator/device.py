@@ -223,6 +223,13 @@ def _require_pretended():
         raise Unmeasured
 
 
+def _told(name, count):
+    """Numbers that the device that pretends keeps."""
+    found = (ctypes.c_int64 * count)()
+    getattr(_loaded[0], f"pretend_{name}")(found)
+    return tuple(found)
+
+
 def waiting():
     """Copies on side streams that nothing has waited for yet."""
     _require_pretended()
@@ -240,17 +247,13 @@ def waits():
 def moved():
     """Bytes copied to the device and from it since the last call."""
     _require_pretended()
-    found = (ctypes.c_int64 * 2)()
-    _loaded[0].pretend_moved(found)
-    return found[0], found[1]
+    return _told("moved", 2)
 
 
 def streams():
     """Since the last call: how often what computes had to wait for side streams, copies on these, and events there."""
     _require_pretended()
-    found = (ctypes.c_int64 * 3)()
-    _loaded[0].pretend_streams(found)
-    return found[0], found[1], found[2]
+    return _told("streams", 3)
 
 
 def used():
@@ -259,9 +262,7 @@ def used():
         now, most = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
         return now, most
-    found = (ctypes.c_int64 * 2)()
-    _loaded[0].pretend_used(found)
-    return found[0], found[1]
+    return _told("used", 2)
 
 
 @contextmanager

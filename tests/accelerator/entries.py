@@ -1,22 +1,20 @@
-"""What people call first, on an accelerator: `from_deepspeed`, the Trainer, `from_pretrained`, a loss scale; and memory of the
-device that runs out.
+"""What people call first, on an accelerator: `from_deepspeed`, the Trainer, `from_pretrained`, a loss scale; and memory of
+the device that runs out.
 
-`python -m tests.accelerator.entries DEVICE FOLDER [NAMES ...]` prints what became of each as soon as it has ended, and all of it as JSON.
-The oracle is the same run with everything on the device and no transform: the Trainer of transformers, for ours.
+`python -m tests.accelerator.entries DEVICE FOLDER [NAMES ...]` prints what became of each as soon as it has ended, and all of
+it as JSON. The oracle is the same run with everything on the device and no transform: the Trainer of transformers, for ours.
 """
 
 import functools
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.accelerator import device
@@ -26,7 +24,6 @@ from tests.support.models import Stack
 __all__ = ["PROGRAMS", "main"]
 
 VOCABULARY = 64
-Program = Callable[[DeviceMesh, Path], None]
 
 
 def tiers(folder):
@@ -132,7 +129,8 @@ def trainer(mesh, folder):
         arguments = TrainingArguments(
             output_dir=str(folder / name), per_device_train_batch_size=2, max_steps=4, learning_rate=1e-2,
             lr_scheduler_type="cosine", warmup_steps=1, weight_decay=0.1, max_grad_norm=0.5, logging_steps=1,
-            save_steps=2, gradient_accumulation_steps=2, report_to=[], disable_tqdm=True, seed=3, dataloader_pin_memory=device.NAME == "cuda",
+            save_steps=2, gradient_accumulation_steps=2, report_to=[], disable_tqdm=True, seed=3,
+            dataloader_pin_memory=device.NAME == "cuda",
         )  # fmt: skip
         made = kind(model=llama(), args=arguments, train_dataset=Counting(), **options)
         made.train(resume_from_checkpoint=resumed)

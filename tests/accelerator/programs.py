@@ -9,10 +9,8 @@ import functools
 import itertools
 import tempfile
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TypeVar
 from unittest.mock import call, patch
 
 import torch
@@ -30,14 +28,12 @@ from zero_fn.runtime.door import units_of
 from zero_fn.storage import Transfer
 from zero_fn.streamed import coded
 from zero_fn.transforms.parked import Parking
-from zero_fn.values.tiers import Cpu, Tier
+from zero_fn.values.tiers import Cpu
 
 __all__ = ["PROGRAMS", "results"]
 
 VOCABULARY, WIDTH, STEPS = 20, 16, 4
-Program = Callable[[Tier], None]
 PROGRAMS = {}
-P = TypeVar("P", bound=Program)
 
 
 def program(function):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from tests.accelerator import device
 from tests.conftest import TIERS_OPEN
 from tests.support import worlds
+from tests.support.worlds import as_replicas
 
 __all__ = ["TESTS", "main"]
 
@@ -71,6 +72,12 @@ class OnDevice:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session):
         session.config.stash[TIERS_OPEN]["ranks"] = self.ranks
+
+    def pytest_collection_modifyitems(self, config, items):
+        """Of files those whose oracle are replicas on the same device; others are named."""
+        named = tuple(argument for argument in config.args if "::" in argument)
+        made = [item for item in items if item.function.__qualname__.startswith(as_replicas.__name__)]
+        items[:] = [item for item in items if item in made or item.nodeid.startswith(named)]
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.failed:

@@ -7,7 +7,6 @@ rates and momenta are powers of two, so the host rounds as the device does.
 
 import sys
 import time
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.optim import SGD
 
 import zero_fn as zf
 from tests.accelerator import device, programs
-from tests.accelerator.programs import Program, all_away
+from tests.accelerator.programs import all_away
 from zero_fn.runtime.door import units_of
 from zero_fn.transforms.parked import Parking
 from zero_fn.values.tiers import Cpu
@@ -23,7 +22,6 @@ from zero_fn.values.tiers import Cpu
 __all__ = ["PROGRAMS", "results"]
 
 PROGRAMS = {}
-P = TypeVar("P", bound=Program)
 
 
 def program(function):
@@ -201,22 +199,11 @@ def memory_is_given_up_after_its_copy(tier):
     require_equal(found, expected * rounds(tier))
 
 
-class _Biased(nn.Module):
-    """A large matrix, and a small vector that travels behind it."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(8))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias.sum()
-
-
 @program
 def a_small_copy_behind_a_large_one(tier):
     """Copies to a device are done in the order in which they are issued. Prints what a small one of the user then takes."""
     width, halves = real(4096, 64), []
-    model = zf.offload(nn.Sequential(*(_Biased(width) for _ in range(4))).to(device.NAME), params=tier)
+    model = zf.offload(nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device.NAME), params=tier)
     expected = [value.detach().cpu() for value in model.state_dict().values()]
     tokens = torch.arange(64)
     tokens = tokens if device.NAME == "pretend" else tokens.pin_memory()

@@ -36,8 +36,8 @@ FORMS = [
         kinds,
         tier=("cpu", "nvme")[number % 2],
         compute=(None, torch.bfloat16)[number // 2 % 2],
-        fraction=(1.0, 0.5)[number % 7 == 3],
-        is_tiled=number % 5 == 4,
+        fraction=(1.0, 0.5)[number // 4 % 2],
+        is_tiled=number % 3 == 2,
     )
     for number, (stage, kinds) in enumerate(product(("plain", "zero1", "zero2", "zero3"), KINDS))
 ]

@@ -113,7 +113,7 @@ def test_what_people_call_first_is_right_on_an_accelerator(library, tmp_path, na
 @needs_compiler
 def test_a_llama_generates_the_same_tokens_from_the_device_the_host_and_a_disk(library, tmp_path):
     pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-    command = "tests.accelerator.generation {library} {folder} --numel 3e5 --tokens 8"
+    command = "tests.accelerator.generation {library} {folder} --shape small --tokens 8"
     (found,) = outcomes(library, tmp_path / "own", 1, *command.split())
     assert found == dict.fromkeys(["device", "host", "disk"], "right")
 

@@ -1,6 +1,6 @@
 """What a kernel in C writes torch writes in its place, to the bit, on any number of threads; and autograd hears of it.
 
-The step of Adam, whose oracle is torch's own kernel, is in `test_adam.py`.
+The step of Adam, whose oracle is torch's own kernel, is in `test_adam.py`; copies and means in `test_nontemporal.py`.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.units.kernels.drawn import any_floats, drawn, needs_kernels, same, spoiled, threads, without_kernels
 from tests.units.kernels.test_records import FORMATS
-from zero_fn.kernels import codes, nontemporal, records, rounding
+from zero_fn.kernels import codes, records, rounding
 from zero_fn.values.wire import Wire
 
 seeds = st.integers(0, 999)
@@ -66,15 +66,6 @@ def as_halves(numel, split, seed):
     return [*halves, *wide]
 
 
-def as_means(numel, count, dtype, into_dtype, seed):
-    parts = [spoiled(drawn(1, numel, seed=seed + number), seed).flatten().to(dtype) for number in range(count)]
-    copied, mean = place(numel, dtype=dtype), place(numel, dtype=into_dtype)
-    nontemporal.copy([copied], parts[:1])
-    nontemporal.mean(mean, parts, torch.float32)
-    return [copied, mean]
-
-
-floats = st.sampled_from([torch.float32, torch.bfloat16])
 wires = st.builds(
     lambda wire, block: Wire(wire.codes, block, is_symmetric=wire.is_symmetric, rotates=wire.rotates),
     st.sampled_from(FORMATS),
@@ -93,15 +84,6 @@ KERNELS = {
     ),
     "codes": st.builds(partial, st.just(as_codes), numel=numels, is_signed=st.booleans(), seed=seeds),
     "rounding": st.builds(partial, st.just(as_halves), numel=numels, split=st.integers(0, 5000), seed=seeds),
-    "copies and means": st.builds(
-        partial,
-        st.just(as_means),
-        numel=numels,
-        count=st.integers(2, 5),
-        dtype=floats,
-        into_dtype=floats,
-        seed=seeds,
-    ),
 }
 
 
@@ -113,7 +95,7 @@ def test_a_kernel_has_the_bits_of_torch_and_its_writes_are_seen(name, data, coun
     with threads(count):
         in_c = act()
         assert all(each._version or not each.numel() for each in in_c), "autograd has not heard of a write"
-        with without_kernels(records, codes, rounding, nontemporal):
+        with without_kernels(records, codes, rounding):
             expected = act()
     for number, (one, other) in enumerate(zip(in_c, expected, strict=True)):
         assert same(one, other), number

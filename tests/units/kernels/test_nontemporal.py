@@ -98,7 +98,9 @@ def test_a_mean_has_the_bits_of_torch(
         is_one_of_them = at is not None and into_dtype == dtype
         into = own[(at or 0) % len(own)] if is_one_of_them else placed(numel, offsets[0], into_dtype, 9)
         if is_in_c:
+            before = into._version
             nontemporal._mean_in_c(functions, into, own)
+            assert into._version > before, "autograd has not heard of it"
         else:
             with without_kernels(nontemporal):
                 mean(into, own, torch.float32)
@@ -153,6 +155,7 @@ def test_a_list_may_hold_small_and_large_ones(called):
     into = [torch.empty_like(source) for source in sources]
     copy(into, sources)
     assert called == ["_copy_in_c"] * 2
+    assert into[0]._version and into[2]._version, "autograd has not heard of it"
     assert all(map(torch.equal, into, sources))
 
 

@@ -59,7 +59,7 @@ def reference(values, form):
         else:
             shares = (mixed - least) * (highest / width)
         if wire.codes.startswith("int"):
-            numbers = np.rint(shares)
+            numbers = np.rint(shares) + np.float32(0)  # no zero is negative
             codes = numbers.astype(np.int16).astype(np.uint8)
         else:
             floats = torch.from_numpy(shares).to(getattr(torch, wire.codes))
