@@ -435,6 +435,35 @@ def made_on_meta(tier):
 
 
 @program
+def memory_runs_out(tier):
+    """Wherever it does in a step, the error is torch's, and the step is taken once there is room again."""
+    width = 512 if device.NAME == "pretend" else 2048
+
+    def wide():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device.NAME)
+
+    x = torch.ones(2, width, device=device.NAME)
+    model, plain = all_away(wide(), tier), wide()
+    optimizer, other = zf.streamed(adamw(model)), adamw(plain)
+    failed = []
+    for room in [*(part * 4 * width * width // 2 for part in range(7)), None]:
+        try:
+            with device.limited(room):
+                model(x).square().mean().backward()
+        except torch.OutOfMemoryError:
+            failed.append(room)
+            model.zero_grad()
+            model(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        assert device.same(values(model), values(plain)), (room, failed)
+    assert 0 < len(failed) < 8, failed
+
+
+@program
 def checkpoints(tier):
     """What is on the device while it is copied may change as soon as `save(background=True)`, or a mirror, has returned."""
     for is_away in (False, True):

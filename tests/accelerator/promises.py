@@ -48,6 +48,8 @@ class Here:
 
     def run(self, program, *args, **kwargs):
         self.executed += 1
+        if self.size > 1 and self.n != self.size:
+            pytest.skip("these ranks are two")
         torch.set_default_device(device.NAME)
         try:
             torch.manual_seed(0)

@@ -61,12 +61,13 @@ def outcomes(library, folder, size, *command):
 
 
 @needs_compiler
+@pytest.mark.parametrize("examples", [3, pytest.param(EXAMPLES, marks=nightly)])
 @pytest.mark.parametrize("size", [1, 2])
-def test_programs_on_an_accelerator_are_right_wherever_their_states_rest(library, tmp_path, size):
-    cases = (
-        {f"{name}, {tier}" for name in (*PROGRAMS, *races.PROGRAMS) for tier in ("Cpu", "Nvme")} if size == 1 else CASES
-    )
-    command = "tests.accelerator {library} {folder} " + f"{EXAMPLES // size} {size} RANK"
+def test_programs_on_an_accelerator_are_right_wherever_their_states_rest(library, tmp_path, size, examples):
+    cases = CASES
+    if size == 1:
+        cases = {f"{name}, {tier}" for name in (*PROGRAMS, *races.PROGRAMS) for tier in ("Cpu", "Nvme")}
+    command = f"tests.accelerator {{library}} {{folder}} {examples} {size} RANK"
     for found in outcomes(library, tmp_path / "own", size, *command.split()):
         assert found == dict.fromkeys([*cases, "random programs"], "right")
 
@@ -76,37 +77,32 @@ def test_programs_on_an_accelerator_are_right_wherever_their_states_rest(library
     ("size", "name"),
     [
         (1, "daily"),
-        (2, "collectives"),
         pytest.param(1, "training", marks=nightly),
         pytest.param(2, "training", marks=nightly),
+        pytest.param(2, "collectives", marks=nightly),
     ],
 )
 def test_promises_are_kept_on_an_accelerator(library, tmp_path, size, name):
-    """What tests/promises says of a program, and tests/units/transport of collectives."""
-    for out in printed(
-        tmp_path / "own", size, ["tests.accelerator.promises", library, tmp_path / "own", size, "RANK", name]
-    ):
+    """What tests/promises says of programs, and tests/units/transport of collectives."""
+    words = ["tests.accelerator.promises", library, tmp_path / "own", size, "RANK", name]
+    for out in printed(tmp_path / "own", size, words):
         assert " passed" in out.splitlines()[-1]
 
 
+@nightly
 @needs_compiler
 def test_a_rank_that_stops_is_named_to_the_one_that_waits(library, tmp_path):
-    command = ["tests.accelerator.stopped", library, tmp_path / "own", "RANK", 2]
-    assert all("a rank that stops: right" in out for out in printed(tmp_path / "own", 2, command))
+    words = ["tests.accelerator.stopped", library, tmp_path / "own", "RANK", 2]
+    assert all("a rank that stops: right" in out for out in printed(tmp_path / "own", 2, words))
 
 
+@nightly
 @needs_compiler
-@pytest.mark.parametrize(
-    "names", ["memory_runs_out from_deepspeed checkpoints_on_the_host", pytest.param("", marks=nightly)]
-)
-def test_what_people_call_first_is_right_on_an_accelerator(library, tmp_path, names):
-    if not names:
-        pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-    (found,) = outcomes(
-        library, tmp_path / "own", 1, "tests.accelerator.entries", "{library}", "{folder}", *names.split()
-    )
-    chosen = names.split() or [run.__name__ for run in ENTRIES]
-    assert found == {name: device.UNMEASURED if name == "in_float16" else "right" for name in chosen}
+def test_what_people_call_first_is_right_on_an_accelerator(library, tmp_path):
+    pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+    (found,) = outcomes(library, tmp_path / "own", 1, *["tests.accelerator.entries", "{library}", "{folder}"])
+    expected = dict.fromkeys([run.__name__ for run in ENTRIES], "right")
+    assert found == {**expected, "in_float16": device.UNMEASURED}
 
 
 @nightly
