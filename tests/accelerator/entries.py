@@ -1,5 +1,5 @@
-"""What people call first, on an accelerator: `from_deepspeed`, the Trainer, `from_pretrained`, and a
-loss scale.
+"""What people call first, on an accelerator: `from_deepspeed`, the Trainer, `from_pretrained`, compiled
+blocks, a loss scale.
 
 `python -m tests.accelerator.entries DEVICE FOLDER` prints what became of each as soon as it has ended, and all of
 it as JSON. The oracle is the same run with everything on the device and no transform: the Trainer of transformers, for ours.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.accelerator import device
-from tests.accelerator.programs import adamw, all_away, batches, net, trained, values
+from tests.accelerator.programs import adamw, all_away, batches, net, require_same, trained, values
 from tests.support.models import Stack
 
 __all__ = ["PROGRAMS", "main"]
@@ -203,6 +203,29 @@ def require_room(model, tier, before):
     assert most <= held.parameters + nbytes // 2 + device.SLACK_NBYTES, (tier, most, nbytes)
 
 
+def compiled(mesh, folder):
+    """Blocks, and the whole, compiled after the transform; what is compiled rounds less often to bfloat16."""
+    backend = "aot_eager" if device.NAME == "pretend" else "inductor"
+    for stage, dtype, is_away in (
+        ("zero1", torch.float32, False),
+        ("zero3", torch.float32, False),
+        ("zero3", torch.float32, True),
+        ("zero3", torch.bfloat16, True),
+    ):
+        models = [zf.precision(net(), compute=dtype) for _ in range(2)]
+        model = getattr(zf, stage)(models[0], mesh)
+        model = all_away(model, device.host()) if is_away else model
+        for each in (model, models[1]):
+            for block in each.blocks:
+                block.compile(backend=backend)
+        optimizer = zf.streamed(adamw(model)) if is_away else adamw(model)
+        require_same(model, optimizer, models[1], adamw(models[1]))
+    model, plain = zf.zero3(net(), mesh), net()
+    optimizer = adamw(model)
+    found = trained(torch.compile(model, backend=backend), optimizer)
+    assert device.same(found, trained(plain, adamw(plain)))
+
+
 def in_float16(mesh, folder):
     """A loss scale that begins too large: steps are skipped on every rank, then train."""
     if device.NAME == "pretend":
@@ -229,7 +252,7 @@ def require_on_device(model):
     assert {parameter.device.type for parameter in model.parameters()} == {device.NAME}
 
 
-PROGRAMS = (from_deepspeed, checkpoints_on_the_host, trainer, read_into_shards, in_float16)
+PROGRAMS = (compiled, from_deepspeed, checkpoints_on_the_host, trainer, read_into_shards, in_float16)
 
 
 def main(where, folder):

@@ -3,6 +3,7 @@ the host waits, and what a profile says. `random_programs.py` trains."""
 
 import copy
 import gc
+import itertools
 from functools import partial
 from itertools import islice
 from unittest.mock import patch
@@ -212,6 +213,33 @@ def require_room(name, tensors, model, before):
     assert most - before <= held + UNIT + device.SLACK_NBYTES - 64, (name, held, most - before)
 
 
+def owners_and_formats(mesh, tiers):
+    """Whole tensors that their owners step, and what travels in fewer bits, coded on the device, also where it comes from the
+    host: the same numbers at every stage and in every tier."""
+    places = (None, *tiers)
+    ways = {
+        "owners": ({}, itertools.product(STAGES, places)),
+        "differences": ({"gather": zf.delta4(), "reduce": zf.int8()}, [("zero1", None), ("zero2", None)]),
+        "blocks": (
+            {"gather": zf.int8(), "reduce": zf.int4()},
+            [("zero1", None), *(("zero3", place) for place in places)],
+        ),
+    }
+    for name, (wires, pairs) in ways.items():
+        found = []
+        for stage, tier in pairs:
+            model = STAGES[stage](zf.precision(net(), compute=torch.float32, **wires), mesh)
+            if name == "owners":
+                optimizer = zf.by_owner(torch.optim.Adafactor(model.parameters(), lr=1e-2))
+                optimizer = optimizer if tier is None else zf.streamed(optimizer, tier)
+            else:
+                model = model if tier is None else all_away(model, tier)
+                optimizer = adamw(model) if tier is None else zf.streamed(adamw(model))
+            losses = trained(model, optimizer, islice(share(mesh.get_local_rank()), 2))
+            found.append([losses, values(model)])
+            assert device.same(found[0], found[-1]), (name, stage, tier)
+
+
 def many_under_way(mesh, tiers):
     """Their memory is taken anew at once."""
     transport, rank, size = open_transport(mesh_axis(mesh, verb="a test")), mesh.get_local_rank(), mesh.size()
@@ -257,6 +285,7 @@ def bits_beside_the_computation(mesh, tiers):
 CASES = {
     "many under way": many_under_way,
     "bits beside the computation": bits_beside_the_computation,
+    "owners and formats": owners_and_formats,
     "proposals": proposals,
     "from elsewhere": from_elsewhere,
     "the host runs ahead": the_host_runs_ahead,
