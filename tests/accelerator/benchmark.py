@@ -1,13 +1,18 @@
 """`examples/benchmarks/accelerator.py` on the device "pretend", small.
 
-`python -m tests.accelerator.benchmark DEVICE PROGRAM ARGUMENTS` runs one program there.
+`python -m tests.accelerator.benchmark DEVICE PROGRAM ARGUMENTS` runs one program there; `DEVICE losses FOLDER` prints the
+losses of all ways.
 """
 
 import io
+import json
 import runpy
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from tests.accelerator import device as devices
 
@@ -22,7 +27,6 @@ def losses(folder, device):
     Raises:
         AssertionError: A bound was not measured, or losses depend on where the state of a large model rests.
     """
-    sys.path.insert(0, str(BENCHMARKS))
     main, large, bounds = (
         runpy.run_path(str(BENCHMARKS / f"accelerator{name}.py")) for name in ("", "_largest", "_bounds")
     )
@@ -41,8 +45,16 @@ def losses(folder, device):
     return found
 
 
-if __name__ == "__main__":
-    devices.choose(sys.argv[1])
-    sys.argv[:] = sys.argv[2:]
+def main(where, program, *arguments):
+    devices.choose(where)
     sys.path.insert(0, str(BENCHMARKS))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if program == "losses":
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        print(json.dumps(losses(*arguments, torch.device(devices.NAME, 0))))
+    else:
+        sys.argv[:] = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

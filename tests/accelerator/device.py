@@ -62,8 +62,8 @@ def compiler():
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def compiled(folder):
-    """The device as a library, compiled into a folder unless it is there."""
+def compiled():
+    """The device as a library, in the caches of this user: compiled unless it is there."""
     command = [
         compiler() or "c++",
         "-std=c++20",
@@ -76,6 +76,8 @@ def compiled(folder):
     ]
     libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), torch.__version__, *command]).encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_fn-tests"
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"pretend-{key}.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of tests may be at it
@@ -221,6 +223,13 @@ def _require_pretended():
         raise Unmeasured
 
 
+def _told(name, count):
+    """Numbers that the device that pretends keeps."""
+    found = (ctypes.c_int64 * count)()
+    getattr(_loaded[0], f"pretend_{name}")(found)
+    return tuple(found)
+
+
 def waiting():
     """Copies on side streams that nothing has waited for yet."""
     _require_pretended()
@@ -238,17 +247,13 @@ def waits():
 def moved():
     """Bytes copied to the device and from it since the last call."""
     _require_pretended()
-    found = (ctypes.c_int64 * 2)()
-    _loaded[0].pretend_moved(found)
-    return found[0], found[1]
+    return _told("moved", 2)
 
 
 def streams():
     """Since the last call: how often what computes had to wait for side streams, copies on these, and events there."""
     _require_pretended()
-    found = (ctypes.c_int64 * 3)()
-    _loaded[0].pretend_streams(found)
-    return found[0], found[1], found[2]
+    return _told("streams", 3)
 
 
 def used():
@@ -257,9 +262,7 @@ def used():
         now, most = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
         return now, most
-    found = (ctypes.c_int64 * 2)()
-    _loaded[0].pretend_used(found)
-    return found[0], found[1]
+    return _told("used", 2)
 
 
 @contextmanager

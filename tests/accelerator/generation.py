@@ -1,6 +1,6 @@
 """Text from a Llama whose parameters rest on the device, on the host and on a disk.
 
-    python -m tests.accelerator.generation cuda FOLDER --numel 1.2e9 --seconds 40
+    python -m tests.accelerator.generation cuda FOLDER --shape 1.2B --seconds 40
 
 The model is made on the device in bfloat16, with random values, once for each way. Prints for each way and number of prompts
 the tokens that came in its share of the time, their rate, the bytes of parameters that were read for them, the most memory
@@ -24,37 +24,19 @@ from tests.accelerator import device
 
 __all__ = ["main"]
 
-WIDTHS = (64, 128, 256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
+SHAPES = {"1.2B": (2048, 18, 32_000), "small": (64, 2, 1024)}  # width, layers, vocabulary
 PROMPT = 16  # tokens
 
 
-def shape(numel):
-    """Sizes of a Llama of about so many parameters: the widest that has a layer for each 128 of its width."""
-    for width in reversed(WIDTHS):
-        vocabulary = min(32_000, 16 * width)
-        heads = width // 64
-        kv_heads = math.gcd(heads, 8)
-        layer = 2 * width * (width + 64 * kv_heads) + 3 * width * 4 * width + 2 * width
-        layers = round((numel - (2 * vocabulary + 1) * width) / layer)
-        if layers >= max(1, width // 128) or width == WIDTHS[0]:
-            break
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": max(layers, 1),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
-
-
-def llama(numel):
+def llama(shape):
     """On the device, in bfloat16. Its values are large enough that tokens differ from one another."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    width, layers, vocabulary = SHAPES[shape]
     config = LlamaConfig(
-        **shape(numel), max_position_embeddings=512, initializer_range=0.05, bos_token_id=1, eos_token_id=None,
-        pad_token_id=0, dtype="bfloat16",
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=math.gcd(width // 64, 8), max_position_embeddings=512,
+        initializer_range=0.05, bos_token_id=1, eos_token_id=None, pad_token_id=0, dtype="bfloat16",
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(device.NAME):
@@ -91,7 +73,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", help="cuda, or the compiled device that pretends")
     parser.add_argument("folder", help="of the fastest local disk")
-    parser.add_argument("--numel", type=float, default=1.2e9)
+    parser.add_argument("--shape", choices=SHAPES, default="1.2B")
     parser.add_argument("--tokens", type=int, default=32, help="to generate")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 8], help="how many at once")
     parser.add_argument("--seconds", type=float, default=40, help="of the whole program")
@@ -112,7 +94,7 @@ def main(arguments=None):
         started = time.perf_counter()
         if time.monotonic() > end:
             raise device.Unmeasured("no time is left")
-        model = llama(options.numel)
+        model = llama(options.shape)
         nbytes = sum(parameter.nbytes for parameter in model.parameters())
         if way != "device" and 1.1 * nbytes > room(way, options.folder):
             raise device.Unmeasured(f"{nbytes / 1e9:.1f} GB of parameters have no room on the {way}")

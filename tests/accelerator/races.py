@@ -7,7 +7,6 @@ rates and momenta are powers of two, so the host rounds as the device does.
 
 import sys
 import time
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.optim import SGD
 
 import zero_fn as zf
 from tests.accelerator import device, programs
-from tests.accelerator.programs import Program, all_away
+from tests.accelerator.programs import all_away
 from zero_fn.runtime.door import units_of
 from zero_fn.transforms.parked import Parking
 from zero_fn.values.tiers import Cpu
@@ -23,7 +22,6 @@ from zero_fn.values.tiers import Cpu
 __all__ = ["PROGRAMS", "results"]
 
 PROGRAMS = {}
-P = TypeVar("P", bound=Program)
 
 
 def program(function):
@@ -116,28 +114,38 @@ def a_copy_to_the_host_comes_after_what_is_computed(tier):
 @program
 def memory_is_written_after_its_copies_have_left(tier):
     """DeepSpeed #8186: buffers that are used again too early. Parameters are edited on the host, where they rest, while the
-    device is still far from the copies of what they were; on a disk, stagings are used again."""
+    device is still far from the copies of what they were, of more units than a disk has stagings, which are used again."""
     width = real(1024, 64)
-    model, plain = zf.offload(layers(width), params=tier), layers(width)
-    x, found, expected = draws(width), [], []
-    with torch.no_grad():
-        for number in range(rounds(tier)):
-            keep_busy()
-            for unit in held_by(model):
-                unit.unshard()
-            expected += [layer.weight.clone() for layer in plain]
-            for layer in (*model, *plain):
-                layer.weight.mul_(2.0 if number % 2 else -0.5)
-            for unit in held_by(model):
-                unit.await_gathered()
-                found.append(unit.groups.tensors()[0].clone())
-                unit.reshard()
-            keep_busy()
-            found.append(model(x))
-            expected.append(plain(x))
-            for layer in (*model, *plain):
-                layer.weight.neg_()
-    require_equal([*found, *model.state_dict().values()], [*expected, *plain.state_dict().values()])
+    x, ways = draws(width), (lambda model: model, lambda model: zf.precision(model, compute=torch.bfloat16))
+    writes = (
+        lambda weight: weight.mul_(-0.5),
+        lambda weight: weight.copy_(torch.ones_like(weight)),
+        lambda weight: weight.data.zero_(),
+        lambda weight: weight.add_(2.0),
+    )
+    for way in ways:
+        model, plain = zf.offload(way(layers(width, 8)), params=tier), way(layers(width, 8))
+        found, expected = [], []
+        with torch.no_grad():
+            for number in range(rounds(tier)):
+                model(x)  # makes the copies in fewer bits
+                keep_busy()
+                for unit in held_by(model):
+                    unit.unshard()
+                before = [layer.weight.clone() for layer in plain]
+                for layer in (*model, *plain):
+                    writes[number % len(writes)](layer.weight)
+                for unit, weight in zip(held_by(model), before, strict=True):
+                    unit.await_gathered()
+                    found.append(unit.groups.tensors()[0].clone())
+                    expected.append(weight.to(found[-1].dtype))
+                    unit.reshard()
+                keep_busy()
+                found.append(model(x))
+                expected.append(plain(x))
+                for layer in (*model, *plain):
+                    layer.weight.add_(0.25)
+        require_equal([*found, *model.state_dict().values()], [*expected, *plain.state_dict().values()])
 
 
 @program
@@ -191,22 +199,11 @@ def memory_is_given_up_after_its_copy(tier):
     require_equal(found, expected * rounds(tier))
 
 
-class _Biased(nn.Module):
-    """A large matrix, and a small vector that travels behind it."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(8))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias.sum()
-
-
 @program
 def a_small_copy_behind_a_large_one(tier):
     """Copies to a device are done in the order in which they are issued. Prints what a small one of the user then takes."""
     width, halves = real(4096, 64), []
-    model = zf.offload(nn.Sequential(*(_Biased(width) for _ in range(4))).to(device.NAME), params=tier)
+    model = zf.offload(nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device.NAME), params=tier)
     expected = [value.detach().cpu() for value in model.state_dict().values()]
     tokens = torch.arange(64)
     tokens = tokens if device.NAME == "pretend" else tokens.pin_memory()
@@ -234,6 +231,22 @@ def a_small_copy_behind_a_large_one(tier):
         file=sys.stderr,
         flush=True,
     )
+
+
+@program
+def many_steps_ahead_of_the_device(tier):
+    """The host runs many steps ahead: memory that is given back too early would be written by a later step."""
+    width, tokens = real(4096, 64), next(programs.batches())
+    model, plain = all_away(programs.net(), tier), programs.net()
+    pairs = ((model, zf.streamed(sgd(model))), (plain, sgd(plain)))
+    busy = torch.ones(width, width, device=device.NAME)
+    for _ in range(20):
+        for each, optimizer in pairs:
+            busy = (busy @ busy).clamp_(-1, 1)  # the device is behind
+            each(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert device.same(programs.values(model), programs.values(plain))
 
 
 def results(folder):

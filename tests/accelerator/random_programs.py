@@ -5,6 +5,7 @@ All ranks draw the same programs, and none shrinks one: they would do that apart
 """
 
 import traceback
+from itertools import product
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -25,6 +26,22 @@ WAYS = (
     Placed("zero2", "adamw", frozenset(), groups="late"),
 )
 
+# Each stage with nothing away, one kind, or all: in turn on the host and on a disk, in float32 and in bfloat16.
+SHORT = [("backward", 0), ("clip", 1), ("step", 0), ("zero_grad", 1), ("backward", 1), ("step", 0), ("evaluate", 2)]
+KINDS = (frozenset(), *(frozenset([kind]) for kind in sorted(ALL)), ALL)
+FORMS = [
+    Placed(
+        stage,
+        ("adamw", "sgd", "adam")[number % 3],
+        kinds,
+        tier=("cpu", "nvme")[number % 2],
+        compute=(None, torch.bfloat16)[number // 2 % 2],
+        fraction=(1.0, 0.5)[number // 4 % 2],
+        is_tiled=number % 3 == 2,
+    )
+    for number, (stage, kinds) in enumerate(product(("plain", "zero1", "zero2", "zero3"), KINDS))
+]
+
 
 def compare(placed, program, folder):
     expected, found = trained(placed, program, None), trained(placed, program, folder)
@@ -36,6 +53,7 @@ def compare(placed, program, folder):
 
 def result(mesh, folder, examples, seeded=0):
     """What became of them: "right", or the program that was not."""
+    is_long = examples > 3
     Training.device_type = device.NAME
     Training.axis = staticmethod(lambda: mesh)
 
@@ -52,8 +70,11 @@ def result(mesh, folder, examples, seeded=0):
         compare(placed, program, folder)
 
     try:
-        for placed in WAYS if mesh.size() == 1 else ():  # the time of two ranks is for what is drawn
+        for placed in WAYS if is_long and mesh.size() == 1 else ():  # the time of two ranks is for what is drawn
             compare(placed, EACH_ACTION, folder)
+        for placed in FORMS[:: mesh.size() if is_long else 7]:
+            if mesh.size() == 1 or placed.stage != "plain":
+                compare(placed, SHORT, folder)
         law()
     except Exception as error:
         return "\n".join([*getattr(error, "__notes__", ()), traceback.format_exc()[-3000:]])

@@ -1,33 +1,29 @@
-"""Stages over two ranks on the device "pretend", over the backend's own collectives, as on NCCL.
-
-The oracle is each stage with everything on the device, and for those the stage before.
-"""
+"""What two ranks of an accelerator do beside training, over the backend's own collectives, as on NCCL: what they hold, where
+the host waits, and what a profile says. `random_programs.py` trains."""
 
 import copy
 import gc
+import itertools
+from functools import partial
 from itertools import islice
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.accelerator import device
-from tests.accelerator.programs import STEPS, Net, adamw, all_away, batches, net, trained
-from zero_fn.transport.links import open_transport
+from tests.accelerator.programs import Net, adamw, all_away, batches, net, trained, values
+from tests.support.collectives import gather, reduce
+from zero_fn.transport.agree import Bits
+from zero_fn.transport.links import line_over, open_transport
 from zero_fn.transport.native import Native
+from zero_fn.transport.segment import Contribution, Segment
 from zero_fn.values.mesh import mesh_axis
 
 __all__ = ["CASES"]
 
-STAGES = ("zero1", "zero2", "zero3")
-CASES = [
-    f"{stage}, {dtype}, {tier}"
-    for dtype in ("float32", "bfloat16")
-    for stage in STAGES
-    for tier in ("none", "cpu", "nvme")
-] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies", "by owner", "formats", "profiled"]
+STAGES = {stage: getattr(zf, stage) for stage in ("zero1", "zero2", "zero3")}
 
 
 def share(rank):
@@ -35,58 +31,22 @@ def share(rank):
         yield batch.chunk(2)[rank]
 
 
-def planned_on_meta(stage, dtype, mesh, tier):
-    """What is said before anything is made."""
-    with torch.device("meta"):
-        model = Net() if dtype == "float32" else zf.precision(Net())
-    model = getattr(zf, stage)(model, mesh)
-    model = model if tier is None else all_away(model, tier)
-    return zf.plan(model, adamw(model))
-
-
-def result(case, mesh, tier):
-    stage, dtype, _ = case.split(", ")
-    model = net() if tier is None else net().cpu()  # which goes to the device of the mesh by itself
-    model = model if dtype == "float32" else zf.precision(model)
-    model = getattr(zf, stage)(model, mesh)
-    model = model if tier is None else all_away(model, tier)
-    found, optimizer = numbers(model, mesh, is_streamed=tier is not None)
-    planned, held = planned_on_meta(stage, dtype, mesh, tier), zf.held(model, optimizer)
-    assert (held.parameters, held.optimizer) == (
-        planned.held.parameters + planned.padding.parameters,
-        planned.held.optimizer,
-    )
-    assert (held.buffers, dict(held.tiers)) == (planned.held.buffers, dict(planned.held.tiers))
-    assert zf.plan(model, optimizer).host_nbytes == planned.host_nbytes == held.on_host
-    return found
-
-
-def numbers(model, mesh, *, is_streamed, steps=STEPS):
-    """Losses, norms and parameters of a short training, and its optimizer."""
-    optimizer = zf.streamed(adamw(model)) if is_streamed else adamw(model)
-    found = trained(model, optimizer, islice(share(mesh.get_local_rank()), steps))
-    for parameter in model.parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        found.append(whole.detach().cpu().tolist())
-    return found, optimizer
-
-
 def proposals(mesh, tiers):
-    """What `autoplan` proposes (of three proposals one) gives the same numbers, but for the sum of a norm over whole
+    """What `autoplan` proposes (of sixteen proposals one) gives the same numbers, but for the sum of a norm over whole
     gradients, and the rank that holds more holds what it said."""
     found = zf.autoplan(net(), mesh, "1GiB", links=zf.measure_links(mesh, path=tiers[1].paths[0], rounds=1), tier=tiers)
     assert {p.bound for p in found.all} <= {"collectives", "optimizer", "disk", "link"}
     assert len(found.all) == 40
     first = {}
-    for proposal in found.all[::3]:
+    for proposal in found.all[::16]:
         model = proposal.place(net(), mesh)
-        values, optimizer = numbers(model, mesh, steps=2, is_streamed=proposal.tier is not None)
-        assert device.same(values, first.setdefault(proposal.transform == "replicate", values)), proposal.away
+        optimizer = adamw(model) if proposal.tier is None else zf.streamed(adamw(model))
+        numbers = trained(model, optimizer, islice(share(mesh.get_local_rank()), 2)), values(model)
+        assert device.same(numbers, first.setdefault(proposal.transform == "replicate", numbers)), proposal.away
         held, said = zf.held(model, optimizer), proposal.held
         pairs = [(held.optimizer, said.optimizer), (held.buffers, said.buffers), (held.on_host, proposal.host)]
         pairs += [(held.tiers.get(str(tier), 0), said.tiers.get(str(tier), 0)) for tier in tiers]
         assert all(own == most if mesh.get_local_rank() == 0 else own <= most for own, most in pairs), pairs
-    return first[False]
 
 
 class Wide(nn.Module):
@@ -114,7 +74,7 @@ UNIT = 4 * (512 * 512 + 4 * 512 + 1)
 
 def from_elsewhere(mesh, tiers):
     """A model of the CPU, or of meta, comes to the device of the mesh unit by unit: it takes what rests and one unit."""
-    ways = {stage: getattr(zf, stage) for stage in STAGES} | {"replicate": zf.replicate}
+    ways = {**STAGES, "replicate": zf.replicate}
     ways["in bf16"] = lambda model, axis: zf.zero3(zf.precision(model.bfloat16(), rest=torch.float32), axis)
     ways["given"] = lambda model, axis: zf.shard_params(model, axis, donate=True)
     ways["in two"] = lambda model, axis: zf.shard_grads(
@@ -142,7 +102,6 @@ def from_elsewhere(mesh, tiers):
     before = device.used()[0]
     model = zf.materialize(zf.zero3(model, mesh))
     require_room("meta", [*model.parameters(), *model.buffers()], model, before)
-    return []
 
 
 class Rotary(Net):
@@ -159,7 +118,7 @@ class Rotary(Net):
 def the_host_runs_ahead(mesh, tiers):
     """A step makes the host wait for the device nowhere: the device would have nothing to do meanwhile."""
     host, _ = tiers
-    ways = {stage: getattr(zf, stage) for stage in STAGES}
+    ways = {**STAGES}
     ways["zero3, bfloat16"] = lambda model, axis: zf.zero3(zf.precision(model), axis)
     ways["zero3, parameters on the host"] = lambda model, axis: zf.zero3(zf.offload(model, params=host), axis)
     tokens = next(batches())
@@ -179,7 +138,6 @@ def the_host_runs_ahead(mesh, tiers):
             model.zero_grad()
             count = device.waits()
             assert not count or step < 2, (name, step, count)  # the first forwards compare ranks, and record
-    return []
 
 
 def profiled(mesh, tiers):
@@ -226,14 +184,13 @@ def _profiled(mesh, tiers):
         assert ("from host" in profile.numbers["moved"]) == (tier is not None), profile.numbers["moved"]
         assert any(each.parts["copies"] > 0 for each in profile.steps) == (tier is not None), name
         assert found["zero_fn_steps_total"] == 1 and found.get("zero_fn_step_seconds"), found
-    return []
 
 
 def gathered_behind_copies(mesh, tiers):
     """An all-gather waits for the copies of the shards from the host. What computes the unit before waits for neither."""
     for tier in tiers:
-        for stage in STAGES:
-            model = getattr(zf, stage)(zf.offload(net(), params=tier), mesh)
+        for stage, place in STAGES.items():
+            model = place(zf.offload(net(), params=tier), mesh)
             tokens = next(batches())
             for _ in range(2):  # the first forward records what comes next
                 model(tokens).square().mean().backward()
@@ -242,39 +199,6 @@ def gathered_behind_copies(mesh, tiers):
             stalls, copies, _ = device.streams()
             assert copies, "nothing came from the host"
             assert not stalls, (stage, tier, stalls)
-    return []
-
-
-def by_owner(mesh, tiers):
-    """Whole tensors, stepped by their owners, whose states are on the device, on the host or on a disk."""
-    found = []
-    for stage in STAGES:
-        for tier in (None, *tiers):
-            model = getattr(zf, stage)(net(), mesh)
-            optimizer = zf.by_owner(torch.optim.Adafactor(model.parameters(), lr=1e-2))
-            optimizer = optimizer if tier is None else zf.streamed(optimizer, tier)
-            losses = trained(model, optimizer, share(mesh.get_local_rank()))
-            found.append([*losses, *(parameter.full_tensor().cpu() for parameter in model.parameters())])
-            assert device.same(found[0], found[-1]), (stage, tier)
-    return []
-
-
-def formats(mesh, tiers):
-    """What travels in fewer bits is coded on the device, also where it comes from the host."""
-    ways = {
-        "differences": {"gather": zf.delta4(), "reduce": zf.int8()},
-        "blocks": {"gather": zf.int8(), "reduce": zf.int4()},
-    }
-    for name, wires in ways.items():
-        found = []
-        others = [("zero2", None)] if name == "differences" else [("zero3", tier) for tier in (None, *tiers)]
-        for stage, tier in [("zero1", None), *others]:
-            model = zf.precision(net() if tier is None else net().cpu(), **wires)
-            model = getattr(zf, stage)(model, mesh)
-            model = model if tier is None else all_away(model, tier)
-            found.append(numbers(model, mesh, is_streamed=tier is not None, steps=2)[0])
-            assert device.same(found[0], found[-1]), (name, stage, tier)
-    return []
 
 
 def require_room(name, tensors, model, before):
@@ -289,35 +213,93 @@ def require_room(name, tensors, model, before):
     assert most - before <= held + UNIT + device.SLACK_NBYTES - 64, (name, held, most - before)
 
 
-def results(mesh, folder):
-    """What became of each case: "right", or what is wrong. After a traceback there are no more: the other rank waits."""
-    assert mesh.size() == 1 or isinstance(open_transport(mesh_axis(mesh, verb="a test")), Native)
-    tiers = {"none": None, "cpu": device.host(), "nvme": zf.nvme(folder)}
-    away = [tier for tier in tiers.values() if tier is not None]
-    others = {
-        "proposals": proposals,
-        "from elsewhere": from_elsewhere,
-        "the host runs ahead": the_host_runs_ahead,
-        "gathered behind copies": gathered_behind_copies,
-        "by owner": by_owner,
-        "formats": formats,
-        "profiled": profiled,
+def owners_and_formats(mesh, tiers):
+    """Whole tensors that their owners step, and what travels in fewer bits, coded on the device, also where it comes from the
+    host: the same numbers at every stage and in every tier."""
+    places = (None, *tiers)
+    ways = {
+        "owners": ({}, itertools.product(STAGES, places)),
+        "differences": ({"gather": zf.delta4(), "reduce": zf.int8()}, [("zero1", None), ("zero2", None)]),
+        "blocks": (
+            {"gather": zf.int8(), "reduce": zf.int4()},
+            [("zero1", None), *(("zero3", place) for place in places)],
+        ),
     }
-    said = {}
-    expected = {}
-    for case in CASES:
+    for name, (wires, pairs) in ways.items():
         found = []
+        for stage, tier in pairs:
+            model = STAGES[stage](zf.precision(net(), compute=torch.float32, **wires), mesh)
+            if name == "owners":
+                optimizer = zf.by_owner(torch.optim.Adafactor(model.parameters(), lr=1e-2))
+                optimizer = optimizer if tier is None else zf.streamed(optimizer, tier)
+            else:
+                model = model if tier is None else all_away(model, tier)
+                optimizer = adamw(model) if tier is None else zf.streamed(adamw(model))
+            losses = trained(model, optimizer, islice(share(mesh.get_local_rank()), 2))
+            found.append([losses, values(model)])
+            assert device.same(found[0], found[-1]), (name, stage, tier)
 
-        def run(case=case, found=found):
-            own = others.get(case)
-            found.append(own(mesh, away) if own else result(case, mesh, tiers[case.rpartition(", ")[2]]))
 
-        said[case] = device.outcome(case, run)
-        if said[case] == device.UNMEASURED:
-            continue
-        if not found:
+def many_under_way(mesh, tiers):
+    """Their memory is taken anew at once."""
+    transport, rank, size = open_transport(mesh_axis(mesh, verb="a test")), mesh.get_local_rank(), mesh.size()
+    numel, under_way = 1 << 18, []
+    for number in range(8):
+        rows = torch.full((numel,), float(number + rank), device=device.NAME)
+        out = torch.empty(numel // size, device=device.NAME)
+        reduction = reduce(transport, [Contribution(rows, len(out), out, torch.float32)])
+        memory = torch.empty(numel, device=device.NAME)
+        source = torch.full((numel // size,), float(number + rank), device=device.NAME)
+        arrival = gather(transport, [Segment(memory, numel, len(source), source=source)])
+        del rows, source
+        under_way.append((number, reduction, out, arrival, memory))
+    for number, reduction, out, arrival, memory in under_way:
+        reduction.wait()
+        arrival.wait()
+        junk = torch.full((numel,), -1.0, device=device.NAME)
+        assert out.cpu().eq(number + (size - 1) / 2).all(), f"sum {number}"
+        assert memory.cpu().view(size, -1).eq(number + torch.arange(size)[:, None]).all(), f"gather {number}"
+        del junk
+
+
+def bits_beside_the_computation(mesh, tiers):
+    """Those that nobody reads, too; and reductions that are dropped before their end."""
+    links = line_over([mesh_axis(mesh, verb="a test")])
+    busy, rows = torch.ones(512, 512, device=device.NAME), torch.ones(1 << 16, device=device.NAME)
+    for number in range(10):
+        busy = (busy @ busy).clamp_(-1, 1)
+        reduce(
+            links.raw,
+            [Contribution(rows, len(rows) // links.size, rows[: len(rows) // links.size].clone(), rows.dtype)],
+        )
+        bits = [(number + rank) % 3 == 0 for rank in range(3)]
+        own = [bit and rank % links.size == links.rank for rank, bit in enumerate(bits)]
+        with torch.device(device.NAME):  # as many programs for an accelerator begin
+            Bits(links, own, "nothing that is read")
+            sent = Bits(links, own, "a test")
+        assert sent._bits.device.type == "cpu", "a message of the host, which is pinned on a real device"
+        found = sent.read()
+        assert found == bits, (number, found, bits)
+
+
+CASES = {
+    "many under way": many_under_way,
+    "bits beside the computation": bits_beside_the_computation,
+    "owners and formats": owners_and_formats,
+    "proposals": proposals,
+    "from elsewhere": from_elsewhere,
+    "the host runs ahead": the_host_runs_ahead,
+    "gathered behind copies": gathered_behind_copies,
+    "profiled": profiled,
+}
+
+
+def results(mesh, folder):
+    """What became of each case. After one that is wrong there are no more: the other rank waits."""
+    assert mesh.size() == 1 or isinstance(open_transport(mesh_axis(mesh, verb="a test")), Native)
+    said = {}
+    for name, case in CASES.items():
+        said[name] = device.outcome(name, partial(case, mesh, (device.host(), zf.nvme(folder))))
+        if said[name] not in ("right", device.UNMEASURED):
             break
-        alike = case if case in others else case.split(", ")[1]
-        if not device.same(found[0], expected.setdefault(alike, found[0])):
-            said[case] = "other numbers than those before"
     return said

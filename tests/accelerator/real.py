@@ -54,8 +54,15 @@ def _programs(examples, size):
     ]
 
 
-def _collectives(backend):
-    return [["-m", "tests.accelerator.collectives", backend, "FOLDER", str(rank), "2"] for rank in range(2)]
+def _promises(size, name):
+    return [
+        ["-m", "tests.accelerator.promises", "DEVICE", "FOLDER", str(size), str(rank), name] for rank in range(size)
+    ]
+
+
+def _collectives():
+    stopped = [["-m", "tests.accelerator.stopped", "DEVICE", "FOLDER", str(rank), "2"] for rank in range(2)]
+    return [*_promises(2, "collectives"), *stopped]
 
 
 def _steps(*options):
@@ -76,13 +83,13 @@ PARTS = {
         [
             *_programs(20, 1),
             ["-m", "tests.accelerator.entries", "DEVICE", "FOLDER"],
-            ["-m", "tests.accelerator.more", "DEVICE"],
+            *_promises(1, "training"),
         ],
     ),
-    "two ranks, gloo": Part(45, _programs(6, 2)),
-    "collectives, gloo": Part(30, _collectives("gloo")),
-    "collectives, NCCL": Part(45, _collectives("nccl"), environment=_BY_NCCL),
-    "stages, NCCL": Part(45, _programs(6, 2), environment=_BY_NCCL),
+    "two ranks, gloo": Part(45, [*_programs(6, 2), *_promises(2, "training")]),
+    "collectives, gloo": Part(30, _collectives()),
+    "collectives, NCCL": Part(45, _collectives(), environment=_BY_NCCL),
+    "stages, NCCL": Part(45, [*_programs(6, 2), *_promises(2, "training")], environment=_BY_NCCL),
     "steps": Part(150, _steps(), lines=45),
     "traces": Part(75, _steps("--traces", "FOLDER"), lines=45),
     "largest": Part(120, _steps("--largest"), lines=20),
@@ -93,7 +100,7 @@ PARTS = {
 _SMALL = {
     STEPS: ["--gpt", "2x64x32", "--rounds", "1", "--tokens", "64", "--product", "64", "--shapes", "2x64x32"],
     BOUNDS: ["--numel", "4096"],
-    "tests.accelerator.generation": ["--numel", "1e5", "--tokens", "2"],
+    "tests.accelerator.generation": ["--shape", "small", "--tokens", "2"],
 }
 _SLOWER = 6  # the device "pretend" computes with one core
 
@@ -101,7 +108,7 @@ _SLOWER = 6  # the device "pretend" computes with one core
 def _on_pretend(command):
     """The same command, small, for the device "pretend"."""
     program = command[0] if command[0] in _SMALL else command[1]
-    command = ["DEVICE" if word == "gloo" else word for word in (*command, *_SMALL.get(program, ()))]
+    command = [*command, *_SMALL.get(program, ())]
     return ["-m", "tests.accelerator.benchmark", "DEVICE", *command] if program.startswith("examples") else command
 
 
@@ -200,7 +207,7 @@ def main(arguments=None):
     options.out.mkdir(parents=True, exist_ok=True)
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
-    where = str(device.compiled(options.out)) if options.device == "pretend" else options.device
+    where = str(device.compiled()) if options.device == "pretend" else options.device
     found = {"about": about(options.device), "parts": {}}
     end = time.monotonic() + 60 * options.minutes
     for name in options.parts:

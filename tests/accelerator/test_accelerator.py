@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerator import collectives, device, races
+from tests.accelerator import device, races
 from tests.accelerator.entries import PROGRAMS as ENTRIES
-from tests.accelerator.more import ON_PRETEND
 from tests.accelerator.programs import PROGRAMS
 from tests.accelerator.ranks import CASES
 from tests.support.profiles import PROFILE
@@ -18,22 +17,16 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = {"dev": 10, "ci": 500}.get(PROFILE, 5_000)
 
 
+nightly = pytest.mark.nightly
 needs_compiler = pytest.mark.skipif(
     device.compiler() is None, reason="the device is compiled, and there is no compiler of C++"
 )
 
 
 @pytest.fixture
-def library(pytestconfig, tmp_path):
+def library():
     """The device, compiled once."""
-    cache = getattr(pytestconfig, "cache", None)
-    return device.compiled(cache.mkdir("accelerator") if cache is not None else tmp_path)
-
-
-def said(library, folder, size):
-    """What became of each case, by rank."""
-    command = ["tests.accelerator", library, folder, EXAMPLES // size, size, "RANK"]
-    return [json.loads(out) for out in printed(folder, size, command)]
+    return device.compiled()
 
 
 def printed(folder, size, command):
@@ -61,47 +54,72 @@ def printed(folder, size, command):
     return found
 
 
-@needs_compiler
-def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_rest(library, tmp_path):
-    (alone,) = said(library, tmp_path / "alone", 1)
-    losses = alone.pop("losses")
-    assert {"plain", "device", "states", "host", "host, forward", "disk", "plain, again"} <= set(losses)
-    assert losses.pop("host, 16 bits") != losses["host"], "its gradients are rounded"
-    assert len(set(losses.values())) == 1, losses
-    assert len(alone) == 2 * (len(PROGRAMS) + len(races.PROGRAMS)) + 1
-    assert {name: found for name, found in alone.items() if found != "right"} == {}
-    for found in said(library, tmp_path / "two", 2):
-        assert found == dict.fromkeys([*CASES, "random programs"], "right")
-    words = ["tests.accelerator.collectives", library, tmp_path / "collectives", "RANK", 2]
-    out, other = printed(tmp_path / "collectives", 2, words)
-    assert [line.partition(": ")[0] for line in out.splitlines()] == [*collectives.CASES, "a rank that stops"]
-    assert all(": right, " in line for line in out.splitlines()), out
-    assert other == ""
-
-
-def said_alone(library, folder, module, *arguments):
-    """What became of each case of a program of one process, which is the last line that it prints."""
-    (out,) = printed(folder, 1, [f"tests.accelerator.{module}", library, *arguments])
-    found = json.loads(out.splitlines()[-1])
-    return found
+def outcomes(library, folder, size, *command):
+    """What became of each case, as each process prints it at its end."""
+    words = [word.format(library=library, folder=folder) for word in command]
+    return [json.loads(out.splitlines()[-1]) for out in printed(folder, size, words)]
 
 
 @needs_compiler
-def test_programs_that_a_real_device_runs_compiled_are_right(library, tmp_path):
-    found = said_alone(library, tmp_path / "more", "more")
-    assert found == dict.fromkeys([run.__name__ for run in ON_PRETEND], "right")
+@pytest.mark.parametrize("examples", [3, pytest.param(EXAMPLES, marks=nightly)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_programs_on_an_accelerator_are_right_wherever_their_states_rest(library, tmp_path, size, examples):
+    cases = CASES
+    if size == 1:
+        cases = {f"{name}, {tier}" for name in (*PROGRAMS, *races.PROGRAMS) for tier in ("Cpu", "Nvme")}
+    command = f"tests.accelerator {{library}} {{folder}} {examples} {size} RANK"
+    for found in outcomes(library, tmp_path / "own", size, *command.split()):
+        assert found == dict.fromkeys([*cases, "random programs"], "right")
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        (1, "daily"),
+        pytest.param(1, "training", marks=nightly),
+        pytest.param(2, "training", marks=nightly),
+        pytest.param(2, "collectives", marks=nightly),
+    ],
+)
+def test_promises_are_kept_on_an_accelerator(library, tmp_path, size, name):
+    """What tests/promises says of programs, and tests/units/transport of collectives."""
+    words = ["tests.accelerator.promises", library, tmp_path / "own", size, "RANK", name]
+    for out in printed(tmp_path / "own", size, words):
+        assert " passed" in out.splitlines()[-1]
+
+
+@nightly
+@needs_compiler
+def test_a_rank_that_stops_is_named_to_the_one_that_waits(library, tmp_path):
+    words = ["tests.accelerator.stopped", library, tmp_path / "own", "RANK", 2]
+    assert all("a rank that stops: right" in out for out in printed(tmp_path / "own", 2, words))
+
+
+@nightly
 @needs_compiler
 def test_what_people_call_first_is_right_on_an_accelerator(library, tmp_path):
     pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-    pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
-    found = said_alone(library, tmp_path / "own", "entries", tmp_path / "own")
-    assert found == dict.fromkeys([run.__name__ for run in ENTRIES], "right")
+    (found,) = outcomes(library, tmp_path / "own", 1, *["tests.accelerator.entries", "{library}", "{folder}"])
+    expected = dict.fromkeys([run.__name__ for run in ENTRIES], "right")
+    assert found == {**expected, "in_float16": device.UNMEASURED}
 
 
+@nightly
 @needs_compiler
 def test_a_llama_generates_the_same_tokens_from_the_device_the_host_and_a_disk(library, tmp_path):
     pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
-    found = said_alone(library, tmp_path / "own", "generation", tmp_path / "own", "--numel", "3e5", "--tokens", "8")
+    command = "tests.accelerator.generation {library} {folder} --shape small --tokens 8"
+    (found,) = outcomes(library, tmp_path / "own", 1, *command.split())
     assert found == dict.fromkeys(["device", "host", "disk"], "right")
+
+
+@nightly
+@needs_compiler
+def test_losses_of_the_benchmark_do_not_depend_on_where_states_rest(library, tmp_path):
+    (losses,) = outcomes(
+        library, tmp_path / "own", 1, *["tests.accelerator.benchmark", "{library}", "losses", "{folder}"]
+    )
+    assert {"plain", "device", "states", "host", "host, forward", "disk", "plain, again"} <= set(losses)
+    assert losses.pop("host, 16 bits") != losses["host"], "its gradients are rounded"
+    assert len(set(losses.values())) == 1, losses

@@ -14,3 +14,5 @@ def seed_generator(seed: int) -> None:
     15 % of the time of programs on simulated ranks.
     """
     torch.default_generator.manual_seed(seed)
+    if torch.get_default_device().type != "cpu":
+        torch.manual_seed(seed)

@@ -28,16 +28,16 @@ class Held(NamedTuple):
 
 
 def held(tensor: Tensor | None) -> Held:
-    """A copy of what this rank holds."""
+    """A copy of what this rank holds, on the host."""
     if tensor is None:
         return Held(None, None)
     if not isinstance(tensor, DTensor):
-        return Held(tensor.detach().clone(), None)
+        return Held(tensor.detach().clone().cpu(), None)
     (placement,) = tensor.placements
     with torch.no_grad():  # `detach` of a DTensor costs more than all the rest
         if placement.is_partial():
-            return Held(tensor.full_tensor().clone(), None)
-        return Held(tensor.to_local().clone(), placement.dim if isinstance(placement, Shard) else None)
+            return Held(tensor.full_tensor().clone().cpu(), None)
+        return Held(tensor.to_local().clone().cpu(), placement.dim if isinstance(placement, Shard) else None)
 
 
 def from_all(tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
@@ -45,7 +45,7 @@ def from_all(tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
     packed = [
         None
         if t is None
-        else (t.dtype, tuple(t.shape), bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        else (t.dtype, tuple(t.shape), bytes(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
         for t in tensors
     ]
     rows: list[Any] = [None] * dist.get_world_size()

@@ -11,11 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_fn.kernels import Library, adam, codes, library
+from tests.units.kernels.drawn import drawn, needs_kernels, same, threads, without_kernels
+from zero_fn.kernels import adam, codes
 from zero_fn.kernels.adam import AdamPiece, AdamRates, Rounding, by_torch, in_c, rounding
 from zero_fn.kernels.codes import BLOCK_NUMEL
 
 PLAIN = AdamRates(1e-2, 0.9, 0.999, 1e-8, 0.1, is_decoupled=True, amsgrad=False, maximize=False)
+
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 rates_of_users = st.builds(
     AdamRates,
@@ -30,12 +33,6 @@ rates_of_users = st.builds(
 )
 
 
-def drawn(numel, seed):
-    generator = torch.Generator().manual_seed(seed)
-    signs, sizes = torch.randn(2, numel, generator=generator)
-    return signs * sizes.mul(2).exp()
-
-
 def stock(rates, params, grads):
     """Parameters and states after a step for each list of gradients, by torch's own optimizer."""
     parameters = [nn.Parameter(p.clone()) for p in params]
@@ -46,20 +43,24 @@ def stock(rates, params, grads):
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.float()
         optimizer.step()
-    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if rates.amsgrad else ()))
-    states = [optimizer.state[p][name] for p in parameters for name in names]
+    states = [optimizer.state[p][name] for p in parameters for name in STATES[: 3 if rates.amsgrad else 2]]
     return [*(p.detach() for p in parameters), *states]
 
 
-def ours(rates, params, grads, *, in_one_pass):
-    """The same by the kernel, or by its stand-in; and the parameters in bfloat16."""
-    params = [p.clone() for p in params]
-    states = [[torch.zeros_like(p) for _ in range(3 if rates.amsgrad else 2)] for p in params]
+def stepped(rates, params, grads, *, in_one_pass, is_coded=False):
+    """The same by the kernel, or by its stand-in; and the parameters in bfloat16. Coded: the moments have eight bits."""
+    params, names = [p.clone() for p in params], STATES[: 3 if rates.amsgrad else 2]
     sends = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
+    states = [{name: torch.zeros_like(p, dtype=torch.uint8 if is_coded else None) for name in names} for p in params]
+    if is_coded:
+        for p, own in zip(params, states, strict=True):
+            own |= {f"{name}_scale": torch.zeros(-(-p.numel() // BLOCK_NUMEL)) for name in names}
+    written = [*params, *sends, *itertools.chain.from_iterable(own.values() for own in states)]
+    before = [each._version for each in written]
     for number, step in enumerate(grads, 1):
         pieces = [
-            AdamPiece(p, g, s[0], s[1], s[2] if rates.amsgrad else None, number, send)
-            for p, g, s, send in zip(params, step, states, sends, strict=True)
+            AdamPiece(param=p, grad=g, step=number, send=send, **{"max_exp_avg_sq": None, **own})
+            for p, g, send, own in zip(params, step, sends, states, strict=True)
         ]
         if in_one_pass:
             how = rounding(rates)
@@ -67,14 +68,13 @@ def ours(rates, params, grads, *, in_one_pass):
             in_c(pieces, rates, how)
         else:
             by_torch(pieces, rates)
-    return [*params, *itertools.chain(*states), *sends]
+    if in_one_pass:  # torch's fused kernel tells autograd nothing
+        assert all(each._version > known or not each.numel() for each, known in zip(written, before, strict=True))
+    return [*params, *itertools.chain.from_iterable(own.values() for own in states), *sends]
 
 
-def same(found, expected):
-    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
-
-
-needs_kernels = pytest.mark.skipif(library().functions is None, reason=str(library()))
+def all_same(found, expected):
+    return all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @needs_kernels
@@ -88,29 +88,25 @@ def test_this_build_of_torch_rounds_in_a_way_that_the_kernel_has():
     rates=rates_of_users,
     numels=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 34_000)), min_size=1, max_size=3),
     is_half=st.booleans(),
-    threads=st.sampled_from([1, 3]),
+    count=st.sampled_from([1, 3]),
     seed=st.integers(0, 99),
 )
 @example(PLAIN, [200_003, 0, 5, 0], True, 3, 0)
 @example(PLAIN, [150_001, 70_000], False, 3, 0)
-def test_one_pass_has_the_bits_of_the_fused_step(rates, numels, is_half, threads, seed):
+def test_one_pass_has_the_bits_of_the_fused_step(rates, numels, is_half, count, seed):
     """Gradients in bfloat16 as if cast before, parameters in bfloat16 as if cast after; by what stands in for it, too, which
     is all there is for amsgrad, maximize and the decay of Adam."""
-    params = [drawn(n, seed + i) for i, n in enumerate(numels)]
-    grads = [[drawn(n, seed + 10 * step + i) for i, n in enumerate(numels)] for step in range(1, 4)]
+    params = [drawn(n, seed=seed + i) for i, n in enumerate(numels)]
+    grads = [[drawn(n, seed=seed + 10 * step + i) for i, n in enumerate(numels)] for step in range(1, 4)]
     if is_half:
         grads = [[g.bfloat16() for g in step] for step in grads]
     expected = stock(rates, params, grads)
     expected += [p.bfloat16() for p in expected[: len(params)]]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        is_for_torch = rates.amsgrad or rates.maximize or bool(rates.weight_decay and not rates.is_decoupled)
-        assert (rounding(rates) is None) == is_for_torch
-        assert is_for_torch or same(ours(rates, params, grads, in_one_pass=True), expected)
-        assert same(ours(rates, params, grads, in_one_pass=False), expected)
-    finally:
-        torch.set_num_threads(before)
+    is_for_torch = rates.amsgrad or rates.maximize or bool(rates.weight_decay and not rates.is_decoupled)
+    assert (rounding(rates) is None) == is_for_torch
+    with threads(count):
+        assert is_for_torch or all_same(stepped(rates, params, grads, in_one_pass=True), expected)
+        assert all_same(stepped(rates, params, grads, in_one_pass=False), expected)
 
 
 @needs_kernels
@@ -120,11 +116,8 @@ def test_what_is_not_finite_stays_so():
     for rates in (PLAIN, AdamRates(1e-2, 0.9, 0.999, 1e-8, 0.0, is_decoupled=False, amsgrad=False, maximize=False)):
         params, grads = [torch.ones(len(special) - 1)], [[special[:-1]], [special[1:]]]
         expected = stock(rates, params, grads)
-        found = ours(rates, params, grads, in_one_pass=True)
-        expected.append(expected[0].bfloat16())
-        for f, e in zip(found, expected, strict=True):
-            assert torch.equal(f.isnan(), e.isnan())
-            assert torch.equal(f.nan_to_num(7.0, 8.0, 9.0), e.nan_to_num(7.0, 8.0, 9.0))
+        found = stepped(rates, params, grads, in_one_pass=True)
+        assert all_same(found, [*expected, expected[0].bfloat16()])
 
 
 @needs_kernels
@@ -139,19 +132,7 @@ def test_casts_to_bfloat16_are_those_of_torch():
     how = rounding(rates)
     assert how is not None
     in_c([AdamPiece(param, zeros[0], zeros[1], zeros[2], None, 1, send)], rates, how)
-    is_nan = expected.isnan()
-    assert torch.equal(send.isnan(), is_nan)
-    assert torch.equal(send.view(torch.int16)[~is_nan], expected.view(torch.int16)[~is_nan])
-
-
-@needs_kernels
-def test_a_step_is_seen_by_autograd():
-    param, grad, *states = torch.ones(4, 10)
-    before = param._version
-    how = rounding(PLAIN)
-    assert how is not None
-    in_c([AdamPiece(param, grad, states[0], states[1], None, 1)], PLAIN, how)
-    assert param._version > before
+    assert same(send, expected)
 
 
 @needs_kernels
@@ -187,58 +168,32 @@ def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch():
     pytest.fail("no such rates found")
 
 
-def test_without_kernels_no_way_is_offered(monkeypatch):
-    monkeypatch.setattr(adam, "library", lambda: Library(None, "for this test"))
-    assert rounding(PLAIN) is None
-
-
-def coded(rates, params, grads, *, in_one_pass):
-    """Parameters, in bfloat16 too, codes and scales, after a step for each list of gradients."""
-    params = [p.clone() for p in params]
-    sends = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
-    moments = [torch.zeros_like(p, dtype=torch.uint8) for p in params for _ in range(2)]
-    scales = [torch.zeros(-(-m.numel() // BLOCK_NUMEL)) for m in moments]
-    before = [t._version for t in (*moments, *scales)]
-    for number, step in enumerate(grads, 1):
-        firsts, seconds, first_scales, second_scales = moments[::2], moments[1::2], scales[::2], scales[1::2]
-        rows = zip(params, step, firsts, seconds, sends, first_scales, second_scales, strict=True)
-        pieces = [AdamPiece(p, g, m, v, None, number, send, a, b) for p, g, m, v, send, a, b in rows]
-        if in_one_pass:
-            how = rounding(rates)
-            assert how is not None
-            in_c(pieces, rates, how)
-        else:
-            by_torch(pieces, rates)
-    assert all(t._version > version or not t.numel() for t, version in zip((*moments, *scales), before, strict=True))
-    return [*params, *sends, *moments, *scales]
+def test_without_kernels_no_way_is_offered():
+    with without_kernels(adam):
+        assert rounding(PLAIN) is None
 
 
 @needs_kernels
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("is_half", [False, True])
-def test_moments_in_eight_bits_step_as_if_decoded_and_encoded(is_half, threads, monkeypatch):
+def test_moments_in_eight_bits_step_as_if_decoded_and_encoded(is_half, count):
     """One pass, and torch's kernel between decoding and encoding by torch: around the ends of vectors, blocks and tasks."""
     numels = [0, 1, 15, 16, 17, 255, 256, 257, 271, 1023, 1024, 1025, 4097, (1 << 15) - 1, (1 << 15) + 257, 200_003]
-    params = [drawn(n, n) for n in numels] + [drawn(600, 1).view(20, 30).t()]
-    numels.append(600)
-    grads = [[drawn(n, n + step).view_as(p) for n, p in zip(numels, params, strict=True)] for step in range(1, 5)]
+    params = [drawn(n, seed=n) for n in numels] + [drawn(600, seed=1).view(20, 30).t()]
+    grads = [[drawn(p.numel(), seed=p.numel() + step).view_as(p) for p in params] for step in range(1, 5)]
     for step in grads:
         step[-1] = step[-1].t().contiguous().t()
         step[7][::2] = 0.0
     grads[2][5][3] = torch.inf
     if is_half:
         grads = [[g.bfloat16() for g in step] for step in grads]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = coded(PLAIN, params, grads, in_one_pass=True)
-        monkeypatch.setattr(codes, "library", lambda: Library(None, "for this test"))
-        expected = coded(PLAIN, params, grads, in_one_pass=False)
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(f.nan_to_num(7.0), e.nan_to_num(7.0)) for f, e in zip(found, expected, strict=True))
-    assert found[5].isnan().all() and sum(int(f.isnan().any()) for f in found[: len(numels)]) == 1
-    exact = ours(PLAIN, params, grads, in_one_pass=True)[: len(numels)]
-    errors = [(f - e).abs().max() for f, e, n in zip(found, exact, numels, strict=False) if n and n != 255]
+    with threads(count):
+        found = stepped(PLAIN, params, grads, in_one_pass=True, is_coded=True)
+        with without_kernels(codes):
+            expected = stepped(PLAIN, params, grads, in_one_pass=False, is_coded=True)
+    assert all_same(found, expected)
+    assert found[5].isnan().all() and sum(int(f.isnan().any()) for f in found[: len(params)]) == 1
+    exact = stepped(PLAIN, params, grads, in_one_pass=True)[: len(params)]
+    errors = [(f - e).abs().max() for f, e in zip(found, exact, strict=False) if e.numel() not in (0, 255)]
     assert max(errors) < 4 * PLAIN.lr  # four steps of which none is much longer than lr
     assert max(errors) > 0

@@ -1,55 +1,25 @@
-"""Stochastic rounding: in C, in torch and by hand the same bits, and in the mean the number itself."""
+"""Stochastic rounding gives one of two neighbours, and in the mean the number itself. `test_agree.py` has its bits."""
 
 import math
 
 import numpy as np
-import pytest
 import torch
 
-from zero_fn.kernels import library, rounding
-from zero_fn.kernels.rounding import by_torch, key_of, round_randomly, round_to_two, widen
+from tests.units.kernels.drawn import any_floats
+from zero_fn.kernels.rounding import key_of, round_randomly, round_to_two
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e-40, 1.0]
-RUNS = (np.array([2**32 - 1000, 7, 3 * 2**32 + 5]), np.array([5000, 1, 60_534]))
 
 
-def _rounded(values, key=0, runs=None):
+def _rounded(values, key=0):
     into = torch.empty(values.numel(), dtype=torch.bfloat16)
-    firsts, counts = runs or (np.zeros(1, np.int64), np.array([values.numel()]))
-    round_randomly(values, into, firsts, counts, key)
+    round_randomly(values, into, np.zeros(1, np.int64), np.array([values.numel()]), key)
     return into
 
 
-def _any_floats():
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (RUNS[1].sum(),), generator=generator).to(torch.int32)
-    values = bits.view(torch.float32)
-    values[: len(SPECIAL)] = torch.tensor(SPECIAL)
-    return values
-
-
-def test_the_kernels_have_the_bits_of_torch_for_any_number(monkeypatch):
-    if library().functions is None:
-        pytest.skip("no compiler")
-    values = _any_floats()
-    for step in range(3):
-        key = key_of(11, "blocks.0.weight", step)
-        ours, theirs = _rounded(values, key, RUNS), by_torch(values, *RUNS, key)
-        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
-    found = []
-    for _ in range(2):
-        into, lost = torch.empty(2, values.numel(), dtype=torch.bfloat16)
-        round_to_two(values, into, lost)
-        wide = [torch.empty_like(values), torch.empty_like(values)]
-        widen(into, None, wide[0])
-        widen(into, lost, wide[1])
-        found.append([into.view(torch.int16), lost.view(torch.int16), *(each.nan_to_num(7.0) for each in wide)])
-        monkeypatch.setattr(rounding, "_functions_for", lambda *tensors: None)
-    assert all(map(torch.equal, *found))
-
-
 def test_two_halves_have_sixteen_bits_of_a_number():
-    values = _any_floats()
+    values = any_floats(65_535, seed=0)
+    values[: len(SPECIAL)] = torch.tensor(SPECIAL)
     into, lost = torch.empty(2, values.numel(), dtype=torch.bfloat16)
     round_to_two(values, into, lost)
     finite = into.isfinite()

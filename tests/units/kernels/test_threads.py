@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import zero_fn as zf
+from tests.units.kernels.drawn import needs_kernels
+from tests.units.kernels.drawn import threads as chosen
 from zero_fn.errors import _said
 from zero_fn.kernels import adam, library, threads
 from zero_fn.kernels.adam import AdamPiece, AdamRates, in_c, rounding
@@ -87,13 +89,10 @@ def test_without_the_default_of_torchrun_threads_are_those_of_torch(changed, mon
 @pytest.mark.usefixtures("torchrun")
 def test_a_number_that_the_user_has_chosen_is_kept(monkeypatch):
     assert (threads_for(1 << 24), threads_for(1 << 18), threads_for(1 << 16)) == (8, 2, 1)
-    torch.set_num_threads(3)
-    try:
+    with chosen(3):
         assert (threads_for(1 << 24), threads_for(1 << 16)) == (3, 1)
         with more_threads(1 << 24):
             assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(1)
     with launcher({"OMP_NUM_THREADS": "1"}) as pid:  # OMP_NUM_THREADS=1 torchrun ...
         monkeypatch.setattr(os, "getppid", lambda: pid)
         share.cache_clear()
@@ -103,6 +102,7 @@ def test_a_number_that_the_user_has_chosen_is_kept(monkeypatch):
     assert share() == 1
 
 
+@pytest.mark.nightly
 def test_torchrun_sets_one_thread_as_is_assumed(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
@@ -119,7 +119,7 @@ def test_torchrun_sets_one_thread_as_is_assumed(tmp_path):
 
 
 @pytest.mark.usefixtures("torchrun")
-@pytest.mark.skipif(library().functions is None, reason=str(library()))
+@needs_kernels
 def test_a_step_by_its_share_has_the_bits_of_one_thread(monkeypatch):
     rates = AdamRates(1e-2, 0.9, 0.999, 1e-8, 0.1, is_decoupled=True, amsgrad=False, maximize=False)
     how = rounding(rates)
