@@ -48,7 +48,9 @@ def _normalized(text: str) -> str:
     text = re.sub(r"checksum [0-9a-f]{16}", "checksum DIGEST", text)
     text = re.sub(r"sum of bits -?\d+", "sum of bits N", text)
     text = re.sub(rf"{re.escape(tempfile.gettempdir())}/zero_fn_\w+", "FOLDER", text)
-    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/pytest-of-[^/]+/[^/]+/(?:popen-gw\d+/)?[^/\s'\"]+", "FOLDER", text)
+    text = re.sub(
+        rf"{re.escape(tempfile.gettempdir())}/pytest-of-[^/]+/[^/]+/(?:popen-gw\d+/)?[^/\s'\"]+", "FOLDER", text
+    )
     return re.sub(r"0x[0-9a-f]+", "0xADDRESS", text)
 
 
