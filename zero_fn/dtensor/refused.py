@@ -629,11 +629,14 @@ def _from_row(first: int, operation: Any, /, *args: Any, **kwargs: Any) -> objec
                 return row.mend(call, partial(_from_row, number + 1, operation))
     if operation in _before:
         return _before[operation](operation, args, kwargs)
-    _table().pop(operation, None)  # what follows is DTensor's own way
+    # What follows is DTensor's own way. The table is asked for once: a forward that another thread opens or closes meanwhile
+    # puts another one there.
+    table = _table()
+    table.pop(operation, None)
     try:
         return operation(*args, **kwargs)
     finally:
-        _table()[operation] = _run
+        table[operation] = _run
 
 
 def _refusal(row: Row, call: Call) -> ShardedAccessError:

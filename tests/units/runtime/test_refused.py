@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 
 import zero_fn as zf
 from tests.axes.grids import composed
+from tests.simulation import axis as simulated_axis
 from tests.support.groups import alone, pretended
 from tests.support.messages import Headed, a_batch, refusals, refused
 from tests.support.on_ranks import on_ranks
@@ -21,6 +22,7 @@ from tests.support.resident import in_new_process
 from tests.support.versions import IS_2_11
 from tests.support.wholes import full
 from zero_fn.dtensor.refused import ROWS
+from zero_fn.runtime import edits
 from zero_fn.runtime.edits import watch_edits
 
 
@@ -511,3 +513,22 @@ test_refusals = refusals(
         "gradient_of_a_plain_loss_in_shards": _lead_back_from_shards,
     }
 )
+
+
+def penalised():
+    torch.manual_seed(0)
+    model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), simulated_axis())
+    for _ in range(2):
+        penalty = sum((p * p).sum() for p in model.parameters())
+        (model(torch.ones(2, 4)).sum() + 0.01 * penalty.full_tensor()).backward()
+        model.zero_grad()
+
+
+def test_threads_that_open_forwards_lose_no_row_of_one_another(simulated):
+    """Each rank is a thread here. What torch has wrong was then given as torch gives it."""
+    with alone() as mesh:
+        zf.shard_params(nn.Linear(4, 4), mesh)(torch.ones(2, 4))
+    before = {*edits._stock}
+    for schedule in ([], [1], [0, 1]):
+        simulated(2, schedule=schedule).run(penalised)
+    assert before <= {*edits._stock} and before <= {*edits._watching}
