@@ -130,12 +130,22 @@ class RanksAreUsed:
 class NothingIsLeft:
     """A test that leaves a process group behind, or the groups of simulated ranks, fails; the next one finds none."""
 
+    shared = None  # the group of a fixture that several tests share
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        before = dist.is_initialized()
+        value = yield
+        if fixturedef.scope != "function" and dist.is_initialized() and not before:
+            self.shared = dist.group.WORLD
+        return value
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self):
         yield
-        is_own = isinstance(distributed_c10d._world, distributed_c10d._World)
-        is_left = is_own and dist.is_initialized()
-        if is_left:
+        assert isinstance(distributed_c10d._world, distributed_c10d._World), "simulated ranks have left their groups"
+        if not dist.is_initialized():
+            self.shared = None
+        elif dist.group.WORLD is not self.shared:
             dist.destroy_process_group()
-        assert is_own, "simulated ranks have left their groups in this process"
-        assert not is_left, "the test has left a process group behind"
+            raise AssertionError("the test has left a process group behind")

@@ -134,6 +134,7 @@ def _mixtral(folder):
         assert (seen - expected).abs().max() < 1e-5
 
 
+@pytest.mark.nightly
 def test_mixtral_of_transformers_trains_with_experts_on_an_axis(ranks, tmp_path):
     """As the plain model in one process does; also where each rank reads its shards from files. In float32, as norms and
     the router of Mixtral compute in it whatever the model does."""

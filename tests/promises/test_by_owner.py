@@ -1,7 +1,7 @@
 """The result of an optimizer never depends on the sharding: each tensor is stepped whole, by its owner (`zf.by_owner`).
 
 To the bit that of replicas whose gradients are averaged in the order of the ranks. Drawn shapes, groups and up to 8 ranks are
-in `property_tests/test_owner_laws.py`, several axes in `tests/axes/`, who owns what in `tests/units/owners/`.
+in `property_tests/test_optimizer_laws.py`, several axes in `tests/axes/`, who owns what in `tests/units/owners/`.
 """
 
 import copy

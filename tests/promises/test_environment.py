@@ -93,6 +93,7 @@ def test_env_says_that_torch_cannot_use_a_device(monkeypatch, tmp_path):
     assert list(environment._with_devices({}, {})) == []
 
 
+@pytest.mark.nightly
 def test_links_are_measured_beside_fio_and_read_by_autoplan(tmp_path):
     disk, tools, out = tmp_path / "disk", tmp_path / "tools", tmp_path / "links.json"
     disk.mkdir()

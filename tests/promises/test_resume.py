@@ -3,7 +3,7 @@
 The table `RUNS`: each way in which states rest, and each way of saving them, in other processes. The table `PASSED`: to every
 world of `tests/units/checkpoint/worlds.py`, and back. Then what other libraries have saved; every optimizer and schedule.
 
-Elsewhere: drawn models, ranks and tiers in `property_tests/test_checkpoint_laws.py` and `test_coded_laws.py`.
+Elsewhere: drawn models, ranks and tiers in `property_tests/test_checkpoint_laws.py` and `test_optimizer_laws.py`.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 The oracle is the same optimizer over plain replicas whose gradients are averaged in the order of the ranks, and that one
 is compared with blocks that are coded one after the other from a sorted table. How values are coded is in
-`tests/units/kernels/test_codes.py`; drawn shapes and ranks are in `property_tests/test_coded_laws.py`.
+`tests/units/kernels/test_codes.py`; drawn shapes and ranks are in `property_tests/test_optimizer_laws.py`.
 """
 
 from functools import partial

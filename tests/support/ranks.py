@@ -61,7 +61,8 @@ def let_kernels_take_small_tensors() -> None:
 @functools.cache
 def axis() -> DeviceMesh:
     """The mesh axis "dp" over all ranks of the pool, on torch's default device. To be called on the ranks."""
-    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    kind = torch.get_default_device().type
+    return init_device_mesh("cpu" if kind == "meta" else kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 class Ranks:

@@ -152,13 +152,14 @@ def test_every_stage_and_tier_trains_to_the_bits_of_replicas(ranks, tmp_path, ki
         assert {name: difference for name, difference in found.items() if difference != 0.0} == {}
 
 
-def _public(folder):
+def _public(folder, every):
+    """Of each config of so many."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):  # compiled: test_forms.py
         patch.chdir(folder)
         for sink in ("WandB", "TensorBoard"):  # which need packages
             patch.setattr(reporter, sink, lambda *_, **__: Csv("sink.csv"))
-        for name, row in PUBLIC.items():
+        for name, row in [*PUBLIC.items()][::every]:
             config = row["config"]
             if "refused" not in row and not {"pipeline_parallel", "tensor_parallel", "moe"} & config.keys():
                 entries = {key: value for key, value in config.items() if key not in _SIZES}
@@ -173,13 +174,15 @@ def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def test_public_configs_train_as_replicas_do(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("every", "taken", "compared"), [(5, 22, 22), pytest.param(1, 100, 98, marks=pytest.mark.nightly)]
+)
+def test_public_configs_train_as_replicas_do(ranks, tmp_path, every, taken, compared):
     """But for norms, which are summed in another order, and fused kernels, which round the last elements in another way."""
-    for found in ranks(2).run(_public, str(tmp_path)):
-        assert len(found) == 100
-        compared = {name: difference for name, difference in found.items() if difference is not None}
-        assert len(compared) == 98
-        assert {name: difference for name, difference in compared.items() if difference > 1e-5} == {}
+    for found in ranks(2, deadline_s=240).run(_public, str(tmp_path), every):
+        known = {name: difference for name, difference in found.items() if difference is not None}
+        assert (len(found), len(known)) == (taken, compared)
+        assert {name: difference for name, difference in known.items() if difference > 1e-5} == {}
 
 
 # -- a Trainer ---------------------------------------------------------------------------------------------------------
