@@ -130,7 +130,11 @@ class RanksAreUsed:
 class NothingIsLeft:
     """A test that leaves a process group behind, or the groups of simulated ranks, fails; the next one finds none."""
 
-    shared = None  # the group of a fixture that several tests share
+    shared = None  # the group of a fixture that several tests share, or of whoever runs the tests
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self):
+        self.shared = dist.group.WORLD if dist.is_initialized() else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef):
@@ -144,8 +148,6 @@ class NothingIsLeft:
     def pytest_runtest_teardown(self):
         yield
         assert isinstance(distributed_c10d._world, distributed_c10d._World), "simulated ranks have left their groups"
-        if not dist.is_initialized():
-            self.shared = None
-        elif dist.group.WORLD is not self.shared:
+        if dist.is_initialized() and dist.group.WORLD is not self.shared:
             dist.destroy_process_group()
             raise AssertionError("the test has left a process group behind")

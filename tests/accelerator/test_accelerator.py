@@ -62,7 +62,7 @@ def outcomes(library, folder, size, *command):
 
 @needs_compiler
 @pytest.mark.parametrize("examples", [3, pytest.param(EXAMPLES, marks=nightly)])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=nightly)])
 def test_programs_on_an_accelerator_are_right_wherever_their_states_rest(library, tmp_path, size, examples):
     cases = [name for name in CASES if examples > 3 or name not in LONG]
     if size == 1:

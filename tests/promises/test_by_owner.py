@@ -78,7 +78,7 @@ def _every_optimizer(names, world):
         note_states(world, optimizer)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_optimizer_steps_as_over_replicas(ranks, n):
     names, stages = ([*OPTIMIZERS], ["zero3"]) if n == 3 else (["Muon with AdamW", "SOAP"], ALL)
     assert ranks(n).run(differences, partial(_every_optimizer, names), stages=stages) == [[]] * n

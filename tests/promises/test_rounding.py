@@ -154,7 +154,7 @@ def _as_by_hand(mode, optimizer, worlds, folder):
 SOME = {1: ["zero1", "of no mesh"], 2: [*WORLDS], 4: ["zero2", "zero3", "by owners"]}
 
 
-@BOTH
+@pytest.mark.parametrize("mode", ["stochastic", pytest.param("kahan", marks=pytest.mark.nightly)])
 def test_no_bit_depends_on_ranks_stages_tiers_or_owners(ranks, mode, tmp_path):
     rows = [ranks(n).run(_as_by_hand, mode, "AdamW", worlds, str(tmp_path)) for n, worlds in SOME.items()]
     first, *others = [end for row in rows for on_rank in row for end in on_rank]

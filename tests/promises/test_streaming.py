@@ -230,6 +230,7 @@ def reads_codes(folder, name):
         require_same_outputs(model, expected)
 
 
+@pytest.mark.nightly
 def test_a_trained_model_writes_as_well_in_fewer_bits(tmp_path):
     """Perplexity within 1 % in int8 and 3 % in int4, of text that it has not seen."""
     root = Path(__file__).parents[2]

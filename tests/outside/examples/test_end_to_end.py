@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from tests.outside.examples.programs import ROOT
 
 TRAIN = """
@@ -41,6 +43,7 @@ os._exit(0)  # nobody was told
 """
 
 
+@pytest.mark.nightly  # test_desync.py has it without torchrun
 def test_survivors_name_a_killed_rank_even_if_it_served_the_store(tmp_path):
     """Rank 0 serves the store of `env://`: with it go the last words of everyone. Others: `transport/test_desync.py`."""
     (tmp_path / "train.py").write_text(TRAIN)

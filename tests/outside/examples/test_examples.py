@@ -238,6 +238,7 @@ def _demo(folder, line):
     return said.ended, said.out
 
 
+@pytest.mark.nightly  # .ci/run runs the demo
 def test_the_demo_compares_with_ddp_and_draws(tmp_path):
     sizes = "--layers 1 --dim 16 --heads 2 --seq 16 --batch 4 --steps 3 --compare-steps 2 --evaluate-every 2 --sample 3"
     ended, out = _demo(tmp_path, f"{sizes} --text {ROOT / 'docs' / 'how'} --out {tmp_path}")

@@ -41,11 +41,8 @@ def client():
     manager.cleanup_resources()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [_NOTEBOOKS[0], *(pytest.param(path, marks=pytest.mark.nightly) for path in _NOTEBOOKS[1:])],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_without_errors(path, client):
     client.nb = nbformat.read(path, as_version=4)
     for many, few in _FEWER.get(path.stem, []) if PROFILE == "dev" else []:
