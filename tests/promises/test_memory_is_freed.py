@@ -211,14 +211,14 @@ def test_a_zero3_step_needs_four_units_above_rest_whatever_the_depth(ranks, n, k
 
 # -- growth -----------------------------------------------------------------------------------------------------------
 
-DAILY = {"steps": (26, 74), "models": (6, 14), "saves": (6, 10)}
+DAILY = {"steps": (26, 74), "models": (6, 30), "saves": (6, 10)}
 NIGHTLY = {"steps": (100, 2000), "models": (250, 500)}
 """To warm up, and then. The allocator reaches its size within 250 cycles of replicated models: 652 KiB, then 40 KiB more in
 1,750 cycles."""
 
-TOLERATED = {"objects": 13, "resident_nbytes": 2**20}
-"""6 to 9 objects were seen: where blocks of the arena lie that peers have yet to read, up to eight tuples, and empty dicts of
-mailboxes. One more for every cycle would be too many. Both footprints follow a step that accumulates: others record less."""
+TOLERATED = {"objects": 20, "resident_nbytes": 2**20}
+"""6 to 14 objects were seen, whatever the cycles: where blocks of the arena lie that peers have yet to read, up to eight tuples, and empty dicts of
+mailboxes. One for every cycle would be 24 and more. Both footprints follow a step that accumulates: others record less."""
 
 OF_SAVES = {"objects": 40, "resident_nbytes": 2**21}
 """33 objects were seen: schedules and reads ahead, of which a streamed step has more or fewer."""
