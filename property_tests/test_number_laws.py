@@ -3,9 +3,7 @@
 Torch alone has some of them wrong: `zero_fn/dtensor/refused.py` has a row for each.
 """
 
-from collections.abc import Callable
 from math import inf
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +20,6 @@ SHAPES = ((4, 6), (7, 6), (1, 6), (5,), (1,), (), (2, 3))
 """Even rows, uneven ones, one row, which all ranks but one lack, and a scalar."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the deviation of one number, and the like
-
-Act = Callable[[Any], Any]
 
 STARTS = {
     "a parameter": lambda ts: ts[0],

@@ -3,9 +3,7 @@
 import importlib
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +22,6 @@ from tests.support.programs import STAGES
 from tests.support.wholes import full
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
-
-
-Loss = Callable[[Any, int, int], torch.Tensor]
-"""Of a model in a step, on the batch of a rank."""
 
 
 def _example(name="moe"):

@@ -217,8 +217,9 @@ NIGHTLY = {"steps": (100, 2000), "models": (250, 500)}
 1,750 cycles."""
 
 TOLERATED = {"objects": 20, "resident_nbytes": 2**20}
-"""6 to 14 objects were seen, whatever the cycles: where blocks of the arena lie that peers have yet to read, up to eight tuples, and empty dicts of
-mailboxes. One for every cycle would be 24 and more. Both footprints follow a step that accumulates: others record less."""
+"""6 to 14 objects were seen, whatever the cycles: where blocks of the arena lie that peers have yet to read, up to eight
+tuples, and empty dicts of mailboxes. One for every cycle would be 24 and more. Both footprints follow a step that
+accumulates: others record less."""
 
 OF_SAVES = {"objects": 40, "resident_nbytes": 2**21}
 """33 objects were seen: schedules and reads ahead, of which a streamed step has more or fewer."""

@@ -1,8 +1,9 @@
 """A process beside each process of tests, which ends it when a test overstays: whatever that waits in.
 
 pytest-timeout raises in the main thread, which hears of nothing while it waits in C++. The watchdog is told which test began,
-and how long that may take. When the time is over it asks for the stacks of all threads (SIGABRT, which `faulthandler`
-answers wherever the process is) and kills. Under pytest-xdist the test counts as failed, and a new process runs the rest.
+and how long pytest-timeout gives it. When that and a grace are over it asks for the stacks of all threads (SIGABRT, which
+`faulthandler` answers wherever the process is) and kills. Under pytest-xdist the test counts as failed, and a new process runs
+the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -55,15 +57,18 @@ class Watchdog:
             start_new_session=True,
         )
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        marker = item.get_closest_marker("timeout")
-        limit_s = float(marker.args[0] if marker is not None and marker.args else item.config.getini("timeout") or 300)
-        self._tell(f"{limit_s + _GRACE_S} {item.nodeid}")
-        try:
-            return (yield)
-        finally:
-            self._tell("0 ")
+    @pytest.hookimpl(wrapper=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Iterator[None]:
+        self._tell(f"{settings.timeout + _GRACE_S} {item.nodeid}")
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_timeout_cancel_timer(self) -> Iterator[None]:
+        self._tell("0 ")
+        return (yield)
+
+    def pytest_enter_pdb(self) -> None:
+        self._tell("0 ")
 
     def pytest_unconfigure(self) -> None:
         if self._process.stdin is not None:

@@ -65,9 +65,9 @@ class Numbering:
     def runs(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The same as runs: the first number of each, and how many follow one another."""
         numel = max(self.run_numel, 1)
-        last = -(-stop // numel) if start < stop else start // numel
-        begins = np.maximum(np.arange(start // numel, last) * numel, start)
-        return self._at(begins), np.diff(np.append(begins, stop)) if start < stop else np.zeros(0, np.int64)
+        begins = np.maximum(np.arange(start // numel, -(-stop // numel)) * numel, start)
+        begins = begins[: stop - start]  # an empty range in the midst of a run has none
+        return self._at(begins), np.diff(np.append(begins, stop))
 
     def _at(self, elements: NDArray[np.int64]) -> NDArray[np.int64]:
         found, strides = np.zeros(len(elements), np.int64), strides_of(self.shape)

@@ -13,8 +13,6 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import TierTensor, _is_for_host
 from zero_fn.storage import Slab, storage_on, wait_all
 
-Forms = list[Form]
-
 forms_of = st.lists(
     st.builds(
         Form,
