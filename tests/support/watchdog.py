@@ -2,8 +2,8 @@
 
 pytest-timeout raises in the main thread, which hears of nothing while it waits in C++. The watchdog is told which test began,
 and how long pytest-timeout gives it. When that and a grace are over it asks for the stacks of all threads (SIGABRT, which
-`faulthandler` answers wherever the process is) and kills. Under pytest-xdist the test counts as failed, and a new process runs
-the rest.
+`faulthandler` answers wherever the process is) and kills. Under pytest-xdist the test counts as failed, and a new process
+runs the rest.
 """
 
 from __future__ import annotations
