@@ -38,10 +38,6 @@ TESTS = {
     ],
 }
 LEFT_OUT = (
-    # Of a backward in a forward, which raises, the thread of the device lets go of names while the forward goes on.
-    "[raises-",
-    # Over two ranks what a forward writes in place meets a gather that is under way: values at rest are wrong, not always.
-    "averages_that_move_in_a_forward",
     "channels_last",  # "pretend" has no convolutions
     "Router",  # its weights are made on the host
     "a_call_on_whole_tensors",  # which are on the host

@@ -21,7 +21,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import fulls
-from tests.support.worlds import WIDTH, as_replicas, noise
+from tests.support.worlds import WIDTH, as_replicas, differences, noise
 from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
 
@@ -215,11 +215,7 @@ class MomentumEncoder(nn.Module):
         return output - x
 
 
-@pytest.mark.parametrize("how", AVERAGES)
-@pytest.mark.parametrize("units", [None, ["encoder", "average"]])
-@as_replicas()
-def test_averages_that_move_in_a_forward_are_those_of_replicas(world, how, units):
-    """It went on with what was gathered before the change, in silence."""
+def _averages(world, how, units):
     model = world.build(lambda: MomentumEncoder(how), units=units)
     optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=1e-1)
     for step in range(4):
@@ -230,6 +226,21 @@ def test_averages_that_move_in_a_forward_are_those_of_replicas(world, how, units
             model(noise(4, WIDTH, seed=step)).square().mean().backward()
     world.reduce(model)
     world.note_model(model)
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+@pytest.mark.parametrize("units", [None, ["encoder", "average"]])
+@as_replicas()
+def test_averages_that_move_in_a_forward_are_those_of_replicas(world, how, units):
+    """It went on with what was gathered before the change, in silence."""
+    _averages(world, how, units)
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+def test_averages_that_move_while_they_are_gathered_are_those_of_replicas(simulated, how):
+    """At stages 1 and 2 the all-gather ended with a copy of this rank's old part over the new one, in silence."""
+    trial = partial(_averages, how=how, units=None)
+    assert simulated(2, transport="native").run(differences, trial, stages=["zero1", "zero2"]) == [[], []]
 
 
 class Router(nn.Module):

@@ -161,14 +161,17 @@ class SimulatedGroup(dist.ProcessGroup):
         received,
         finish=None,
     ):
-        """Sends one tensor to each rank and receives one from each; that of this rank is copied at the end."""
+        """Sends one tensor to each rank and receives one from each; that of this rank is written at the end, as gloo does."""
         self._note(kind, noted)
         works = []
         for rank in self._peers():
             works += [self.send([sent[rank]], rank, kind), self.recv([received[rank]], rank, kind)]
 
+        own = sent[self._place]
+        own = own.clone() if self._room.wires.timing == "early" else own
+
         def end():
-            received[self._place].copy_(sent[self._place])
+            received[self._place].copy_(own)
             if finish is not None:
                 finish()
 

@@ -177,7 +177,7 @@ class Wires:
     """All messages of one case."""
 
     def __init__(self, turns, n, faults, timing):
-        self.turns, self._timing = turns, timing
+        self.turns, self.timing = turns, timing
         self.events = [deque(maxlen=_REMEMBERED_EVENTS) for _ in range(n)]  # the last ones of each rank
         self.counts = [0] * n  # how many events each rank has had
         self.happened = []
@@ -193,13 +193,13 @@ class Wires:
         self.note(source, "send to", target, tag, tensor)
         message = _Message(tensor.detach(), self.turns.turn)
         self._spoil(source, message, tag)
-        if self._timing == "early":
+        if self.timing == "early":
             message.copy()
         channel = self._channels[address]
         channel.messages[channel.sent] = message
         expected = self._expected.pop((address, channel.sent), None)
         channel.sent += 1
-        if expected is not None and self._timing == "early":
+        if expected is not None and self.timing == "early":
             expected.take_early()
         self.turns.offer(source)
         self.refuse_the_dead(source)
@@ -211,7 +211,7 @@ class Wires:
         channel = self._channels[address]
         number = channel.posted
         received = Received(self, address, channel, into)
-        if self._timing == "late":
+        if self.timing == "late":
             received.poison()
         elif number < channel.sent:
             received.take_early()

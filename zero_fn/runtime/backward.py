@@ -35,7 +35,7 @@ from zero_fn.runtime.ending import Ending, current_graph_task
 from zero_fn.runtime.forward import Forward, in_two_threads
 from zero_fn.runtime.gather import gather_again, returns_gradients
 from zero_fn.runtime.gradients import Reduction
-from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script, UnitUse
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
@@ -68,6 +68,17 @@ class Backward(Forward):
                 raise in_two_threads()
             self.recover_backward()
         super().prepare()
+
+    def enter(self, unit: Unit, door: object, method: str, reader: UnitUse | None = None) -> UnitUse:
+        """Recovers from a backward that raised inside this forward, too."""
+        if self.is_backward_open:
+            self.recover_raised()
+        return super().enter(unit, door, method, reader)
+
+    def _end(self, forward: ForwardPass) -> None:
+        if self.is_backward_open:
+            self.recover_raised()
+        super()._end(forward)
 
     # -- what autograd needs and brings -----------------------------------------------------------------------------
 
@@ -312,6 +323,11 @@ class Backward(Forward):
                 for unit in self.live_units():
                     unit.shown.hide_from_backward()
 
+    def recover_raised(self) -> None:
+        """`recover_backward`, unless the backward that is open still runs."""
+        if self.backward is None or not self.backward.ending.is_to_come:
+            self.recover_backward()
+
     def recover_backward(self) -> None:
         """Clears up after a backward that raised. Ranks that raised in the same place stay in step."""
         if not self.is_backward_open:
@@ -339,7 +355,8 @@ class Backward(Forward):
                 if self.forward is not None:
                     self.forward.go_on()
                 for unit in self.live_units():
-                    unit.mark_stale()
+                    if not unit.running:
+                        unit.mark_stale()
             self.is_backward_open = False
 
 

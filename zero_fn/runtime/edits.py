@@ -50,16 +50,21 @@ def copy_handlers() -> None:
 
 def note_edited(slots: Iterable[Slot]) -> None:
     """Parameters were changed at rest. Communicates one all-gather for each unit that runs."""
-    by_unit: dict[Unit, list[Slot]] = {}
-    for slot in slots:
-        unit = unit_of(slot)
-        if unit is not None and unit.shown.leaves is None:
-            by_unit.setdefault(unit, []).append(slot)
-    for unit, changed in by_unit.items():
+    for unit, changed in _by_unit(slots).items():
         if unit.running:
             _show_again(unit, changed)
         else:
             unit.mark_stale()
+
+
+def _by_unit(slots: Iterable[Slot]) -> dict[Unit, list[Slot]]:
+    """Parameters by their units, without those of units whose parameters a block of the user has whole."""
+    found: dict[Unit, list[Slot]] = {}
+    for slot in slots:
+        unit = unit_of(slot)
+        if unit is not None and unit.shown.leaves is None:
+            found.setdefault(unit, []).append(slot)
+    return found
 
 
 def _show_again(unit: Unit, changed: Sequence[Slot]) -> None:
@@ -81,17 +86,21 @@ def _made() -> dict[Any, Callable[..., object]]:
 
 
 def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    _dispatcher._custom_op_handlers = _stock
-    try:
-        found: object = operation(*args, **kwargs)
-    finally:
-        _dispatcher._custom_op_handlers = _watching
     written = written_by(operation, args, kwargs)
     slots: dict[Slot, None] = {}
     for arg in (*args, *kwargs.values()):
         for each in arg if isinstance(arg, list | tuple) else (arg,):
             if id(each) in written and isinstance(each, Tensor) and (slot := slot_on(each)) is not None:
                 slots[slot] = None
+    for unit in _by_unit(slots):
+        if not unit.running:
+            # An all-gather under way reads this memory, and some end with a copy of what they have read to the same place.
+            unit.mark_stale()
+    _dispatcher._custom_op_handlers = _stock
+    try:
+        found: object = operation(*args, **kwargs)
+    finally:
+        _dispatcher._custom_op_handlers = _watching
     note_edited(slots)
     for tell in _open.values():
         tell(slots)

@@ -29,9 +29,7 @@ class Run(Backward):
         """Puts the module at rest if its last pass raised. Verbs call this first. Ranks that raised alike stay in step."""
         self.abandon()
         self.leave_blocks()
-        backward = self.backward
-        if backward is None or not backward.ending.is_to_come:
-            self.recover_backward()
+        self.recover_raised()
 
     def note_loaded(self) -> None:
         """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
