@@ -112,7 +112,7 @@ def programs(draw):
     return tree, links, tuple(draw(st.permutations(links))), skips
 
 
-@examples(dev=15, ci=150, deep=3_000)
+@examples(dev=10, ci=150, deep=3_000)
 @given(programs(), schedules, st.sampled_from(["early", "late"]), st.sampled_from(["exchange", "native"]))
 def test_transforms_over_axes_commute_and_train_as_replicas(simulated, program, schedule, timing, transport):
     case = simulated((2, 2), schedule=schedule, timing=timing, transport=transport)

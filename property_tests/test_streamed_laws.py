@@ -49,7 +49,7 @@ def check(simulated, tmp_path_factory, placed, program, n):
     [("backward", 0), ("step", 0), ("backward", 1), ("drop_gradients", 1), ("step", 0), ("backward", 2), ("step", 0)],
     1,
 )
-@examples(dev=4, ci=1_000, deep=40_000)
+@examples(dev=3, ci=1_000, deep=40_000)
 @given(places, programs, st.integers(1, 2))
 def test_any_program_gives_the_bits_of_the_same_in_memory(simulated, tmp_path_factory, placed, program, n):
     check(simulated, tmp_path_factory, placed, program, n)

@@ -49,7 +49,7 @@ def main(where, program, *arguments):
     devices.choose(where)
     sys.path.insert(0, str(BENCHMARKS))
     if program == "losses":
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         print(json.dumps(losses(*arguments, torch.device(devices.NAME, 0))))
     else:
         sys.argv[:] = [program, *arguments]

@@ -41,6 +41,7 @@ LEFT_OUT = (
     "channels_last",  # "pretend" has no convolutions
     "Router",  # its weights are made on the host
     "a_call_on_whole_tensors",  # which are on the host
+    "KeyboardInterrupt",  # comes in the main thread alone, and recomputations run in that of the device
     "step_after_an_exception",  # the thread of the device lets go of names later: see `programs.a_backward_that_raises`
 )
 

@@ -249,6 +249,6 @@ def many_steps_ahead_of_the_device(tier):
     assert device.same(programs.values(model), programs.values(plain))
 
 
-def results(folder):
+def results(folder, *, only_host=False):
     """What became of each program in each tier."""
-    return programs.results(folder, PROGRAMS)
+    return programs.results(folder, PROGRAMS, only_host=only_host)

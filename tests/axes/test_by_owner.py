@@ -50,7 +50,12 @@ COMPOSITIONS = (
 )
 
 
-@pytest.mark.parametrize("composition", COMPOSITIONS)
+DAILY = ("columns, zero3", "sequence, zero1", "hybrid", "hpz", "experts, 3", "pipeline, zero3")
+
+
+@pytest.mark.parametrize(
+    "composition", [pytest.param(each, marks=() if each in DAILY else pytest.mark.nightly) for each in COMPOSITIONS]
+)
 @on_ranks(4)
 def test_owners_on_two_axes_step_as_one_process(composition, folder):
     for name in ("Muon with AdamW", "SOAP"):

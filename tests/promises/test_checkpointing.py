@@ -173,18 +173,19 @@ def test_composable_checkpoints_train(ranks, places, is_first):
 
 
 @pytest.mark.parametrize("build", [Around, Inside])
-@as_replicas(steps=4)
-def test_an_exception_in_a_recomputation_leaves_nothing_behind(model, run, number):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+@as_replicas(steps=2)
+def test_an_exception_in_a_recomputation_leaves_nothing_behind(model, run, number, kind):
     """Nor an interrupt, after which torch calls no hook: the unit seemed to run on, and was not entered again."""
     calls = []
 
     def fail(module, args):
         calls.append(module)
         if len(calls) == 2:
-            raise (ZeroDivisionError, KeyboardInterrupt)[number // 2]
+            raise kind
 
     hook = model.layers[0].second.register_forward_pre_hook(fail)
-    with pytest.raises((ZeroDivisionError, KeyboardInterrupt)), run.accumulate() if number % 2 else nullcontext():
+    with pytest.raises(kind), run.accumulate() if number else nullcontext():
         backward(model, run, number)
     hook.remove()
     run.zero_grad(set_to_none=True)

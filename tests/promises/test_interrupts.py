@@ -241,7 +241,7 @@ def test_what_comes_after_an_interrupt_is_right(where, acts, count, tmp_path):
     assert sum(is_hit for _, is_hit, _ in found) > len(found) // 2, "few interrupts came"
 
 
-@pytest.mark.parametrize(("where", "acts", "count"), _campaigns(["step"], 6, 12))
+@pytest.mark.parametrize(("where", "acts", "count"), _campaigns(["step"], 3, 12))
 def test_ranks_that_are_interrupted_alike_stay_in_step_or_are_told(ranks, where, acts, count, tmp_path):
     """All of them, and told only where an interrupt came in the midst of a message."""
     done = number = 0

@@ -280,7 +280,7 @@ def _footprints(stage, over, warm_up, times, folder):
 @pytest.mark.parametrize(
     ("stage", "over", "counts"),
     [
-        *((stage, over, DAILY[over]) for stage in ("zero1", "zero3") for over in DAILY),
+        *(("zero3", over, DAILY[over]) for over in DAILY),
         *(pytest.param(s, over, NIGHTLY[over], marks=pytest.mark.nightly) for s in STAGES for over in NIGHTLY),
     ],
 )

@@ -226,7 +226,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("world", ["replicate", "zero3", "disk"])
+@pytest.mark.parametrize("world", ["replicate", "disk", pytest.param("zero3", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("edit", EDITS)
 @on_ranks(2)
 def test_weights_that_change_in_the_loop_are_refused_on_all_ranks(world, edit, folder):
@@ -330,7 +330,13 @@ def _words(tensor):
     return tensor.contiguous().view(-1, 1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(world, marks=() if world in ("plain", "mixed", "disk", "tiles") else pytest.mark.nightly)
+        for world in WORLDS
+    ],
+)
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.sampled_from([3, 2, 4, 1]),

@@ -185,7 +185,7 @@ def _stages(wires):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3, pytest.param(2, marks=pytest.mark.nightly)])
 def test_every_stage_computes_what_replicas_code_by_hand(ranks, name, n):
     ranks(n, deadline_s=120).run(_every_stage, name)
 
@@ -282,7 +282,13 @@ def _offloaded(tiers):
     return lambda model, axis, units: zf.offload(zf.zero3(model, axis, units=units), **tiers)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("int8, int4", "differences") else pytest.mark.nightly)
+        for name in FORMATS
+    ],
+)
 @on_ranks(2)
 def test_programs_of_every_day_compute_the_same_at_every_stage_and_in_tiers(name, folder):
     wires, found = FORMATS[name], []

@@ -35,7 +35,7 @@ from zero_fn.runtime.ending import Ending, current_graph_task
 from zero_fn.runtime.forward import Forward, in_two_threads
 from zero_fn.runtime.gather import gather_again, returns_gradients
 from zero_fn.runtime.gradients import Reduction
-from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script, UnitUse
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
@@ -54,7 +54,6 @@ class Backward(Forward):
     def __init__(self, transport: Line, assignment: Assignment) -> None:
         super().__init__(transport, assignment)
         self.backward: BackwardPass | None = None  # the one that is open
-        self.is_backward_open = False  # begun, and not everything is back. [Note: interrupted passes] (forward.py)
         self.updates = 0  # how many steps optimizers have made so far
         self._undecided: list[tuple[Unit, Reduction]] = []  # reduced, with gradients that ranks must agree on
         self._script: Script | None = None  # the schedule of the last backward
@@ -68,17 +67,6 @@ class Backward(Forward):
                 raise in_two_threads()
             self.recover_backward()
         super().prepare()
-
-    def enter(self, unit: Unit, door: object, method: str, reader: UnitUse | None = None) -> UnitUse:
-        """Recovers from a backward that raised inside this forward, too."""
-        if self.is_backward_open:
-            self.recover_raised()
-        return super().enter(unit, door, method, reader)
-
-    def _end(self, forward: ForwardPass) -> None:
-        if self.is_backward_open:
-            self.recover_raised()
-        super()._end(forward)
 
     # -- what autograd needs and brings -----------------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ class Forward:
         self.caller = 0  # the thread that has begun the last forward; it calls the backward, too
         self.forward: ForwardPass | None = None  # the one that is open
         self.call: FrameType | None = None  # where it was called; None if all is at rest. [Note: interrupted passes]
+        self.is_backward_open = False  # begun, and not everything is back. [Note: interrupted passes]
         self.era = 0  # how often interrupted calls were left
         self.reads: list[ReadUse] = []  # weights that running forwards have read of other units, oldest first
         self.packed = 0  # how many `begin_packing` wait for their end
@@ -139,6 +140,8 @@ class Forward:
         """The forward of a unit begins at a method of `door`, or that of `reader` reads its weights: on return its gathered
         parameters may be read."""
         forward = self.forward or self.begin(unit, method)
+        if self.is_backward_open:
+            self.recover_raised()
         number = forward.next_number(unit.index)
         use = UnitUse(unit, number, door) if reader is None else ReadUse(unit, number, reader)
         if forward.grad:
@@ -271,6 +274,8 @@ class Forward:
         statistics.broadcast()
 
     def _end(self, forward: ForwardPass) -> None:
+        if self.is_backward_open:
+            self.recover_raised()
         self.forward = None
         watch_edits(self, is_open=False)
         if self.statistics.is_active:
@@ -294,6 +299,10 @@ class Forward:
                 self.reshard(unit, grad=forward.grad)
         if forward.grad:
             self.graphs.add(forward)
+
+    def recover_raised(self) -> None:
+        """Recovers from a backward inside the forward, if it has raised. (backward.py)"""
+        raise NotImplementedError
 
     # -- interrupts ------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ def test_metrics_of_a_run_that_goes_on_are_in_one_file(ranks, tmp_path):
     assert float(rows[1]["zero_fn/loss"]) == pytest.approx(_saved(tmp_path / "runs")[19])
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(whole, tmp_path):
     """Under torchrun, which starts all ranks again."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -31,7 +31,7 @@ from zero_fn.monitor import Csv, JsonLines, TensorBoard
 
 MONITORING = ROOT / "examples" / "monitoring"
 
-skip_without("tensorboard", "wandb", "mlflow", "comet_ml", extra="monitor")
+skip_without("tensorboard", "wandb", "mlflow", extra="monitor")
 
 
 _ALERT = re.compile(r"alert(?:name)?: (\w+)")
