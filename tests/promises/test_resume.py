@@ -349,7 +349,7 @@ PASSED = {
     "Adafactor, owners": OF_OWNERS[-3:],
     **{name: ["zero3 on 3"] for name in OPTIMIZERS},
 }
-"""What rests, and the worlds that pass it on. Daily: every world with AdamW, and the first with all that is not elementwise."""
+"""What rests, and the worlds that pass it on. Daily: every one with AdamW, the first with owners and rounding."""
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def let_kernels_take_small_tensors() -> None:
 
 
 def hide_comet() -> None:
-    """transformers imports this package where it is installed, which takes 8 s of a core: more than all else that it imports."""
+    """transformers imports this package where it is installed. That takes 8 s of a core, more than all else together."""
     sys.modules.setdefault("comet_ml", None)  # type: ignore[arg-type]
 
 

@@ -7,8 +7,8 @@ string object itself, so if both threads write at once, memory is freed twice. A
 process so, in a thread of gloo and a few collectives later. With one thread this cannot happen. Collectives of a group then
 run one after the other, as they do on NCCL; those of other groups, and messages from rank to rank, do not wait for them.
 
-[Note: a thread that polls] A network interface of gloo has a thread that wakes 100 times a second, and torch makes one for each
-group. So groups share theirs: 180 such threads took a sixth of two cores.
+[Note: a thread that polls] A network interface of gloo has a thread that wakes 100 times a second, and torch makes one for
+each group. So groups share theirs: 180 such threads took a sixth of two cores.
 """
 
 from __future__ import annotations
