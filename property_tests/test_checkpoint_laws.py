@@ -137,7 +137,7 @@ LONG = 1 << 20
 WORLDS = worlds(sizes=st.sampled_from([1, 2, 3, 4, (2, 2)]), chain=st.just(()) | chains(precise=True))
 
 
-@examples(dev=10, ci=400, deep=20_000)
+@examples(dev=8, ci=400, deep=20_000)
 @example(MIXED, World(), ON_DISK, (1, 1), False, LONG)
 @example(MIXED, ON_DISK, ON_DISK, (1, 1), True, LONG)
 @example(MIXED, ON_DISK, replace(ON_DISK, ranks=2), (2, 3), False, 1)
@@ -201,7 +201,7 @@ def interrupted(folder, tree, second):
     return told, wrong
 
 
-@examples(dev=9, ci=250, deep=10_000)
+@examples(dev=7, ci=250, deep=10_000)
 @given(trees(dtypes=FLOATS), st.integers(2, 3), st.integers(1, 30), st.integers(0, 2), st.sampled_from(REFUSALS))
 def test_a_save_that_a_disk_refuses_on_one_rank_is_told_on_all_and_has_not_begun(simulated, tree, n, point, rank, code):
     assume(has_optimizer(tree))

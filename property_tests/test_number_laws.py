@@ -169,7 +169,7 @@ def _plain():
     return [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
 
 
-@examples(dev=20, ci=300, deep=5_000)
+@examples(dev=15, ci=300, deep=5_000)
 @given(
     stage=st.sampled_from(["zero1", "zero2", "zero3"]),
     n=st.sampled_from([2, 2, 3]),

@@ -60,7 +60,7 @@ PROGRAMS = st.one_of(
 
 
 @pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.nightly)])
-@examples(dev=5, ci=45, deep=2_250)
+@examples(dev=4, ci=45, deep=2_250)
 @given(programs=st.lists(PROGRAMS, min_size=5, max_size=6))
 def test_bytes_held_and_sent_are_the_plan_and_its_padding(ranks, n, programs):
     for answers in ranks(n).run(measured, programs):

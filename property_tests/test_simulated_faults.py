@@ -42,7 +42,7 @@ def is_told(outcome):
     return by_torch or isinstance(outcome.error, zf.LostRankError | zf.DisagreementError)
 
 
-@examples(dev=30, ci=8_000, deep=300_000)
+@examples(dev=20, ci=8_000, deep=300_000)
 @given(trainings(), st.integers(2, 4), schedules, timings, st.data())
 def test_a_delay_changes_no_bit_and_a_lost_message_or_rank_ends_in_an_error_or_in_the_right_numbers(
     simulated, program, n, schedule, timing, data
@@ -65,7 +65,7 @@ def test_a_delay_changes_no_bit_and_a_lost_message_or_rank_ends_in_an_error_or_i
 TRAINING = (Backward(), Step(), Backward(), Step())
 
 
-@examples(dev=20, ci=1_000, deep=20_000)
+@examples(dev=15, ci=1_000, deep=20_000)
 @given(st.integers(2, 4), st.integers(0, 15), st.integers(0, 3), st.sampled_from(["shard_grads", "shard_params"]))
 def test_nan_in_one_gradient_message_reaches_every_rank_alike(simulated, n, at, rank, verb):
     """It is in the shard of one rank after the step, and in what every rank gathers after that."""

@@ -58,19 +58,19 @@ def any_program_on(*meshes, max_rules=6):
 # Four tests, not one: processes that share the tests share them out one by one.
 
 
-@examples(dev=40, ci=6_000, deep=400_000)
+@examples(dev=30, ci=6_000, deep=400_000)
 @any_program_on(1, 2, 2, 2)
 def test_any_program_gives_what_replicas_give_on_two_ranks(simulated, **drawn):
     check(simulated, **drawn)
 
 
-@examples(dev=12, ci=4_500, deep=300_000)
+@examples(dev=9, ci=4_500, deep=300_000)
 @any_program_on(3, 3, (2, 2))
 def test_any_program_gives_what_replicas_give_on_three_ranks(simulated, **drawn):
     check(simulated, **drawn)
 
 
-@examples(dev=10, ci=4_500, deep=300_000)
+@examples(dev=8, ci=4_500, deep=300_000)
 @any_program_on(4, 5, 8)
 def test_any_program_gives_what_replicas_give_on_many_ranks(simulated, **drawn):
     check(simulated, **drawn)

@@ -103,7 +103,7 @@ def _trained(case, world, asks_first):
     return seen
 
 
-@examples(dev=12, ci=600, deep=30_000)
+@examples(dev=9, ci=600, deep=30_000)
 @given(drawn=_worlds(), schedule=schedules, transport=st.sampled_from(["exchange", "native"]))
 def test_every_mixture_computes_what_replicas_compute_and_first_what_one_rank_computes(
     simulated, drawn, schedule, transport
@@ -248,7 +248,7 @@ def _reads_that_fail():
         yield
 
 
-@examples(dev=15, ci=2_000, deep=60_000)
+@examples(dev=10, ci=2_000, deep=60_000)
 @given(case=_offloaded(), schedule=schedules)
 def test_codes_on_a_disk_are_those_of_host_memory_and_a_read_that_fails_is_told_on_all_ranks(simulated, case, schedule):
     """In any order of units, which were fetched ahead in another one, and after edits that outdate what was fetched. A pass

@@ -19,14 +19,14 @@ from tests.simulation import Simulated
 from tests.support.faults import FreshRanks
 from tests.support.local_tensor import LocalTensors
 from tests.support.profiles import load_profile
-from tests.support.ranks import Ranks, freeze, hide_comet, let_kernels_take_small_tensors
+from tests.support.ranks import Ranks, freeze, hide_slow_imports, let_kernels_take_small_tensors
 from tests.support.seeds import seed_generator
 from tests.support.watchdog import Watchdog
 
 load_profile()
 torch.set_num_threads(1)  # [Note: one thread]
 let_kernels_take_small_tensors()
-hide_comet()
+hide_slow_imports()
 
 
 class Tier(Protocol):

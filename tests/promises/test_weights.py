@@ -332,10 +332,7 @@ def _words(tensor):
 
 @pytest.mark.parametrize(
     "world",
-    [
-        pytest.param(world, marks=() if world in ("plain", "mixed", "disk", "tiles") else pytest.mark.nightly)
-        for world in WORLDS
-    ],
+    [pytest.param(world, marks=() if world in ("plain", "mixed", "disk") else pytest.mark.nightly) for world in WORLDS],
 )
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import hide_comet
+from tests.support.ranks import hide_slow_imports
 from tests.support.resident import in_new_process
 
 __all__ = [
@@ -100,7 +100,7 @@ def _as_main(folder, script, arguments, environ):
     os.chdir(folder)
     os.environ.update(environ)
     torch.set_num_threads(1)
-    hide_comet()
+    hide_slow_imports()
     sys.argv = [script, *arguments]
     said, ended = io.StringIO(), 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -145,7 +145,8 @@ def _rows(folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "n"), [("stages", 2), ("optimizers", 2), pytest.param("stages", 1, marks=pytest.mark.nightly)]
+    ("kind", "n"),
+    [("stages", 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("optimizers", 2), ("stages", 1)))],
 )
 def test_every_stage_and_tier_trains_to_the_bits_of_replicas(ranks, tmp_path, kind, n):
     for found in ranks(n).run(_rows, str(tmp_path), kind):
