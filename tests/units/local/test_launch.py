@@ -61,8 +61,8 @@ def test_a_rank_knows_its_place_and_its_environment(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize("interfaces", ["", pytest.param("lo", marks=pytest.mark.nightly)])
-def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch, interfaces):
-    """torch gives it two, which may free the same memory. [Note: two threads and one name]"""
+def test_a_group_of_gloo_has_one_thread_for_its_collectives_and_shares_one_that_polls(monkeypatch, interfaces):
+    """torch gives it two, which may free the same memory, and one that polls. [Note: two threads and one name]"""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
 
     def run():
@@ -71,13 +71,13 @@ def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch, interfa
         groups = [dist.group.WORLD, mine, mesh["dp"].get_group()]
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)  # its thread is there, and has its name
-        return _gloo_threads(), mine._get_backend(torch.device("cpu")).options._timeout
+        return _threads("pt_gloo_runloop"), _threads("gloo_tcp_loop"), mine._get_backend(torch.device("cpu")).options._timeout
 
-    assert launch(run, 2) == 2 * [(3, timedelta(seconds=7))]
+    assert launch(run, 2) == 2 * [(3, 1, timedelta(seconds=7))]
 
 
-def _gloo_threads():
-    return [file.read_text() for file in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop\n")
+def _threads(name):
+    return [file.read_text() for file in Path("/proc/self/task").glob("*/comm")].count(f"{name}\n")
 
 
 def test_what_rank_0_prints_appears_as_it_comes(capsys):
