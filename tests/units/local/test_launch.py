@@ -71,7 +71,11 @@ def test_a_group_of_gloo_has_one_thread_for_its_collectives_and_shares_one_that_
         groups = [dist.group.WORLD, mine, mesh["dp"].get_group()]
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)  # its thread is there, and has its name
-        return _threads("pt_gloo_runloop"), _threads("gloo_tcp_loop"), mine._get_backend(torch.device("cpu")).options._timeout
+        return (
+            _threads("pt_gloo_runloop"),
+            _threads("gloo_tcp_loop"),
+            mine._get_backend(torch.device("cpu")).options._timeout,
+        )
 
     assert launch(run, 2) == 2 * [(3, 1, timedelta(seconds=7))]
 
