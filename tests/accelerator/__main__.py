@@ -11,6 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+import zero_fn as zf
 from tests.accelerator import device, programs, races, random_programs, ranks
 
 
@@ -20,7 +21,8 @@ def main(where, folder, examples, size, rank):
     device.choose(where)
     found, is_daily = {}, examples <= 3
     if size == 1:
-        found |= programs.results(folder, only_host=is_daily) | races.results(folder, only_host=is_daily)
+        tiers = [device.host()] if is_daily else [device.host(), zf.nvme(folder)]
+        found |= programs.results(tiers, programs.PROGRAMS | races.PROGRAMS)
     mesh = device.begin_group(f"{folder}/store", rank, size)
     if size > 1 or is_real:
         found |= ranks.results(mesh, folder, [name for name in ranks.CASES if not is_daily or name not in ranks.LONG])

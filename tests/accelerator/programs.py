@@ -508,10 +508,10 @@ def counts_of_steps_stay_on_the_host(tier):
     assert device.waits() == 0
 
 
-def results(folder, chosen=PROGRAMS, *, only_host=False):
+def results(tiers, chosen):
     """What became of each program in each tier: "right", or a traceback."""
     found = {}
-    for tier in (device.host(), zf.nvme(folder))[: 1 if only_host else 2]:
+    for tier in tiers:
         for name, run in chosen.items():
             case = f"{name}, {type(tier).__name__}"
             found[case] = device.outcome(case, functools.partial(run, tier))

@@ -19,7 +19,7 @@ from zero_fn.runtime.door import units_of
 from zero_fn.transforms.parked import Parking
 from zero_fn.values.tiers import Cpu
 
-__all__ = ["PROGRAMS", "results"]
+__all__ = ["PROGRAMS"]
 
 PROGRAMS = {}
 
@@ -247,8 +247,3 @@ def many_steps_ahead_of_the_device(tier):
             optimizer.step()
             optimizer.zero_grad()
     assert device.same(programs.values(model), programs.values(plain))
-
-
-def results(folder, *, only_host=False):
-    """What became of each program in each tier."""
-    return programs.results(folder, PROGRAMS, only_host=only_host)

@@ -14,6 +14,7 @@ from tests.axes.grids import Block, Decoder, composed, grid, parallelized
 from tests.axes.test_experts import _example
 from tests.promises.test_by_owner import OPTIMIZERS
 from tests.support.on_ranks import on_ranks
+from tests.support.profiles import by_night
 from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
@@ -53,9 +54,7 @@ COMPOSITIONS = (
 DAILY = ("columns, zero3", "sequence, zero1", "hybrid", "hpz", "experts, 3", "pipeline, zero3")
 
 
-@pytest.mark.parametrize(
-    "composition", [pytest.param(each, marks=() if each in DAILY else pytest.mark.nightly) for each in COMPOSITIONS]
-)
+@pytest.mark.parametrize("composition", by_night(COMPOSITIONS, DAILY))
 @on_ranks(4)
 def test_owners_on_two_axes_step_as_one_process(composition, folder):
     for name in ("Muon with AdamW", "SOAP"):

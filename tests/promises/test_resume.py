@@ -26,6 +26,7 @@ from tests.promises.test_by_owner import OPTIMIZERS as OWNED
 from tests.promises.test_optimizers import LR_IS_A_TENSOR
 from tests.promises.trials import TORCH
 from tests.support.groups import alone
+from tests.support.profiles import by_night
 from tests.support.programs import STAGES
 from tests.support.ranks import Ranks, axis
 from tests.support.seeds import seed_generator
@@ -238,13 +239,7 @@ DAILY = (
 """One run for each holder of state, and for each way to save."""
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(how, marks=() if how in DAILY else pytest.mark.nightly)
-        for how in dict.fromkeys((*RUNS, *(f"{stage}, dcp" for stage in STAGES)))
-    ],
-)
+@pytest.mark.parametrize("how", by_night(dict.fromkeys((*RUNS, *(f"{stage}, dcp" for stage in STAGES))), DAILY))
 def test_n7_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(ranks, fresh, how, tmp_path):
     n = RUNS.get(how, 2)
     expected = ranks(n).run(_uninterrupted, how, str(tmp_path))
@@ -366,17 +361,14 @@ def saved(ranks, tmp_path_factory):
     return saved
 
 
-def _is_daily(what, world):
-    return what == "AdamW" or (world == PASSED[what][0] and what not in OPTIMIZERS)
+PASSED_DAILY = [
+    *(("AdamW", world) for world in EVERY),
+    *((what, worlds[0]) for what, worlds in PASSED.items() if what not in OPTIMIZERS),
+]
 
 
 @pytest.mark.parametrize(
-    ("what", "world"),
-    [
-        pytest.param(what, world, marks=() if _is_daily(what, world) else pytest.mark.nightly)
-        for what, worlds in PASSED.items()
-        for world in worlds
-    ],
+    ("what", "world"), by_night([(what, world) for what, worlds in PASSED.items() for world in worlds], PASSED_DAILY)
 )
 def test_every_world_passes_on_what_it_has_loaded_to_the_bit(ranks, what, world, saved):
     folder, first = saved(what)
@@ -436,12 +428,10 @@ def _after_fsdp2(stage, folder, before, after):
 
 @pytest.mark.parametrize(
     ("size", "stage", "kind"),
-    [
-        (1, "plain", "flat"),
-        (2, "zero3", "nested"),
-        pytest.param(3, "zero1", "flat", marks=pytest.mark.nightly),
-        pytest.param(3, "zero3", "nested", marks=pytest.mark.nightly),
-    ],
+    by_night(
+        [(1, "plain", "flat"), (2, "zero3", "nested"), (3, "zero1", "flat"), (3, "zero3", "nested")],
+        [(1, "plain", "flat"), (2, "zero3", "nested")],
+    ),
 )
 def test_training_goes_on_where_fsdp2_has_stopped(ranks, size, stage, kind, tmp_path):
     before, after = ranks(2).run(_by_fsdp2, str(tmp_path))[0]

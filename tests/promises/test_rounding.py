@@ -3,6 +3,7 @@ on any number of ranks, at any stage, in any tier, stepped in pieces or by owner
 
 import warnings
 from functools import partial
+from itertools import product
 from zlib import crc32
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.support.groups import alone
 from tests.support.messages import Headed, a_batch, refusals, refused
 from tests.support.models import Odd
 from tests.support.on_ranks import on_ranks
+from tests.support.profiles import by_night
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full, fulls
@@ -163,14 +165,7 @@ def test_no_bit_depends_on_ranks_stages_tiers_or_owners(ranks, mode, tmp_path):
 
 @pytest.mark.parametrize(
     ("mode", "optimizer"),
-    [
-        ("stochastic", "SGD"),
-        ("kahan", "Adagrad"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.nightly)
-            for pair in (("kahan", "SGD"), ("stochastic", "Adagrad"), ("kahan", "RMSprop"), ("stochastic", "RMSprop"))
-        ),
-    ],
+    by_night(product(MODES, ("SGD", "RMSprop", "Adagrad")), [("stochastic", "SGD"), ("kahan", "Adagrad")]),
 )
 @on_ranks(2)
 def test_other_optimizers_step_in_float32(mode, optimizer, folder):

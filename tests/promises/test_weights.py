@@ -16,6 +16,7 @@ from tests.axes.grids import loss_of as loss_on_axes
 from tests.support.messages import refusals, refused
 from tests.support.models import Language, Odd
 from tests.support.on_ranks import on_ranks
+from tests.support.profiles import by_night
 from tests.support.programs import STAGES, loss_of
 from tests.support.ranks import axis
 from tests.support.seeds import seed_generator
@@ -330,10 +331,7 @@ def _words(tensor):
     return tensor.contiguous().view(-1, 1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(
-    "world",
-    [pytest.param(world, marks=() if world in ("plain", "mixed", "disk") else pytest.mark.nightly) for world in WORLDS],
-)
+@pytest.mark.parametrize("world", by_night(WORLDS, ("plain", "mixed", "disk")))
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.sampled_from([3, 2, 4, 1]),

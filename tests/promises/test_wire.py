@@ -17,6 +17,7 @@ from tests.axes.grids import grid
 from tests.support.groups import alone, pretended
 from tests.support.messages import refused
 from tests.support.on_ranks import on_ranks
+from tests.support.profiles import by_night
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
@@ -282,13 +283,7 @@ def _offloaded(tiers):
     return lambda model, axis, units: zf.offload(zf.zero3(model, axis, units=units), **tiers)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("int8, int4", "differences") else pytest.mark.nightly)
-        for name in FORMATS
-    ],
-)
+@pytest.mark.parametrize("name", by_night(FORMATS, ("int8, int4", "differences")))
 @on_ranks(2)
 def test_programs_of_every_day_compute_the_same_at_every_stage_and_in_tiers(name, folder):
     wires, found = FORMATS[name], []

@@ -13,13 +13,13 @@ def test_...
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Container, Iterable
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["PROFILE", "examples", "load_profile"]
+__all__ = ["PROFILE", "by_night", "examples", "load_profile"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -31,6 +31,15 @@ SIZES = (2, pytest.param(3, marks=pytest.mark.nightly))
 
 UNEVEN = (3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4)))
 """Numbers of gloo ranks of a test of uneven shards: 3 divides few shapes, and leaves ranks without a row of small ones."""
+
+
+def by_night(table: Iterable[Any], daily: Container[Any]) -> list[Any]:
+    """The rows of a table for `parametrize`: those that are not in `daily` run by night."""
+    night = pytest.mark.nightly
+    return [
+        row if row in daily else pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=night)
+        for row in table
+    ]
 
 
 def load_profile() -> None:

@@ -11,7 +11,7 @@ optimizers write at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,11 +50,9 @@ def copy_handlers() -> None:
 
 def note_edited(slots: Iterable[Slot]) -> None:
     """Parameters were changed at rest. Communicates one all-gather for each unit that runs."""
-    for unit, changed in _by_unit(slots).items():
-        if unit.running:
-            _show_again(unit, changed)
-        else:
-            unit.mark_stale()
+    changed = _by_unit(slots)
+    _let_go(changed)
+    _show_again(changed)
 
 
 def _by_unit(slots: Iterable[Slot]) -> dict[Unit, list[Slot]]:
@@ -67,13 +65,23 @@ def _by_unit(slots: Iterable[Slot]) -> dict[Unit, list[Slot]]:
     return found
 
 
-def _show_again(unit: Unit, changed: Sequence[Slot]) -> None:
-    """Writes parameters of a unit that runs into the tensors that its modules see. Communicates one all-gather; waits."""
+def _let_go(changed: dict[Unit, list[Slot]]) -> None:
+    """Drops what units that do not run have gathered, and waits for what is under way."""
+    for unit in changed:
+        if not unit.running:
+            unit.mark_stale()
+
+
+def _show_again(changed: dict[Unit, list[Slot]]) -> None:
+    """Writes parameters of units that run into the tensors that their modules see. Communicates an all-gather each; waits."""
     with torch.inference_mode(False), torch.no_grad():
-        for slot, whole in zip(changed, unit.groups.wholes(changed), strict=True):
-            unit.groups.is_inner_current = False
-            if (seen := slot.places[0].shown) is not None:
-                local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
+        for unit, slots in changed.items():
+            if not unit.running:
+                continue
+            for slot, whole in zip(slots, unit.groups.wholes(slots), strict=True):
+                unit.groups.is_inner_current = False
+                if (seen := slot.places[0].shown) is not None:
+                    local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
 
 
 def _made() -> dict[Any, Callable[..., object]]:
@@ -92,16 +100,15 @@ def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
         for each in arg if isinstance(arg, list | tuple) else (arg,):
             if id(each) in written and isinstance(each, Tensor) and (slot := slot_on(each)) is not None:
                 slots[slot] = None
-    for unit in _by_unit(slots):
-        if not unit.running:
-            # An all-gather under way reads this memory, and some end with a copy of what they have read to the same place.
-            unit.mark_stale()
+    changed = _by_unit(slots)
+    # Before: an all-gather under way reads this memory, and some end with a copy of what they have read to the same place.
+    _let_go(changed)
     _dispatcher._custom_op_handlers = _stock
     try:
         found: object = operation(*args, **kwargs)
     finally:
         _dispatcher._custom_op_handlers = _watching
-    note_edited(slots)
+    _show_again(changed)
     for tell in _open.values():
         tell(slots)
     return found

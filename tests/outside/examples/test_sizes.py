@@ -55,7 +55,8 @@ def test_the_fastest_of_a_larger_one(program, kind, model, ranks, device):
     assert program["fastest"](kind, model, ranks, [device])[1] == row[column]
 
 
-@pytest.mark.parametrize("model", [pytest.param(model, marks=pytest.mark.nightly) for model in ("7B", "70B")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["7B", "70B"])
 def test_bytes_that_are_sent(program, model):
     table = _table("64 ranks | ")
     for stage in program["STAGES"]:

@@ -8,6 +8,7 @@ import torch
 import zero_fn as zf
 from tests.outside.examples.programs import ROOT
 from tests.outside.integrations.architectures import CAUSAL, LLAMA
+from tests.support.profiles import by_night
 from zero_fn.looking.activations import live_bytes
 from zero_fn.looking.configurations import Training, compute_of
 from zero_fn.looking.machines import DEVICES, Machine
@@ -21,9 +22,7 @@ def _config(folder, name, **entries):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("llama", "mixtral") else pytest.param(name, marks=pytest.mark.nightly) for name in CAUSAL]
-)
+@pytest.mark.parametrize("name", by_night(CAUSAL, ("llama", "mixtral")))
 def test_every_causal_model_runs_on_fake_tensors(name, tmp_path):
     model = model_of(_config(tmp_path, name), 16, 2)
     without, with_ = compute_of(model, Training(2, Machine(DEVICES["h100"])))

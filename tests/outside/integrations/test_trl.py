@@ -21,6 +21,7 @@ from tests.outside.integrations.worlds import (
     tokenizer,
 )
 from tests.support.eviction import evicted
+from tests.support.profiles import by_night
 
 skip_without("trl", "datasets", extra="trl")
 
@@ -135,9 +136,7 @@ def test_an_adapter_is_trained_and_resumed_over_a_base_that_was_read_into_shards
     require_close(numbers(trainer("placed"), resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
 
 
-@pytest.mark.parametrize(
-    "trainer", [name if name == "DPOTrainer" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
-)
+@pytest.mark.parametrize("trainer", by_night(CASES, ["DPOTrainer"]))
 @on_two_ranks
 def test_a_trainer_of_trl_has_the_numbers_of_replicas(folder, trainer):
     _written(folder, trainer)

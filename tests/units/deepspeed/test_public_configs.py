@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 import zero_fn as zf
 from tests.support.groups import alone
+from tests.support.profiles import by_night
 from tests.support.ranks import axis
 from tests.support.wholes import means
 from tests.units.deepspeed.configs import BASES, lost_entries, merged
@@ -144,10 +145,7 @@ def _rows(folder, kind):
     return {name: distance(config, None, None) for name, config in configs.items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "n"),
-    [("stages", 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("optimizers", 2), ("stages", 1)))],
-)
+@pytest.mark.parametrize(("kind", "n"), by_night([("stages", 2), ("optimizers", 2), ("stages", 1)], [("stages", 2)]))
 def test_every_stage_and_tier_trains_to_the_bits_of_replicas(ranks, tmp_path, kind, n):
     for found in ranks(n).run(_rows, str(tmp_path), kind):
         assert {name: difference for name, difference in found.items() if difference != 0.0} == {}
