@@ -15,7 +15,7 @@ from property_tests.programs import Block, Leaf, Link, Node, Tree, World, batch,
 from property_tests.strategies import chains, schedules, trees, worlds
 from tests.support.profiles import examples
 from zero_fn.resting import local_of
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.slot import slot_of
 
 

@@ -22,7 +22,7 @@ from tests.support.wholes import full
 from tests.units.checkpoint.test_atomic import before_each_call
 from tests.units.checkpoint.worlds import differing, everything
 from zero_fn.checkpoint.format import contents
-from zero_fn.runtime.box import Box, Holding, ranges, spans, whole_box
+from zero_fn.values.box import Box, Holding, ranges, spans, whole_box
 from zero_fn.values.chained_optimizer import as_one
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)

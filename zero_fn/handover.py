@@ -29,17 +29,17 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import LayoutError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
-from zero_fn.runtime.box import Box
-from zero_fn.runtime.door import doors_below, require_idle, units_of
 from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.everywhere import everywhere
+from zero_fn.runtime.registry import doors_below, require_idle, units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot, slot_of
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import unit_of
+from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.agree import Bits
 from zero_fn.transport.line import Line
+from zero_fn.values.box import Box
 from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["Weights", "WeightsVersion", "apply_weights", "weights"]

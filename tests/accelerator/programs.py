@@ -23,10 +23,11 @@ import zero_fn as zf
 from tests.accelerator import device
 from zero_fn.kernels.threads import more_threads
 from zero_fn.resting import local_of
-from zero_fn.runtime import ending, side_stream, tier_tensor
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime import ending
+from zero_fn.runtime.registry import units_of
 from zero_fn.storage import Transfer
 from zero_fn.streamed import coded
+from zero_fn.tiers import side_stream, tier_tensor
 from zero_fn.transforms.parked import Parking
 from zero_fn.values.tiers import Cpu
 

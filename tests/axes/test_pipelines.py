@@ -36,7 +36,7 @@ from tests.support.programs import STAGES
 from tests.support.seeds import seed_generator
 from tests.support.versions import not_in_2_11
 from tests.support.wholes import full
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 
 WIDTH = 6
 MICROBATCHES = 4

@@ -35,7 +35,7 @@ from tests.support.ranks import axis
 from tests.support.wholes import full
 from tests.support.worlds import DAILY
 from zero_fn.resting import local_of
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 
 KINDS = ("columns", "sequence")
 _TOLERANCE = 1e-11  # of float64

@@ -22,8 +22,8 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import fulls
 from tests.support.worlds import WIDTH, as_replicas, differences, noise
-from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
+from zero_fn.runtime.registry import units_of
 
 
 class Clamped(nn.Sequential):

@@ -25,8 +25,8 @@ from tests.support.wholes import full
 from tests.support.worlds import WIDTH, Tower, noise
 from zero_fn.one_host.arena import Arena
 from zero_fn.resting import local_of
-from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Buffer
+from zero_fn.runtime.registry import runs_of, units_of
 
 # -- with the step, and with the model --------------------------------------------------------------------------------
 

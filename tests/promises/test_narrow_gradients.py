@@ -24,7 +24,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import fulls
-from zero_fn.runtime.norms import clip_grad_norm
+from zero_fn.monitor.gradient_norm import clip_grad_norm
 
 NARROW = torch.bfloat16
 OPTIMIZERS = {

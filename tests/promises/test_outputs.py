@@ -11,8 +11,8 @@ import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.models import Layer, Stack
 from tests.support.worlds import as_replicas, differences, noise, trained
-from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
+from zero_fn.runtime.registry import units_of
 
 
 @dataclass

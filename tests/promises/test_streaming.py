@@ -16,10 +16,10 @@ from tests.axes.grids import grid
 from tests.support.models import Language
 from tests.support.ranks import axis
 from tests.support.wholes import full
-from zero_fn.runtime import parcels
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 from zero_fn.storage import pool
 from zero_fn.storage.host_memory import map_memory
+from zero_fn.tiers import parcels
 
 PLACES = {
     "one rank": (1, lambda model: model),

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from zero_fn.resting import local_of
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["evicted"]

@@ -28,7 +28,7 @@ from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, Draft, part_
 from zero_fn.checkpoint.format.values import encoded
 from zero_fn.checkpoint.huggingface.read import packed, weights_name, write_index
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.box import whole_box
+from zero_fn.values.box import whole_box
 
 __all__ = ["Format", "Tell", "convert", "verify"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_fn.advice import say_if_left_out
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, part_name, tensors_name
 from zero_fn.checkpoint.format.values import encoded
@@ -27,9 +28,7 @@ from zero_fn.checkpoint.live.streamed_states import cuts_of, each_state, held_co
 from zero_fn.checkpoint.rank_meeting import Agreement
 from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
-from zero_fn.runtime.box import Box, Holding, ranges, whole_box
-from zero_fn.runtime.door import units_of
-from zero_fn.runtime.optimizers import say_if_left_out
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import Unit
@@ -37,6 +36,7 @@ from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.coded import CODES
 from zero_fn.transforms.selection import Where
+from zero_fn.values.box import Box, Holding, ranges, whole_box
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.tiers import Cpu
 

@@ -22,7 +22,7 @@ from zero_fn.monitor.sink import Outlet, flat
 from zero_fn.monitor.tensorboard import TensorBoard
 from zero_fn.monitor.wandb import WandB
 from zero_fn.profiling import Profile, profile
-from zero_fn.runtime.door import runs_of
+from zero_fn.runtime.registry import runs_of
 from zero_fn.transport.agree import done_over
 from zero_fn.transport.traffic import Sent, traffic
 

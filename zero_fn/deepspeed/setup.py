@@ -24,7 +24,7 @@ from zero_fn.deepspeed.placement import placed_by, ready_to_run
 from zero_fn.deepspeed.reporter import Reporter
 from zero_fn.deepspeed.settings import Settings, settings_of
 from zero_fn.errors import ConfigError
-from zero_fn.runtime.norms import clip_grad_norm
+from zero_fn.monitor.gradient_norm import clip_grad_norm
 from zero_fn.transport.agree import axes_of, done_over, same_along, sum_along
 from zero_fn.values.chained_optimizer import Optimizers
 from zero_fn.values.mesh import mesh_axis

@@ -60,8 +60,8 @@ from zero_fn.resting import cut_alike, detached, local_of, on_spec
 from zero_fn.runtime.edits import copy_handlers, note_edited
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
 from zero_fn.runtime.unit import unit_of
+from zero_fn.tiers.tier_tensor import TierTensor, in_memory, written_by
 from zero_fn.transport.agree import axes_of, done_over
 from zero_fn.values.mesh import axes_text
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import CheckpointError, LayoutError, PlacementError, StateError, UnitError
-from zero_fn.runtime.door import units_of
-from zero_fn.runtime.registry import Replacement, call_site, note_replacement
+from zero_fn.runtime.registry import units_of
+from zero_fn.runtime.replaced_parameters import Replacement, call_site, note_replacement
 from zero_fn.transforms.captured import follow_forwards, refuse_captured
 from zero_fn.transforms.selection import Where, selected
 from zero_fn.transforms.substitute import Donated, carry_over

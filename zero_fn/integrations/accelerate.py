@@ -43,8 +43,8 @@ from zero_fn.integrations.states import (
     whole_state,
 )
 from zero_fn.integrations.window import AccumulationWindow
-from zero_fn.runtime.door import runs_of
-from zero_fn.runtime.norms import clip_grad_norm
+from zero_fn.monitor.gradient_norm import clip_grad_norm
+from zero_fn.runtime.registry import runs_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.values.chained_optimizer import as_one
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from zero_fn.runtime.registry import replacement_of
+from zero_fn.runtime.replaced_parameters import replacement_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.generating import is_generative
 

@@ -40,7 +40,7 @@ from zero_fn.looking.held import Held
 from zero_fn.looking.links import LinkSpeeds, of_all_ranks
 from zero_fn.looking.predict import Plan, plan
 from zero_fn.looking.table import table
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Link
 from zero_fn.streamed.pieces import Planner

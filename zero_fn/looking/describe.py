@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 from zero_fn.looking.held import padding_nbytes
 from zero_fn.looking.table import table
 from zero_fn.owners import ByOwner
-from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.kind import dtypes_text
+from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.streamed import Streamed
 from zero_fn.values.chained_optimizer import Optimizers, members_of

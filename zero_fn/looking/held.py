@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from zero_fn.owners import ByOwner
 from zero_fn.resting import local_of
-from zero_fn.runtime.door import units_of
 from zero_fn.runtime.pending_gradient import PendingGradient
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import Streamed
+from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.tiers import is_accelerator, is_away
 
@@ -86,7 +86,7 @@ def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
         parameters += memory.buffers if memory is not None else ()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
         buffers += unit.gradients.memory().held()
-    shelves = [shelf for run in {unit.run for unit in units_of(module)} for _, shelf in run.away.shelves()]
+    shelves = [shelf for run in {unit.run for unit in units_of(module)} for _, shelf in run.offloaded.shelves()]
     tiers = Counter[str]()
     for shelf in shelves:
         tiers[str(shelf if isinstance(shelf, StoredFiles) else shelf.tier)] += shelf.nbytes

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import ConfigError
-from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import DiskStorage, Slab
+from zero_fn.tiers.side_stream import side_stream
 from zero_fn.transport.agree import done_over
 from zero_fn.transport.links import line_over
 from zero_fn.transport.segment import Contribution, Segment

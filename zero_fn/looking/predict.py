@@ -32,15 +32,13 @@ from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
-from zero_fn.runtime.box import holding_of
 from zero_fn.runtime.coded_gradients import piece_rows
 from zero_fn.runtime.coded_parameters import require_held
-from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.kind import Shelved
-from zero_fn.runtime.parcels import planned_parcels, record_nbytes, staged_nbytes
+from zero_fn.runtime.holding import holding_of
 from zero_fn.runtime.passes import Script
 from zero_fn.runtime.path import Hop
+from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.rounding import kept_beside
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Slot
@@ -49,9 +47,10 @@ from zero_fn.storage import stagings_for
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
 from zero_fn.streamed.pieces import Planner
+from zero_fn.tiers.parcels import planned_parcels, record_nbytes, staged_nbytes
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.schedule import Enter, Exit, Fetch, Reshard, Settle, Trace, Unshard, Use, forward_schedule
-from zero_fn.values.tiers import Cpu, is_accelerator
+from zero_fn.values.tiers import Cpu, Shelved, is_accelerator
 
 __all__ = ["Moved", "Plan", "plan"]
 

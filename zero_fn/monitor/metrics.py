@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 from zero_fn.checkpoint import load
 from zero_fn.errors import LayoutError
 from zero_fn.looking.held import held
+from zero_fn.monitor.gradient_norm import clip_grad_norm
 from zero_fn.monitor.memory import memory_numbers
 from zero_fn.monitor.sink import Numbers, Sink
 from zero_fn.monitor.sink_of import sink_of
 from zero_fn.monitor.spikes import Spike, Spikes
 from zero_fn.monitor.tally import Tally
 from zero_fn.profiling.clock import Reader, Taken
-from zero_fn.runtime.door import runs_of, units_of
-from zero_fn.runtime.norms import clip_grad_norm
+from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.transport.agree import Bits
 from zero_fn.transport.line import Line
 from zero_fn.values import watching

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 from zero_fn.owners.optimizer import ByOwner
 from zero_fn.owners.shelf import STAGINGS
 from zero_fn.owners.trials import kept_of
-from zero_fn.runtime.parcels import Form, record_nbytes
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.streamed.footprint import Footprint, Link
 from zero_fn.streamed.places import place_of
+from zero_fn.tiers.parcels import Form, record_nbytes
 from zero_fn.values.tiers import Cpu, Tier, is_accelerator, is_away
 
 __all__ = ["footprint_of"]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from zero_fn.advice import say_if_alone, say_if_rounded
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
 from zero_fn.owners.shelf import Shelf
@@ -22,14 +23,14 @@ from zero_fn.owners.trials import require_independent
 from zero_fn.owners.trips import LinesByAxis
 from zero_fn.resting import rest_gradient
 from zero_fn.runtime.everywhere import everywhere
-from zero_fn.runtime.optimizers import require_own_shard, say_if_alone, say_if_rounded
+from zero_fn.runtime.optimizers import require_own_shard
 from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.slot import slot_of
-from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, require_not_streamed, stand_in
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.states import loaded
+from zero_fn.tiers.tier_tensor import in_memory
 from zero_fn.values.tiers import Tier, nbytes_of_text
 
 __all__ = ["ByOwner", "by_owner"]

@@ -22,7 +22,7 @@ from zero_fn.owners.dealing import Dealt, batches
 from zero_fn.owners.trips import Carried, LinesByAxis, collected, spread
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.everywhere import mesh_of
-from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.tiers.tier_tensor import in_memory
 from zero_fn.transport.agree import axes_of
 from zero_fn.transport.agreement import exchange_bytes
 from zero_fn.transport.links import line_over

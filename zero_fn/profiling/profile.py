@@ -35,7 +35,7 @@ from zero_fn.profiling.operations import Operations, peak_of
 from zero_fn.profiling.ranks import Ranks
 from zero_fn.profiling.record import RankRecord, record_of
 from zero_fn.profiling.text import text_of
-from zero_fn.runtime.door import runs_of, units_of
+from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.transport.traffic import PAYLOAD
 from zero_fn.values.chained_optimizer import Optimizers, as_one
 from zero_fn.values.watching import Moment

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_fn.runtime.tier_tensor import PLACE, TierTensor
+from zero_fn.tiers.tier_tensor import PLACE, TierTensor
 
 __all__ = ["attributes_of"]
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from zero_fn.runtime.ending import Ending, current_graph_task
 from zero_fn.runtime.forward import Forward, in_two_threads
 from zero_fn.runtime.gather import gather_again, returns_gradients
-from zero_fn.runtime.gradients import Reduction
+from zero_fn.runtime.gradients import Reduction, settle_gradients
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
@@ -238,7 +238,7 @@ class Backward(Forward):
         """Waits for a reduction, and settles the sharded gradients that this rank contributed to: these surely exist."""
         reduction.wait()
         self._undecided.append((unit, reduction))
-        self.away.take_gradients(unit.slots, unit.groups.members, reduction.take(reduction.local_at_once))
+        settle_gradients(unit.slots, unit.groups, reduction.take(reduction.local_at_once), self.offloaded)
 
     def decide(self) -> None:
         """Settles the others: replicated gradients, and those that only other ranks contributed to. A collective."""
@@ -256,7 +256,7 @@ class Backward(Forward):
             start, end = end, end + len(unit.slots)
             late = [*map(gt, union[start:end], reduction.local_at_once)]  # some rank has one, and it is not at rest yet
             if True in late:
-                self.away.take_gradients(unit.slots, unit.groups.members, reduction.take(late))
+                settle_gradients(unit.slots, unit.groups, reduction.take(late), self.offloaded)
 
     def drop_undecided(self) -> None:
         """Forgets the reductions that are not settled, after a backward that raised."""
@@ -292,7 +292,7 @@ class Backward(Forward):
             else:
                 unit.leave_backward()
         if not self.accumulating:
-            self.away.finish_gradients(unit.groups.members for unit in self.live_units())
+            self.offloaded.finish_gradients()
         self.is_backward_open = False
         for watch in watching.watchers:
             watch.note(Moment.BACKWARD_END)

@@ -22,9 +22,9 @@ from torch import Tensor
 from zero_fn.errors import LayoutError
 from zero_fn.kernels.records import decode, encode
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.record import Record
-from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.slot import Slot
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.side_stream import side_stream
 from zero_fn.transport.segment import Route, Segment
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.wire import Records

@@ -14,7 +14,7 @@ import copy
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -40,18 +40,7 @@ from zero_fn.runtime.whole_step import see_leaves, show_in_backward
 from zero_fn.values import watching
 from zero_fn.values.watching import Moment
 
-__all__ = [
-    "Door",
-    "Method",
-    "attach",
-    "detach",
-    "doors_below",
-    "methods_of",
-    "require_idle",
-    "runs_of",
-    "units_of",
-    "with_parameters",
-]
+__all__ = ["Door", "Method", "attach", "detach"]
 
 
 @dataclass(slots=True)
@@ -318,64 +307,6 @@ def detach(module: nn.Module) -> None:
     if module.__dict__.pop(DOORS, None) is not None:
         drop_hooks(module)
         module.__dict__["_parameters"] = dict(module._parameters)
-
-
-# -- what a model has ----------------------------------------------------------------------------------------------
-
-
-def doors_below(module: nn.Module) -> list[tuple[str, Door]]:
-    """The doors at a module and below it, with module names: two at an anchor with a parameter of another unit."""
-    return [(name, door) for name, child in module.named_modules() for door in child.__dict__.get(DOORS, ())]
-
-
-def methods_of(module: nn.Module) -> list[Method]:
-    """All methods below a module that enter a unit."""
-    return [value for child in module.modules() for value in child.__dict__.values() if isinstance(value, Method)]
-
-
-def units_of(module: nn.Module) -> list[Unit]:
-    """The units of a module and of everything below it, each once."""
-    return list({id(door.unit): door.unit for _, door in doors_below(module)}.values())
-
-
-def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that have parameters: other parts of a model belong to no unit."""
-    return [module for module in modules if next(module.parameters(), None) is not None]
-
-
-def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
-    """The running states of transformed modules, each once.
-
-    Raises:
-        StateError: A module has none: it was not transformed.
-    """
-    runs: dict[int, Run] = {}
-    for module in modules:
-        units = units_of(module)
-        if not units:
-            raise StateError(
-                f"{verb} was given a module that no transform returned.",
-                module=type(module).__name__,
-                fix=f"transform it before you call {verb}: model = zf.shard_params(model, mesh['dp'])",
-            )
-        runs.update((id(unit.run), run_of(unit)) for unit in units)
-    return list(runs.values())
-
-
-def require_idle(units: Iterable[Unit], verb: str) -> None:
-    """Puts units at rest whose last pass raised, and refuses units in use.
-
-    Raises:
-        StateError: A forward runs, gradients wait to be reduced, or an `accumulate` or `unsharded` block is open.
-    """
-    for unit in units:
-        run_of(unit).recover()
-        if unit.is_in_use or run_of(unit).accumulating:
-            raise StateError(
-                f"{verb} was called while the module is in use.",
-                unit=unit.name or "root",
-                fix=f"call {verb} outside forward, accumulate() and unsharded()",
-            )
 
 
 def _went_on(unit: Unit) -> StateError:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.slot import Slot, slot_on
-from zero_fn.runtime.tier_tensor import written_by
 from zero_fn.runtime.unit import Unit, unit_of
+from zero_fn.tiers.tier_tensor import written_by
 
 __all__ = ["copy_handlers", "note_edited", "watch_edits"]
 

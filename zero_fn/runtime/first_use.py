@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from zero_fn.errors import StorageError
 from zero_fn.runtime.kind import dtypes_text
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.runtime.unit import Unit
+from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.agree import Outcome
 from zero_fn.transport.agreement import agree, agree_along, content_digests
 from zero_fn.transport.line import Line

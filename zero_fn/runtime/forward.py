@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from zero_fn.errors import StateError, StorageError
-from zero_fn.runtime.away import Away
 from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
@@ -30,6 +29,7 @@ from zero_fn.runtime.saved import drop_packing
 from zero_fn.runtime.statistics import Statistics
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import require_memory, warn_of_unwritten_buffers
+from zero_fn.tiers.offloaded_state import OffloadedState
 from zero_fn.transport.agree import Bits
 from zero_fn.transport.line import Line
 from zero_fn.values.assignment import Assignment
@@ -66,7 +66,7 @@ class Forward:
         self.units: list[Callable[[], Unit | None]] = []  # weakly, by index
         # For each unit, those around it that have parameters in it (ties).
         self.tied_around: dict[int, tuple[int, ...]] = {}
-        self.away = Away(transport)
+        self.offloaded = OffloadedState(transport)
         self.statistics = Statistics(transport, are_local=assignment.buffers == "local")
         self.graphs = Graphs()
         self.blocks: list[UserBlock] = []  # all that are open, or were interrupted while they closed

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from zero_fn.runtime.coded_parameters import CodedParameters
-from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Rests
 from zero_fn.runtime.landing import landed, memory_for_whole, starts_of
-from zero_fn.runtime.record import Record
 from zero_fn.runtime.saved import remember_buffer
-from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
+from zero_fn.tiers.compute_copies import ParameterRecord
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.side_stream import SideStream, side_stream
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
 

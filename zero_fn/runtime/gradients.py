@@ -13,7 +13,7 @@ stays None only if no rank has one, as in a replica.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import and_
 from typing import Any
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import PlacementError, StorageError
-from zero_fn.resting import as_plain, goes_through_dlpack, local_of, rest_gradient, rested
+from zero_fn.resting import as_plain, goes_through_dlpack, local_of, on_spec, rest_gradient, rested
 from zero_fn.runtime.coded_gradients import CodedGradient, reduced
-from zero_fn.runtime.group import dense_offsets
+from zero_fn.runtime.group import Group, dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot, trained
-from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.pool import BufferPool
+from zero_fn.tiers.offloaded_state import OffloadedState
+from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.trip import Trip
 
-__all__ = ["GradientMemory", "Gradients", "Reduction", "add_gradients"]
+__all__ = ["GradientMemory", "Gradients", "Reduction", "settle_gradients"]
 
 
 class Gradients:
@@ -357,8 +358,38 @@ class Reduction:
         return found
 
 
-def add_gradients(slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> StorageError | None:
-    """Adds reduced gradients to `.grad`; see `add_gradient`. Returns the first failure of a tier that holds one."""
+def settle_gradients(
+    slots: Sequence[Slot], groups: Iterable[Group], grads: Sequence[Tensor | None], offloaded: OffloadedState
+) -> None:
+    """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier. Begins to write
+    those that rest in another tier."""
+    offloaded.note(_add_gradients(slots, grads))
+    for group in groups:
+        record = group.gradient_record
+        values = _take_gradients(group) if record is not None else {}
+        if record is not None and values:
+            offloaded.write_gradients(record, values)
+
+
+def _take_gradients(group: Group) -> dict[int, Tensor]:
+    """The gradients of a group that are in memory and belong into another tier, flat, by number. Tensors in that tier replace
+    them as `.grad` of the parameters."""
+    found: dict[int, Tensor] = {}
+    for slot in group.slots:
+        grad, place = slot.parameter.grad, slot.gradient_place
+        if grad is None or place is None or isinstance(grad, PendingGradient):
+            continue
+        local, path = local_of(grad), slot.path
+        if isinstance(local, TierTensor) or local.dtype != slot.kind.gradient_dtype:
+            continue
+        found[place.number] = path.flat_of(local)
+        away = path.local_view(place)
+        slot.parameter.grad = away if slot.gradient_spec is None else on_spec(away, slot.gradient_spec)
+    return found
+
+
+def _add_gradients(slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> StorageError | None:
+    """Adds reduced gradients to `.grad`; see `_add_gradient`. Returns the first failure of a tier that holds one."""
     later: list[tuple[Slot, Tensor]] = []
     with as_plain():
         for slot, grad in zip(slots, grads, strict=True):
@@ -372,13 +403,13 @@ def add_gradients(slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> Stor
     failure: StorageError | None = None
     for slot, grad in later:
         try:
-            add_gradient(slot, grad)
+            _add_gradient(slot, grad)
         except StorageError as error:
             failure = failure or error
     return failure
 
 
-def add_gradient(slot: Slot, grad: Tensor) -> None:
+def _add_gradient(slot: Slot, grad: Tensor) -> None:
     """Adds a reduced gradient to `.grad`, and calls the user's hooks as autograd would: once, with the resting gradient."""
     parameter = slot.parameter
     if parameter._backward_hooks:

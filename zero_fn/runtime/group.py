@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.extended import travels
-from zero_fn.runtime.kind import Kind, Rests, Shelved
-from zero_fn.runtime.parcels import PARCEL_NBYTES, STEPPED_IN_PLACE_NBYTES, Form
-from zero_fn.runtime.record import Record
+from zero_fn.runtime.kind import Kind, Rests
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.storage.pool import BufferPool
+from zero_fn.tiers.compute_copies import ParameterRecord
+from zero_fn.tiers.parcels import PARCEL_NBYTES, STEPPED_IN_PLACE_NBYTES, Form
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.segment import PACKED_NBYTES
 from zero_fn.values.layout import aligned_offsets
+from zero_fn.values.tiers import Shelved
 
 __all__ = ["Buffer", "Group", "MakeRecord", "dense_offsets", "groups_of"]
 
@@ -267,3 +268,14 @@ def _is_even_and_small(slot: Slot) -> bool:
     return (
         not slot.path.keeps_whole_gradient and is_even and slot.path.piece_numel * slot.dtype.itemsize < PACKED_NBYTES
     )
+
+
+def forms_of_copies(slots: Sequence[Slot], parcel_nbytes: int) -> list[Form]:
+    """The tensors of the compute copies of these parameters; empty if copies would not be smaller."""
+    saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
+    if saved <= 0:
+        return []
+    return [
+        Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype, parcel_nbytes, slot.kind.lands)
+        for slot in slots
+    ]

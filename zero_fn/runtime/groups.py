@@ -23,18 +23,18 @@ from torch import Tensor, nn
 
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of, resting_parameter
-from zero_fn.runtime.away import Away
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Group, groups_of
-from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.landing import landing_nbytes
-from zero_fn.runtime.parcels import Form, lands
-from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.tiers.offloaded_state import OffloadedState
+from zero_fn.tiers.parcels import Form, lands
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line, Work
 from zero_fn.values.home import ReshardAfter
+from zero_fn.values.tiers import Shelved
 
 __all__ = ["Groups", "Phase", "gather_wholes"]
 
@@ -50,7 +50,7 @@ class Phase(Enum):
 class Groups:
     """The groups of a unit, in the order of their first parameters."""
 
-    def __init__(self, unit: str, slots: Sequence[Slot], line: Line, away: Away, owner: object) -> None:
+    def __init__(self, unit: str, slots: Sequence[Slot], line: Line, offloaded: OffloadedState, owner: object) -> None:
         self.slots, self.line = slots, line
         self.members: list[Group] = []
         self.is_away = False  # whether any resting parameter is in another tier
@@ -72,7 +72,7 @@ class Groups:
         # Known once the parameters are gathered: a tier could not be read on some rank (every rank has it then), or a tensor
         # subclass raised in `fsdp_post_all_gather`.
         self.failure: Exception | None = None
-        self._unit, self._away = unit, away
+        self._unit, self._offloaded = unit, offloaded
         self._owner: Callable[[], object] = weakref.ref(owner)
         self._known: list[Record] = []  # records of the earlier groups, which new groups may take over
         self._pending: Work | None = None
@@ -127,10 +127,10 @@ class Groups:
             if type(known) is record_type and is_alike:
                 self._known.remove(known)
                 return known
-        record = record_type(self._away.shelf(what), forms, device, self._away.place_for(what, forms, device))
+        record = record_type(self._offloaded.shelf(what), forms, device, self._offloaded.place_for(what, forms, device))
         record.owner = self._owner
         if lands(forms):
-            record.landing = self._away.landing
+            record.landing = self._offloaded.landing
         return record
 
     def records(self) -> list[Record]:

@@ -33,14 +33,10 @@ import torch
 from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Stage
 from zero_fn.values.rounding import ParameterRounding
-from zero_fn.values.tiers import Tier, is_accelerator, is_away
+from zero_fn.values.tiers import Shelved, is_accelerator, is_away
 from zero_fn.values.wire import Records, Wire, is_coded
 
-__all__ = ["Kind", "Rests", "Shelved", "dtypes_text"]
-
-Shelved = tuple[str, Tier]
-"""A kind of state ("parameters", their "compute copies" and "codes", or "gradients") and the tier it rests in."""
-
+__all__ = ["Kind", "Rests", "dtypes_text"]
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
+from zero_fn.tiers.record import Record
 
 __all__ = ["landed", "landing_nbytes", "memory_for_whole", "starts_of"]
 

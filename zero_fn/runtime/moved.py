@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import as_plain, local_of, resting_parameter, set_local
 from zero_fn.runtime.groups import Groups
-from zero_fn.runtime.registry import Replacement, note_replacement
+from zero_fn.runtime.replaced_parameters import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import TierTensor, same_place
+from zero_fn.tiers.tier_tensor import TierTensor, same_place
 
 __all__ = ["follow", "is_current", "require_in_memory"]
 

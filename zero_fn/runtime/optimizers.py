@@ -21,23 +21,23 @@ mesh, but the coordinate in its mesh is the one of the rank that wrote it.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, Rprop
+from torch.optim import Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zero_fn.errors import CheckpointError, StaleError, StateError, warn_once
+from zero_fn.errors import CheckpointError, StaleError, StateError
 from zero_fn.resting import alone, on_spec, rest_gradient, spec_on
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, require_elementwise, steps_locally
-from zero_fn.runtime.registry import replacement_of
+from zero_fn.runtime.replaced_parameters import replacement_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
@@ -45,11 +45,8 @@ from zero_fn.runtime.unit import Unit, unit_of
 
 __all__ = [
     "require_own_shard",
-    "say_if_alone",
-    "say_if_left_out",
-    "say_if_rounded",
-    "say_if_slow",
     "sharded",
+    "stepped_optimizers",
     "take_over_states",
     "watch_optimizers",
 ]
@@ -64,23 +61,29 @@ _installed: list[Any] = []
 _stepped: WeakSet[Optimizer] = WeakSet()  # all that have stepped, and are still there
 
 
-def watch_optimizers() -> None:
-    """Installs the hooks, once."""
+def watch_optimizers(at_first_step: Callable[[Optimizer], None]) -> None:
+    """Installs the hooks, once. `at_first_step` is called with each optimizer before its first step."""
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_before_step))
+        _installed.append(register_optimizer_step_pre_hook(partial(_before_step, at_first_step)))
         _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
+def stepped_optimizers() -> Iterable[Optimizer]:
+    """All optimizers that have stepped, and are still there."""
+    return list(_stepped)
+
+
 @uncompiled
-def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+def _before_step(
+    at_first_step: Callable[[Optimizer], None], optimizer: Optimizer, _args: object, _kwargs: object
+) -> None:
     _stepped.add(optimizer)
     require_elementwise(optimizer)
     steps_locally(optimizer)
     is_streamed = getattr(optimizer, "takes_from_tiers", False)
     is_ours = is_streamed or getattr(optimizer, "steps_wholes", False)  # it takes over loaded states itself
     if _LOADS not in optimizer.__dict__ and not is_ours:
-        say_if_rounded(optimizer)
-        say_if_alone(optimizer, lambda parameter: parameter.grad is not None)
+        at_first_step(optimizer)
         take_over_states(optimizer)  # loaded before the first step
         optimizer.__dict__[_LOADS] = None
         if hasattr(
@@ -270,85 +273,3 @@ def take_over_states(optimizer: Optimizer) -> None:
                 require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
             elif isinstance(value, Tensor) and name != "step" and tuple(value.shape) == slot.full_shape:
                 states[name] = sharded(value, slot, slot.spec)
-
-
-# -- advice, given once: what is right, and hardly what the user wants ---------------------------------------------------
-
-
-def say_if_alone(optimizer: Optimizer, is_trained: Callable[[Tensor], bool] = lambda parameter: True) -> None:
-    """Warns of plain parameters beside those of a transformed model, on several ranks: nobody reduces their gradients, unless
-    they are in a DistributedDataParallel. `is_trained`: whether a parameter that requires gradients counts."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    slots = [slot_of(parameter) for parameter in parameters]
-    plain = [
-        parameter
-        for parameter, slot in zip(parameters, slots, strict=True)
-        if slot is None and type(parameter) is nn.Parameter and parameter.requires_grad and is_trained(parameter)
-    ]
-    plain = [parameter for parameter in plain if replacement_of(parameter) is None]
-    if not plain or not any(hop.axis.size > 1 for slot in slots if slot is not None for hop in slot.path.hops):
-        return
-    wrapped = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
-    reduced = {id(parameter) for module in wrapped for parameter in module.parameters()}
-    plain = [parameter for parameter in plain if id(parameter) not in reduced]
-    if plain:
-        warn_once(
-            "An optimizer trains plain parameters beside those of a transformed model: their gradients are not reduced.",
-            first=f"{_name(plain[0].dtype)}{list(plain[0].shape)}, of {len(plain)}",
-            why="each rank would train its own copy of them, such as the weights of a loss, and ranks drift apart",
-            fix="before the optimizer loss = zf.replicate(loss, mesh['dp']); if it is meant: "
-            "warnings.filterwarnings('ignore', '.*trains plain parameters beside')",
-        )
-
-
-def say_if_left_out(saved: Iterable[object], names: Mapping[int, str]) -> None:
-    """Warns of an optimizer that has stepped parameters of a model that is saved, and that is not saved itself. `names`: of
-    the parameters, by identity."""
-    optimizers = [each for each in saved if isinstance(each, Optimizer)]
-    held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
-    for other in _stepped:
-        groups = [group["params"] for group in other.param_groups]
-        lost = [names[id(p)] for group in groups for p in group if id(p) in names and id(p) not in held]
-        if lost:
-            warn_once(
-                "A checkpoint is saved with one of the optimizers of its model, and without another.",
-                left_out=type(other).__name__,
-                parameters=f"{len(lost)}, such as {', '.join(lost[:3])}",
-                why="their states would be gone after a load, and training would go on with other numbers",
-                fix="all of them: zf.save(folder, model, (muon, adamw)); if it is meant: "
-                "warnings.filterwarnings('ignore', '.*one of the optimizers of its model')",
-            )
-
-
-def say_if_rounded(optimizer: Optimizer) -> None:
-    """Warns of Adam on parameters in 16 bits: its updates are a few thousandths of a parameter at most, and with 8 or 11 bits
-    of precision most of them are lost."""
-    if type(optimizer) not in (Adam, AdamW, Adamax, NAdam, RAdam):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            slot = slot_of(parameter)
-            if slot is None or slot.kind.rounding is not None or not parameter.requires_grad:
-                continue
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                name = str(parameter.dtype).removeprefix("torch.")
-                warn_once(
-                    f"{type(optimizer).__name__} trains parameters that rest in {name}, without float32 masters.",
-                    first=slot,
-                    why="updates smaller than half a unit in the last place of a parameter are rounded away",
-                    fix=f"before the optimizer model = zf.precision(model, rest=torch.float32, compute=torch.{name}); "
-                    "or, at 2 bytes a parameter, rest=torch.bfloat16, round='stochastic'; "
-                    "if it is meant: warnings.filterwarnings('ignore', '.*without float32 masters')",
-                )
-                return
-
-
-def say_if_slow(optimizer: Optimizer) -> None:
-    """Warns of a streamed Adam without `fused=True`: it is stepped on the host, where only the fused step has a kernel."""
-    if type(optimizer) in (Adam, AdamW) and any(group["fused"] is None for group in optimizer.param_groups):
-        name = type(optimizer).__name__
-        warn_once(
-            f"{name} is stepped on the host without fused=True: several times slower.",
-            why="a kernel in C does the fused step in one pass over memory; it took 6.8 times as long without, on two cores",
-            fix=f"{name}(model.parameters(), ..., fused=True); if it is meant: fused=False",
-        )

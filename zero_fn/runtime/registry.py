@@ -1,64 +1,70 @@
-"""Remembers which parameter a transform has put in place of another.
-
-References are weak: they keep no parameter alive. Nothing is written on the tensors of the user.
-
-[Note: no weak references to DTensors] `Module.to` swaps parameters that are DTensors, and torch does not swap a tensor that
-has weak references. So the slot stands for a new parameter, and the local tensor for one that was replaced.
-"""
+"""What a transformed model has: its units, the modules at which they are entered, and the runs of these."""
 
 from __future__ import annotations
 
-import traceback
-import weakref
-from pathlib import Path
+from collections.abc import Iterable
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from zero_fn.runtime.slot import Slot, slot_of
+from zero_fn.errors import StateError
+from zero_fn.runtime.call_hooks import DOORS
+from zero_fn.runtime.door import Door, Method
+from zero_fn.runtime.run import Run, run_of
+from zero_fn.runtime.unit import Unit
 
-__all__ = ["Replacement", "call_site", "note_replacement", "replacement_of"]
-
-
-class Replacement:
-    """The replacement of a parameter by a transform."""
-
-    def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
-        self.fqn, self.site = fqn, site  # of the parameter; the transform, and the place from which it was called
-        self._successor: weakref.ref[Slot | nn.Parameter] = weakref.ref(slot_of(parameter) or parameter)
-
-    def parameter(self) -> nn.Parameter | None:
-        """The parameter that took its place; None if that is gone."""
-        successor = self._successor()
-        return successor if successor is None or isinstance(successor, Tensor) else successor.parameter
+__all__ = ["doors_below", "methods_of", "require_idle", "runs_of", "units_of", "with_parameters"]
 
 
-_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
-
-_replaced: dict[int, tuple[weakref.ref[Tensor], Replacement]] = {}
-
-
-def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:
-    key = id(old)
-    _replaced[key] = (weakref.ref(_anchor(old), lambda _: _replaced.pop(key, None)), replacement)
+def doors_below(module: nn.Module) -> list[tuple[str, Door]]:
+    """The doors at a module and below it, with module names: two at an anchor with a parameter of another unit."""
+    return [(name, door) for name, child in module.named_modules() for door in child.__dict__.get(DOORS, ())]
 
 
-def replacement_of(parameter: object) -> Replacement | None:
-    """The replacement of a parameter; None if it was not replaced."""
-    entry = _replaced.get(id(parameter))
-    return (
-        entry[1] if entry is not None and isinstance(parameter, Tensor) and entry[0]() is _anchor(parameter) else None
-    )
+def methods_of(module: nn.Module) -> list[Method]:
+    """All methods below a module that enter a unit."""
+    return [value for child in module.modules() for value in child.__dict__.values() if isinstance(value, Method)]
 
 
-def _anchor(parameter: Tensor) -> Tensor:
-    """A tensor that lives as long as a parameter does. [Note: no weak references to DTensors]"""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+def units_of(module: nn.Module) -> list[Unit]:
+    """The units of a module and of everything below it, each once."""
+    return list({id(door.unit): door.unit for _, door in doors_below(module)}.values())
 
 
-def call_site(verb: str) -> str:
-    """The verb, and where the user called it: the innermost frame outside this package."""
-    for frame in reversed(traceback.extract_stack(limit=12)):
-        if not frame.filename.startswith(_PACKAGE_FOLDER):
-            return f"{verb} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return verb
+def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that have parameters: other parts of a model belong to no unit."""
+    return [module for module in modules if next(module.parameters(), None) is not None]
+
+
+def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
+    """The running states of transformed modules, each once.
+
+    Raises:
+        StateError: A module has none: it was not transformed.
+    """
+    runs: dict[int, Run] = {}
+    for module in modules:
+        units = units_of(module)
+        if not units:
+            raise StateError(
+                f"{verb} was given a module that no transform returned.",
+                module=type(module).__name__,
+                fix=f"transform it before you call {verb}: model = zf.shard_params(model, mesh['dp'])",
+            )
+        runs.update((id(unit.run), run_of(unit)) for unit in units)
+    return list(runs.values())
+
+
+def require_idle(units: Iterable[Unit], verb: str) -> None:
+    """Puts units at rest whose last pass raised, and refuses units in use.
+
+    Raises:
+        StateError: A forward runs, gradients wait to be reduced, or an `accumulate` or `unsharded` block is open.
+    """
+    for unit in units:
+        run_of(unit).recover()
+        if unit.is_in_use or run_of(unit).accumulating:
+            raise StateError(
+                f"{verb} was called while the module is in use.",
+                unit=unit.name or "root",
+                fix=f"call {verb} outside forward, accumulate() and unsharded()",
+            )

@@ -113,7 +113,7 @@ class Run(Backward):
                 self.settle(unit, unit.gradients.reduce(exact=True, present=present))
         self.decide()
         self.finish_unread()
-        self.away.finish_gradients(unit.groups.members for unit in units)
+        self.offloaded.finish_gradients()
 
 
 def run_of(unit: Unit) -> Run:

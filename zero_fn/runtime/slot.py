@@ -16,7 +16,7 @@ from zero_fn.errors import PlacementError
 from zero_fn.resting import alone, as_plain, local_of, spec_on
 from zero_fn.runtime.kind import Kind
 from zero_fn.runtime.path import Path, path_of
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
+from zero_fn.tiers.tier_tensor import TierTensor, in_memory, same_place
 from zero_fn.values.grid import Grid, local_part
 from zero_fn.values.home import Home, Stage
 from zero_fn.values.layout import ShardLayout
@@ -28,7 +28,7 @@ __all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of", "slot_on", "spec
 
 _slots: dict[
     int, weakref.ref[Slot]
-] = {}  # by the id of the resting parameter. [Note: no weak references to DTensors] (registry.py)
+] = {}  # by the id of the resting parameter. [Note: no weak references to DTensors] (replaced_parameters.py)
 
 # By the storage of the local tensor, which views and `.data` of the parameter share.
 _on_storage: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()

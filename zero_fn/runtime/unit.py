@@ -53,7 +53,7 @@ class Unit:
         run, self.slots = self.run, slots  # in registration order
         # Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
         self.has_model_axes = any(slot.model is not None for slot in slots)
-        self.groups = Groups(str(self), slots, run.transport, run.away, self)
+        self.groups = Groups(str(self), slots, run.transport, run.offloaded, self)
         self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
         for slot in slots:
             slot.owner = weakref.ref(self)

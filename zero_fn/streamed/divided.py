@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.kernels.codes import BLOCK_NUMEL
 from zero_fn.runtime.everywhere import mesh_of
-from zero_fn.runtime.numbering import Numbering
+from zero_fn.runtime.holding import numbering_of
 from zero_fn.streamed.coded import Divided, blocks_of, may_be_coded
 from zero_fn.transport.agree import Bits, axes_of
 from zero_fn.transport.line import Line
 from zero_fn.transport.links import line_over
+from zero_fn.values.numbering import Numbering
 
 __all__ = ["agree_on_largest", "divided_among", "sent_along"]
 
@@ -34,7 +35,7 @@ def divided_among(parameters: Sequence[Tensor]) -> dict[Tensor, Divided]:
     """
     found: dict[Tensor, Divided] = {}
     for mesh, members in _by_mesh(filter(may_be_coded, parameters)).items():
-        numberings = [Numbering.of(parameter) for parameter in members]
+        numberings = [numbering_of(parameter) for parameter in members]
         bits = [_is_divided(each) for each in numberings]
         for line in _lines(mesh):
             bits = Bits(line, bits, _WHAT).read()

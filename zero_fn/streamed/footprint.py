@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
-from zero_fn.runtime.parcels import record_nbytes
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import BUFFERS, staging_form, whole_pages
 from zero_fn.storage.stored_files import StoredFiles
@@ -24,6 +23,7 @@ from zero_fn.streamed.inner import require_streamable
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
 from zero_fn.streamed.places import groups_of
+from zero_fn.tiers.parcels import record_nbytes
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 
 __all__ = ["NO_LINK", "Footprint", "Link", "footprint"]

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_fn.advice import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import rest_gradient
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.everywhere import everywhere, is_cut
-from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow, take_over_states
+from zero_fn.runtime.optimizers import take_over_states
 from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.divided import agree_on_largest, divided_among

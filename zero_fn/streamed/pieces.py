@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import flat_in, is_dense, local_of
-from zero_fn.runtime.parcels import Parcel, padded_nbytes
-from zero_fn.runtime.record import Record
 from zero_fn.runtime.rounding import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
@@ -28,6 +26,8 @@ from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed.coded import Coded, Divided, coded_schema, note_largest
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, place_of
+from zero_fn.tiers.parcels import Parcel, padded_nbytes
+from zero_fn.tiers.record import Record
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Tier, bytes_text, is_accelerator, is_away
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
+from zero_fn.advice import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.errors import StateError
-from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.streamed.inner import require_not_streamed, require_streamable
 from zero_fn.streamed.optimizer import Streamed, planned
 from zero_fn.streamed.pieces import BUFFER_NBYTES

@@ -24,10 +24,8 @@ from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.everywhere import everywhere, is_shared
-from zero_fn.runtime.numbering import Numbering
-from zero_fn.runtime.record import Record
+from zero_fn.runtime.holding import numbering_of
 from zero_fn.runtime.rounding import Widened, rounding_of
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.storage import NOTHING
 from zero_fn.streamed.inner import raw_step, stand_in
 from zero_fn.streamed.one_pass import CodesInPlace, steps_in_one_pass, takes_codes
@@ -36,6 +34,8 @@ from zero_fn.streamed.pipeline import ChunkPipeline, Waiting
 from zero_fn.streamed.places import records_of
 from zero_fn.streamed.states import States
 from zero_fn.streamed.windows import Window, Windows
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 
 __all__ = ["Steps"]
 
@@ -222,7 +222,7 @@ class _Step:
                 value = values[cut].to(device)
                 if rounding_of(cut.parameter) is not None:
                     own_room, room = room[: value.numel()], room[value.numel() :]
-                    numbering = Numbering.of(cut.parameter)
+                    numbering = numbering_of(cut.parameter)
                     widened[cut] = Widened(cut.parameter, value, own[cut], numbering, cut.piece.start, own_room)
                     value = widened[cut].values
                 piece = stepped[cut] = _stand_in(cut, value, grads[cut].to(device))

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from zero_fn.resting import is_dense, local_of
-from zero_fn.runtime.compute_copies import ParameterRecord
-from zero_fn.runtime.parcels import padded_nbytes
-from zero_fn.runtime.record import Record
-from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.slot import slot_of
-from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.storage import NOTHING, StagingBuffers, Waited
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
 from zero_fn.streamed.pipeline import Transfers
+from zero_fn.tiers.compute_copies import ParameterRecord
+from zero_fn.tiers.parcels import padded_nbytes
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.side_stream import side_stream
+from zero_fn.tiers.tier_tensor import TierTensor, same_place
 from zero_fn.values.tiers import is_accelerator
 
 __all__ = ["Window", "Windows"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from zero_fn.errors import LayoutError
 from zero_fn.runtime.blocks import Body, UserBlock, opened
-from zero_fn.runtime.door import require_idle, runs_of, with_parameters
+from zero_fn.runtime.registry import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.whole_step import begin_whole, end_whole, local_gradients, register_resting

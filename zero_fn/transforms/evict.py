@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError
 from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_local
-from zero_fn.runtime.door import require_idle, units_of
 from zero_fn.runtime.everywhere import everywhere
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.storage import Slab
+from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.parked import bytes_of
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.layout import aligned_offsets

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.transport.agree import Bits
 

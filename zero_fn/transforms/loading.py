@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
-from zero_fn.runtime.door import units_of
 from zero_fn.runtime.optimizers import require_own_shard, sharded
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 from zero_fn.runtime.unit import unit_of
 from zero_fn.storage.stored_files import StoredFiles
+from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.agreement import content_digest
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiled import Tiled

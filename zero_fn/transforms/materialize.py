@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.errors import MeshError, StateError
-from zero_fn.runtime.door import runs_of, units_of
-from zero_fn.runtime.registry import Replacement, note_replacement
+from zero_fn.runtime.registry import runs_of, units_of
+from zero_fn.runtime.replaced_parameters import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Store
+from zero_fn.tiers.side_stream import side_stream
 from zero_fn.values.tiers import Cpu, Tier, is_away
 
 __all__ = ["Parked", "Parking", "bytes_of"]

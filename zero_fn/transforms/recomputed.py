@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from zero_fn.errors import StorageError, TierError
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.uncompiled import left_alone
 from zero_fn.transforms.parked import Parked, Parking
 from zero_fn.transport.agreement import agree, content_digest

@@ -18,23 +18,24 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.jit import ScriptModule
 
+from zero_fn.advice import advise_at_first_step
 from zero_fn.dtensor.refused import note_mesh
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.door import Door, Method, attach, detach, doors_below, methods_of, require_idle, units_of
+from zero_fn.runtime.door import Door, Method, attach, detach
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
-from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.module_edits import watch_modules
 from zero_fn.runtime.optimizers import watch_optimizers
-from zero_fn.runtime.parcels import Form
-from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of
+from zero_fn.runtime.registry import doors_below, methods_of, require_idle, units_of
+from zero_fn.runtime.replaced_parameters import Replacement, call_site, note_replacement, replacement_of
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of, slot_of
-from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.unwritten import note_meta_buffers
+from zero_fn.tiers.parcels import Form
+from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
 from zero_fn.transforms.generating import generate_together
 from zero_fn.transforms.loading import check_entries
@@ -44,6 +45,7 @@ from zero_fn.transport.agreement import content_digests
 from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.grid import Grid, grid_of
+from zero_fn.values.tiers import Shelved
 from zero_fn.values.tiled import is_tile
 from zero_fn.values.units import NamedParameter, anchors_of, distinct_parameters, innermost_common
 
@@ -122,7 +124,7 @@ def substitute(
     named, grid = _checked(module, assignment, verb)
     anchors = assignment.anchors if assignment.anchors is not None else anchors_of(module, None)
     site = call_site(verb)
-    watch_optimizers()
+    watch_optimizers(advise_at_first_step)
     watch_modules()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         twin, memo = copied(module, named)
@@ -259,14 +261,14 @@ def reserve(run: Run, site: str, units: Sequence[Unit] | None = None, *, on_meta
     groups = [group for unit in (run.live_units() if units is None else units) for group in unit.groups]
     for group in groups if on_meta else [each for each in groups if each.kind.device.type != "meta"]:
         for what, forms in (*group.forms_away(), *group.codes_away()):
-            if run.away.files is None or what[0] != "parameters":
+            if run.offloaded.files is None or what[0] != "parameters":
                 records.setdefault(what, []).append(forms)
     if not records:
         return
     failure: Exception | None = None
     try:
         device = next(slot.kind.device_type for unit in run.live_units() for slot in unit.slots)
-        run.away.reserve(records, torch.device(device))
+        run.offloaded.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
     found = Outcome(run.transport, failure, site.partition(" ")[0]).failed_on_any_rank()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.blocks import Body, UserBlock, opened
-from zero_fn.runtime.door import require_idle, runs_of, units_of, with_parameters
+from zero_fn.runtime.registry import require_idle, runs_of, units_of, with_parameters
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit

@@ -19,6 +19,7 @@ __all__ = [
     "IN_MEMORY",
     "Cpu",
     "Nvme",
+    "Shelved",
     "Tier",
     "Tiers",
     "bytes_text",
@@ -205,3 +206,7 @@ def bytes_text(nbytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+Shelved = tuple[str, Tier]
+"""A kind of state ("parameters", their "compute copies" and "codes", or "gradients") and the tier it rests in."""

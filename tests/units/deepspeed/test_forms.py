@@ -12,7 +12,7 @@ import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.messages import refused
 from tests.units.deepspeed.programs import built, zero
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 
 
 def test_autocast_ends_with_an_error_in_a_forward():

@@ -17,7 +17,7 @@ from zero_fn.errors import _said
 from zero_fn.kernels import adam, library, threads
 from zero_fn.kernels.adam import AdamPiece, AdamRates, in_c, rounding
 from zero_fn.kernels.threads import more_threads, share, threads_for
-from zero_fn.runtime.tier_tensor import _norm
+from zero_fn.tiers.tier_tensor import _norm
 
 TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run", "LOCAL_WORLD_SIZE": "8"}
 

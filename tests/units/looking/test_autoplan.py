@@ -13,8 +13,8 @@ from tests.support.messages import Headed, refusals
 from tests.support.ranks import axis as axis_of_ranks
 from tests.support.seeds import seed_generator
 from tests.support.wholes import full
-from zero_fn.runtime import parcels
 from zero_fn.streamed.pieces import ParameterPiece
+from zero_fn.tiers import parcels
 from zero_fn.transforms import shard
 from zero_fn.transforms.offload import offloaded
 from zero_fn.values.home import Home

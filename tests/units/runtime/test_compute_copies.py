@@ -16,11 +16,11 @@ from tests.support.messages import refused
 from tests.support.profiles import examples
 from tests.units.storage.disks import answers, failing
 from zero_fn.kernels import library
-from zero_fn.runtime.compute_copies import ParameterRecord
-from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
-from zero_fn.runtime.record import Record
-from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Slab, storage_on, wait_all
+from zero_fn.tiers.compute_copies import ParameterRecord
+from zero_fn.tiers.parcels import PARCEL_NBYTES, Form, record_nbytes
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.tier_tensor import TierTensor
 
 MIB = 1 << 20
 WAYS = ("copy", "at once", "behind", "parcel")

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.groups import pretended
-from zero_fn.runtime.door import units_of
 from zero_fn.runtime.groups import Phase
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.transport.line import Line
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import zero_fn as zf
 from tests.support.groups import alone
-from zero_fn.runtime.door import units_of
+from zero_fn.runtime.registry import units_of
 
 
 def test_a_gradient_that_two_parameters_share_is_not_summed_in_place():

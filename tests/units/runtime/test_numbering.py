@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_fn.runtime.box import Box
-from zero_fn.runtime.numbering import Numbering
+from zero_fn.runtime.holding import numbering_of
+from zero_fn.values.box import Box
+from zero_fn.values.numbering import Numbering
 
 
 @st.composite
@@ -53,5 +54,5 @@ def test_runs_are_as_long_as_rows_allow():
 def test_a_plain_parameter_is_numbered_as_it_lies_in_memory():
     image = nn.Parameter(torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last))
     stored = image.detach().as_strided((24,), (1,))
-    assert Numbering.of(image).numbers(0, 24).tolist() == stored.tolist()
-    assert not Numbering.of(image).is_in_order
+    assert numbering_of(image).numbers(0, 24).tolist() == stored.tolist()
+    assert not numbering_of(image).is_in_order

@@ -8,10 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zero_fn as zf
-from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
-from zero_fn.runtime.record import Record
-from zero_fn.runtime.tier_tensor import TierTensor, _is_for_host
 from zero_fn.storage import Slab, storage_on, wait_all
+from zero_fn.tiers.parcels import PARCEL_NBYTES, Form, record_nbytes
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.tier_tensor import TierTensor, _is_for_host
 
 forms_of = st.lists(
     st.builds(

@@ -21,7 +21,7 @@ from tests.support.resident import forget_peak, in_new_process, peak_nbytes
 from tests.support.wholes import full
 from tests.support.worlds import DAILY, differences, trained
 from tests.units.storage.disks import answers
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.tiers.tier_tensor import TierTensor
 
 MIB = 1 << 20
 

@@ -145,7 +145,7 @@ RECIPES = {
 @pytest.mark.parametrize(("recipe", "depth"), [*((recipe, 1) for recipe in RECIPES), ("zero3", 0), ("zero3", 2)])
 def test_second_step_of_a_recipe_is_golden(axis, monkeypatch, recipe, depth):
     model = RECIPES[recipe](Root(), axis)
-    zf.runtime.door.runs_of(model, verb="test")[0].depth = depth
+    zf.runtime.registry.runs_of(model, verb="test")[0].depth = depth
     done = record(monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

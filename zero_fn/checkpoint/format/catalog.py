@@ -15,7 +15,7 @@ from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, re
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, part_name, read_manifest, tensors_name
 from zero_fn.checkpoint.format.values import decoded
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.box import DEALT_RANKS
+from zero_fn.values.box import DEALT_RANKS
 
 __all__ = ["Catalog"]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
 from zero_fn.kernels.codes import BLOCK_NUMEL, decode_by
-from zero_fn.runtime.box import Box, ranges, spans, strides_of, whole_box
-from zero_fn.runtime.numbering import Numbering
 from zero_fn.streamed.coded import CODES, MOMENTS, SCALES, scales_shape
+from zero_fn.values.box import Box, ranges, spans, strides_of, whole_box
+from zero_fn.values.numbering import Numbering
 
 __all__ = ["Contents", "Key", "range_of", "require_whole"]
 

@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor
 
 from zero_fn.errors import CheckpointError, StorageError
-from zero_fn.runtime.box import Box, whole_box
+from zero_fn.values.box import Box, whole_box
 
 __all__ = [
     "BUFFER_NBYTES",

@@ -10,13 +10,13 @@ from zero_fn.checkpoint.format.contents import Contents, Key, range_of
 from zero_fn.checkpoint.live.held_tensors import HeldTensor
 from zero_fn.checkpoint.live.load_plan import LoadPlan
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.box import strides_of
-from zero_fn.runtime.door import runs_of, units_of
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.parcels import Parcel, lands
+from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.storage import stagings_for
 from zero_fn.storage.stored_files import FileRange, StoredFiles
+from zero_fn.tiers.parcels import Parcel, lands
+from zero_fn.values.box import strides_of
 from zero_fn.values.chunks import Piece
 from zero_fn.values.tiers import is_away
 
@@ -74,7 +74,7 @@ def open_files(model: nn.Module) -> None:
         tiers = [slot.home.tiers.params for unit in run.live_units() for slot in unit.slots]
         for tier in tiers:
             if tier is not None:
-                run.away.files = run.away.files or StoredFiles(tier)
+                run.offloaded.files = run.offloaded.files or StoredFiles(tier)
 
 
 def leave_in_files(model: nn.Module, plan: LoadPlan, source: Contents) -> None:
@@ -83,9 +83,9 @@ def leave_in_files(model: nn.Module, plan: LoadPlan, source: Contents) -> None:
     left: set[int] = set()
     for run in runs_of(model, verb="load_pretrained"):
         for group in (group for unit in run.live_units() for group in unit.groups):
-            if group.record is not None and run.away.files is not None:
+            if group.record is not None and run.offloaded.files is not None:
                 helds = [plan.named.parameters[id(slot.parameter)] for slot in group.slots]
-                _leave(group, run.away.files, [(keys[id(held)], held) for held in helds], source)
+                _leave(group, run.offloaded.files, [(keys[id(held)], held) for held in helds], source)
                 left |= {id(held) for held in helds}
     plan.todo = [(key, held) for key, held in plan.todo if id(held) not in left]
 

@@ -30,8 +30,8 @@ from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.box import whole_box
-from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.tiers.tier_tensor import in_memory
+from zero_fn.values.box import whole_box
 from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["export", "require_own_names", "save_pretrained"]

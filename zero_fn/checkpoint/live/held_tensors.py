@@ -22,14 +22,15 @@ from zero_fn.errors import CheckpointError
 from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
 from zero_fn.resting import local_of
-from zero_fn.runtime.box import Box, Holding, holding_of, holding_of_state, ranges, spans, whole_box
-from zero_fn.runtime.door import units_of
-from zero_fn.runtime.parcels import Parcel
-from zero_fn.runtime.record import Record
+from zero_fn.runtime.holding import holding_of, holding_of_state
+from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
-from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import StagingBuffers, wait_all
+from zero_fn.tiers.parcels import Parcel
+from zero_fn.tiers.record import Record
+from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.selection import Where
+from zero_fn.values.box import Box, Holding, ranges, spans, whole_box
 from zero_fn.values.tiled import Tiled
 
 __all__ = ["HeldTensor", "ModelTensors", "ParcelWindow", "held_averages", "held_state", "tensors_of_groups"]

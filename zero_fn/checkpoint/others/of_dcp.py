@@ -30,7 +30,7 @@ from zero_fn.checkpoint.others.torch_files import (
     refused,
 )
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.box import Box
+from zero_fn.values.box import Box
 
 __all__ = ["METADATA", "DcpFolder"]
 

@@ -31,7 +31,7 @@ from typing import Any
 from zero_fn.checkpoint.format.files import damaged, disk, understood
 from zero_fn.checkpoint.others.torch_files import Foreign, TensorInFile, read_torch_file
 from zero_fn.errors import CheckpointError
-from zero_fn.runtime.box import Box, spans, strides_of, whole_box
+from zero_fn.values.box import Box, spans, strides_of, whole_box
 
 __all__ = ["DeepSpeedFolder", "deepspeed_folder"]
 

@@ -25,7 +25,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from zero_fn.checkpoint.format.contents import Contents, range_of
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.errors import CheckpointError, ZeroError
-from zero_fn.runtime.box import Box, spans, strides_of, whole_box
+from zero_fn.values.box import Box, spans, strides_of, whole_box
 
 __all__ = ["Foreign", "Stub", "TensorInFile", "ZipRecord", "opened_pickle", "read_torch_file", "refused"]
 

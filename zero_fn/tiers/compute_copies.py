@@ -19,12 +19,11 @@ from contextlib import suppress
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.runtime.parcels import Form, Parcel
-from zero_fn.runtime.record import Record
-from zero_fn.runtime.slot import Slot
 from zero_fn.storage import Transfer, wait_all
+from zero_fn.tiers.parcels import Parcel
+from zero_fn.tiers.record import Record
 
-__all__ = ["Copying", "ParameterRecord", "forms_of_copies"]
+__all__ = ["Copying", "ParameterRecord"]
 
 _NO_VERSION = -1
 
@@ -121,17 +120,6 @@ class Copying:
         """See `Transfer.wait`."""
         wait_all([self._transfer])
         self._copy.version = self._version
-
-
-def forms_of_copies(slots: Sequence[Slot], parcel_nbytes: int) -> list[Form]:
-    """The tensors of the compute copies of these parameters; empty if copies would not be smaller."""
-    saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
-    if saved <= 0:
-        return []
-    return [
-        Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype, parcel_nbytes, slot.kind.lands)
-        for slot in slots
-    ]
 
 
 def _pieces(record: Record, parcel: Parcel, memory: Tensor) -> dict[int, Tensor]:

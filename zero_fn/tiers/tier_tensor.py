@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from zero_fn.errors import StateError
 from zero_fn.kernels.threads import more_threads
-from zero_fn.runtime.record import Record
+from zero_fn.tiers.record import Record
 
 __all__ = ["PLACE", "TierTensor", "in_memory", "same_place", "written_by"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.runtime.parcels import Form, Parcel, parcels_of
-from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import TierStorage, Transfer, wait_all
 from zero_fn.storage.pool import Landing
+from zero_fn.tiers.parcels import Form, Parcel, parcels_of
+from zero_fn.tiers.side_stream import side_stream
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["Record", "Stretch"]

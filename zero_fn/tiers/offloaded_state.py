@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.resting import local_of, on_spec
-from zero_fn.runtime.gradients import add_gradients
-from zero_fn.runtime.group import Group
-from zero_fn.runtime.kind import Shelved
-from zero_fn.runtime.parcels import Form, record_nbytes, staged_nbytes
-from zero_fn.runtime.pending_gradient import PendingGradient
-from zero_fn.runtime.record import Record
-from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import TierStorage, stagings_for, storage_on
 from zero_fn.storage.pool import Landing
 from zero_fn.storage.stored_files import StoredFiles
+from zero_fn.tiers.parcels import Form, record_nbytes, staged_nbytes
+from zero_fn.tiers.record import Record
 from zero_fn.transport.agree import Outcome
 from zero_fn.transport.line import Line
+from zero_fn.values.tiers import Shelved
 
-__all__ = ["Away"]
+__all__ = ["OffloadedState"]
 
 
-class Away:
+class OffloadedState:
     """The shelves of one transformed module, and its gradients that are being written to them.
 
     If a disk fails during a backward, the error is kept until the end of the backward, when all ranks are told.
@@ -74,28 +68,28 @@ class Away:
         if nbytes:
             self.shelf(what).stage(nbytes, stagings_for(device.type))
 
-    def take_gradients(self, slots: Sequence[Slot], groups: Iterable[Group], grads: Sequence[Tensor | None]) -> None:
-        """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier. Begins to
-        write those that rest in another tier, one group for each staging buffer. On an accelerator the gradients of one group
-        come to the host while those of the group before are written."""
-        failure = add_gradients(slots, grads)
+    def note(self, failure: StorageError | None) -> None:
+        """Keeps a failure of a tier until the end of the backward."""
         self._failure = self._failure or failure
-        for group in groups:
-            record = group.gradient_record
-            values = _take_gradients(group) if record is not None else {}
-            if record is None or not values:
-                continue
-            with self._failing_at_the_end():
-                for other in self._writing:
-                    if other.writing is not None:
-                        other.writing.go_on(other)
-                self._finish_writing(down_to=stagings_for(record.device.type) - 1)
-                self._writing.append(record)
-                record.begin_writing(values)
 
-    def finish_gradients(self, units: Iterable[Iterable[Group]]) -> None:
-        """Waits until all gradients are in their tier."""
-        if all(group.gradient_record is None for groups in units for group in groups):
+    def write_gradients(self, record: Record, values: dict[int, Tensor]) -> None:
+        """Begins to write gradients, flat, by number in their record: one record for each staging buffer. On an accelerator
+        those of one record come to the host while those of the record before are written."""
+        with self._failing_at_the_end():
+            for other in self._writing:
+                if other.writing is not None:
+                    other.writing.go_on(other)
+            self._finish_writing(down_to=stagings_for(record.device.type) - 1)
+            self._writing.append(record)
+            record.begin_writing(values)
+
+    def finish_gradients(self) -> None:
+        """Waits until all gradients are in their tier. A collective, if any may be in another tier.
+
+        Raises:
+            StorageError: On every rank, if a tier has failed on any in this backward.
+        """
+        if not any(kind == "gradients" for kind, _ in self._shelves):
             return
         with self._failing_at_the_end():
             self._finish_writing()
@@ -115,21 +109,4 @@ class Away:
         try:
             yield
         except StorageError as error:
-            self._failure = self._failure or error
-
-
-def _take_gradients(group: Group) -> dict[int, Tensor]:
-    """The gradients of a group that are in memory and belong into another tier, flat, by number. Tensors in that tier replace
-    them as `.grad` of the parameters."""
-    found: dict[int, Tensor] = {}
-    for slot in group.slots:
-        grad, place = slot.parameter.grad, slot.gradient_place
-        if grad is None or place is None or isinstance(grad, PendingGradient):
-            continue
-        local, path = local_of(grad), slot.path
-        if isinstance(local, TierTensor) or local.dtype != slot.kind.gradient_dtype:
-            continue
-        found[place.number] = path.flat_of(local)
-        away = path.local_view(place)
-        slot.parameter.grad = away if slot.gradient_spec is None else on_spec(away, slot.gradient_spec)
-    return found
+            self.note(error)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zero_fn.resting import dense_stride, local_of
-from zero_fn.runtime.box import Box, holding_of, strides_of, whole_box
+from zero_fn.resting import dense_stride
+from zero_fn.values.box import Box, Holding, strides_of, whole_box
 
 __all__ = ["Numbering"]
 
@@ -32,10 +32,8 @@ class Numbering:
     order: tuple[int, ...]  # the dims of what this rank holds, from the outermost in memory to the innermost
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Numbering:
-        """That of a parameter that lies densely in memory, with or without a transform."""
-        held, local = holding_of(parameter), local_of(parameter)
-        assert held is not None, "a rank that is not on the mesh of the tensor"
+    def of_held(cls, held: Holding, local: Tensor) -> Numbering:
+        """That of what a rank holds of a tensor. `local` is its memory, and lies densely."""
         return cls(held.shape, held.box, _order_of(local))
 
     @classmethod
