@@ -1,9 +1,10 @@
 """Imports point down the layers, one package alone moves bytes between ranks, and none draws from generators of the user.
 
-    6 others        integrations
-    5 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover
-    4 verbs         transforms, streamed, owners, extras
-    3 execution     runtime, dtensor
+    7 others        integrations
+    6 surface       recipes, looking, profiling, monitor, launch, local, deepspeed, checkpoint, handover
+    5 verbs         transforms, streamed, owners, extras
+    4 execution     runtime, dtensor, advice
+    3 tiers         tiers: tensors that rest in them
     2 bytes         transport, one_host, storage, kernels, resting
     1 values        values: meshes, homes, tiers, layouts, units, schedules
     0 words         errors
@@ -23,7 +24,8 @@ LAYERS = (
     ("errors",),
     ("values",),
     ("transport", "one_host", "storage", "kernels", "resting"),
-    ("runtime", "dtensor"),
+    ("tiers",),
+    ("runtime", "dtensor", "advice"),
     ("transforms", "streamed", "owners", "extras"),
     (
         "recipes",

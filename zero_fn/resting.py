@@ -19,11 +19,8 @@ __all__ = [
     "as_plain",
     "at_same_address",
     "cut_alike",
-    "dense_stride",
     "detached",
-    "flat_in",
     "goes_through_dlpack",
-    "is_dense",
     "local_of",
     "on_spec",
     "rest_gradient",
@@ -153,27 +150,3 @@ def set_local(parameter: nn.Parameter, local: Tensor) -> None:
         parameter._local_tensor = local
     else:
         parameter.data = local
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor if it is dense; else those of its shape row by row."""
-    return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-
-
-def flat_in(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The elements in the order of these strides, which leave no gaps: a view, or a copy of a tensor that lies otherwise."""
-    if tensor.stride() != stride:
-        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor are one range of memory without gaps or overlaps."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return expected == tensor.numel()

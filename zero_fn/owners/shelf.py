@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from zero_fn.resting import dense_stride, flat_in
 from zero_fn.storage import storage_on
 from zero_fn.tiers.parcels import Form, record_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor
+from zero_fn.values.strides import dense_stride, flat_in
 from zero_fn.values.tiers import Tier, bytes_text
 
 __all__ = ["STAGINGS", "Shelf"]

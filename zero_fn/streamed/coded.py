@@ -26,10 +26,11 @@ from torch import Tensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.kernels.codes import BLOCK_NUMEL, decode, decode_by, encode, encode_by
-from zero_fn.resting import dense_stride, flat_in, local_of
+from zero_fn.resting import local_of
 from zero_fn.runtime.rounding import COMPENSATION
 from zero_fn.streamed.inner import Schema
 from zero_fn.values.numbering import Numbering
+from zero_fn.values.strides import dense_stride, flat_in
 
 __all__ = [
     "CODES", "MOMENTS", "SCALES", "Coded", "Divided", "blocks_of", "coded_schema", "may_be_coded", "note_largest",

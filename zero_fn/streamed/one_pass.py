@@ -20,8 +20,8 @@ from zero_fn.errors import warn_once
 from zero_fn.kernels import library
 from zero_fn.kernels.adam import AdamPiece, AdamRates, by_torch, in_c, rounding
 from zero_fn.kernels.threads import share
-from zero_fn.resting import is_dense
 from zero_fn.streamed.pieces import ParameterPiece
+from zero_fn.values.strides import is_dense
 
 __all__ = ["CodesInPlace", "arithmetic_of", "say_if_one_thread", "steps_in_one_pass", "takes_codes"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
-from zero_fn.resting import flat_in, is_dense, local_of
+from zero_fn.resting import local_of
 from zero_fn.runtime.rounding import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
@@ -29,6 +29,7 @@ from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, p
 from zero_fn.tiers.parcels import Parcel, padded_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.values.chunks import Piece, chunks_of
+from zero_fn.values.strides import flat_in, is_dense
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Tier, bytes_text, is_accelerator, is_away
 
 __all__ = ["BUFFER_NBYTES", "Chunk", "ParameterPiece", "Planner", "name_of", "rooms_of"]

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zero_fn.resting import is_dense, local_of
+from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import NOTHING, StagingBuffers, Waited
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
@@ -27,6 +27,7 @@ from zero_fn.tiers.parcels import padded_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.side_stream import side_stream
 from zero_fn.tiers.tier_tensor import TierTensor, same_place
+from zero_fn.values.strides import is_dense
 from zero_fn.values.tiers import is_accelerator
 
 __all__ = ["Window", "Windows"]

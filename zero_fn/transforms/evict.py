@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError
-from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_local
+from zero_fn.resting import at_same_address, local_of, on_spec, set_local
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.storage import Slab
@@ -23,6 +23,7 @@ from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.parked import bytes_of
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.layout import aligned_offsets
+from zero_fn.values.strides import is_dense
 from zero_fn.values.tiers import Cpu, Tier, bytes_text
 
 __all__ = ["Evicted", "evict"]

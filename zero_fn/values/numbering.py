@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zero_fn.resting import dense_stride
 from zero_fn.values.box import Box, Holding, strides_of, whole_box
+from zero_fn.values.strides import dense_stride
 
 __all__ = ["Numbering"]
 

@@ -1,0 +1,32 @@
+"""How the elements of a tensor lie in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["dense_stride", "flat_in", "is_dense"]
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor if it is dense; else those of its shape row by row."""
+    return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+
+
+def flat_in(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The elements in the order of these strides, which leave no gaps: a view, or a copy of a tensor that lies otherwise."""
+    if tensor.stride() != stride:
+        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor are one range of memory without gaps or overlaps."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return expected == tensor.numel()
