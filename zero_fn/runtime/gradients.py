@@ -363,7 +363,9 @@ def settle_gradients(
 ) -> None:
     """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier. Begins to write
     those that rest in another tier."""
-    offloaded.note(_add_gradients(slots, grads))
+    failure = _add_gradients(slots, grads)
+    if failure is not None:
+        offloaded.note(failure)
     for group in groups:
         record = group.gradient_record
         values = _take_gradients(group) if record is not None else {}
