@@ -22,7 +22,6 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import fulls
 from tests.support.worlds import WIDTH, as_replicas, differences, noise
-from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.registry import units_of
 
 
@@ -113,7 +112,7 @@ def test_what_a_forward_changes_in_place_is_refused(name, stage):
     alone = STAGES[stage](build(), axis())
     with pytest.raises(zf.PlacementError, match=f"changed '{parameter}' in place"):
         alone(x)
-    is_at_rest = [unit.groups.phase is Phase.AT_REST for unit in units_of(alone)]
+    is_at_rest = [unit.memory.is_at_rest for unit in units_of(alone)]
     assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
 
 

@@ -96,7 +96,7 @@ def test_memory_is_freed_after_a_step_and_with_the_model(program, stage):
         with _watched() as storages:
             model = STAGES[stage](Tower(), axis())
             kept, resting = _alive(storages), zf.held(model).parameters
-            assert kept == sum(len(unit.groups.members) for unit in units_of(model))
+            assert kept == sum(len(unit.memory.groups) for unit in units_of(model))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             PROGRAMS[program](model, optimizer)
             if program in ("train", "evaluate", "fail"):

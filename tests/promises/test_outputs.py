@@ -11,7 +11,6 @@ import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.models import Layer, Stack
 from tests.support.worlds import as_replicas, differences, noise, trained
-from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.registry import units_of
 
 
@@ -151,7 +150,7 @@ def test_two_frozen_units_at_most_are_whole_whatever_their_outputs_are_in():
     whole = []
 
     def note(_):
-        whole.append(sum(unit.groups.phase is Phase.GATHERED for unit in units_of(model)))
+        whole.append(sum(unit.memory.is_whole for unit in units_of(model)))
 
     with pretended(2) as mesh:
         layers = nn.Sequential(*(Hidden(note) for _ in range(5))).requires_grad_(False)

@@ -153,7 +153,7 @@ def test_two_units_are_in_memory_at_most(tmp_path, landing, copy):
     written(tmp_path)
     model = zf.offload(on_meta(), params=zf.nvme(tmp_path))
     zf.load_pretrained(model, tmp_path, copy=copy)
-    largest = max(unit.groups.landing_nbytes for unit in units_of(model))
+    largest = max(unit.memory.landing_nbytes for unit in units_of(model))
     for _ in range(4):
         require_same_outputs(model, model_of())
     assert len(landing) == 3, "the root, which stays, and two blocks"
@@ -222,7 +222,9 @@ def reads_codes(folder, name):
             model = zf.offload(zf.precision(PLACES[name][1](on_meta()), gather=wire), params=zf.nvme(folder))
             zf.load_pretrained(model, folder, copy=copy)
             require_same_outputs(model, expected)
-            coded = [each for unit in units_of(model) for each in unit.groups if each.record and each.record.codes]
+            coded = [
+                each for unit in units_of(model) for each in unit.memory.groups if each.record and each.record.codes
+            ]
             assert coded and all(each.record.source is each.record.codes for each in coded)
         with torch.no_grad():
             for each in (model, expected):

@@ -790,7 +790,7 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
     slot = slot_of(self)
     unit = unit_of(slot)
     if slot is not None and unit is not None and run_of(unit).forward is not None:
-        unit.groups.is_moved = True
+        unit.memory.is_moved = True
         note_edited([slot])
 
 

@@ -397,12 +397,12 @@ def _rest_in(tiers: Tiers, units: Sequence[Unit]) -> None:
     """Lets what units on `meta` have rest in these tiers, as `offload` would, in place: only layouts are made anew."""
 
     for unit in units:
-        for group in unit.groups:
+        for group in unit.memory.groups:
             group.vacate()
             group.kind = replace(group.kind, home=replace(group.kind.home, tiers=tiers))
             for slot in group.slots:
                 slot.home, slot.kind = group.kind.home, group.kind
-        unit.groups.lay_out()
+        unit.memory.lay_out()
         unit.gradients.forget_layout()
 
 

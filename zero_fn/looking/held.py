@@ -81,8 +81,8 @@ def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
     gradients = [local_of(grad) for grad in grads if grad is not None]
     buffers: list[torch.UntypedStorage] = []
     for unit in units_of(module):
-        memory = unit.groups.gathered
-        parameters += [*unit.groups.kept(), *(slot.flat for slot in unit.slots)]  # with the padding between them
+        memory = unit.memory.whole
+        parameters += [*unit.memory.kept(), *(slot.flat for slot in unit.slots)]  # with the padding between them
         parameters += memory.buffers if memory is not None else ()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
         buffers += unit.gradients.memory().held()
@@ -133,5 +133,5 @@ def _nbytes(tensors: Iterable[Tensor], buffers: Iterable[torch.UntypedStorage] =
 
 def padding_nbytes(unit: Unit) -> tuple[int, int]:
     """Bytes of padding in the memory at rest of a unit, and in that of its gradients."""
-    is_away = any(group.kind.is_gradient_away for group in unit.groups)
-    return unit.groups.padding_nbytes, 0 if is_away else unit.gradients.memory().padding_nbytes
+    is_away = any(group.kind.is_gradient_away for group in unit.memory.groups)
+    return unit.memory.padding_nbytes, 0 if is_away else unit.gradients.memory().padding_nbytes

@@ -21,7 +21,7 @@ Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,9 +33,9 @@ from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
 from zero_fn.runtime.coded_gradients import piece_rows
-from zero_fn.runtime.coded_parameters import require_held
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.holding import holding_of
+from zero_fn.runtime.leg import Leg
 from zero_fn.runtime.passes import Script
 from zero_fn.runtime.path import Hop
 from zero_fn.runtime.registry import runs_of, units_of
@@ -43,6 +43,7 @@ from zero_fn.runtime.rounding import kept_beside
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.wire_gather import require_held
 from zero_fn.storage import stagings_for
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
@@ -51,6 +52,7 @@ from zero_fn.tiers.parcels import planned_parcels, record_nbytes, staged_nbytes
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.schedule import Enter, Exit, Fetch, Reshard, Settle, Trace, Unshard, Use, forward_schedule
 from zero_fn.values.tiers import Cpu, Shelved, is_accelerator
+from zero_fn.values.wire import Wire
 
 __all__ = ["Moved", "Plan", "plan"]
 
@@ -172,7 +174,7 @@ def plan(
             optimizer_nbytes_per_element=optimizer_nbytes_per_element,
             fix="leave one of them out: plan(model, optimizer)",
         )
-    groups = [group for unit in units for group in unit.groups]
+    groups = [group for unit in units for group in unit.memory.groups]
     for group in groups:
         require_held(group)
     device_type = next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
@@ -191,7 +193,7 @@ def plan(
             # Gradients of several uses or backwards are summed before they travel, in the dtype of the sum.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
             collectives += _collectives(unit, times_gathered=times)
-            for group in unit.groups:
+            for group in unit.memory.groups:
                 _add_moved(group, times, found)
                 sent += _sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
     stock = [each for each in optimizers if not isinstance(each, Streamed | ByOwner | Planner)]
@@ -296,44 +298,59 @@ def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: boo
     """
     total, kind = Counter[str](), group.kind
     for slot in group.slots:
-        numel = slot.path.numel
+        for number, leg, piece in _gathered(slot, pads=pads):
+            times = 1 if leg.is_kept else times_gathered
+            if kind.travels and slot.extension.sent_nbytes is not None:
+                nbytes = slot.extension.sent_nbytes // slot.path.size * (slot.path.size - 1)
+            elif isinstance(leg.form, Wire):
+                nbytes = leg.form.records(slot.path.row_numel).nbytes_of(piece)
+            else:
+                nbytes = piece * leg.form.itemsize
+            total[slot.path.hops[number].axis.name] += times * nbytes
+        numel = slot.path.numel if slot.parameter.requires_grad else 0
         for number, hop in enumerate(slot.path.hops if numel else ()):
-            size = hop.axis.size
-            piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // size)
-            own = min(piece, numel - min(hop.axis.rank * piece, numel))
-            gathered = (piece if pads else own) * (size - 1)
-            scattered = piece * (size - 1) if pads else numel - own
-            if hop.layout is not None:
-                times = 1 if number and kind.keeps_inner else times_gathered
-                own_nbytes = gathered * kind.compute_dtype.itemsize
-                if kind.gather is not None and (number or not kind.adds_to_inner):
-                    own_nbytes = kind.records_of(slot.path).nbytes_of(gathered)
-                if kind.travels and slot.extension.sent_nbytes is not None:
-                    own_nbytes = slot.extension.sent_nbytes // size * (size - 1)
-                total[hop.axis.name] += times * own_nbytes
-            if slot.parameter.requires_grad and kind.scatter is not None:
+            own, gathered = _own_of(hop, numel, pads=pads)
+            if kind.scatter is not None:
                 own, nbytes = _coded(slot, hop, numel)
                 total[hop.axis.name] += nbytes
-            elif slot.parameter.requires_grad:
+            else:
                 # In the dtype of their sum if they are exact; along the second axis always.
                 summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
+                scattered = gathered if pads else numel - own
                 total[hop.axis.name] += scattered * summed.itemsize
                 total[hop.axis.name] += gathered * kind.gradient_dtype.itemsize if hop.layout is None else 0
             numel = own
     return +total
 
 
+def _gathered(slot: Slot, *, pads: bool) -> Iterator[tuple[int, Leg, int]]:
+    """The legs along axes of a parameter: the number of the hop, the leg, and the elements that this rank sends."""
+    legs = {leg.hop: leg for leg in slot.kind.up if leg.hop is not None}
+    numel = slot.path.numel
+    for number, hop in enumerate(slot.path.hops if numel else ()):
+        own, gathered = _own_of(hop, numel, pads=pads)
+        if number in legs:
+            yield number, legs[number], gathered
+        numel = own
+
+
+def _own_of(hop: Hop, numel: int, *, pads: bool) -> tuple[int, int]:
+    """Of so many elements those that a hop leaves to this rank, and those that it sends when they are gathered."""
+    piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // hop.axis.size)
+    own = min(piece, numel - min(hop.axis.rank * piece, numel))
+    return own, (piece if pads else own) * (hop.axis.size - 1)
+
+
 def _collectives(unit: Unit, *, times_gathered: int) -> Counter[str]:
     """How many collectives move the parameters and gradients of a unit in a step, by the name of the axis."""
     gathered, reduced, shared = dict[str, int](), set[str](), set[str]()
     for slot in unit.slots:
-        for number, hop in enumerate(slot.path.hops if slot.path.numel else ()):
-            if hop.layout is not None:
-                times = 1 if number and slot.kind.keeps_inner else times_gathered
-                gathered[hop.axis.name] = max(times, gathered.get(hop.axis.name, 0))
-            if slot.parameter.requires_grad:
-                reduced.add(hop.axis.name)
-                shared |= {hop.axis.name} if hop.layout is None else set()
+        for number, leg, _ in _gathered(slot, pads=False):
+            axis = slot.path.hops[number].axis.name
+            gathered[axis] = max(1 if leg.is_kept else times_gathered, gathered.get(axis, 0))
+        for hop in slot.path.hops if slot.path.numel and slot.parameter.requires_grad else ():
+            reduced.add(hop.axis.name)
+            shared |= {hop.axis.name} if hop.layout is None else set()
     return Counter(gathered) + Counter(reduced) + Counter(shared)
 
 
@@ -396,22 +413,22 @@ def _walk(run: Run, *, backwards: int) -> _Walk:
     reduced = trained if backwards == 1 else frozenset()
     backward = Script(_way_back(trace, trained), reduced, ahead=run.ahead).events
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
-    gathers = Counter({index: 1 for index in uses if not units[index].groups.is_transient})
+    gathers = Counter({index: 1 for index in uses if not units[index].memory.is_transient})
     gathered: set[int] = set()
     landing: set[int] = set()  # those that a disk is being read into
     pending: set[int] = set()
     peak = 0
-    gathered_nbytes = {index: unit.groups.gathered_nbytes for index, unit in units.items()}
+    gathered_nbytes = {index: unit.memory.gathered_nbytes for index, unit in units.items()}
     gradient_nbytes = {index: _gradient_nbytes(unit) for index, unit in units.items()}
     for events, in_forward in ((forward, True), (backward, False)) * backwards:
         for event in events:
             if isinstance(event, Unshard):
-                gathers[event.unit] += units[event.unit].groups.is_transient and event.unit not in gathered
+                gathers[event.unit] += units[event.unit].memory.is_transient and event.unit not in gathered
                 gathered.add(event.unit)
                 landing.discard(event.unit)
-            elif isinstance(event, Fetch) and units[event.unit].groups.landing_nbytes:
+            elif isinstance(event, Fetch) and units[event.unit].memory.landing_nbytes:
                 landing.add(event.unit)
-            elif isinstance(event, Reshard) and not (in_forward and units[event.unit].groups.reshards_after_backward):
+            elif isinstance(event, Reshard) and not (in_forward and units[event.unit].memory.reshards_after_backward):
                 gathered.discard(event.unit)
             elif isinstance(event, Enter) and not in_forward:
                 pending.add(event.use.unit)

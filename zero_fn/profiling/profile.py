@@ -73,7 +73,7 @@ class Profile(Findings):
         super().__init__()
         self._model, self._optimizer, self._out = model, optimizer, out
         self._tokens, self._peak = tokens, peak
-        groups = [group for unit in units_of(model) for group in unit.groups]
+        groups = [group for unit in units_of(model) for group in unit.memory.groups]
         if not groups:
             runs_of(model, verb="profile")  # raises
         self._device_type = next((g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu")

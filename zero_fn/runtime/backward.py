@@ -238,7 +238,7 @@ class Backward(Forward):
         """Waits for a reduction, and settles the sharded gradients that this rank contributed to: these surely exist."""
         reduction.wait()
         self._undecided.append((unit, reduction))
-        settle_gradients(unit.slots, unit.groups.members, reduction.take(reduction.local_at_once), self.offloaded)
+        settle_gradients(unit.slots, unit.memory.groups, reduction.take(reduction.local_at_once), self.offloaded)
 
     def decide(self) -> None:
         """Settles the others: replicated gradients, and those that only other ranks contributed to. A collective."""
@@ -256,7 +256,7 @@ class Backward(Forward):
             start, end = end, end + len(unit.slots)
             late = [*map(gt, union[start:end], reduction.local_at_once)]  # some rank has one, and it is not at rest yet
             if True in late:
-                settle_gradients(unit.slots, unit.groups.members, reduction.take(late), self.offloaded)
+                settle_gradients(unit.slots, unit.memory.groups, reduction.take(late), self.offloaded)
 
     def drop_undecided(self) -> None:
         """Forgets the reductions that are not settled, after a backward that raised."""
@@ -287,7 +287,7 @@ class Backward(Forward):
         for unit in self.live_units():
             if unit.running:
                 continue  # [Note: backward inside a forward]
-            if unit.groups.is_transient or not self.accumulating:
+            if unit.memory.is_transient or not self.accumulating:
                 unit.reshard()
             else:
                 unit.leave_backward()

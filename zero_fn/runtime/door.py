@@ -139,7 +139,7 @@ class Door:
         unit.shown.show(begun.tensors)
         begun.has_backward = torch.is_grad_enabled() and not begun.is_transforming
         # What is kept between uses may be kept by autograd as well.
-        packs = begun.has_backward and unit.groups.is_transient
+        packs = begun.has_backward and unit.memory.is_transient
         begun.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
         run.packed += begun.is_packing
         return True

@@ -78,8 +78,8 @@ def _show_again(changed: dict[Unit, list[Slot]]) -> None:
         for unit, slots in changed.items():
             if not unit.running:
                 continue
-            for slot, whole in zip(slots, unit.groups.wholes(slots), strict=True):
-                unit.groups.is_inner_current = False
+            for slot, whole in zip(slots, unit.memory.wholes(slots), strict=True):
+                unit.memory.outdate()
                 if (seen := slot.places[0].shown) is not None:
                     local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
 

@@ -22,7 +22,6 @@ from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.first_use import agree_on_units
-from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.members import is_as_before, note_members
 from zero_fn.runtime.passes import ForwardPass, Graphs, ReadUse, UnitUse
 from zero_fn.runtime.saved import drop_packing
@@ -110,10 +109,12 @@ class Forward:
 
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         """Events with gathers, and fetches from tiers, moved ahead of their uses: they run beside the computation."""
-        groups = {unit.index: unit.groups for unit in self.live_units()}
-        events = prefetch(events, depth=self.depth, stays=lambda unit: groups[unit].is_away and groups[unit].is_local)
+        groups = {unit.index: unit.memory for unit in self.live_units()}
+        events = prefetch(
+            events, depth=self.depth, stays=lambda unit: bool(groups[unit].away) and groups[unit].is_local
+        )
         events = land_ahead(events, nbytes_of=lambda unit: groups[unit].landing_nbytes)
-        is_fetched = {unit: each.is_away and not each.landing_nbytes for unit, each in groups.items()}
+        is_fetched = {unit: bool(each.away) and not each.landing_nbytes for unit, each in groups.items()}
         return fetch_ahead(events, is_away=is_fetched.__getitem__, depth=_FETCH_DEPTH)
 
     # -- what ranks tell one another --------------------------------------------------------------------------------
@@ -194,17 +195,17 @@ class Forward:
             unit.await_gathered()
         elif kind is Fetch:
             if unit.shown.leaves is None:
-                unit.groups.fetch()
+                unit.memory.fetch()
         elif self.forward is not None:
             self.reshard(unit, grad=self.forward.grad)
-        elif not unit.running and unit.groups.is_transient:
+        elif not unit.running and unit.memory.is_transient:
             unit.reshard()
         elif not unit.running:  # it stays gathered: only the ranks that run its next use would gather it again
             unit.leave_backward()
 
     def reshard(self, unit: Unit, *, grad: bool) -> None:
         """Frees the gathered parameters of a unit that is not running, unless they are kept until the backward (`grad`)."""
-        if unit.groups.is_transient and not unit.running and not (grad and unit.groups.reshards_after_backward):
+        if unit.memory.is_transient and not unit.running and not (grad and unit.memory.reshards_after_backward):
             unit.reshard()
 
     # -- of the whole -----------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class Forward:
             warn_of_unwritten_buffers(root)
         units = [unit for unit in self.live_units() if not unit.is_gone]
         for unit in units:
-            unit.groups.is_held = False
+            unit.memory.reference_is_shared = False
         if self.assignment.axis is not None and self.transport.size > 1:
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
         if self.assignment.axis is not None:
@@ -291,10 +292,10 @@ class Forward:
             self.recorded[key] = (trace, legs(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
-            if unit.groups.phase is Phase.AT_REST and not unit.groups.is_away:
+            if unit.memory.level < unit.memory.top and not unit.memory.away:
                 continue
-            if unit.groups.phase is Phase.GATHERING:
-                unit.groups.wait()  # prefetched and not used: a gather that is dropped would be taken for the next
+            if unit.memory.pending is not None:
+                unit.memory.wait()  # prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self.reshard(unit, grad=forward.grad)
         if forward.grad:

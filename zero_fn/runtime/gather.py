@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
-from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.gradients import Reduction
-from zero_fn.runtime.groups import gather_wholes
 from zero_fn.runtime.hooks import defer_hooks
+from zero_fn.runtime.memory import gather_wholes
 from zero_fn.runtime.odd import is_transforming
 from zero_fn.runtime.on_model_axes import arrived, placed
 from zero_fn.runtime.passes import UnitUse, will_execute
 from zero_fn.runtime.slot import trained
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.whole_buffers import Lent
 from zero_fn.transport.agree import Bits
 
 __all__ = ["gather", "gather_again", "returns_gradients"]
@@ -54,16 +54,16 @@ def gather_again(unit: Unit) -> list[Tensor]:
 
     The same tensors serve every backward, as long as nobody could tell them from new ones. [Note: tensors that are lent]
     """
-    gathered = unit.groups.gathered
-    if gathered is None or not gathered.lends or unit.has_model_axes or is_transforming():
+    whole = unit.memory.whole
+    if whole is None or not whole.lends or unit.has_model_axes or is_transforming():
         with torch.enable_grad():
             return gather(UnitUse(unit, -1))
-    now, lent = trained(unit.slots), gathered.lent
+    now, lent = trained(unit.slots), whole.lent
     if lent is None or lent.trained != now or not lent.is_untouched():
         use = UnitUse(weakref.proxy(unit), -1)  # the unit holds these tensors, their node holds this
         with torch.enable_grad():
             lent = Lent(gather(use), now, use)
-        gathered.lent = lent
+        whole.lent = lent
     lent.use.generation, lent.use.has_arrived, lent.is_shown = unit.generation, False, True
     return lent.tensors
 
@@ -71,7 +71,9 @@ def gather_again(unit: Unit) -> list[Tensor]:
 def gather(use: UnitUse) -> list[Tensor]:
     """The gathered parameters of a unit, connected to its resting ones if gradients are recorded. Sets `use.node`."""
     unit = use.unit
-    tensors = unit.groups.tensors()
+    whole = unit.memory.whole
+    assert whole is not None, f"{unit} is not gathered"
+    tensors = whole.tensors()
     flags = trained(unit.slots) if torch.is_grad_enabled() else []
     if True not in flags:
         return placed(unit.slots, tensors) if unit.has_model_axes else tensors

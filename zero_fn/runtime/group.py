@@ -8,9 +8,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_fn.errors import StorageError
 from zero_fn.runtime.extended import travels
-from zero_fn.runtime.kind import Kind, Rests
+from zero_fn.runtime.kind import Kind
+from zero_fn.runtime.leg import Spot
 from zero_fn.runtime.slot import Slot
 from zero_fn.storage.pool import BufferPool
 from zero_fn.tiers.compute_copies import ParameterRecord
@@ -20,6 +20,7 @@ from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.segment import PACKED_NBYTES
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.tiers import Shelved
+from zero_fn.values.wire import Wire
 
 __all__ = ["Buffer", "Group", "MakeRecord", "dense_offsets", "groups_of"]
 
@@ -72,7 +73,6 @@ class Group:
         self._rest: Buffer | None = None
         self.record: ParameterRecord | None = None  # where parameters and gradients rest in other tiers, if they do
         self.gradient_record: Record | None = None
-        self._failure: StorageError | None = None  # of the last fetch; `arrive` returns it
         for slot in slots:
             slot.join(kind)
 
@@ -84,27 +84,27 @@ class Group:
         if kind.has_whole:
             starts, numel = _aligned(slots, [slot.path.padded_numel for slot in slots], kind.compute_dtype)
             self.whole = Buffer(starts, numel, kind.compute_dtype, kind.device, is_transient=self.is_transient)
-        if kind.keeps_inner:
-            dtype = torch.uint8 if kind.keeps_records else kind.compute_dtype
+        if kind.inner is not None:
+            dtype = torch.uint8 if isinstance(kind.inner, Wire) else kind.compute_dtype
             numels = [slot.path.sublayout.padded_numel for slot in slots if slot.path.sublayout is not None]
-            if kind.keeps_records:
+            if isinstance(kind.inner, Wire):
                 numels = [kind.records_of(slot.path).nbytes_of(n) for slot, n in zip(slots, numels, strict=True)]
             starts, numel = _aligned(slots, numels, dtype)
             self.inner = Buffer(starts, numel, dtype, kind.device)
-        if kind.rests is Rests.IN_OWN:
+        if kind.rests is Spot.REST:
             starts, numel = dense_offsets(slots, [slot.path.local_numel for slot in slots], kind.dtype.itemsize)
             self._rest = Buffer(starts, numel, kind.dtype, kind.device)
         if kind.device.type != "meta":
             self._lay_out_records(make_record)
         for number, slot in enumerate(slots):
             path = slot.path
-            if kind.rests is Rests.ON_SHELF:
+            if kind.rests is Spot.TIER:
                 assert self.record is not None
                 slot.flat = TierTensor.of(self.record, number)
-            elif kind.rests is Rests.IN_WHOLE:
+            elif kind.rests is Spot.WHOLE:
                 assert self.whole is not None
                 slot.flat = self.whole.range(slot, path.start, path.local_numel)
-            elif kind.rests is Rests.IN_INNER:
+            elif kind.rests is Spot.INNER:
                 assert self.inner is not None
                 slot.flat = self.inner.range(slot, path.inner_start, path.local_numel)
             else:
@@ -157,7 +157,7 @@ class Group:
     def vacate(self) -> None:
         """Drops the buffers in memory of the device. Records in other tiers stay."""
         self.whole = self.inner = self._rest = None
-        if self.kind.rests is Rests.ON_SHELF:
+        if self.kind.rests is Spot.TIER:
             return
         for slot in self.slots:
             slot.flat = torch.empty(0, dtype=self.kind.dtype, device=slot.flat.device)
@@ -190,11 +190,6 @@ class Group:
 
     # -- other tiers ------------------------------------------------------------------------------------------------
 
-    @property
-    def may_fail(self) -> bool:
-        """Whether resting parameters may fail to arrive on one rank alone. The same on every rank."""
-        return self.record is not None and self.record.shelf.may_fail
-
     def write(self, values: Mapping[Slot, Tensor]) -> None:
         """Fills the resting memory of parameters, in their tier too, with this rank's elements of them. Waits."""
         if self.record is None:
@@ -206,33 +201,56 @@ class Group:
                 {numbers[slot]: slot.path.flat_of(in_memory(own).to(slot.dtype)) for slot, own in values.items()}
             )
 
-    def fetch(self) -> None:
-        """Begins to read resting parameters from their tier, for the next gather. `arrive` returns what failed."""
-        if self.record is not None:
-            try:
-                self.record.source.fetch()
-            except StorageError as error:
-                self._failure = error
+    # [Note: landing] Where nothing is gathered and the device is the CPU, a forward sees the memory
+    # that a fetch reads into: no staging buffer, no copy. It lives as long as a tensor on it, and
+    # then serves the next unit. (zero_fn.storage.pool)
 
-    def arrive(self, *, exact: bool = False) -> StorageError | None:
-        """Waits until resting parameters in another tier can be read, and returns the failure, if any. `exact`: in the dtype
-        at rest; else their copies in the compute dtype serve as well."""
-        failure, self._failure = self._failure, None
-        if self.record is not None:
-            try:
-                if exact:
-                    self.record.arrive()
-                else:
-                    self.record.arrive_for_gather()
-            except StorageError as error:
-                failure = failure or error
-        return failure
+    @property
+    def _landing(self) -> Record | None:
+        """The record that is read to where modules see it, where it is up to date; None if there is none."""
+        record = self.record
+        if record is None or record.landing is None or self.kind.gather is not None:
+            return None
+        source = record.copies or record
+        return source if all(form.dtype == self.kind.compute_dtype for form in source.forms) else None
 
-    def let_go(self) -> None:
-        """Frees the memory of what was fetched."""
-        self._failure = None
-        if self.record is not None:
-            self.record.let_go()
+    @property
+    def landing_nbytes(self) -> int:
+        """Bytes of what a fetch reads to where modules see it."""
+        record = self._landing
+        return record.nbytes if record is not None else 0
+
+    @property
+    def starts(self) -> Mapping[Slot, int]:
+        """Where each parameter begins in the whole buffer, in elements: in each gather the same, whether it is read there or
+        copied, as autograd remembers places."""
+        assert self.whole is not None
+        record, itemsize = self._landing, self.kind.compute_dtype.itemsize
+        if record is None:
+            return self.whole.starts
+        return {slot: start // itemsize for slot, start in zip(self.slots, record.starts, strict=True)}
+
+    def landed(self) -> Tensor | None:
+        """The memory that parameters have just been read into, flat, in the compute dtype; None if
+        they are copied, cast or decoded from there into a buffer."""
+        record = self._landing
+        if (
+            record is None or record.fetched is None
+        ):  # copies in the compute dtype were out of date, or a disk has failed
+            return None
+        return record.fetched.memory.view(self.kind.compute_dtype)
+
+    def memory_for_whole(self) -> Tensor:
+        """Memory for whole parameters, flat: that which they were read into, or else of the buffer."""
+        assert self.whole is not None
+        if (landed := self.landed()) is not None:
+            return landed
+        if self.whole.memory is not None:
+            return self.whole.memory
+        if self.record is None or self.record.landing is None:
+            return self.whole.allocate()
+        nbytes = self.landing_nbytes or self.whole.nbytes
+        return self.record.landing.take(nbytes)[:nbytes].view(self.whole.dtype)
 
 
 def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:

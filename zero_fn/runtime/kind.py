@@ -23,31 +23,22 @@ parameters as a forward reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property
 
 import torch
 
+from zero_fn.runtime.leg import Leg, Spot
 from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Stage
 from zero_fn.values.rounding import ParameterRounding
 from zero_fn.values.tiers import Shelved, is_accelerator, is_away
 from zero_fn.values.wire import Records, Wire, is_coded
 
-__all__ = ["Kind", "Rests", "dtypes_text"]
+__all__ = ["Kind", "dtypes_text"]
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-
-
-class Rests(Enum):
-    """Where the resting parameters of a group have their memory."""
-
-    IN_OWN = auto()
-    IN_WHOLE = auto()
-    IN_INNER = auto()
-    ON_SHELF = auto()
 
 
 @dataclass(frozen=True)
@@ -123,44 +114,68 @@ class Kind:
         return not self.is_away and all(stage < Stage.PARAMS for _, stage in self.hops)
 
     @cached_property
-    def keeps_inner(self) -> bool:
-        """Whether this rank's part on the first axis stays in memory: that axis shards parameters, the second less (hpZ)."""
+    def inner(self) -> torch.dtype | Wire | None:
+        """The form in which this rank's part on the first axis stays in memory: that axis shards parameters, the second less
+        (hpZ). None: it does not stay."""
         stages = [stage for _, stage in self.hops if stage > Stage.NOTHING]
-        return len(stages) > 1 and stages[0] == Stage.PARAMS > stages[1] and not self.is_away
+        if self.is_away or len(stages) < 2 or not stages[0] == Stage.PARAMS > stages[1]:
+            return None
+        return self.compute_dtype if self.gather is None or self.gather.is_difference else self.gather
 
     @cached_property
-    def rests(self) -> Rests:
-        """Where the resting parameters have their memory."""
+    def rests(self) -> Spot:
+        """Where the resting parameters have their memory: in a buffer of their own, in another, or in another tier."""
         if self.is_away and self.device.type != "meta":
-            return Rests.ON_SHELF
+            return Spot.TIER
         if not self.is_other_than_rest and self.has_whole and self.is_kept:
-            return Rests.IN_WHOLE
-        if not self.is_other_than_rest and self.keeps_inner:
-            return Rests.IN_INNER
-        return Rests.IN_OWN
-
-    @cached_property
-    def is_gathered_from_rest(self) -> bool:
-        """Whether an all-gather reads resting parameters where they lie: in a buffer of their own, and without a cast."""
-        is_apart = self.rests is Rests.IN_OWN and self.is_cut
-        return is_apart and not self.is_other_than_rest and len(self.hops) == 1
+            return Spot.WHOLE
+        if not self.is_other_than_rest and self.inner is not None:
+            return Spot.INNER
+        return Spot.REST
 
     @cached_property
     def lands(self) -> bool:
         """Whether all that a gather takes is read from a tier into memory of the device: nothing is sent or copied there."""
         return self.is_away and not is_accelerator(self.device_type) and not self.is_cut and not self.travels
 
+    # -- how they come from rest to whole ---------------------------------------------------------------------------
+
+    @cached_property
+    def up(self) -> tuple[Leg, ...]:
+        """The legs of a gather, in order. Those that are kept come first: they are made once after each step."""
+        if not self.has_whole:
+            return ()
+        rest = Spot.TIER if self.is_away else self.rests
+        hops = [number for number, (_, stage) in reversed([*enumerate(self.hops)]) if stage > Stage.NOTHING]
+        if self.inner is None:
+            return self._legs(rest, Spot.WHOLE, hops, self.gather)
+        *others, first = hops
+        if not isinstance(self.inner, Wire):  # differences travel no further than to the part that is kept
+            kept = self._legs(rest, Spot.INNER, others, self.gather, is_kept=True)
+            return kept + self._legs(Spot.INNER, Spot.WHOLE, [first], None)
+        kept = (Leg(rest, Spot.INNER, None, self.inner, True),)
+        kept += tuple(Leg(Spot.INNER, Spot.INNER, hop, self.inner, True) for hop in others)
+        decoded = Leg(Spot.CODES, Spot.WHOLE, None, self.compute_dtype)
+        return *kept, Leg(Spot.INNER, Spot.CODES, first, self.inner), decoded
+
+    def _legs(
+        self, source: Spot, target: Spot, hops: Sequence[int], wire: Wire | None, *, is_kept: bool = False
+    ) -> tuple[Leg, ...]:
+        """The legs from a spot to another, over these hops, as they are or in a format."""
+        if wire is not None:
+            coded = Leg(source, Spot.CODES, None, wire, is_kept)
+            sent = (Leg(Spot.CODES, Spot.CODES, hop, wire, is_kept) for hop in hops)
+            return coded, *sent, Leg(Spot.CODES, target, None, self.compute_dtype, is_kept)
+        is_gathered_from_there = source is Spot.REST and len(hops) == 1 and not self.is_other_than_rest
+        legs = (
+            []
+            if source is target or is_gathered_from_there
+            else [Leg(source, target, None, self.compute_dtype, is_kept)]
+        )
+        source = source if is_gathered_from_there else target
+        return *legs, *(Leg(source, target, hop, self.compute_dtype, is_kept) for hop in hops)
+
     # -- formats ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def keeps_records(self) -> bool:
-        """Whether this rank's part on the first axis is kept as it travels, in a format."""
-        return self.keeps_inner and self.gather is not None and not self.gather.is_difference
-
-    @cached_property
-    def adds_to_inner(self) -> bool:
-        """Whether this rank's part on the first axis is kept, and differences are added to it."""
-        return self.keeps_inner and self.gather is not None and self.gather.is_difference
 
     def records_of(self, path: Path) -> Records:
         """How a parameter with this path travels."""
@@ -171,7 +186,7 @@ class Kind:
         """Bytes of the records of one parameter while a gather is under way; 0 if it travels as it is."""
         if self.gather is None:
             return 0
-        inner = path.sublayout if self.adds_to_inner else None
+        inner = path.sublayout if self.inner is not None and not isinstance(self.inner, Wire) else None
         return self.records_of(path).nbytes_of(inner.padded_numel if inner is not None else path.padded_numel)
 
     # -- tiers ------------------------------------------------------------------------------------------------------
@@ -198,8 +213,8 @@ class Kind:
         if self.is_away:
             return 0
         own = path.local_numel * self.dtype.itemsize
-        kept = path.numel if self.is_kept else path.inner_numel if self.keeps_inner else 0
-        if self.keeps_records:
+        kept = path.numel if self.is_kept else path.inner_numel if self.inner is not None else 0
+        if isinstance(self.inner, Wire):
             return own + self.records_of(path).nbytes_of(kept)
         if self.is_other_than_rest:
             return own + kept * self.compute_dtype.itemsize

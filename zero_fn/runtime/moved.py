@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import as_plain, local_of, resting_parameter, set_local
-from zero_fn.runtime.groups import Groups
+from zero_fn.runtime.memory import Memory
 from zero_fn.runtime.replaced_parameters import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.tiers.tier_tensor import TierTensor, same_place
@@ -16,15 +16,15 @@ from zero_fn.tiers.tier_tensor import TierTensor, same_place
 __all__ = ["follow", "is_current", "require_in_memory"]
 
 
-def is_current(groups: Groups) -> bool:
+def is_current(memory: Memory) -> bool:
     """Whether modules still hold the same parameters, on the same memory."""
     with as_plain():
-        return groups.moving is None and all(map(Slot.is_current, groups.slots))
+        return memory.moving is None and all(map(Slot.is_current, memory.slots))
 
 
-def require_in_memory(groups: Groups, unit: str) -> None:
+def require_in_memory(memory: Memory, unit: str) -> None:
     """Raises where the parameters were evicted."""
-    if groups.is_evicted:
+    if memory.is_evicted:
         raise StateError(
             "The model is evicted: its parameters are not in memory.",
             unit=unit or "root",
@@ -32,26 +32,26 @@ def require_in_memory(groups: Groups, unit: str) -> None:
         )
 
 
-def follow(groups: Groups) -> None:
+def follow(memory: Memory) -> None:
     """Takes over parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
 
     Raises:
         PlacementError: A parameter was replaced by one that is not sharded as the unit is.
     """
     with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
-        if groups.moving is None:
-            groups.moving = [(parameter, local_of(parameter)) for parameter in map(_successor, groups.slots)]
-        groups.form([local.dtype for _, local in groups.moving], [local.device for _, local in groups.moving])
-        groups.lay_out()
+        if memory.moving is None:
+            memory.moving = [(parameter, local_of(parameter)) for parameter in map(_successor, memory.slots)]
+        memory.form([local.dtype for _, local in memory.moving], [local.device for _, local in memory.moving])
+        memory.lay_out()
         values: dict[Slot, Tensor] = {}
-        for slot, (parameter, local) in zip(groups.slots, groups.moving, strict=True):
+        for slot, (parameter, local) in zip(memory.slots, memory.moving, strict=True):
             if not same_place(local, slot.flat):
                 values[slot] = local
                 parameter = _on_other_memory(parameter, slot.resting_local(), slot)
             slot.adopt(parameter, slot.flat)
             slot.register(parameter)
-        groups.write(values)
-    groups.is_moved = False
+        memory.write(values)
+    memory.is_moved = False
 
 
 def _successor(slot: Slot) -> nn.Parameter:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zero_fn.runtime import moved
 from zero_fn.runtime.call_hooks import put_hooks_inside
 from zero_fn.runtime.gradients import Gradients
-from zero_fn.runtime.groups import Groups, Phase
+from zero_fn.runtime.memory import Memory
 from zero_fn.runtime.odd import is_swapped, partly_swapped
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
@@ -53,7 +53,7 @@ class Unit:
         run, self.slots = self.run, slots  # in registration order
         # Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
         self.has_model_axes = any(slot.model is not None for slot in slots)
-        self.groups = Groups(str(self), slots, run.transport, run.offloaded, self)
+        self.memory = Memory(str(self), slots, run.transport, run.offloaded, self)
         self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
         for slot in slots:
             slot.owner = weakref.ref(self)
@@ -67,7 +67,7 @@ class Unit:
         # The copied modules may still be under construction: the twin finds its parameters at its first `follow_moved`.
         memo[id(self)] = twin = Unit(self.name, self.index, copy.deepcopy(self.run, memo))
         twin.hold([slot.twin(memo) for slot in self.slots])
-        twin.groups.is_evicted = self.groups.is_evicted
+        twin.memory.is_evicted = self.memory.is_evicted
         return twin
 
     # -- at rest ----------------------------------------------------------------------------------------------------
@@ -79,24 +79,25 @@ class Unit:
             StateError: The parameters are evicted, or `functional_call` has put other tensors in their place.
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
-        if self.shown.leaves is not None or moved.is_current(self.groups):
+        if self.shown.leaves is not None or moved.is_current(self.memory):
             return
-        moved.require_in_memory(self.groups, self.name)
+        moved.require_in_memory(self.memory, self.name)
         if is_swapped(self.shown, self.name):
             raise partly_swapped(self.name)
         self.reshard()
-        moved.follow(self.groups)
+        moved.follow(self.memory)
         self.gradients.forget_layout()
-        self.groups.moving = None
+        self.memory.moving = None
 
     # -- gathered ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already."""
-        if self.groups.is_moved:
+        memory = self.memory
+        if memory.is_moved:
             self.follow_moved()
-        if self.groups.phase is Phase.AT_REST:
-            self.groups.gather(self)
+        if memory.level < memory.top:
+            memory.gather(self)
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued.
@@ -104,17 +105,18 @@ class Unit:
         Raises:
             StorageError: On every rank, if the tier of resting parameters failed on any. The unit is at rest then.
         """
-        groups = self.groups
-        if groups.phase is Phase.GATHERING:
-            groups.wait()
-        if groups.failure is not None:
-            failure = groups.failure
+        memory = self.memory
+        if memory.pending is not None:
+            memory.wait()
+        if memory.failure is not None:
+            failure = memory.failure
             self.reshard()
             raise failure
 
     def require_gathered(self) -> None:
         """Gathers the parameters and waits for them, unless they are there. Raises as `await_gathered` does."""
-        if self.groups.phase is not Phase.GATHERED or self.groups.failure is not None:
+        memory = self.memory
+        if memory.level < memory.top or memory.pending is not None or memory.failure is not None:
             self.unshard()
             self.await_gathered()
 
@@ -122,13 +124,13 @@ class Unit:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         if self.shown.backward_door is not None:
             self.leave_backward()
-        if self.groups.phase is not Phase.AT_REST or self.groups.is_away:
-            self.groups.free()
+        if self.memory.away or self.memory.level == self.memory.top:
+            self.memory.free()
 
     def mark_stale(self) -> None:
         """Marks everything that was gathered as out of date: the resting parameters may have changed."""
         self.reshard()
-        self.groups.is_inner_current = False
+        self.memory.outdate()
 
     def start_over(self) -> None:
         """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (forward.py)"""
@@ -136,22 +138,22 @@ class Unit:
         self.read = None
         put_hooks_inside(self.inner)
         self.shown.start_over()
-        self.groups.drop()
+        self.memory.drop()
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
         is_seen = self.running or self.shown.backward_door is not None
-        if self.groups.phase is not Phase.GATHERED or not is_seen:
+        memory = self.memory
+        if memory.level < memory.top or memory.pending is not None or not is_seen:
             self.run.need_in_backward(self)
-        gathered = self.groups.gathered
-        assert gathered is not None and self.groups.phase is Phase.GATHERED, f"{self} is at rest"
-        return gathered.buffers[group]
+        assert memory.whole is not None and memory.pending is None, f"{self} is at rest"
+        return memory.whole.buffers[group]
 
     def leave_backward(self) -> None:
         """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
         if self.shown.backward_door is not None:
             tensors = self.shown.leave_backward()
-            if self.groups.phase is Phase.GATHERED and self.shown.leaves is None:
+            if self.memory.level == self.memory.top and self.shown.leaves is None:
                 self.shown.require_unchanged(self.name, tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def begin_whole(units: Sequence[Unit]) -> None:
 
     Communicates: one all-gather for each unit, all issued before the first is waited for.
     """
-    gathering = [unit.groups.issue_wholes() for unit in units]
+    gathering = [unit.memory.issue_wholes() for unit in units]
     for unit, (wholes, pending) in zip(units, gathering, strict=True):
         if pending is not None:
             pending.wait()

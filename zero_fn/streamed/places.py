@@ -40,7 +40,7 @@ def place_of(parameter: Tensor) -> RestsAt | None:
     what = next(slot.kind.shelved(), None) if slot is not None else None
     if slot is None or unit is None or what is None or not parameter.is_meta:
         return None
-    group = unit.groups.of(slot)
+    group = unit.memory.group_of(slot)
     forms = dict(group.forms_away())[what]
     return RestsAt((group, what), group.slots.index(slot), planned_parcels(tuple(forms)))
 
@@ -54,14 +54,16 @@ def device_of(parameter: Tensor) -> torch.device:
 def follow(parameter: Tensor) -> None:
     """Gives a parameter that was moved or cast a place in its tier again."""
     unit = unit_of(slot_of(parameter))
-    if unit is not None and unit.groups.records():
+    if unit is not None and unit.memory.records():
         unit.follow_moved()
 
 
 def groups_of(parameters: Iterable[Tensor]) -> list[Group]:
     """The groups of the runtime to which any of these parameters belong."""
     pairs = ((slot, unit_of(slot)) for slot in map(slot_of, parameters))
-    return list(dict.fromkeys(unit.groups.of(slot) for slot, unit in pairs if slot is not None and unit is not None))
+    return list(
+        dict.fromkeys(unit.memory.group_of(slot) for slot, unit in pairs if slot is not None and unit is not None)
+    )
 
 
 def passing_sizes(parameter: Tensor) -> list[int]:

@@ -34,6 +34,7 @@ class ParameterRecord(Record):
     copies: Record | None = None  # the same tensors in the compute dtype, or None. [Note: compute copies]
     codes: Record | None = None  # the same in the format in which they travel, or None. [Note: codes at rest]
     _coded: Sequence[int] | None = None  # the versions of the parcels that were coded
+    _failure: StorageError | None = None  # of the last fetch ahead; `arrived` returns it
 
     @property
     def source(self) -> Record:
@@ -63,7 +64,27 @@ class ParameterRecord(Record):
             self.codes.write(codes)
             self._coded = self._versions()
 
-    def arrive_for_gather(self) -> None:
+    def fetch_ahead(self) -> None:
+        """Begins to read what the next gather reads. `arrived` returns what failed."""
+        try:
+            self.source.fetch()
+        except StorageError as error:
+            self._failure = error
+
+    def arrived(self, *, exact: bool) -> StorageError | None:
+        """Waits until the parameters can be read, and returns the failure, if any. `exact`: in the
+        dtype at rest; else copies and codes serve as well."""
+        failure, self._failure = self._failure, None
+        try:
+            if exact:
+                self.arrive()
+            else:
+                self._arrive_for_gather()
+        except StorageError as error:
+            failure = failure or error
+        return failure
+
+    def _arrive_for_gather(self) -> None:
         """Waits until the record that a gather reads is in memory, and renews copies that are out of date."""
         source, copies = self.source, self.copies
         for record in (self.codes, copies):
@@ -82,6 +103,7 @@ class ParameterRecord(Record):
 
     def let_go(self) -> None:
         """Gives up fetched originals, copies and codes."""
+        self._failure = None
         for record in (self, self.copies, self.codes):
             if record is not None:
                 record.drop()

@@ -108,6 +108,6 @@ def _take_over(run: Run, *, failed: bool) -> None:
         leaves = end_whole(unit)
         changed = {slot: leaf for slot, leaf in zip(unit.slots, leaves, strict=True) if leaf._version}
         if changed:  # they had version 0 when they were registered
-            unit.groups.scatter(changed)
+            unit.memory.scatter(changed)
         if not failed:
             unit.gradients.add_pending(local_gradients(unit, leaves))

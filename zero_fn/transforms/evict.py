@@ -133,7 +133,7 @@ class Evicted:
             for held, tensor in zip(self._held, tensors, strict=True):
                 held.put(tensor)
             for unit in self._units:
-                unit.groups.is_evicted = False
+                unit.memory.is_evicted = False
                 unit.follow_moved()
         for hook in self._hooks:
             hook.remove()
@@ -161,7 +161,7 @@ class Evicted:
             held.local = torch.empty_like(held.local, device="meta")
         for unit in self._units:
             unit.reshard()
-            unit.groups.vacate()
+            unit.memory.vacate()
             unit.gradients.forget_layout()
 
     def _brought(self) -> list[Tensor]:

@@ -90,12 +90,12 @@ def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callabl
                     buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
     for unit in units:
         unit.reshard()
-        unit.groups.form([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
+        unit.memory.form([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
     for run in runs_of(module, verb="materialize"):
         reserve(run, "materialize", [unit for unit in units if unit.run is run])
     for unit in units:
         before = [slot.parameter for slot in unit.slots]
-        unit.groups.allocate([parameter.requires_grad for parameter in before])
+        unit.memory.allocate([parameter.requires_grad for parameter in before])
         for slot, parameter in zip(unit.slots, before, strict=True):
             _keep(slot, parameter)
         unit.gradients.forget_layout()
@@ -175,7 +175,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
     if device.type == "meta":
         return []
     parts = [local_part(whole.detach(), slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
-    unit.groups.scatter(dict(zip(unit.slots, parts, strict=True)))
+    unit.memory.scatter(dict(zip(unit.slots, parts, strict=True)))
     for slot, digest in zip(unit.slots, content_digests(wholes), strict=True):
         slot.initial = digest
     return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if is_filled(whole)]

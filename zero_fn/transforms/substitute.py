@@ -247,7 +247,7 @@ def _unit_of(
         slots.append(slot)
     unit = Unit(anchor, len(run.units), run)
     unit.hold(slots)
-    unit.groups.form([source.dtype for source in sources], [source.device for source in sources])
+    unit.memory.form([source.dtype for source in sources], [source.device for source in sources])
     return unit
 
 
@@ -258,7 +258,7 @@ def reserve(run: Run, site: str, units: Sequence[Unit] | None = None, *, on_meta
     if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
-    groups = [group for unit in (run.live_units() if units is None else units) for group in unit.groups]
+    groups = [group for unit in (run.live_units() if units is None else units) for group in unit.memory.groups]
     for group in groups if on_meta else [each for each in groups if each.kind.device.type != "meta"]:
         for what, forms in (*group.forms_away(), *group.codes_away()):
             if run.offloaded.files is None or what[0] != "parameters":
@@ -280,9 +280,9 @@ def _settle_in(unit: Unit, sources: list[nn.Parameter], wholes: _Wholes) -> None
     """Gives a unit memory, and copies this rank's part of the old parameters into it."""
     slots = unit.slots
     owned = [slot.owned_of_source(source) for slot, source in zip(slots, sources, strict=True)]
-    unit.groups.allocate([source.requires_grad for source in sources])
+    unit.memory.allocate([source.requires_grad for source in sources])
     unit.gradients.forget_layout()
-    unit.groups.write(
+    unit.memory.write(
         {
             slot: part if part is not None else slot.path.owned(wholes.of(source))
             for slot, source, part in zip(slots, sources, owned, strict=True)
@@ -328,7 +328,7 @@ class _Wholes:
         if source.is_meta:
             return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")
         if unit is not self._unit:
-            self._unit, self._wholes = unit, dict(zip(unit.slots, unit.groups.wholes(), strict=True))
+            self._unit, self._wholes = unit, dict(zip(unit.slots, unit.memory.wholes(), strict=True))
         return self._wholes[slot]
 
 
@@ -491,7 +491,7 @@ class _Donors:
         if slot is not None and unit is not None:
             self._released.add(slot)
             if self._released.issuperset(unit.slots):
-                unit.groups.vacate()
+                unit.memory.vacate()
 
 
 class Donated:

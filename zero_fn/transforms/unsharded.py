@@ -85,7 +85,7 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
             for unit, wholes in zip(units, edited, strict=True):
                 _require_equal_edits(unit, wholes)
             for unit, wholes in zip(units, edited, strict=True):
-                unit.groups.scatter(dict(zip(unit.slots, wholes, strict=True)))
+                unit.memory.scatter(dict(zip(unit.slots, wholes, strict=True)))
             for unit, left in zip(units, closed, strict=True):
                 for slot, own in zip(unit.slots, left, strict=True):
                     slot.initial = None

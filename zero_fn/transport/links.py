@@ -34,10 +34,7 @@ from zero_fn.transport.native import Native
 from zero_fn.transport.segment import BufferPlace, Contribution, Route, Segment
 from zero_fn.values.mesh import Axis
 
-__all__ = ["BY_BACKEND", "Lines", "line_over", "open_transport"]
-
-_Hops = tuple[list[tuple[Line, Any]], ...]
-"""The hops of an all-gather, the last axis first: which lines take part in each, and the plan of each."""
+__all__ = ["BY_BACKEND", "Lines", "gather_hops", "line_over", "open_transport"]
 
 BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
 """The class of the transport for a backend, called with group, rank and size; `Native` for a backend that is not here."""
@@ -66,6 +63,18 @@ def line_over(axes: Sequence[Axis]) -> Line:
     """The collectives over some axes, the innermost first: a transport is opened for each. Without axes one rank is alone."""
     lines = [Line(open_transport(axis), axis) for axis in axes] or [Line(Alone(), None)]
     return lines[0] if len(lines) == 1 else Lines(lines)
+
+
+def gather_hops(line: Line, segments: Sequence[Segment]) -> list[list[tuple[Line, Any]]]:
+    """The hops of an all-gather over all axes of a line, the last axis first: of each the lines
+    along one axis that take part, with their plans. Hops are made one after the other."""
+    hops: list[list[tuple[Line, Any]]] = []
+    while segments:
+        hop = [(line.along(number), [segments[at] for at in chosen]) for number, chosen in _by_axis(segments)]
+        hops.insert(0, [(along, along.gather_plan(several)) for along, several in hop])
+        pieces = [segment.piece_to_complete(line.along(segment.route[0][0]).rank) for segment in segments]
+        segments = [piece for piece in pieces if piece is not None]
+    return hops
 
 
 class _ReducePlans:
@@ -124,17 +133,8 @@ class Lines(Line):
     def along(self, number: int) -> Line:
         return self._lines[number]
 
-    def gather_plan(self, segments: Sequence[Segment]) -> _Hops:
-        hops: list[list[tuple[Line, Any]]] = []
-        while segments:
-            hop = [(self._lines[number], [segments[at] for at in chosen]) for number, chosen in _by_axis(segments)]
-            hops.insert(0, [(line, line.gather_plan(several)) for line, several in hop])
-            pieces = [segment.piece_to_complete(self._lines[segment.route[0][0]].rank) for segment in segments]
-            segments = [piece for piece in pieces if piece is not None]
-        return tuple(hops)
-
-    def all_gather(self, plan: _Hops | list[Segment], what: str) -> Work:
-        *before, last = self.gather_plan(plan) if isinstance(plan, list) else plan
+    def all_gather(self, segments: list[Segment], what: str) -> Work:
+        *before, last = gather_hops(self, segments)
         with self._telling_others():
             for hop in before:
                 for work in [line.all_gather(each, what) for line, each in hop]:

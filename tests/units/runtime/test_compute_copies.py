@@ -68,8 +68,8 @@ class Pair:
             wait_all([self.record.write_copy(index, room)])
 
     def gathered(self):
-        self.record.source.fetch()
-        self.record.arrive_for_gather()
+        self.record.fetch_ahead()
+        assert self.record.arrived(exact=False) is None
         found = [self.record.read.values(number).clone() for number in range(len(self.expected))]
         self.record.let_go()
         return found

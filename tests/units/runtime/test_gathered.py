@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.support.groups import pretended
-from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.transport.line import Line
@@ -58,9 +57,9 @@ def train(model, steps):
 
 
 def memory_of(unit):
-    """The memory of a unit at rest, to be used again."""
-    memory = unit.groups.gathered
-    assert unit.groups.phase is Phase.AT_REST and memory is not None, "it was not kept"
+    """The whole buffers of a unit at rest, to be used again."""
+    memory = unit.memory.whole
+    assert unit.memory.is_at_rest and memory is not None, "it was not kept"
     return memory
 
 
@@ -187,7 +186,8 @@ def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_o
 def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests():
     model, unit = build()
     train(model, 1)
-    (pack,) = memory_of(unit).plans[0].packs
+    ((_, plan),) = unit.memory.moves[-1].sends
+    (pack,) = plan.packs
     assert [piece is slot.flat for piece, slot in zip(pack.pieces, unit.slots, strict=True)] == [True, True]
 
 

@@ -18,7 +18,6 @@ import zero_fn as zf
 from tests.support.groups import alone
 from tests.support.snapshot import assert_matches
 from zero_fn.runtime.gradients import Gradients
-from zero_fn.runtime.groups import Phase
 from zero_fn.runtime.passes import BackwardPass, Script
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.unit import Unit, unit_of
@@ -181,8 +180,8 @@ def record(monkeypatch):
 
         monkeypatch.setattr(kind, name, noted)
 
-    def note_unit(name, event, *phases):
-        note(Unit, name, lambda unit: [event(unit.index)] if unit.groups.phase in phases else [])
+    def note_unit(name, event, changes):
+        note(Unit, name, lambda unit: [event(unit.index)] if changes(unit.memory) else [])
 
     def entered(run, unit, door, method):
         use = enter(run, unit, door, method)
@@ -191,9 +190,9 @@ def record(monkeypatch):
 
     enter = Run.enter
     monkeypatch.setattr(Run, "enter", entered)
-    note_unit("unshard", Unshard, Phase.AT_REST)
-    note_unit("await_gathered", Await, Phase.GATHERING)
-    note_unit("reshard", Reshard, Phase.GATHERING, Phase.GATHERED)
+    note_unit("unshard", Unshard, lambda memory: memory.is_at_rest)
+    note_unit("await_gathered", Await, lambda memory: memory.pending is not None)
+    note_unit("reshard", Reshard, lambda memory: not memory.is_at_rest)
     note(Run, "leave", lambda run, use: [Exit(use.key)])
     note(Run, "settle", lambda run, unit, under_way: [Settle(unit.index)])
     note(Gradients, "reduce", lambda gradients: [Reduce(unit_of(gradients._slots[0]).index)])

@@ -82,7 +82,7 @@ def leave_in_files(model: nn.Module, plan: LoadPlan, source: Contents) -> None:
     keys = {id(held): key for key, held in plan.todo}
     left: set[int] = set()
     for run in runs_of(model, verb="load_pretrained"):
-        for group in (group for unit in run.live_units() for group in unit.groups):
+        for group in (group for unit in run.live_units() for group in unit.memory.groups):
             if group.record is not None and run.offloaded.files is not None:
                 helds = [plan.named.parameters[id(slot.parameter)] for slot in group.slots]
                 _leave(group, run.offloaded.files, [(keys[id(held)], held) for held in helds], source)

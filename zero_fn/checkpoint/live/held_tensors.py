@@ -176,7 +176,7 @@ class ModelTensors:
         seen: set[int] = set()
         for unit in units_of(module):
             run_of(unit).recover()
-            if unit.groups.moving is not None:
+            if unit.memory.moving is not None:
                 unit.follow_moved()
         keys = set(module.state_dict(keep_vars=True))
         for prefix, child in module.named_modules(remove_duplicate=False):
