@@ -32,10 +32,9 @@ from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
-from zero_fn.runtime.coded_gradients import piece_rows
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.holding import holding_of
-from zero_fn.runtime.leg import Leg
+from zero_fn.runtime.leg import Leg, Spot
 from zero_fn.runtime.passes import Script
 from zero_fn.runtime.path import Hop
 from zero_fn.runtime.registry import runs_of, units_of
@@ -298,71 +297,67 @@ def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: boo
     """
     total, kind = Counter[str](), group.kind
     for slot in group.slots:
-        for number, leg, piece in _gathered(slot, pads=pads):
-            times = 1 if leg.is_kept else times_gathered
+        for leg, hop, cut in _along(slot, kind.up):
+            nbytes = _nbytes(leg, slot, (cut.piece if pads else cut.own) * (hop.axis.size - 1))
             if kind.travels and slot.extension.sent_nbytes is not None:
                 nbytes = slot.extension.sent_nbytes // slot.path.size * (slot.path.size - 1)
-            elif isinstance(leg.form, Wire):
-                nbytes = leg.form.records(slot.path.row_numel).nbytes_of(piece)
-            else:
-                nbytes = piece * leg.form.itemsize
-            total[slot.path.hops[number].axis.name] += times * nbytes
-        numel = slot.path.numel if slot.parameter.requires_grad else 0
-        for number, hop in enumerate(slot.path.hops if numel else ()):
-            own, gathered = _own_of(hop, numel, pads=pads)
-            if kind.scatter is not None:
-                own, nbytes = _coded(slot, hop, numel)
-                total[hop.axis.name] += nbytes
-            else:
-                # In the dtype of their sum if they are exact; along the second axis always.
-                summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
-                scattered = gathered if pads else numel - own
-                total[hop.axis.name] += scattered * summed.itemsize
-                total[hop.axis.name] += gathered * kind.gradient_dtype.itemsize if hop.layout is None else 0
-            numel = own
+            total[hop.axis.name] += nbytes * (1 if leg.is_kept else times_gathered)
+        for leg, hop, cut in _along(slot, kind.down) if slot.parameter.requires_grad else ():
+            is_padded = pads and kind.scatter is None
+            sent = cut.numel - cut.own
+            if is_padded:
+                sent = cut.piece * (hop.axis.size - 1)
+            elif leg.source is Spot.GRADIENT:
+                sent = cut.own * (hop.axis.size - 1)
+            if is_exact and leg.source is Spot.LOCAL and not isinstance(leg.form, Wire):
+                leg = replace(leg, form=kind.sum_dtype)
+            total[hop.axis.name] += _nbytes(leg, slot, sent)
     return +total
 
 
-def _gathered(slot: Slot, *, pads: bool) -> Iterator[tuple[int, Leg, int]]:
-    """The legs along axes of a parameter: the number of the hop, the leg, and the elements that this rank sends."""
-    legs = {leg.hop: leg for leg in slot.kind.up if leg.hop is not None}
-    numel = slot.path.numel
-    for number, hop in enumerate(slot.path.hops if numel else ()):
-        own, gathered = _own_of(hop, numel, pads=pads)
-        if number in legs:
-            yield number, legs[number], gathered
+class _Cut(NamedTuple):
+    """How the hop of a leg cuts a parameter, in elements."""
+
+    numel: int  # of what it cuts
+    own: int  # of that this rank has
+    piece: int  # the largest that a rank has
+
+
+def _along(slot: Slot, legs: Sequence[Leg]) -> Iterator[tuple[Leg, Hop, _Cut]]:
+    """The legs along axes of a parameter with elements."""
+    numel, cuts = slot.path.numel, list[_Cut]()
+    row = slot.path.row_numel if slot.kind.scatter is not None else 1  # no part of one is alone on a rank
+    for hop in slot.path.hops if numel else ():
+        even = -(-(numel // row) // hop.axis.size) * row
+        piece = hop.layout.shard_numel if hop.layout is not None else even
+        own = min(piece, numel - min(hop.axis.rank * piece, numel))
+        cuts.append(_Cut(numel, own, piece))
         numel = own
+    for leg in legs if cuts else ():
+        if leg.hop is not None:
+            yield leg, slot.path.hops[leg.hop], cuts[leg.hop]
 
 
-def _own_of(hop: Hop, numel: int, *, pads: bool) -> tuple[int, int]:
-    """Of so many elements those that a hop leaves to this rank, and those that it sends when they are gathered."""
-    piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // hop.axis.size)
-    own = min(piece, numel - min(hop.axis.rank * piece, numel))
-    return own, (piece if pads else own) * (hop.axis.size - 1)
+def _nbytes(leg: Leg, slot: Slot, numel: int) -> int:
+    """Bytes of so many elements on a leg."""
+    if isinstance(leg.form, Wire):
+        return leg.form.records(slot.path.row_numel).nbytes_of(numel)
+    return numel * leg.form.itemsize
 
 
 def _collectives(unit: Unit, *, times_gathered: int) -> Counter[str]:
     """How many collectives move the parameters and gradients of a unit in a step, by the name of the axis."""
-    gathered, reduced, shared = dict[str, int](), set[str](), set[str]()
+    most = dict[tuple[str, Spot | None], int]()
     for slot in unit.slots:
-        for number, leg, _ in _gathered(slot, pads=False):
-            axis = slot.path.hops[number].axis.name
-            gathered[axis] = max(1 if leg.is_kept else times_gathered, gathered.get(axis, 0))
-        for hop in slot.path.hops if slot.path.numel and slot.parameter.requires_grad else ():
-            reduced.add(hop.axis.name)
-            shared |= {hop.axis.name} if hop.layout is None else set()
-    return Counter(gathered) + Counter(reduced) + Counter(shared)
-
-
-def _coded(slot: Slot, hop: Hop, numel: int) -> tuple[int, int]:
-    """Of a gradient that travels in a format, and of which this rank has so many elements: those that a hop leaves to it, and
-    bytes that it sends."""
-    scatter, row, size = slot.kind.scatter, slot.path.row_numel, hop.axis.size
-    assert scatter is not None
-    most, rows = piece_rows(slot, hop, numel // row), numel // row
-    own = min(most, rows - min(hop.axis.rank * most, rows))
-    shared = own * row * (size - 1) * slot.kind.gradient_dtype.itemsize if hop.layout is None else 0
-    return own * row, (rows - own) * scatter.records(row).row_nbytes + shared
+        for leg, hop, _ in _along(slot, slot.kind.up):
+            times = 1 if leg.is_kept else times_gathered
+            most[hop.axis.name, None] = max(times, most.get((hop.axis.name, None), 0))
+        for leg, hop, _ in _along(slot, slot.kind.down) if slot.parameter.requires_grad else ():
+            most[hop.axis.name, Spot.GRADIENT if leg.source is Spot.GRADIENT else Spot.SUM] = 1
+    found = Counter[str]()
+    for (axis, _), times in most.items():
+        found[axis] += times
+    return found
 
 
 def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:

@@ -16,18 +16,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import and_
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_fn.errors import PlacementError, StorageError
 from zero_fn.resting import as_plain, goes_through_dlpack, local_of, on_spec, rest_gradient, rested
-from zero_fn.runtime.coded_gradients import CodedGradient, reduced
 from zero_fn.runtime.group import Group, dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot, trained
+from zero_fn.runtime.sums import Sums, reduced
+from zero_fn.runtime.wire_reduce import CodedGradient
 from zero_fn.storage.pool import BufferPool
 from zero_fn.tiers.offloaded_state import OffloadedState
 from zero_fn.tiers.tier_tensor import TierTensor
@@ -226,7 +226,7 @@ class GradientMemory:
         taken: Sequence[weakref.ref[torch.UntypedStorage]] = (),
     ) -> None:
         self._line, self._unit = line, unit
-        self._plans: list[Any] = [None, None]  # of reductions that are not exact, and of those that are
+        self._sums: list[Sums | None] = [None, None]  # of reductions that are not exact, and of those that are
         self._buffers: list[BufferPool] = []
         self.taken = list(taken)  # buffers, weakly; with those from before others of the parameters were trained
         self.places: list[_GradientPlace | None] = [None] * len(slots)  # None of frozen ones
@@ -241,7 +241,7 @@ class GradientMemory:
             self._buffers.append(BufferPool(total, dtype, device))
         self._placed = [place for place in self.places if place is not None]
         self._reduced = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is None]
-        self.coded = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is not None]
+        self._coded = [at for at in self._placed if at.slot.path.numel and at.slot.kind.scatter is not None]
         self.count = len(self._placed)
         # For each slot, whether its gradient is at rest after the reduction.
         self.at_once = [place is not None and place.slot.path.is_reduced_at_once for place in self.places]
@@ -258,27 +258,26 @@ class GradientMemory:
             rows.append(grad if path.is_in_order else path.rows_of(grad))
         return rows
 
-    def reduce_coded(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Trip:
-        """Issues the reduction of local gradients that travel in a format."""
-        gradients = []
-        for place, rows in zip(self.coded, self._rows(self.coded, local, exact=exact), strict=True):
-            start, numel = (place.offset, place.numel) if place.slot.path.layout is None else place.out
-            gradients.append(CodedGradient(place.slot, rows, buffers[place.buffer].narrow(0, start, numel)))
-        return Trip(reduced(gradients, self._line, f"coded gradients of {self._unit}"))
-
-    def reduce(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Work:
-        """Issues the reduce-scatter of local gradients into these buffers. `exact`: see `Reduction`."""
-        if not self._reduced and self.coded:
-            return Work()
+    def reduce(self, local: Sequence[Tensor | None], buffers: list[Tensor], *, exact: bool) -> Work | Trip:
+        """Begins the reduction of local gradients into these buffers. `exact`: see `Reduction`."""
         rows = self._rows(self._reduced, local, exact=exact)
-        if self._plans[exact] is None:  # made once
+        sums = self._sums[exact]
+        if sums is None:  # made once
             contributions = []
             for place, own in zip(self._reduced, rows, strict=True):
                 start, numel = place.out
                 out = buffers[place.buffer].as_strided((numel,), (1,), start)
                 contributions.append(place.slot.path.contribution(own, out, place.slot.kind.sum_dtype))
-            self._plans[exact] = self._line.reduce_plan(contributions, buffers)
-        return self._line.reduce_scatter(self._plans[exact], rows, buffers, f"gradients of {self._unit}")
+            sums = self._sums[exact] = Sums(contributions, buffers, self._line)
+        what = f"gradients of {self._unit}"
+        if sums.only is not None and not self._coded:
+            line, plan = sums.only
+            return line.reduce_scatter(plan, rows, buffers, what)
+        coded = []
+        for place, own in zip(self._coded, self._rows(self._coded, local, exact=exact), strict=True):
+            start, numel = (place.offset, place.numel) if place.slot.path.layout is None else place.out
+            coded.append(CodedGradient(place.slot, own, buffers[place.buffer].narrow(0, start, numel)))
+        return Trip(reduced(sums, rows, coded, buffers, self._line, what))
 
     def regather(self, buffers: list[Tensor]) -> Work | None:
         """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
@@ -337,13 +336,10 @@ class Reduction:
         self.local_at_once = [*map(and_, self.has_local, memory.at_once)]
         self._memory, self._buffers = memory, memory.allocate() if buffers is None else buffers
         self._pending = memory.reduce(local, self._buffers, exact=exact)
-        self._coded = memory.reduce_coded(local, self._buffers, exact=exact) if memory.coded else None
 
     def wait(self) -> None:
         """Waits for the sums. Gradients that rest sharded are ready then."""
         self._pending.wait()
-        if self._coded is not None:
-            self._coded.wait()
 
     def regather(self) -> Work | None:
         """Issues the all-gather of gradients that rest replicated, which are ready after it. A collective."""

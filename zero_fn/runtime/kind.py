@@ -175,6 +175,24 @@ class Kind:
         source = source if is_gathered_from_there else target
         return *legs, *(Leg(source, target, hop, self.compute_dtype, is_kept) for hop in hops)
 
+    @cached_property
+    def down(self) -> tuple[Leg, ...]:
+        """The legs of a reduction of gradients, in order: sums over one axis after the other, and all-gathers of what an axis
+        does not cut. Sums of several uses travel in the dtype of the sum from the first axis on."""
+        last = len(self.hops) - 1
+        sums = [
+            Leg(
+                Spot.SUM if number else Spot.LOCAL,
+                Spot.GRADIENT if number == last else Spot.SUM,
+                number,
+                self.scatter or (self.sum_dtype if number else self.compute_dtype),
+            )
+            for number in range(len(self.hops))
+        ]
+        uncut = [number for number, (_, stage) in reversed([*enumerate(self.hops)]) if stage == Stage.NOTHING]
+        back = [Leg(Spot.GRADIENT, Spot.GRADIENT, number, self.gradient_dtype) for number in uncut]
+        return *sums, *back
+
     # -- formats ----------------------------------------------------------------------------------------------------
 
     def records_of(self, path: Path) -> Records:

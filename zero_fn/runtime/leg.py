@@ -34,6 +34,9 @@ class Spot(Enum):
     INNER = "inner"  # this rank's part on the first axis, gathered over the others and kept
     CODES = "codes"  # in a wire format, while a gather is under way
     WHOLE = "whole"  # as a forward reads them
+    LOCAL = "local"  # gradients: what autograd gave on this rank
+    SUM = "sum"  # summed over the first axis
+    GRADIENT = "gradient"  # at rest
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class Path:
     def contribution(self, rows: Tensor, out: Tensor, sum_dtype: torch.dtype) -> Contribution:
         """The result of `rows_of`, as collectives take it. The mean of this rank's piece goes to `out`."""
         piece_rows = self.layout.shard_rows if self.layout is not None else self.piece_numel
-        return Contribution(rows, piece_rows, out, sum_dtype, self.route)
+        return Contribution(rows, piece_rows, out, sum_dtype, self.route or ((0, None),))  # a rank alone has no axis
 
     # -- views ------------------------------------------------------------------------------------------------------
 

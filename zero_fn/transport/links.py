@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,10 +30,10 @@ from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport.exchange import Alone
 from zero_fn.transport.line import Line, Transport, Work
 from zero_fn.transport.native import Native
-from zero_fn.transport.segment import BufferPlace, Contribution, Route, Segment
+from zero_fn.transport.segment import Segment
 from zero_fn.values.mesh import Axis
 
-__all__ = ["BY_BACKEND", "Lines", "gather_hops", "line_over", "open_transport"]
+__all__ = ["BY_BACKEND", "Lines", "alike", "gather_hops", "line_over", "open_transport"]
 
 BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
 """The class of the transport for a backend, called with group, rank and size; `Native` for a backend that is not here."""
@@ -70,52 +69,14 @@ def gather_hops(line: Line, segments: Sequence[Segment]) -> list[list[tuple[Line
     along one axis that take part, with their plans. Hops are made one after the other."""
     hops: list[list[tuple[Line, Any]]] = []
     while segments:
-        hop = [(line.along(number), [segments[at] for at in chosen]) for number, chosen in _by_axis(segments)]
+        hop = [
+            (line.along(number), [segments[at] for at in chosen])
+            for number, chosen in alike([segment.route[0][0] for segment in segments])
+        ]
         hops.insert(0, [(along, along.gather_plan(several)) for along, several in hop])
         pieces = [segment.piece_to_complete(line.along(segment.route[0][0]).rank) for segment in segments]
         segments = [piece for piece in pieces if piece is not None]
     return hops
-
-
-class _ReducePlans:
-    """How contributions are summed over two axes: what each hop adds up, and in which buffers."""
-
-    def __init__(self, lines: Sequence[Line], contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> None:
-        size = prod(line.size for line in lines)
-        rooms, heads, later = list(buffers), list[Contribution](), list[Contribution]()
-        self.means: list[tuple[BufferPlace, int]] = []  # of one hop, and how many ranks have added up on the way here
-        self.shared: list[tuple[BufferPlace, Route]] = []  # what the second axis does not cut: all its ranks need it
-        for each in contributions:
-            line, route, total = lines[each.route[0][0]], each.route[1:], each.out
-            own = each.numel_of(line.rank)
-            if not route:
-                self.means.append((BufferPlace(each.out, buffers), size // line.size))
-            elif route[0][1] is not None or total.dtype != each.sum_dtype:
-                total = torch.empty(own, dtype=each.sum_dtype, device=total.device)
-                rooms.append(total)
-            heads.append(Contribution(each.rows, each.piece_rows, total, each.sum_dtype, each.route))
-            if not route or not own:  # of nothing all ranks of the second axis have nothing
-                continue
-            second, cut_numel = route[0]
-            piece_numel, out = cut_numel or -(-own // lines[second].size), each.out
-            if cut_numel is None:
-                self.shared.append((BufferPlace(out, buffers), [(second, piece_numel)]))
-                out = Segment(out, own, piece_numel).piece(lines[second].rank)
-            later.append(Contribution(total, piece_numel, out, each.sum_dtype, route))
-        # Between the hops sums are in memory of their own: as many elements of a dtype.
-        self.between = [(room.numel(), room.dtype, room.device) for room in rooms[len(buffers) :]]
-        self.heads = [
-            (lines[number], lines[number].reduce_plan([heads[at] for at in chosen], rooms), chosen)
-            for number, chosen in _by_axis(heads)
-        ]
-        self.later = [
-            (
-                lines[number],
-                lines[number].reduce_plan([later[at] for at in chosen], rooms),
-                [BufferPlace(later[at].rows, rooms) for at in chosen],
-            )
-            for number, chosen in _by_axis(later)
-        ]
 
 
 class Lines(Line):
@@ -141,32 +102,6 @@ class Lines(Line):
                     work.wait()
             works = [line.all_gather(each, what) for line, each in last]
         return Work(finish=self._wait_for_all, kept=(works,))
-
-    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> _ReducePlans:
-        return _ReducePlans(self._lines, contributions, buffers)
-
-    def reduce_scatter(self, plan: _ReducePlans, rows: Sequence[Tensor], buffers: Sequence[Tensor], what: str) -> Work:
-        rooms = [*buffers, *(torch.empty(numel, dtype=dtype, device=device) for numel, dtype, device in plan.between)]
-        with self._telling_others():
-            heads = [
-                line.reduce_scatter(each, [rows[at] for at in chosen], rooms, what) for line, each, chosen in plan.heads
-            ]
-        return Work(finish=self._reduce_later, kept=(plan, heads, rooms, what))
-
-    def _reduce_later(self, plan: _ReducePlans, heads: Sequence[Work], rooms: Sequence[Tensor], what: str) -> None:
-        self._wait_for_all(heads)
-        for place, ranks in plan.means:
-            place.of(rooms).div_(ranks)
-        with self._telling_others():
-            works = [
-                line.reduce_scatter(each, [place.of(rooms) for place in places], rooms, what)
-                for line, each, places in plan.later
-            ]
-        self._wait_for_all(works)
-        outs = [(place.of(rooms), route) for place, route in plan.shared]
-        segments = [Segment(out, out.numel(), route[0][1] or 0, route, is_tight=True) for out, route in outs]
-        if segments:
-            self.all_gather(segments, what).wait()
 
     def any(self, bits: Tensor, what: str, *, check: str = "") -> Work:
         with self._telling_others():
@@ -202,9 +137,6 @@ class Lines(Line):
                 work.wait()
 
 
-def _by_axis(items: Sequence[Segment | Contribution]) -> list[tuple[int, list[int]]]:
-    """The numbers of the items whose route begins on each axis, by the number of the axis."""
-    found: dict[int, list[int]] = {}
-    for at, item in enumerate(items):
-        found.setdefault(item.route[0][0], []).append(at)
-    return sorted(found.items())
+def alike(axes: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """For each axis, the numbers of the items whose next axis it is."""
+    return [(axis, [at for at, each in enumerate(axes) if each == axis]) for axis in sorted(set(axes))]

@@ -11,7 +11,7 @@ Source: ZeRO++, Wang et al. 2023 (qgZ).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -24,10 +24,10 @@ from zero_fn.transport.line import Line, Work
 from zero_fn.transport.segment import Segment
 from zero_fn.values.wire import is_coded
 
-__all__ = ["CodedGradient", "piece_rows", "reduced"]
+__all__ = ["CodedGradient", "Exchange"]
 
 
-def piece_rows(slot: Slot, hop: Hop, rows: int) -> int:
+def _piece_rows(slot: Slot, hop: Hop, rows: int) -> int:
     """The most rows of a gradient that a hop leaves to a rank, of so many."""
     return hop.layout.shard_numel // slot.path.row_numel if hop.layout is not None else -(-rows // hop.axis.size)
 
@@ -43,6 +43,7 @@ class CodedGradient:
         self.slot, self.records = slot, scatter.records(slot.path.row_numel)
         local = local if is_coded(local.dtype) else local.float()
         self.rows = local.reshape(-1, slot.path.row_numel).contiguous()  # for the next hop
+        self.hops = slot.path.hops
         self._room, self._first = room, 0  # the first row of the room that is in the hands of this rank
         self.shares: dict[int, Segment] = {}  # by hop that cuts nothing the rows that its ranks sum together
 
@@ -50,16 +51,16 @@ class CodedGradient:
         """What this rank contributes at a hop, coded: the rows of each rank of the axis."""
         coded = self.rows.new_empty((len(self.rows), self.records.row_nbytes), dtype=torch.uint8)
         encode(self.rows, self.records, coded)
-        hop = self.slot.path.hops[number]
-        most = piece_rows(self.slot, hop, len(self.rows))
+        hop = self.hops[number]
+        most = _piece_rows(self.slot, hop, len(self.rows))
         return [coded[rank * most : (rank + 1) * most] for rank in range(hop.axis.size)]
 
     def take(self, parts: Sequence[Tensor], number: int) -> None:
         """Takes the mean of what the ranks of a hop contribute to the rows of this one."""
-        hops, numel, count = self.slot.path.hops, self.slot.path.row_numel, len(self.rows)
+        hops, numel, count = self.hops, self.slot.path.row_numel, len(self.rows)
         hop, is_last = hops[number], number == len(hops) - 1
         if hop.layout is None:
-            most, start = piece_rows(self.slot, hop, count), self._room.storage_offset() + self._first * numel
+            most, start = _piece_rows(self.slot, hop, count), self._room.storage_offset() + self._first * numel
             route = [(hop.number, most * numel)]
             self.shares[number] = Segment(self._room, count * numel, most * numel, route, start=start, is_tight=True)
             self._first += min(hop.axis.rank * most, count)
@@ -74,49 +75,34 @@ class CodedGradient:
 
     def divide(self, ranks: int) -> None:
         """Makes the mean one over all data axes. [Note: a model axis of some] (zero_fn.values.grid)"""
-        others = ranks // prod(hop.axis.size for hop in self.slot.path.hops)
+        others = ranks // prod(hop.axis.size for hop in self.hops)
         if others > 1:
             self._room.div_(others)
 
 
-def reduced(gradients: Sequence[CodedGradient], line: Line, what: str) -> Iterator[Work]:
-    """The collectives of a reduction. The means are in their rooms when all were waited for."""
-    depth = max(len(each.slot.path.hops) for each in gradients)
-    for number in range(depth):
-        for axis, along in _by_axis(gradients, number):
-            yield from _summed(along, number, line.along(axis), what)
-    for number in reversed(range(depth)):
-        for axis, along in _by_axis(gradients, number):
-            segments = [each.shares[number] for each in along if number in each.shares]
-            if segments:
-                yield line.along(axis).all_gather(segments, what)
-    for each in gradients:
-        each.divide(line.size)
+class Exchange:
+    """One axis: its ranks send one another the codes of gradients, and each takes the mean of its rows."""
 
+    def __init__(self, gradients: Sequence[CodedGradient], number: int, line: Line, what: str) -> None:
+        """Begins it. `number`: of the hop of these gradients."""
+        self._gradients = gradients
+        self._number = number
+        sent = [each.pieces(number) for each in gradients]
+        self._parts = [
+            [own if rank == line.rank else torch.empty_like(own) for rank in range(line.size)]
+            for own in (pieces[line.rank] for pieces in sent)
+        ]
+        self.work = Work()
+        if line.size > 1:
+            numel = sum(each.rows.numel() for each in gradients)
+            self.work = line.all_to_all(_to_each(sent, line), _to_each(self._parts, line), numel, what)
 
-def _summed(gradients: Sequence[CodedGradient], number: int, line: Line, what: str) -> Iterator[Work]:
-    """Sums over one axis."""
-    sent = [each.pieces(number) for each in gradients]
-    parts = [
-        [own if rank == line.rank else torch.empty_like(own) for rank in range(line.size)]
-        for own in (pieces[line.rank] for pieces in sent)
-    ]
-    if line.size > 1:
-        numel = sum(each.rows.numel() for each in gradients)
-        yield line.all_to_all(_to_each(sent, line), _to_each(parts, line), numel, what)
-    for each, arrived in zip(gradients, parts, strict=True):
-        each.take(arrived, number)
+    def take(self) -> None:
+        """Makes means of what has come. To be called when `work` was waited for."""
+        for each, parts in zip(self._gradients, self._parts, strict=True):
+            each.take(parts, self._number)
 
 
 def _to_each(pieces: Sequence[Sequence[Tensor]], line: Line) -> list[list[Tensor]]:
     """By rank of the axis its pieces, of those that have rows; none for this rank."""
     return [[each[rank] for each in pieces if rank != line.rank and len(each[rank])] for rank in range(line.size)]
-
-
-def _by_axis(gradients: Sequence[CodedGradient], number: int) -> list[tuple[int, list[CodedGradient]]]:
-    """The gradients that have a hop of this number, by the number of its axis."""
-    found: dict[int, list[CodedGradient]] = {}
-    for each in gradients:
-        if number < len(each.slot.path.hops):
-            found.setdefault(each.slot.path.hops[number].number, []).append(each)
-    return sorted(found.items())
