@@ -137,7 +137,7 @@ def memory_is_written_after_its_copies_have_left(tier):
                     writes[number % len(writes)](layer.weight)
                 for unit, weight in zip(held_by(model), before, strict=True):
                     unit.await_gathered()
-                    found.append(unit.memory.whole.tensors()[0].clone())
+                    found.append(unit.gather.whole.tensors()[0].clone())
                     expected.append(weight.to(found[-1].dtype))
                     unit.reshard()
                 keep_busy()
@@ -168,7 +168,7 @@ def fresh_memory_is_filled_after_it_was_read(tier):
         del activation
         first.unshard()
         first.await_gathered()
-        (weight,) = first.memory.whole.tensors()
+        (weight,) = first.gather.whole.tensors()
         taken += weight.data_ptr() == place
         sums.append((weight != expected).sum(dim=0))
         known.append(torch.zeros(width, dtype=torch.long))
@@ -191,7 +191,7 @@ def memory_is_given_up_after_its_copy(tier):
         for unit in held_by(model):
             unit.unshard()
             unit.await_gathered()
-            parked.append(parking.park(unit.memory.whole.tensors()[0]))
+            parked.append(parking.park(unit.gather.whole.tensors()[0]))
             unit.reshard()
         over = [torch.full((width, width), 7.0, device=device.NAME) for _ in parked]
         found += [each.take() for each in parked[::-1]][::-1]
@@ -220,7 +220,7 @@ def a_small_copy_behind_a_large_one(tier):
             found = []
             for unit in held_by(model):
                 unit.await_gathered()
-                found += [tensor.clone() for tensor in unit.memory.whole.tensors()]
+                found += [tensor.clone() for tensor in unit.gather.whole.tensors()]
                 unit.reshard()
             require_equal(found, expected)
     alone, behind = (sorted(s for each, s in halves if each is way) for way in (False, True))

@@ -125,7 +125,7 @@ def test_a_placed_parameter_is_a_view_in_flight_and_freed_after():
         weight = module.weight
         assert (type(weight), type(model.mix.weight)) == (DTensor, Tensor)
         assert (weight.device_mesh, weight.placements) == (mesh["tp"], (Shard(0),))
-        gathered = [unit.memory.whole for unit in units_of(model) if unit.memory.whole is not None]
+        gathered = [unit.gather.whole for unit in units_of(model) if unit.gather.whole is not None]
         memory = [buffer.untyped_storage().data_ptr() for each in gathered for buffer in each.buffers]
         storage = weight.to_local().untyped_storage()
         assert storage.data_ptr() in memory

@@ -112,7 +112,7 @@ def test_what_a_forward_changes_in_place_is_refused(name, stage):
     alone = STAGES[stage](build(), axis())
     with pytest.raises(zf.PlacementError, match=f"changed '{parameter}' in place"):
         alone(x)
-    is_at_rest = [unit.memory.is_at_rest for unit in units_of(alone)]
+    is_at_rest = [unit.gather.is_at_rest for unit in units_of(alone)]
     assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
 
 

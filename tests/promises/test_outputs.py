@@ -150,7 +150,7 @@ def test_two_frozen_units_at_most_are_whole_whatever_their_outputs_are_in():
     whole = []
 
     def note(_):
-        whole.append(sum(unit.memory.is_whole for unit in units_of(model)))
+        whole.append(sum(unit.gather.is_whole for unit in units_of(model)))
 
     with pretended(2) as mesh:
         layers = nn.Sequential(*(Hidden(note) for _ in range(5))).requires_grad_(False)

@@ -101,7 +101,7 @@ class Inventory:
     def end_differences(self) -> None:
         """Who loads this gets parameters in full, and goes on as this run does: so does this run."""
         for unit in self.units:
-            unit.memory.reference_is_shared = False
+            unit.gather.reference_is_shared = False
 
     def _add_optimizer(self, optimizer: Optimizer, named: ModelTensors, tensors: dict[str, Tensor]) -> None:
         streamed = optimizer if isinstance(optimizer, Streamed) else None

@@ -81,8 +81,11 @@ def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
     gradients = [local_of(grad) for grad in grads if grad is not None]
     buffers: list[torch.UntypedStorage] = []
     for unit in units_of(module):
-        memory = unit.memory.whole
-        parameters += [*unit.memory.kept(), *(slot.flat for slot in unit.slots)]  # with the padding between them
+        memory = unit.gather.whole
+        parameters += [
+            buffer for group in unit.memory.groups for buffer in group.kept()
+        ]  # with the padding between them
+        parameters += [slot.flat for slot in unit.slots]
         parameters += memory.buffers if memory is not None else ()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
         buffers += unit.gradients.memory().held()
@@ -134,4 +137,5 @@ def _nbytes(tensors: Iterable[Tensor], buffers: Iterable[torch.UntypedStorage] =
 def padding_nbytes(unit: Unit) -> tuple[int, int]:
     """Bytes of padding in the memory at rest of a unit, and in that of its gradients."""
     is_away = any(group.kind.is_gradient_away for group in unit.memory.groups)
-    return unit.memory.padding_nbytes, 0 if is_away else unit.gradients.memory().padding_nbytes
+    parameters = sum(group.padding_nbytes for group in unit.memory.groups)
+    return parameters, 0 if is_away else unit.gradients.memory().padding_nbytes

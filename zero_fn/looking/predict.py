@@ -413,7 +413,7 @@ def _walk(run: Run, *, backwards: int) -> _Walk:
     landing: set[int] = set()  # those that a disk is being read into
     pending: set[int] = set()
     peak = 0
-    gathered_nbytes = {index: unit.memory.gathered_nbytes for index, unit in units.items()}
+    gathered_nbytes = {index: sum(map(_gathered_nbytes, unit.memory.groups)) for index, unit in units.items()}
     gradient_nbytes = {index: _gradient_nbytes(unit) for index, unit in units.items()}
     for events, in_forward in ((forward, True), (backward, False)) * backwards:
         for event in events:
@@ -434,6 +434,12 @@ def _walk(run: Run, *, backwards: int) -> _Walk:
         if not in_forward:
             gathered.clear()  # a backward ends with every transient unit at rest
     return _Walk(gathers, uses, peak)
+
+
+def _gathered_nbytes(group: Group) -> int:
+    """Bytes of a buffer that has memory during a use only, and of codes."""
+    whole = 0 if group.kind.is_kept or group.whole is None else group.whole.nbytes
+    return whole + sum(group.kind.records_nbytes(slot.path) for slot in group.slots)
 
 
 def _gradient_nbytes(unit: Unit) -> int:

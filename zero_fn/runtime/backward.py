@@ -31,9 +31,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from zero_fn.runtime.autograd_node import gather_again, returns_gradients
 from zero_fn.runtime.ending import Ending, current_graph_task
 from zero_fn.runtime.forward import Forward, in_two_threads
-from zero_fn.runtime.gather import gather_again, returns_gradients
 from zero_fn.runtime.gradients import Reduction, settle_gradients
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
 from zero_fn.runtime.unit import Unit
@@ -91,7 +91,7 @@ class Backward(Forward):
             shown.needed_in = current_graph_task()
 
     def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
-        """All gradients of one use are there. `grads` is None if they are returned through autograd. (gather.py)"""
+        """All gradients of one use are there. `grads` is None if they are returned through autograd. (autograd_node.py)"""
         backward = self.opened()
         if self._nested.left:
             self._nested.reshard()
@@ -230,7 +230,9 @@ class Backward(Forward):
         """Whether a graph through this unit is still alive and has not arrived."""
         recomputed = self.backward.recomputed if self.backward is not None else ()
         uses = (*self.graphs.uses_of(unit.index), *recomputed)
-        return any(use.key.unit == unit.index and use.is_awaited for use in uses)  # `unit` may be a proxy (gather.py)
+        return any(
+            use.key.unit == unit.index and use.is_awaited for use in uses
+        )  # `unit` may be a proxy (autograd_node.py)
 
     # -- reduced gradients ------------------------------------------------------------------------------------------
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import StateError
+from zero_fn.runtime.autograd_node import gather
 from zero_fn.runtime.call_hooks import DOORS, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.gather import gather
 from zero_fn.runtime.odd import called_outside, is_odd, is_swapped, is_transforming, require_run
 from zero_fn.runtime.passes import UnitUse
 from zero_fn.runtime.run import Run, run_of

@@ -79,7 +79,7 @@ def _show_again(changed: dict[Unit, list[Slot]]) -> None:
             if not unit.running:
                 continue
             for slot, whole in zip(slots, unit.memory.wholes(slots), strict=True):
-                unit.memory.outdate()
+                unit.gather.outdate()
                 if (seen := slot.places[0].shown) is not None:
                     local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
 

@@ -195,7 +195,7 @@ class Forward:
             unit.await_gathered()
         elif kind is Fetch:
             if unit.shown.leaves is None:
-                unit.memory.fetch()
+                unit.gather.fetch()
         elif self.forward is not None:
             self.reshard(unit, grad=self.forward.grad)
         elif not unit.running and unit.memory.is_transient:
@@ -253,7 +253,7 @@ class Forward:
             warn_of_unwritten_buffers(root)
         units = [unit for unit in self.live_units() if not unit.is_gone]
         for unit in units:
-            unit.memory.reference_is_shared = False
+            unit.gather.reference_is_shared = False
         if self.assignment.axis is not None and self.transport.size > 1:
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
         if self.assignment.axis is not None:
@@ -292,10 +292,10 @@ class Forward:
             self.recorded[key] = (trace, legs(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
-            if unit.memory.level < unit.memory.top and not unit.memory.away:
+            if unit.gather.level < unit.gather.top and not unit.memory.away:
                 continue
-            if unit.memory.pending is not None:
-                unit.memory.wait()  # prefetched and not used: a gather that is dropped would be taken for the next
+            if unit.gather.pending is not None:
+                unit.gather.wait()  # prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self.reshard(unit, grad=forward.grad)
         if forward.grad:

@@ -1,194 +1,187 @@
-"""The autograd function of a unit: one node between the resting parameters and what the forward sees.
+"""The gathers of one unit: how far the moves from rest to whole parameters have come.
 
-Its forward hands out the gathered parameters; its backward receives their gradients and reduces them. Two ways:
+    at rest  --begin-->  the last move is under way  --wait-->  whole  --free-->  at rest
 
-    deferred   `loss.backward()`: the reduction is issued and settles later; autograd is given nothing
-    returned   `torch.autograd.grad`, `backward(inputs=...)`, `create_graph=True`: the reduced gradients are returned, so
-               that autograd captures, accumulates or differentiates them as those of any leaf
+A gather makes the moves (moves.py) from `level` on: so many were made already. Freeing goes back to
+what is kept (hpZ), a step of an optimizer to the beginning.
+
+[Note: a disk may fail on one rank] Resting parameters in another tier are fetched before each gather,
+copied into the gathered buffer, and let go. If they are on a disk, every rank sends a byte before each
+gather that says whether its disk failed, and all ranks raise the same error. Memory of the host does
+not fail, and the host waits for no answer. The byte comes first because the host reads the answer: the
+communicator of an accelerator has one queue, so it would wait for the gather.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Sequence
-from types import NoneType
-from typing import Any
+from zero_fn.runtime.group import Group
+from zero_fn.runtime.memory import Memory
+from zero_fn.runtime.moves import Arrivals, Move, moves_of
+from zero_fn.runtime.whole_buffers import WholeBuffers
+from zero_fn.transport.agree import Outcome
+from zero_fn.transport.line import Work
 
-import torch
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import DTensor
-
-from zero_fn.errors import ShardedAccessError, StateError
-from zero_fn.resting import local_of
-from zero_fn.runtime.gradients import Reduction
-from zero_fn.runtime.hooks import defer_hooks
-from zero_fn.runtime.memory import gather_wholes
-from zero_fn.runtime.odd import is_transforming
-from zero_fn.runtime.on_model_axes import arrived, placed
-from zero_fn.runtime.passes import UnitUse, will_execute
-from zero_fn.runtime.slot import trained
-from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.whole_buffers import Lent
-from zero_fn.transport.agree import Bits
-
-__all__ = ["gather", "gather_again", "returns_gradients"]
-
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-
-# A leaf that every node depends on and no user asks for: autograd visits it in a plain backward only.
-_token = torch.zeros((), requires_grad=True)
-_token_node = get_gradient_edge(_token).node
+__all__ = ["Gather"]
 
 
-def returns_gradients() -> bool:
-    """Whether the running backward wants its gradients returned through autograd."""
-    return torch.is_grad_enabled() or not will_execute(_token_node)
+class Gather:
+    """The way up of the parameters of one unit."""
 
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        # How many of the moves were made, the last of them perhaps only begun. Below the top, which is
+        # how many there are, parameters are at rest.
+        self.level = 0
+        self.top = 1
+        self._kept_level = 0  # as many are left when whole parameters are freed
+        self.pending: list[Work] | None = None  # the collectives of the last move, if it is under way
+        # Kept without memory for the next gather, unless somebody holds a part.
+        self.whole: WholeBuffers | None = None
+        # Known once the parameters are gathered: a tier could not be read on some rank (every rank has
+        # it then), or a tensor subclass raised in `fsdp_post_all_gather`.
+        self.failure: Exception | None = None
+        # Whether all ranks hold the same of what travels as differences. [Note: what the others hold]
+        # (wire_gather.py)
+        self.reference_is_shared = False
+        self._told: Outcome | None = None  # whether the fetch went well on each rank
+        self._groups: list[Group] = []  # those that the moves are of
+        self._moves: tuple[list[Move], list[Move]] = ([], [])  # before and after the reference is shared
+        self._arrivals: Arrivals = {}
 
-@uncompiled
-def gather_again(unit: Unit) -> list[Tensor]:
-    """The gathered parameters of a unit for recomputations inside its backward, on an autograd node of their own.
+    @property
+    def moves(self) -> list[Move]:
+        """The moves of a gather, once buffers were cut."""
+        return self._moves[self.reference_is_shared]
 
-    The same tensors serve every backward, as long as nobody could tell them from new ones. [Note: tensors that are lent]
-    """
-    whole = unit.memory.whole
-    if whole is None or not whole.lends or unit.has_model_axes or is_transforming():
-        with torch.enable_grad():
-            return gather(UnitUse(unit, -1))
-    now, lent = trained(unit.slots), whole.lent
-    if lent is None or lent.trained != now or not lent.is_untouched():
-        use = UnitUse(weakref.proxy(unit), -1)  # the unit holds these tensors, their node holds this
-        with torch.enable_grad():
-            lent = Lent(gather(use), now, use)
-        whole.lent = lent
-    lent.use.generation, lent.use.has_arrived, lent.is_shown = unit.generation, False, True
-    return lent.tensors
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the parameters are not gathered, and no gather is under way."""
+        return self.level < self.top
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are gathered."""
+        return self.level == self.top and self.pending is None
 
-def gather(use: UnitUse) -> list[Tensor]:
-    """The gathered parameters of a unit, connected to its resting ones if gradients are recorded. Sets `use.node`."""
-    unit = use.unit
-    whole = unit.memory.whole
-    assert whole is not None, f"{unit} is not gathered"
-    tensors = whole.tensors()
-    flags = trained(unit.slots) if torch.is_grad_enabled() else []
-    if True not in flags:
-        return placed(unit.slots, tensors) if unit.has_model_axes else tensors
-    # Not `_Gather.apply`, which asks of every argument whether torch.func has wrapped it: this runs outside its transforms.
-    outputs = _apply(_Gather, use, tensors, flags, _token, *[slot.parameter for slot in unit.slots])
-    node = outputs[flags.index(True)].grad_fn
-    assert node is not None
-    use.node = weakref.ref(node)
-    return placed(unit.slots, outputs) if unit.has_model_axes else list(outputs)
+    def fetch(self) -> None:
+        """Begins to read resting parameters from their tier, for the next gather."""
+        if self.is_at_rest:
+            for record in self._memory.away:
+                record.fetch_ahead()
 
+    def begin(self, unit: object) -> None:
+        """Makes the moves up to the last, and begins that; `wait` waits for it. `unit` gathers again
+        when backward needs a freed buffer."""
+        memory = self._memory
+        if self._groups is not memory.groups:
+            self.forget()
+        if memory.away:
+            self.failure = memory.arrived(exact=False)
+            if memory.may_fail:
+                self._told = Outcome(memory.line, self.failure, f"Fetching {memory.unit}")
+        if self.whole is None:
+            self._cut(unit)
+        else:
+            self.whole.renew()
+        for move in self._moves[self.reference_is_shared][self.level :]:
+            for fill in move.fill:
+                fill(self._arrivals)
+            self.level += 1
+            self.pending = self._send_beside(move) if self._arrivals else self._send(move)
+            if self.level < self.top:
+                self.pending = None
+                self._kept_level += move.is_kept
+        if memory.away:
+            memory.let_go()
 
-def _apply(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, ...]:
-    outputs: tuple[Tensor, ...] = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-    return outputs
+    def _send(self, move: Move) -> list[Work]:
+        """Codes this rank's own parts, and issues the all-gathers. Those of the last move are still to
+        be waited for."""
+        for encode in move.encode:
+            encode()
+        works = []
+        for line, plan in move.sends:
+            works.append(line.all_gather(plan, move.what))
+        if self.level < self.top:
+            for work in works:
+                work.wait()
+            for decode in move.decode:
+                decode()
+        return works
 
+    def _send_beside(self, move: Move) -> list[Work]:
+        """The same on the stream of copies from the host, which are waited for there: what computes
+        waits in `wait`."""
+        (stream,) = self._arrivals
+        with stream.there:
+            works = self._send(move)
+            self._arrivals[stream] = stream.there.record_event()
+        return works
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, use: UnitUse, tensors: list[Tensor], trained: list[bool], token: Tensor, *resting: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.use = use
-        ctx.set_materialize_grads(False)
-        if False in trained:
-            ctx.mark_non_differentiable(*(t for t, flag in zip(tensors, trained, strict=True) if not flag))
-        return tuple(tensors)
+    def _cut(self, unit: object) -> None:
+        """Cuts the whole buffers into parameters and into what moves."""
+        memory = self._memory
+        self.whole = whole = WholeBuffers(unit, memory.slots, memory.groups)
+        extended = [segment for each in whole.travelling.values() for segment in each.segments]
+        self._moves = moves_of(whole.of_groups, extended, memory.line, memory.unit)
+        self._groups = memory.groups
+        self.top = len(self._moves[0])
+        whole.note_references()
 
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        use: UnitUse = ctx.use
-        unit = use.unit
-        if use.generation != unit.generation:
-            raise StateError(
-                f"The parameters of unit {unit.name or 'root'!r} changed between forward and backward.",
-                why="an optimizer stepped; the gradient of the old forward would be computed with new parameters",
-                fix="run every backward of a forward before optimizer.step()",
-            )
-        if unit.has_model_axes:
-            grads = tuple(map(arrived, grads))
-        kinds = set(map(type, grads))
-        if DTensor in kinds:
-            raise _in_shards(unit)
-        if NoneType in kinds:
-            grads = _with_assigned(unit, grads)
-        nothing = (None, None, None, None)
-        if not returns_gradients():
-            defer_hooks(unit.slots)
-            unit.run.gradients_arrived(use, grads)
-            return nothing + (None,) * len(grads)
-        _require_single(unit, grads)
-        unit.run.gradients_arrived(use, None)
-        return nothing + tuple(_ReturnReduced.apply(unit, *grads))  # type: ignore[no-untyped-call]
-
-
-def _in_shards(unit: Unit) -> ShardedAccessError:
-    return ShardedAccessError(
-        "A plain loss was mixed with a resting parameter: its gradient came back in shards.",
-        unit=unit.name or "root",
-        why="DTensor gives a plain tensor beside one of its own such a gradient; nothing was summed",
-        fix="bring the resting part together: loss * penalty.full_tensor()",
-    )
-
-
-def _require_single(unit: Unit, grads: Sequence[Tensor | None]) -> None:
-    """Refuses batched gradients (`is_grads_batched=True`) before anything is sent: vmap knows no collectives."""
-    if any(grad is not None and _is_batched(grad) for grad in grads):
-        raise StateError(
-            "Several gradients of a transformed module were asked for at once.",
-            unit=unit.name or "root",
-            why="is_grads_batched=True, and vectorize=True of torch.autograd.functional, would vectorize the collectives",
-            fix="compute one after the other, or gradients of whole tensors: torch.func.functional_call(model, values, x)",
-        )
-
-
-def _with_assigned(unit: Unit, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients, with those that a custom function assigned (`layer.weight.grad = ...`) in place of returning them, as
-    fused weight-gradient kernels do."""
-    found = list(grads)
-    for i, slot in enumerate(unit.slots):
-        shown = slot.places[0].shown if found[i] is None and slot.parameter.requires_grad else None
-        if shown is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of whoever reads this of what is no leaf
-                found[i], shown.grad = shown.grad, None
-    return tuple(found)
-
-
-class _ReturnReduced(torch.autograd.Function):
-    """Makes whole gradients resting ones, differentiably: the transpose of the mean over ranks is an all-gather.
-
-    The all-gather is not divided by the number of ranks: what a rank computes from whole tensors is averaged once more, when
-    its gradient is reduced.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.unit = unit
-        reduction = Reduction(unit.gradients.memory(), grads, exact=True)
-        present = Bits(unit.run.transport, reduction.has_local, f"who has gradients of {unit}").read()
-        reduction.wait()
-        work = reduction.regather()
-        if work is not None:
+    def wait(self) -> None:
+        """Waits for the move that is under way."""
+        if self._told is not None:
+            self.failure = self._told.failed_on_any_rank()
+            self._told = None
+        assert self.pending is not None and self.whole is not None, "no gather is under way"
+        for work in self.pending:
             work.wait()
-        return tuple(reduction.take(present))
+        while self._arrivals:
+            stream, end = self._arrivals.popitem()
+            stream.wait_for(end)
+        for decode in self._moves[self.reference_is_shared][-1].decode:
+            decode()
+        self.reference_is_shared = True
+        if self.whole.travelling:
+            try:
+                self.whole.make_products()
+            except Exception as error:  # in the user's tensor subclass; `Unit.await_gathered` raises it
+                self.failure = self.failure or error
+        self.pending = None
 
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        unit: Unit = ctx.unit
-        _require_single(unit, grads)
-        present = [(slot, grad) for slot, grad in zip(unit.slots, grads, strict=True) if grad is not None]
-        slots, flats = [slot for slot, _ in present], [slot.path.flat_of(local_of(grad)) for slot, grad in present]
-        wholes, pending = gather_wholes(slots, flats, unit.run.transport, f"second gradients of {unit}")
-        if pending is not None:
-            pending.wait()
-        found = {slot: whole.to(slot.kind.compute_dtype) for slot, whole in zip(slots, wholes, strict=True)}
-        return None, *map(found.get, unit.slots)
+    def free(self) -> None:
+        """Frees the gathered parameters; kept buffers stay but count as out of date."""
+        if self._memory.away:
+            self._memory.let_go()
+        if self.level < self.top:
+            return
+        if self.pending is not None:
+            self.wait()
+        self.failure = None
+        if self.whole is not None and not self.whole.free():
+            self.whole = None
+        self.level = self._kept_level
+
+    def outdate(self) -> None:
+        """Resting parameters have changed: the next gather makes all moves."""
+        self._kept_level = 0
+        if self.level < self.top:
+            self.level = 0
+
+    def drop(self) -> None:
+        """Drops the gathered parameters, and gives up a gather under way, wherever an interrupt has left
+        it."""
+        pending, told, self.pending, self._told = self.pending, self._told, None, None
+        if told is not None:
+            told.failed_on_any_rank()
+        for work in pending or ():
+            work.wait()  # the next message would be taken for it
+        self._memory.let_go()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the gathered parameters, which rest in other memory now."""
+        self.level = self._kept_level = 0
+        self.pending = self.whole = self.failure = None
+        self._arrivals = {}
+        self.reference_is_shared = False

@@ -83,7 +83,7 @@ class Group:
         kind, slots = self.kind, self.slots
         if kind.has_whole:
             starts, numel = _aligned(slots, [slot.path.padded_numel for slot in slots], kind.compute_dtype)
-            self.whole = Buffer(starts, numel, kind.compute_dtype, kind.device, is_transient=self.is_transient)
+            self.whole = Buffer(starts, numel, kind.compute_dtype, kind.device, is_transient=not kind.is_kept)
         if kind.inner is not None:
             dtype = torch.uint8 if isinstance(kind.inner, Wire) else kind.compute_dtype
             numels = [slot.path.sublayout.padded_numel for slot in slots if slot.path.sublayout is not None]
@@ -182,11 +182,6 @@ class Group:
         buffers = [buffer for buffer in (self.whole, self.inner, self._rest) if buffer is not None]
         kept = sum(buffer.nbytes for buffer in buffers if buffer.memory is not None)
         return kept - sum(self.kind.resting_nbytes(slot.path) for slot in self.slots)
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether the gathered parameters are freed between uses."""
-        return not self.kind.is_kept
 
     # -- other tiers ------------------------------------------------------------------------------------------------
 

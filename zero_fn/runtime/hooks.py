@@ -1,8 +1,9 @@
 """Hooks that users put on resting parameters: each is called once in a backward, with the reduced gradient.
 
-[Note: autograd calls hooks with None] A deferred backward gives autograd no gradients (gather.py), and yet autograd calls the
-hooks of each parameter that it passes. So the user's hooks are wrapped, in the dicts where torch keeps them: their handles
-still remove them. The wrapper ignores autograd's call, and `add_gradient` calls the user's hook once the gradient is reduced.
+[Note: autograd calls hooks with None] A deferred backward gives autograd no gradients
+(autograd_node.py), and yet autograd calls the hooks of each parameter that it passes. So the user's
+hooks are wrapped, in the dicts where torch keeps them: their handles still remove them. The wrapper
+ignores autograd's call, and `add_gradient` calls the user's hook once the gradient is reduced.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from zero_fn.transport.links import gather_hops
 from zero_fn.transport.segment import Segment
 from zero_fn.values.wire import Wire
 
-__all__ = ["Arrivals", "Move", "depth_of", "moves_of"]
+__all__ = ["Arrivals", "Move", "moves_of"]
 
 Arrivals = dict[SideStream, torch.Event]
 """Copies from the host to devices that are under way: of each stream the end of the last one."""
@@ -51,13 +51,6 @@ class Move:
     encode: list[Callable[[], None]] = field(default_factory=list)
     sends: list[tuple[Line, Any]] = field(default_factory=list)  # each with its plan
     decode: list[Callable[[], None]] = field(default_factory=list)
-
-
-def depth_of(groups: Sequence[Group]) -> int:
-    """How many moves there are: one at least."""
-    hops = [[leg.is_kept for leg in group.kind.up if leg.hop is not None] for group in groups]
-    kept = max((each.count(True) for each in hops), default=0)
-    return kept + max([1, *(each.count(False) for each in hops)])
 
 
 def moves_of(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zero_fn.runtime import moved
 from zero_fn.runtime.call_hooks import put_hooks_inside
+from zero_fn.runtime.gather import Gather
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.memory import Memory
 from zero_fn.runtime.odd import is_swapped, partly_swapped
@@ -54,6 +55,7 @@ class Unit:
         # Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.memory = Memory(str(self), slots, run.transport, run.offloaded, self)
+        self.gather = Gather(self.memory)
         self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
         for slot in slots:
             slot.owner = weakref.ref(self)
@@ -86,18 +88,24 @@ class Unit:
             raise partly_swapped(self.name)
         self.reshard()
         moved.follow(self.memory)
+        self.gather.forget()
         self.gradients.forget_layout()
         self.memory.moving = None
+
+    def vacate(self) -> None:
+        """Drops the memory of the parameters, whose values were moved elsewhere."""
+        self.memory.vacate()
+        self.gather.forget()
 
     # -- gathered ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already."""
-        memory = self.memory
-        if memory.is_moved:
+        gather = self.gather
+        if self.memory.is_moved:
             self.follow_moved()
-        if memory.level < memory.top:
-            memory.gather(self)
+        if gather.level < gather.top:
+            gather.begin(self)
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued.
@@ -105,18 +113,18 @@ class Unit:
         Raises:
             StorageError: On every rank, if the tier of resting parameters failed on any. The unit is at rest then.
         """
-        memory = self.memory
-        if memory.pending is not None:
-            memory.wait()
-        if memory.failure is not None:
-            failure = memory.failure
+        gather = self.gather
+        if gather.pending is not None:
+            gather.wait()
+        if gather.failure is not None:
+            failure = gather.failure
             self.reshard()
             raise failure
 
     def require_gathered(self) -> None:
         """Gathers the parameters and waits for them, unless they are there. Raises as `await_gathered` does."""
-        memory = self.memory
-        if memory.level < memory.top or memory.pending is not None or memory.failure is not None:
+        gather = self.gather
+        if gather.level < gather.top or gather.pending is not None or gather.failure is not None:
             self.unshard()
             self.await_gathered()
 
@@ -124,13 +132,13 @@ class Unit:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         if self.shown.backward_door is not None:
             self.leave_backward()
-        if self.memory.away or self.memory.level == self.memory.top:
-            self.memory.free()
+        if self.memory.away or self.gather.level == self.gather.top:
+            self.gather.free()
 
     def mark_stale(self) -> None:
         """Marks everything that was gathered as out of date: the resting parameters may have changed."""
         self.reshard()
-        self.memory.outdate()
+        self.gather.outdate()
 
     def start_over(self) -> None:
         """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (forward.py)"""
@@ -138,22 +146,22 @@ class Unit:
         self.read = None
         put_hooks_inside(self.inner)
         self.shown.start_over()
-        self.memory.drop()
+        self.gather.drop()
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
         is_seen = self.running or self.shown.backward_door is not None
-        memory = self.memory
-        if memory.level < memory.top or memory.pending is not None or not is_seen:
+        gather = self.gather
+        if gather.level < gather.top or gather.pending is not None or not is_seen:
             self.run.need_in_backward(self)
-        assert memory.whole is not None and memory.pending is None, f"{self} is at rest"
-        return memory.whole.buffers[group]
+        assert gather.whole is not None and gather.pending is None, f"{self} is at rest"
+        return gather.whole.buffers[group]
 
     def leave_backward(self) -> None:
         """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
         if self.shown.backward_door is not None:
             tensors = self.shown.leave_backward()
-            if self.memory.level == self.memory.top and self.shown.leaves is None:
+            if self.gather.level == self.gather.top and self.shown.leaves is None:
                 self.shown.require_unchanged(self.name, tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_fn.runtime.autograd_node import gather
 from zero_fn.runtime.call_hooks import DOORS
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.gather import gather
 from zero_fn.runtime.odd import called_outside, in_compute_dtype, is_odd, require_run
 from zero_fn.runtime.passes import ReadUse
 from zero_fn.runtime.run import Run, run_of

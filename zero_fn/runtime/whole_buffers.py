@@ -81,7 +81,7 @@ class WholeBuffers:
                 if group.whole is None or group.kind.travels:
                     continue
                 buffer, starts = group.memory_for_whole(), group.starts
-                if group.is_transient:
+                if not group.kind.is_kept:
                     remember_buffer(buffer, self, unit, len(self.of_groups))
                     transient.append((buffer, len(group.slots)))
                 self.of_groups[group] = buffer

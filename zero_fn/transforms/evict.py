@@ -161,7 +161,7 @@ class Evicted:
             held.local = torch.empty_like(held.local, device="meta")
         for unit in self._units:
             unit.reshard()
-            unit.memory.vacate()
+            unit.vacate()
             unit.gradients.forget_layout()
 
     def _brought(self) -> list[Tensor]:

@@ -90,6 +90,7 @@ def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callabl
                     buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
     for unit in units:
         unit.reshard()
+        unit.gather.forget()
         unit.memory.form([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
     for run in runs_of(module, verb="materialize"):
         reserve(run, "materialize", [unit for unit in units if unit.run is run])

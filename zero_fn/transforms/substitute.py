@@ -491,7 +491,7 @@ class _Donors:
         if slot is not None and unit is not None:
             self._released.add(slot)
             if self._released.issuperset(unit.slots):
-                unit.memory.vacate()
+                unit.vacate()
 
 
 class Donated:

@@ -58,8 +58,8 @@ def train(model, steps):
 
 def memory_of(unit):
     """The whole buffers of a unit at rest, to be used again."""
-    memory = unit.memory.whole
-    assert unit.memory.is_at_rest and memory is not None, "it was not kept"
+    memory = unit.gather.whole
+    assert unit.gather.is_at_rest and memory is not None, "it was not kept"
     return memory
 
 
@@ -186,7 +186,7 @@ def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_o
 def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests():
     model, unit = build()
     train(model, 1)
-    ((_, plan),) = unit.memory.moves[-1].sends
+    ((_, plan),) = unit.gather.moves[-1].sends
     (pack,) = plan.packs
     assert [piece is slot.flat for piece, slot in zip(pack.pieces, unit.slots, strict=True)] == [True, True]
 

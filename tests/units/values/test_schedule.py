@@ -181,7 +181,7 @@ def record(monkeypatch):
         monkeypatch.setattr(kind, name, noted)
 
     def note_unit(name, event, changes):
-        note(Unit, name, lambda unit: [event(unit.index)] if changes(unit.memory) else [])
+        note(Unit, name, lambda unit: [event(unit.index)] if changes(unit.gather) else [])
 
     def entered(run, unit, door, method):
         use = enter(run, unit, door, method)
@@ -190,9 +190,9 @@ def record(monkeypatch):
 
     enter = Run.enter
     monkeypatch.setattr(Run, "enter", entered)
-    note_unit("unshard", Unshard, lambda memory: memory.is_at_rest)
-    note_unit("await_gathered", Await, lambda memory: memory.pending is not None)
-    note_unit("reshard", Reshard, lambda memory: not memory.is_at_rest)
+    note_unit("unshard", Unshard, lambda gather: gather.is_at_rest)
+    note_unit("await_gathered", Await, lambda gather: gather.pending is not None)
+    note_unit("reshard", Reshard, lambda gather: not gather.is_at_rest)
     note(Run, "leave", lambda run, use: [Exit(use.key)])
     note(Run, "settle", lambda run, unit, under_way: [Settle(unit.index)])
     note(Gradients, "reduce", lambda gradients: [Reduce(unit_of(gradients._slots[0]).index)])
