@@ -152,7 +152,7 @@ static void run_block(const void *argument, int64_t block) {
 int64_t zero_fn_adam_block_numel(void) { return BLOCK_NUMEL; }
 
 /* Pieces that share a block of memory must not be given together. */
-void zero_fn_adam(const Piece *pieces, int64_t count, int64_t blocks, const Rates *rates, int32_t threads) {
+void zero_fn_adam(const Piece *pieces, int64_t count, int64_t blocks, const Rates *rates, int64_t threads) {
     const Work work = {pieces, count, rates};
     zero_fn_by_threads(run_block, &work, blocks, threads);
 }

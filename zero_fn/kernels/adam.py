@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels.codes import MapInC, decode, encode, map_in_c
-from zero_fn.kernels.compiler import library
+from zero_fn.kernels.compiler import call_kernel, has_kernels
 from zero_fn.kernels.threads import threads_for
-from zero_fn.kernels.written import was_written
 
 __all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
@@ -100,10 +99,9 @@ class _RatesInC(ctypes.Structure):
 def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: int | None = None) -> None:
     """Steps pieces, which share no memory, by the compiled kernel, which must exist (`rounding()` was not None). The bits do
     not depend on `threads`; None: `threads_for` so many elements."""
-    functions = library().functions
-    assert functions is not None
-    block_numel = int(functions.zero_fn_adam_block_numel())
+    block_numel = call_kernel("zero_fn_adam_block_numel")
     blocks = numel = 0
+    written = list[Tensor | None]()
     packed = (_PieceInC * len(pieces))()
     for room, piece in zip(packed, pieces, strict=True):
         room.param, room.grad = piece.param.data_ptr(), piece.grad.data_ptr()
@@ -117,21 +115,22 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: 
         room.bias_correction2_sqrt = math.sqrt(1 - rates.beta2**piece.step)
         blocks += -(-room.numel // block_numel)
         numel += room.numel
+        written += [piece.param, piece.exp_avg, piece.exp_avg_sq]
+        written += [piece.send, piece.exp_avg_scale, piece.exp_avg_sq_scale]
     factor = 1 - rates.lr * rates.weight_decay if rates.weight_decay else 1.0
     constants = _RatesInC(1 - rates.beta1, 1 - rates.beta2, rates.beta2, rates.eps, factor)
     constants.fuses_lerp, constants.body, constants.tail = how.fuses_lerp, how.body, how.tail
     constants.vector_numel = how.vector_numel
     constants.exp_avg_map, constants.exp_avg_sq_map = map_in_c(is_signed=True), map_in_c(is_signed=False)
-    functions.zero_fn_adam(
+    call_kernel(
+        "zero_fn_adam",
         packed,
-        ctypes.c_int64(len(pieces)),
-        ctypes.c_int64(blocks),
+        len(pieces),
+        blocks,
         ctypes.byref(constants),
-        ctypes.c_int32(threads_for(numel) if threads is None else threads),
+        threads_for(numel) if threads is None else threads,
+        written=written,
     )
-    for piece in pieces:
-        was_written(piece.param, piece.exp_avg, piece.exp_avg_sq)
-        was_written(piece.send, piece.exp_avg_scale, piece.exp_avg_sq_scale)
 
 
 def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
@@ -174,7 +173,7 @@ def _fused(piece: AdamPiece, rates: AdamRates) -> None:
 def rounding(rates: AdamRates) -> Rounding | None:
     """The roundings with which the kernel gives the bits of torch for these rates; None if there is no kernel for them."""
     has_coupled_decay = rates.weight_decay != 0 and not rates.is_decoupled
-    if library().functions is None or rates.amsgrad or rates.maximize or has_coupled_decay:
+    if not has_kernels() or rates.amsgrad or rates.maximize or has_coupled_decay:
         return None
     # torch computes this factor in double precision, perhaps in one rounding. If that shows in float32, torch makes the step.
     exact = 1 - Fraction(rates.lr) * Fraction(rates.weight_decay) if math.isfinite(rates.lr * rates.weight_decay) else 1

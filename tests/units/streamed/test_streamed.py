@@ -209,7 +209,9 @@ def test_streaming_changes_no_bit(
     parameters, inner = make(name, shapes, turned)
     tier = zf.nvme(tmp_path_factory.getbasetemp()) if on_disk else zf.cpu()
     options = {"buffer": buffer * KIB, "elementwise": name in KEPT, "fraction": fraction}
-    lacking = nullcontext() if has_kernels else patch("zero_fn.kernels.adam.library", lambda: Library(None, "a test"))
+    lacking = (
+        nullcontext() if has_kernels else patch("zero_fn.kernels.compiler.library", lambda: Library(None, "a test"))
+    )
     with lacking:
         run(expected, stock, range(2), skipped)
         run(parameters, inner, range(warm), skipped)
@@ -606,7 +608,7 @@ test_refusals = refusals(
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(tmp_path, monkeypatch, has_kernels):
     if not has_kernels:
-        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
+        monkeypatch.setattr("zero_fn.kernels.compiler.library", lambda: Library(None, "for this test"))
     parameters, optimizer, expected, stock = beside(tmp_path, "adamw, fused", [(70, 100), (9973,)], buffer="31KiB")
     for step in range(3):
         for number, (parameter, twin) in enumerate(zip(parameters, expected, strict=True)):
