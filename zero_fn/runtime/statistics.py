@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from zero_fn.errors import warn_once
-from zero_fn.transport.agreement import agree, differ
+from zero_fn.transport.agree import agree, differ
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
 

@@ -24,9 +24,10 @@ from zero_fn.errors import StorageError, TierError
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.uncompiled import left_alone
 from zero_fn.transforms.parked import Parked, Parking
-from zero_fn.transport.agreement import agree, content_digest
+from zero_fn.transport.agree import agree
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
+from zero_fn.values.digests import content_digest
 from zero_fn.values.tiers import is_away
 
 __all__ = ["Recomputed"]

@@ -41,9 +41,9 @@ from zero_fn.transforms.generating import generate_together
 from zero_fn.transforms.loading import check_entries
 from zero_fn.transforms.wrapped import refuse_ddp
 from zero_fn.transport.agree import Outcome
-from zero_fn.transport.agreement import content_digests
 from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment
+from zero_fn.values.digests import content_digests
 from zero_fn.values.grid import Grid, grid_of
 from zero_fn.values.tiers import Shelved
 from zero_fn.values.tiled import is_tile

@@ -16,7 +16,8 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import begin_whole, end_whole
-from zero_fn.transport.agreement import agree_along, content_digests
+from zero_fn.transport.agree import agree_along
+from zero_fn.values.digests import content_digests
 
 __all__ = ["refresh", "unsharded"]
 

@@ -15,8 +15,8 @@ import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.messages import refusals
 from zero_fn.transport import exchange
+from zero_fn.transport.agree import Flag
 from zero_fn.transport.exchange import GatherPlan
-from zero_fn.transport.flag import Flag
 from zero_fn.transport.line import MISMATCH, Line, Work
 from zero_fn.transport.links import line_over, open_transport
 from zero_fn.transport.segment import Segment

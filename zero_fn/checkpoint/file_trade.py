@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.transport.meeting import lost_ranks
-from zero_fn.transport.waiting import deadline
+from zero_fn.transport.rank0_messages import begin_send, receive
 
 __all__ = ["trade_files"]
 
@@ -47,7 +45,7 @@ def trade_files(
 class _Trade:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._sent: list[tuple[int, dist.Work, Tensor]] = []  # keeps what is on its way
+        self._sent: list[Callable[[], None]] = []  # each waits for a message that is on its way
         self._failure: OSError | None = None  # raised at the end: others wait for what comes after it
 
     def send(self, peer: int, folder: Path, names: Iterable[str]) -> None:
@@ -64,13 +62,13 @@ class _Trade:
             self._failure = error
         text = json.dumps(files).encode()
         for message in (torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts):
-            with lost_ranks(here=f"rank {self._group.rank()}, sending to rank {peer}"):
-                self._sent.append((peer, self._group.send([message], peer, _TAG), message))
+            self._sent.append(begin_send(self._group, message, peer, _TAG))
 
     def receive(self, peer: int, folder: Path) -> None:
         """Writes the files that come from a rank."""
-        length = int(self._take(torch.empty(1, dtype=torch.int64), peer))
-        for name, nbytes in json.loads(bytes(self._take(torch.empty(length, dtype=torch.uint8), peer).tolist())):
+        length = int(receive(self._group, torch.empty(1, dtype=torch.int64), peer, _TAG))
+        text = receive(self._group, torch.empty(length, dtype=torch.uint8), peer, _TAG)
+        for name, nbytes in json.loads(bytes(text.tolist())):
             parts = self._parts(peer, nbytes)
             try:
                 with open(folder / name, "xb") as file:
@@ -83,18 +81,12 @@ class _Trade:
 
     def finish(self) -> None:
         """Waits until everything was sent."""
-        for peer, work, _ in self._sent:
-            with lost_ranks(here=f"rank {self._group.rank()}, sending to rank {peer}"):
-                work.wait(timedelta(seconds=deadline()))
+        for wait in self._sent:
+            wait()
         if self._failure is not None:
             raise self._failure
 
     def _parts(self, peer: int, nbytes: int) -> Iterator[Tensor]:
         room = torch.empty(min(nbytes, _PART_NBYTES), dtype=torch.uint8)
         for at in range(0, nbytes, _PART_NBYTES):
-            yield self._take(room[: nbytes - at], peer)
-
-    def _take(self, message: Tensor, peer: int) -> Tensor:
-        with lost_ranks(here=f"rank {self._group.rank()}, waiting for rank {peer}"):
-            self._group.recv([message], peer, _TAG).wait(timedelta(seconds=deadline()))
-        return message
+            yield receive(self._group, room[: nbytes - at], peer, _TAG)

@@ -13,9 +13,9 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.unit import Unit
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
-from zero_fn.transport.agree import Outcome
-from zero_fn.transport.agreement import agree, agree_along, content_digests
+from zero_fn.transport.agree import Outcome, agree, agree_along
 from zero_fn.transport.line import Line
+from zero_fn.values.digests import content_digests
 
 __all__ = ["agree_on_units"]
 
