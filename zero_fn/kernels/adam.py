@@ -34,6 +34,7 @@ from torch import Tensor
 from zero_fn.kernels.codes import MapInC, decode, encode, map_in_c
 from zero_fn.kernels.compiler import call_kernel, has_kernels
 from zero_fn.kernels.threads import threads_for
+from zero_fn.values.strides import as_flat
 
 __all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
@@ -150,16 +151,11 @@ def _decoded(piece: AdamPiece) -> Iterator[AdamPiece]:
         yield piece
         return
     floats = replace(piece, exp_avg=torch.empty_like(piece.param), exp_avg_sq=torch.empty_like(piece.param))
-    decode(_flat(piece.exp_avg), first, _flat(floats.exp_avg), is_signed=True)
-    decode(_flat(piece.exp_avg_sq), second, _flat(floats.exp_avg_sq), is_signed=False)
+    decode(as_flat(piece.exp_avg), first, as_flat(floats.exp_avg), is_signed=True)
+    decode(as_flat(piece.exp_avg_sq), second, as_flat(floats.exp_avg_sq), is_signed=False)
     yield floats
-    encode(_flat(floats.exp_avg), _flat(piece.exp_avg), first, is_signed=True)
-    encode(_flat(floats.exp_avg_sq), _flat(piece.exp_avg_sq), second, is_signed=False)
-
-
-def _flat(dense: Tensor) -> Tensor:
-    """Its elements as they lie in memory."""
-    return dense.as_strided((dense.numel(),), (1,))
+    encode(as_flat(floats.exp_avg), as_flat(piece.exp_avg), first, is_signed=True)
+    encode(as_flat(floats.exp_avg_sq), as_flat(piece.exp_avg_sq), second, is_signed=False)
 
 
 def _fused(piece: AdamPiece, rates: AdamRates) -> None:

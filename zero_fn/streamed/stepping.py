@@ -37,6 +37,7 @@ from zero_fn.streamed.windows import Window, Windows
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.agree import on_all_ranks
+from zero_fn.values.strides import in_strides
 
 __all__ = ["Steps"]
 
@@ -101,8 +102,8 @@ class Steps:
         for parameter, cuts in states.divided.items():
             if parameter.grad is None:
                 continue
-            value, own = in_memory(local_of(parameter)), in_memory(local_of(parameter.grad))
-            grad = torch.empty_strided(value.shape, value.stride(), dtype=own.dtype, device=own.device).copy_(own)
+            value = in_memory(local_of(parameter))
+            grad = in_strides(in_memory(local_of(parameter.grad)), value.stride())
             for cut, device in cuts:
                 after = step.tried(cut, value, grad, device)
                 cut.note_largest(found[parameter], after)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from zero_fn.values.strides import as_flat
+
 __all__ = ["content_digest", "content_digests"]
 
 
@@ -29,7 +31,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     if tensor.device.type == "meta" or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu")  # also under a default device
     whole = tensor.detach().contiguous()
-    whole = whole.as_strided((whole.numel(),), (1,))  # a single element may have any stride; a view as words needs 1
+    whole = as_flat(whole)  # a single element may have any stride; a view as words needs 1
     bits = (torch.view_as_real(whole) if whole.is_complex() else whole).view(-1)
     integers = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(bits.element_size(), torch.int64))
     # Summed as words of 8 bytes: on a core of a CPU 16 GiB/s, and 0.5 with 4 bytes each, which CUDA would copy as 8 first.
