@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.seeds import seed_generator
 from zero_fn.kernels import library, nontemporal
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local.launcher import LocalRanks
 from zero_fn.tiers import parcels
 from zero_fn.transport.rank0_messages import set_timeout
 

@@ -22,11 +22,11 @@ from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
 from zero_fn.owners.trials import require_independent
 from zero_fn.owners.trips import LinesByAxis
 from zero_fn.resting import rest_gradient
+from zero_fn.runtime.bfloat16_step import as_kept
 from zero_fn.runtime.optimizers import require_own_shard
-from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.slot import meshes_of, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.streamed.inner import hand_over, require_not_streamed, stand_in
+from zero_fn.streamed.inner_optimizer import hand_over, require_not_streamed, stand_in
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.states import loaded
 from zero_fn.tiers.tier_tensor import in_memory

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import LayoutError
-from zero_fn.kernels.records import decode, encode
+from zero_fn.kernels.wire_codes import decode, encode
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.slot import Slot
 from zero_fn.tiers.record import Record

@@ -19,18 +19,18 @@ from torch.optim import Optimizer
 from zero_fn.advice import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import rest_gradient
+from zero_fn.runtime.bfloat16_step import as_kept
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.optimizers import take_over_states
-from zero_fn.runtime.rounding import as_kept
 from zero_fn.runtime.slot import is_cut, meshes_of
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.streamed.divided import agree_on_largest, divided_among
-from zero_fn.streamed.inner import hand_over, require_not_streamed, require_streamable, stand_in
-from zero_fn.streamed.one_pass import arithmetic_of, say_if_one_thread
+from zero_fn.streamed.fused_adam import arithmetic_of, say_if_one_thread
+from zero_fn.streamed.inner_optimizer import hand_over, require_not_streamed, require_streamable, stand_in
 from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
-from zero_fn.streamed.places import follow
+from zero_fn.streamed.shared_blocks import agree_on_largest, divided_among
 from zero_fn.streamed.states import States, loaded
 from zero_fn.streamed.stepping import Steps
+from zero_fn.streamed.tier_places import follow
 from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 

@@ -23,16 +23,16 @@ from torch.optim import Optimizer
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
+from zero_fn.runtime.bfloat16_step import Widened, rounding_of
 from zero_fn.runtime.holding import numbering_of
-from zero_fn.runtime.rounding import Widened, rounding_of
 from zero_fn.runtime.slot import meshes_of
 from zero_fn.storage import NOTHING
-from zero_fn.streamed.inner import raw_step, stand_in
-from zero_fn.streamed.one_pass import CodesInPlace, steps_in_one_pass, takes_codes
+from zero_fn.streamed.fused_adam import CodesInPlace, steps_in_one_pass, takes_codes
+from zero_fn.streamed.inner_optimizer import raw_step, stand_in
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
 from zero_fn.streamed.pipeline import ChunkPipeline, Waiting
-from zero_fn.streamed.places import records_of
 from zero_fn.streamed.states import States
+from zero_fn.streamed.tier_places import records_of
 from zero_fn.streamed.windows import Window, Windows
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory

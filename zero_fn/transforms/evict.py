@@ -20,7 +20,7 @@ from zero_fn.runtime.registry import require_idle, units_of
 from zero_fn.runtime.slot import meshes_of
 from zero_fn.storage import Slab
 from zero_fn.tiers.tier_tensor import TierTensor
-from zero_fn.transforms.parked import bytes_of
+from zero_fn.transforms.offloaded_activations import bytes_of
 from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.layout import aligned_offsets

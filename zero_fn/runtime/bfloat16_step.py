@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StateError
-from zero_fn.kernels.rounding import key_of, round_randomly, round_to_two, widen
+from zero_fn.kernels.stochastic_rounding import key_of, round_randomly, round_to_two, widen
 from zero_fn.runtime.slot import slot_of
 from zero_fn.values.numbering import Numbering
-from zero_fn.values.rounding import ParameterRounding
+from zero_fn.values.rounding_mode import ParameterRounding
 from zero_fn.values.strides import as_flat, dense_stride
 
 __all__ = ["COMPENSATION", "Widened", "as_kept", "kept_beside", "rounding_of", "step_dtype_of"]

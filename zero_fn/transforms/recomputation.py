@@ -2,7 +2,7 @@
 
 torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the backward. The first forward
 reads whole inputs. Then each rank of the axis keeps its part, 1/n of the elements; the recomputation gathers the parts. A
-part, or a whole input, may wait in another tier. (parked.py)
+part, or a whole input, may wait in another tier. (offloaded_activations.py)
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a, partitioned activation checkpointing).
 """
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_fn.errors import StorageError, TierError
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.uncompiled import left_alone
-from zero_fn.transforms.parked import Parked, Parking
+from zero_fn.transforms.offloaded_activations import Parked, Parking
 from zero_fn.transport.agree import agree
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment

@@ -1,4 +1,4 @@
-/* Widens bfloat16 to float and rounds it back: by chance, or keeping what is cut off. The bits are those of rounding.py. */
+/* Widens bfloat16 to float and rounds it back: by chance, or keeping what is cut off. The bits are those of stochastic_rounding.py. */
 
 #include "kernels.h"
 

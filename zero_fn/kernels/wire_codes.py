@@ -86,7 +86,7 @@ def _check(records: Records, rows: Sequence[Tensor], coded: Sequence[Tensor]) ->
 def _run(records: Records, rows: list[Tensor], sources: list[Tensor], out: Tensor, adds: bool | None) -> None:
     """Encodes (`adds` is None), or decodes."""
     wire, (kind, *float8) = records.wire, _KINDS[records.wire.codes]
-    numbers = (  # those of `Form` in records.c
+    numbers = (  # those of `Form` in wire_codes.c
         *(rows[0].shape[0], records.row_numel, records.blocks, records.numel, records.rotated, records.head_nbytes),
         *(records.nbytes, kind, wire.is_symmetric, _HIGHEST[wire.codes][not wire.is_symmetric], *float8),
         *(tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1])),
