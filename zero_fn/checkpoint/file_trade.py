@@ -34,59 +34,53 @@ def trade_files(
         LostRankError: A rank has ended.
         OSError: A file could not be read, or not written. The other files have been sent, and have come.
     """
-    trade = _Trade(group)
-    for peer, names in sends.items():
-        trade.send(peer, folder, names)
+    failures: list[OSError] = []  # raised at the end: others wait for what comes after them
+    waits = [wait for peer, names in sends.items() for wait in _sent(group, folder, peer, names, failures)]
     for peer in sources:
-        trade.receive(peer, folder)
-    trade.finish()
+        _write(group, folder, peer, failures)
+    for wait in waits:
+        wait()
+    if failures:
+        raise failures[-1]
 
 
-class _Trade:
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._sent: list[Callable[[], None]] = []  # each waits for a message that is on its way
-        self._failure: OSError | None = None  # raised at the end: others wait for what comes after it
+def _sent(
+    group: dist.ProcessGroup, folder: Path, peer: int, names: Iterable[str], failures: list[OSError]
+) -> list[Callable[[], None]]:
+    """Begins to send files: first their names and sizes, then the bytes in parts. Each of the results waits for a message."""
+    files: list[tuple[str, int]] = []
+    parts: list[Tensor] = []
+    try:
+        for name in names:
+            nbytes = os.path.getsize(folder / name)
+            if nbytes:
+                whole = torch.from_file(str(folder / name), size=nbytes, dtype=torch.uint8)
+                parts += torch.split(whole, _PART_NBYTES)
+            files.append((name, nbytes))
+    except OSError as error:
+        failures.append(error)
+    text = json.dumps(files).encode()
+    messages = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts]
+    return [begin_send(group, message, peer, _TAG) for message in messages]
 
-    def send(self, peer: int, folder: Path, names: Iterable[str]) -> None:
-        """Begins to send files. First their names and sizes, then the bytes in parts."""
-        files, parts = list[tuple[str, int]](), list[Tensor]()
+
+def _write(group: dist.ProcessGroup, folder: Path, peer: int, failures: list[OSError]) -> None:
+    """Writes the files that come from a rank."""
+    length = int(receive(group, torch.empty(1, dtype=torch.int64), peer, _TAG))
+    text = receive(group, torch.empty(length, dtype=torch.uint8), peer, _TAG)
+    for name, nbytes in json.loads(bytes(text.tolist())):
+        parts = _parts(group, peer, nbytes)
         try:
-            for name in names:
-                nbytes = os.path.getsize(folder / name)
-                if nbytes:
-                    whole = torch.from_file(str(folder / name), size=nbytes, dtype=torch.uint8)
-                    parts += torch.split(whole, _PART_NBYTES)
-                files.append((name, nbytes))
+            with open(folder / name, "xb") as file:
+                for part in parts:
+                    file.write(memoryview(part.numpy()))  # type: ignore[arg-type]
         except OSError as error:
-            self._failure = error
-        text = json.dumps(files).encode()
-        for message in (torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts):
-            self._sent.append(begin_send(self._group, message, peer, _TAG))
+            failures.append(error)
+            for _ in parts:  # they come whether there is room for them or not
+                pass
 
-    def receive(self, peer: int, folder: Path) -> None:
-        """Writes the files that come from a rank."""
-        length = int(receive(self._group, torch.empty(1, dtype=torch.int64), peer, _TAG))
-        text = receive(self._group, torch.empty(length, dtype=torch.uint8), peer, _TAG)
-        for name, nbytes in json.loads(bytes(text.tolist())):
-            parts = self._parts(peer, nbytes)
-            try:
-                with open(folder / name, "xb") as file:
-                    for part in parts:
-                        file.write(memoryview(part.numpy()))  # type: ignore[arg-type]
-            except OSError as error:
-                self._failure = error
-                for _ in parts:  # they come whether there is room for them or not
-                    pass
 
-    def finish(self) -> None:
-        """Waits until everything was sent."""
-        for wait in self._sent:
-            wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def _parts(self, peer: int, nbytes: int) -> Iterator[Tensor]:
-        room = torch.empty(min(nbytes, _PART_NBYTES), dtype=torch.uint8)
-        for at in range(0, nbytes, _PART_NBYTES):
-            yield receive(self._group, room[: nbytes - at], peer, _TAG)
+def _parts(group: dist.ProcessGroup, peer: int, nbytes: int) -> Iterator[Tensor]:
+    room = torch.empty(min(nbytes, _PART_NBYTES), dtype=torch.uint8)
+    for at in range(0, nbytes, _PART_NBYTES):
+        yield receive(group, room[: nbytes - at], peer, _TAG)

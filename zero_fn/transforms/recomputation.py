@@ -123,7 +123,7 @@ class Recomputed:
         assert self._transport is not None
         cut = [leaf for leaf in leaves if _may_be_cut(leaf)]
         agree(
-            self._transport.exchange,
+            self._transport,
             "activations",
             [
                 f"input {i} of {self.name!r}, {tuple(x.shape)}, sum of bits {content_digest(x)}"

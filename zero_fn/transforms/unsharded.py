@@ -126,8 +126,7 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
     if unit.run.transport.axes:
         digests = content_digests(wholes)
         agree_along(
-            unit.run.transport.exchange,
-            unit.run.transport.axes,
+            unit.run.transport,
             "edits",
             [
                 ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {each}")

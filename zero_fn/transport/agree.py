@@ -193,7 +193,7 @@ def digest(rows: Sequence[str]) -> bytes:
     return blake2b("\n".join(rows).encode(), digest_size=16).digest()
 
 
-def agree(exchange: Exchange, what: str, rows: Sequence[str], *, why: str, fix: str) -> None:
+def agree(line: Line, what: str, rows: Sequence[str], *, why: str, fix: str) -> None:
     """Raises on every rank if any rank holds other rows. `what` they describe ("layout"), `why` and `fix` are for the error.
 
     Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
@@ -201,54 +201,46 @@ def agree(exchange: Exchange, what: str, rows: Sequence[str], *, why: str, fix: 
     Raises:
         DisagreementError: Names two ranks and the first row that differ.
     """
-    _require_equal(exchange, what, [rows], (), why, fix)
+    _require_equal(line, what, [rows], [line.size], why, fix)
 
 
-def agree_along(
-    exchange: Exchange,
-    axes: Sequence[Axis],
-    what: str,
-    rows: Sequence[tuple[Sequence[Axis], str]],
-    *,
-    why: str,
-    fix: str,
-) -> None:
+def agree_along(line: Line, what: str, rows: Sequence[tuple[Sequence[Axis], str]], *, why: str, fix: str) -> None:
     """`agree` for rows that need not be the same along every axis: experts differ along theirs, shards along those that cut.
-    Each row comes with the axes along which it must be. Ranks of the first of `axes` have consecutive numbers in `exchange`.
+    Each row comes with the axes along which it must be.
 
     Communicates 16 bytes for each axis to each peer, if there are rows. Waits.
     """
-    along = [[row for alike, row in rows if axis in alike] for axis in axes]
+    along = [[row for alike, row in rows if axis in alike] for axis in line.axes]
     if any(along):
-        _require_equal(exchange, what, along, [axis.size for axis in axes], why, fix)
+        _require_equal(line, what, along, [axis.size for axis in line.axes], why, fix)
 
 
-def differ(exchange: Exchange, rows: Sequence[str]) -> bool:
+def differ(line: Line, rows: Sequence[str]) -> bool:
     """Whether any rank holds other rows than rank 0. Communicates 16 bytes to each peer; waits."""
-    digests = exchange(_bytes(digest(rows)))
+    digests = line.exchange(_bytes(digest(rows)))
     return not torch.equal(digests, digests[:1].expand_as(digests))
 
 
 def _require_equal(
-    exchange: Exchange, what: str, rows: Sequence[Sequence[str]], sizes: Sequence[int], why: str, fix: str
+    line: Line, what: str, rows: Sequence[Sequence[str]], sizes: Sequence[int], why: str, fix: str
 ) -> None:
-    """Compares, along each axis of a grid of ranks, the rows for that axis. Without sizes there is one axis, of all ranks."""
-    found = exchange(_bytes(b"".join(map(digest, rows))))
+    """Compares, along each axis of a grid of ranks, the rows for that axis. Those of the first have consecutive numbers."""
+    found = line.exchange(_bytes(b"".join(map(digest, rows))))
     digests = found.view(len(found), len(rows), -1)
     step = 1
-    for number, (size, held) in enumerate(zip(sizes or [len(digests)], rows, strict=True)):
+    for number, (size, held) in enumerate(zip(sizes, rows, strict=True)):
         for rank in range(len(digests)):
             first = rank - rank // step % size * step
             if not torch.equal(digests[rank, number], digests[first, number]):
-                raise _disagreement(exchange, what, (first, rank), held, why, fix)
+                raise _disagreement(line, what, (first, rank), held, why, fix)
         step *= size
 
 
 def _disagreement(
-    exchange: Exchange, what: str, ranks: tuple[int, int], rows: Sequence[str], why: str, fix: str
+    line: Line, what: str, ranks: tuple[int, int], rows: Sequence[str], why: str, fix: str
 ) -> DisagreementError:
     """The error for two ranks that hold different rows. Exchanges the rows of all ranks; waits."""
-    texts = exchange_bytes(exchange, "\n".join(("rows", *rows)).encode())
+    texts = exchange_bytes(line.exchange, "\n".join(("rows", *rows)).encode())
     first, second = (texts[rank].decode().split("\n")[1:] for rank in ranks)
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     found = {
@@ -273,7 +265,7 @@ def _bytes(raw: bytes) -> Tensor:
 def same_along(meshes: Iterable[DeviceMesh], rows: Sequence[str], what: str, *, fix: str) -> None:
     """`agree` over all ranks of meshes that cross, those of the innermost axis together."""
     line = line_over(sorted(_axes_of_all(meshes, what), key=lambda axis: int(axis.mesh.mesh.flatten().diff()[0])))
-    agree(line.exchange, what, rows, why="each would train in another way", fix=fix)
+    agree(line, what, rows, why="each would train in another way", fix=fix)
 
 
 def sum_along(mesh: DeviceMesh, own: float, what: str) -> float:

@@ -17,7 +17,7 @@ def message(rows_by_rank, common):
     """What this rank is told when some ranks hold other rows than `common`; "" if all agree."""
     try:
         agree(
-            line_over([mesh_axis(axis(), verb="test")]).exchange,
+            line_over([mesh_axis(axis(), verb="test")]),
             "layouts",
             rows_by_rank.get(dist.get_rank(), common),
             why="it would hang",
