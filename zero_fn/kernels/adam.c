@@ -13,8 +13,8 @@ typedef struct {
     float *param;
     void *exp_avg, *exp_avg_sq; /* float; or codes, if they have scales, one for each CODED_NUMEL of them */
     float *exp_avg_scales, *exp_avg_sq_scales;
-    const void *grad;         /* float, or bfloat16 */
     uint16_t *send;           /* the stepped parameter in bfloat16; null if nobody wants it */
+    const void *grad;         /* float, or bfloat16 */
     int64_t numel;
     int64_t first_block;      /* blocks of the pieces before this one */
     int64_t grad_is_bfloat16;

@@ -80,10 +80,13 @@ class Rounding:
     vector_numel: int
 
 
+_WRITTEN = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "send")
+"""The tensors of a piece that a step writes."""
+
+
 class _PieceInC(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale", "grad", "send")),
+        *((name, ctypes.c_void_p) for name in (*_WRITTEN, "grad")),
         *((name, ctypes.c_int64) for name in ("numel", "first_block", "grad_is_bfloat16")),
         *((name, ctypes.c_float) for name in ("negated_step_size", "bias_correction2_sqrt")),
     )
@@ -105,19 +108,18 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: 
     written = list[Tensor | None]()
     packed = (_PieceInC * len(pieces))()
     for room, piece in zip(packed, pieces, strict=True):
-        room.param, room.grad = piece.param.data_ptr(), piece.grad.data_ptr()
-        room.exp_avg, room.exp_avg_sq = piece.exp_avg.data_ptr(), piece.exp_avg_sq.data_ptr()
-        for name in ("exp_avg_scale", "exp_avg_sq_scale", "send"):
-            optional: Tensor | None = getattr(piece, name)
-            setattr(room, name, None if optional is None else optional.data_ptr())
-        room.numel, room.first_block = piece.param.numel(), blocks
+        for name in _WRITTEN:
+            tensor: Tensor | None = getattr(piece, name)
+            setattr(room, name, None if tensor is None else tensor.data_ptr())
+            written.append(tensor)
+        room.grad = piece.grad.data_ptr()
+        room.numel = piece.param.numel()
+        room.first_block = blocks
         room.grad_is_bfloat16 = piece.grad.dtype == torch.bfloat16
         room.negated_step_size = -(rates.lr / (1 - rates.beta1**piece.step))
         room.bias_correction2_sqrt = math.sqrt(1 - rates.beta2**piece.step)
         blocks += -(-room.numel // block_numel)
         numel += room.numel
-        written += [piece.param, piece.exp_avg, piece.exp_avg_sq]
-        written += [piece.send, piece.exp_avg_scale, piece.exp_avg_sq_scale]
     factor = 1 - rates.lr * rates.weight_decay if rates.weight_decay else 1.0
     constants = _RatesInC(1 - rates.beta1, 1 - rates.beta2, rates.beta2, rates.eps, factor)
     constants.fuses_lerp, constants.body, constants.tail = how.fuses_lerp, how.body, how.tail
