@@ -24,7 +24,7 @@ from tests.support.profiles import examples
 from tests.support.versions import IS_2_11
 from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.streamed import coded
+from zero_fn.streamed import state_codes
 from zero_fn.tiers.tier_tensor import in_memory
 
 # Fused ones round the ends of shards otherwise; Adagrad of torch 2.11 cannot step a group that came later.
@@ -107,7 +107,7 @@ def _unlike(expected, model, optimizer=None):
     for name, parameter, value in _now(model, optimizer):
         slot, own = slot_of(parameter), expected.get(name)
         found.add(name)
-        if own is not None and slot is not None and (value is parameter or name.split()[0] in coded.MOMENTS):
+        if own is not None and slot is not None and (value is parameter or name.split()[0] in state_codes.MOMENTS):
             own = slot.path.owned(own)
         local = in_memory(local_of(value)).detach()
         if own is None or own.shape != local.shape or not torch.allclose(local, own, rtol=0, atol=0, equal_nan=True):
@@ -229,7 +229,7 @@ def test_states_in_8_bits_are_those_of_one_process_and_are_loaded_in_any_world(
         # A piece that is not in order is not saved, and parcels are stepped at once.
         moves = ["stay" if move == "in pieces" else move for move in moves]
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(coded, "_LEAST_NUMEL", 1)
+        patch.setattr(state_codes, "_LEAST_NUMEL", 1)
         first, last = (_values(*_trained(case, World(), STAYS, "", 0, step)) for step in (middle, end))
 
         def save():

@@ -12,7 +12,7 @@ from property_tests.rules import Accumulate, Backward, Evaluate, Program, Step, 
 from property_tests.strategies import backwards, chains_for, faults, models, schedules, steps
 from tests.simulation import Fault
 from tests.support.profiles import examples
-from zero_fn.transport.exchange import REDUCE
+from zero_fn.transport.direct_exchange import REDUCE
 
 timings = st.sampled_from(["early", "late"])
 

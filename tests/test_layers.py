@@ -123,7 +123,7 @@ def test_transport_is_the_only_package_that_calls_collectives():
 
 def test_nothing_seeds_a_generator_of_the_user_or_draws_from_it():
     """But a rank, which is forked, of numpy."""
-    sources = {module: source for module, source in package_sources().items() if module != "local.ranks"}
+    sources = {module: source for module, source in package_sources().items() if module != "local.launcher"}
     assert {module: calls for module, source in sources.items() if (calls := draws_of_the_user(source))} == {}
 
 

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tests.support.groups import pretended
 from tests.support.ranks import sent_by_value
 from tests.support.versions import IS_BEFORE_2_14
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local.launcher import LocalRanks
 
 
 @pytest.fixture(scope="module")

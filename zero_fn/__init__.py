@@ -37,9 +37,9 @@ from zero_fn.extras.average import Average, ema
 from zero_fn.extras.tile import tile, untiled
 from zero_fn.handover import Weights, WeightsVersion, apply_weights, weights
 from zero_fn.launch import launch
+from zero_fn.local.from_environment import StartedRank, from_environment
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.local.preemption import Preemption, preemption
-from zero_fn.local.started_rank import StartedRank, from_environment
 from zero_fn.looking import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
 from zero_fn.looking.check import check, is_transformed
 from zero_fn.looking.describe import Description, describe

@@ -30,14 +30,13 @@ from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import LayoutError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.edits import watch_edits
-from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.registry import doors_below, require_idle, units_of
 from zero_fn.runtime.run import run_of
-from zero_fn.runtime.slot import Slot, slot_of
+from zero_fn.runtime.slot import Slot, meshes_of, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import unit_of
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
-from zero_fn.transport.agree import Bits
+from zero_fn.transport.agree import Bits, on_all_ranks
 from zero_fn.transport.line import Line
 from zero_fn.values.box import Box
 from zero_fn.values.tiers import nbytes_of_text
@@ -339,7 +338,8 @@ class _HandOver:
             if wants:
                 self.require_unchanged([])
             return []
-        rooms = everywhere([part.tensor for _, part in parts], lambda: [p.read() for _, p in parts], "Reading weights")
+        meshes = meshes_of(part.tensor for _, part in parts)
+        rooms = on_all_ranks(meshes, lambda: [part.read() for _, part in parts], "Reading weights")
         cut = [(p.slot.path, room) for (_, p), room in zip(parts, rooms, strict=True) if p.slot and p.slot.path.layout]
         for (key, part), room in zip(parts, rooms, strict=True) if wants else ():
             self.note(key, part, part.local(room))

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from zero_fn.errors import LayoutError, LostRankError, StateError
 from zero_fn.local import rank
-from zero_fn.local.blame import RankDied
+from zero_fn.local.first_failure import RankDied
+from zero_fn.local.launcher import LocalRanks
 from zero_fn.local.preemption import REQUEUE
-from zero_fn.local.ranks import LocalRanks
 
 __all__ = ["launch"]
 

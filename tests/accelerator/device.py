@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from zero_fn.local.gloo import give_groups_one_thread
-from zero_fn.transport.meeting import meeting_group
+from zero_fn.transport.rank0_messages import meeting_group
 from zero_fn.values.mesh import mesh_axis
 
 __all__ = [

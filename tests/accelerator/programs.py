@@ -26,9 +26,9 @@ from zero_fn.resting import local_of
 from zero_fn.runtime import ending
 from zero_fn.runtime.registry import units_of
 from zero_fn.storage import Transfer
-from zero_fn.streamed import coded
+from zero_fn.streamed import state_codes
 from zero_fn.tiers import side_stream, tier_tensor
-from zero_fn.transforms.parked import Parking
+from zero_fn.transforms.offloaded_activations import Parking
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["PROGRAMS", "results"]
@@ -168,7 +168,7 @@ def bytes_over_the_link(tier):
 @program
 def fewer_bits_at_rest(tier):
     """States in 8 bits, on the device and on the host, of parameters in float32 and of those that are rounded."""
-    with patch.object(coded, "_LEAST_NUMEL", 1):
+    with patch.object(state_codes, "_LEAST_NUMEL", 1):
         for rounding in (None, "stochastic", "kahan"):
             models = [net(), net()]
             if rounding is not None:

@@ -16,7 +16,7 @@ import zero_fn as zf
 from tests.accelerator import device, programs
 from tests.accelerator.programs import all_away
 from zero_fn.runtime.registry import units_of
-from zero_fn.transforms.parked import Parking
+from zero_fn.transforms.offloaded_activations import Parking
 from zero_fn.values.tiers import Cpu
 
 __all__ = ["PROGRAMS"]

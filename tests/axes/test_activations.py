@@ -14,7 +14,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full, fulls
 from tests.support.worlds import as_replicas, noise
-from zero_fn.transforms.parked import Parking
+from zero_fn.transforms.offloaded_activations import Parking
 
 
 class Dropped(nn.Module):

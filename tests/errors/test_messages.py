@@ -148,7 +148,7 @@ def summaries_in(source):
     return found
 
 
-# Needs torchrun, GPUs, dying ranks: tests/units/local/test_launch.py and tests/units/local/test_ranks.py have them.
+# Needs torchrun, GPUs, dying ranks: tests/units/local/test_launch.py and tests/units/local/test_launcher.py have them.
 ELSEWHERE = {"local", "launch.py", "line.py"}
 
 

@@ -27,7 +27,7 @@ from tests.mutations.bugs import BUGS, Bug, planted
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = [
-    *(f"tests/units/transport/test_{name}.py" for name in ("collectives", "arena", "agreement")),
+    *(f"tests/units/transport/test_{name}.py" for name in ("collectives", "arena", "agree")),
     "tests/units/values",
     *("property_tests", "tests/errors", "tests/promises", "tests"),
 ]

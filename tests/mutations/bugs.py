@@ -122,7 +122,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "any-is-all",
-        "transport/exchange.py:_merge",
+        "transport/direct_exchange.py:_merge",
         "which gradients exist on some rank",
         "torch.amax(rows, 0, out=bits)",
         "torch.amin(rows, 0, out=bits)",

@@ -49,8 +49,8 @@ class Copies(TorchDispatchMode):
     def counting_kernels(self):
         """Copies in C are no operations of torch: inside the block they are counted too."""
 
-        def counted(functions, into, source):
-            copied(functions, into, source)
+        def counted(into, source):
+            copied(into, source)
             if into.numel() >= self.least:
                 self.numels["in C"] += into.numel()
 

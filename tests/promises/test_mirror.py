@@ -35,7 +35,7 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.checkpoint.writing import Writing
 from zero_fn.integrations.states import save_states
-from zero_fn.local import keeper, shared_folder
+from zero_fn.local import folder_keeper, shared_folder
 from zero_fn.local.shared_folder import SharedFolder
 
 OWN = os.urandom(4).hex()
@@ -465,7 +465,7 @@ def keepers(word):
             text = path.read_bytes()
         except OSError:
             continue
-        if b"keeper.py" in text and word.encode() in text:
+        if b"folder_keeper.py" in text and word.encode() in text:
             found.append(int(path.parent.name))
     return found
 
@@ -496,8 +496,8 @@ def test_it_is_gone_if_nobody_has_used_it_for_long():
     """Though the launcher lives, as a shell does."""
     with mock.patch.object(shared_folder, "_start_keeper"):
         folder = SharedFolder(OWN + "b2")
-    with mock.patch.object(keeper, "IDLE_S", 2.0), mock.patch("signal.signal"):
-        thread = threading.Thread(target=keeper.keep, args=[str(folder.path)], daemon=True)
+    with mock.patch.object(folder_keeper, "IDLE_S", 2.0), mock.patch("signal.signal"):
+        thread = threading.Thread(target=folder_keeper.keep, args=[str(folder.path)], daemon=True)
         thread.start()
         thread.join(2.6)
         folder.leave()
@@ -536,10 +536,10 @@ def test_a_process_that_comes_while_it_is_removed_keeps_what_it_makes(is_keeper)
     with mock.patch.object(shared_folder, "_start_keeper"):
         SharedFolder(word).leave()
         with mock.patch("shutil.rmtree", removed):
-            assert keeper.remove(str(SharedFolder.path_of(word)), is_keeper=is_keeper)
+            assert folder_keeper.remove(str(SharedFolder.path_of(word)), is_keeper=is_keeper)
         assert (came[0].path / "users").exists()
         came[0].close()
-        assert keeper.remove(str(came[0].path), is_keeper=is_keeper)
+        assert folder_keeper.remove(str(came[0].path), is_keeper=is_keeper)
     assert not [*shared_folder.ROOT.glob(f"*{word}*")]
 
 
@@ -553,7 +553,7 @@ def test_processes_that_come_while_it_is_removed_get_a_whole_one():
                 folder = SharedFolder(OWN + "b5")
                 (folder.path / "users").stat()
                 folder.close()
-                keeper.remove(str(folder.path), is_keeper=True)
+                folder_keeper.remove(str(folder.path), is_keeper=True)
         except BaseException as error:
             failures.append(error)
 

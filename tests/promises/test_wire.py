@@ -21,7 +21,7 @@ from tests.support.profiles import by_night
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
 from tests.support.wholes import full
-from zero_fn.kernels.records import decode, decode_mean, encode
+from zero_fn.kernels.wire_codes import decode, decode_mean, encode
 from zero_fn.values.wire import row_numel
 
 FORMATS = {

@@ -30,7 +30,7 @@ from tests.simulation.world import own_world, worlds_by_thread
 from tests.support.seeds import seed_generator
 from tests.support.watchdog import leave
 from zero_fn.transport import line
-from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.direct_exchange import Exchange
 from zero_fn.transport.links import BY_BACKEND
 from zero_fn.transport.native import Native
 

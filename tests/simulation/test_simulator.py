@@ -11,7 +11,7 @@ from torch import nn
 import tests.conftest as suite
 import zero_fn as zf
 from tests.simulation import Desync, Fault, axis
-from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE
+from zero_fn.transport.direct_exchange import CONTROL, GATHER, REDUCE
 
 
 def group():

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tests.simulation.turns import RankKilled
-from zero_fn.transport.exchange import MARK_BITS
+from zero_fn.transport.direct_exchange import MARK_BITS
 
 __all__ = ["Address", "Event", "Fault", "Timing", "Wires"]
 

@@ -25,9 +25,9 @@ import zero_fn as zf
 from tests.support.metronome import Metronome
 from tests.support.programs import STAGES
 from tests.support.ranks import axis
-from zero_fn.local import blame
-from zero_fn.local.blame import RankDied
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local import first_failure
+from zero_fn.local.first_failure import RankDied
+from zero_fn.local.launcher import LocalRanks
 from zero_fn.transport.line import Line, Work
 
 __all__ = ["ASTRAY", "ENDINGS", "Fault", "FreshRanks", "Said"]
@@ -129,7 +129,7 @@ class FreshRanks:
         self.executed += 1
         with tempfile.TemporaryDirectory() as directory, Metronome() as metronome, LocalRanks(n) as ranks:
             fault = replace(fault, deadline_s=fault.deadline_s * metronome.slowness())
-            patience = patch.object(blame, "GRACE_S", _CASE_S / 2)  # survivors of a loaded machine need longer
+            patience = patch.object(first_failure, "GRACE_S", _CASE_S / 2)  # survivors of a loaded machine need longer
             with contextlib.suppress(RankDied, _Reported), patience:
                 ranks.run(_train, (directory, stage, fault), timeout_s=_CASE_S)
             struck_s = json.loads((Path(directory) / "struck").read_text())["at_s"]

@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import sent_by_value
 from zero_fn.local.gloo import give_groups_one_thread
-from zero_fn.local.ranks import _PRELOADED
+from zero_fn.local.launcher import _PRELOADED
 
 __all__ = ["OWN", "PORT", "WIRE", "CannotMakeHosts", "Hosts", "Link", "Ran", "ask"]
 

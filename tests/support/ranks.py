@@ -36,9 +36,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.seeds import seed_generator
 from zero_fn.kernels import library, nontemporal
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local.launcher import LocalRanks
 from zero_fn.tiers import parcels
-from zero_fn.transport.meeting import set_timeout
+from zero_fn.transport.rank0_messages import set_timeout
 
 __all__ = ["Case", "Ranks", "axis", "freeze", "hide_slow_imports", "let_kernels_take_small_tensors", "sent_by_value"]
 

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from zero_fn.local.ranks import _ensure_server
+from zero_fn.local.launcher import _ensure_server
 
 __all__ = ["forget_peak", "give_memory_back", "in_new_process", "peak_nbytes"]
 

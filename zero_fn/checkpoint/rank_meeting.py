@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from zero_fn import errors
+from zero_fn.checkpoint.file_trade import trade_files
 from zero_fn.errors import CheckpointError, DisagreementError, LostRankError, ZeroError
-from zero_fn.transport.agreement import digest
-from zero_fn.transport.file_trade import trade_files
-from zero_fn.transport.meeting import LONGEST_S, all_of, broadcast, gather, meeting_group, scatter
+from zero_fn.transport.agree import digest
+from zero_fn.transport.rank0_messages import LONGEST_S, all_of, broadcast, gather, meeting_group, scatter
 from zero_fn.transport.waiting import deadline
 
 __all__ = ["Agreement", "RankMeeting", "failure_of"]

@@ -24,7 +24,7 @@ from zero_fn.checkpoint.rank_meeting import Agreement, RankMeeting, failure_of
 from zero_fn.checkpoint.writing import Inventory, Writing, shared_out
 from zero_fn.errors import CheckpointError
 from zero_fn.transforms.selection import Where
-from zero_fn.transport.meeting import meeting_threads
+from zero_fn.transport.rank0_messages import meeting_threads
 from zero_fn.values import watching
 from zero_fn.values.chained_optimizer import Optimizers
 

@@ -34,7 +34,7 @@ from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
-from zero_fn.streamed.coded import CODES
+from zero_fn.streamed.state_codes import CODES
 from zero_fn.transforms.selection import Where
 from zero_fn.values.box import Box, Holding, ranges, whole_box
 from zero_fn.values.chained_optimizer import Optimizers, members_of

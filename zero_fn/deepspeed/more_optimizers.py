@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import ConfigError
 from zero_fn.owners.dealing import Cost, cost_of
-from zero_fn.streamed.inner import raw_step
+from zero_fn.streamed.inner_optimizer import raw_step
 
 __all__ = ["Lamb", "Lion", "MuonWithAuxAdam", "costs_of", "groups_of_muon"]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import CheckpointError, LayoutError, PlacementError, StateError, UnitError
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.replaced_parameters import Replacement, call_site, note_replacement
-from zero_fn.transforms.captured import follow_forwards, refuse_captured
+from zero_fn.transforms.closures import follow_forwards, refuse_captured
 from zero_fn.transforms.selection import Where, selected
 from zero_fn.transforms.substitute import Donated, carry_over
 from zero_fn.values.tiled import Tiled, TiledEmbedding, TiledLinear, is_tile

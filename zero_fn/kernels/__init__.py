@@ -3,8 +3,9 @@
 compiler    finds the compiler, keeps the compiled library, and loads it or says why there is none
 adam        a step of Adam and AdamW in one pass
 codes       tensors in eight bits, with a scale for each block
-records     rows of tensors as they travel, in four or eight bits, and means of them
-rounding    float32 to bfloat16 by chance, or to two of them, and back
+wire_codes  rows of tensors as they travel, in four or eight bits, and means of them
+stochastic_rounding
+            float32 to bfloat16 by chance, or to two of them, and back
 threads     how many threads do it
 nontemporal copies and means that are written past the caches
 

@@ -13,8 +13,8 @@ typedef struct {
     float *param;
     void *exp_avg, *exp_avg_sq; /* float; or codes, if they have scales, one for each CODED_NUMEL of them */
     float *exp_avg_scales, *exp_avg_sq_scales;
-    const void *grad;         /* float, or bfloat16 */
     uint16_t *send;           /* the stepped parameter in bfloat16; null if nobody wants it */
+    const void *grad;         /* float, or bfloat16 */
     int64_t numel;
     int64_t first_block;      /* blocks of the pieces before this one */
     int64_t grad_is_bfloat16;
@@ -152,7 +152,7 @@ static void run_block(const void *argument, int64_t block) {
 int64_t zero_fn_adam_block_numel(void) { return BLOCK_NUMEL; }
 
 /* Pieces that share a block of memory must not be given together. */
-void zero_fn_adam(const Piece *pieces, int64_t count, int64_t blocks, const Rates *rates, int32_t threads) {
+void zero_fn_adam(const Piece *pieces, int64_t count, int64_t blocks, const Rates *rates, int64_t threads) {
     const Work work = {pieces, count, rates};
     zero_fn_by_threads(run_block, &work, blocks, threads);
 }

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels.codes import MapInC, decode, encode, map_in_c
-from zero_fn.kernels.compiler import library
+from zero_fn.kernels.compiler import call_kernel, has_kernels
 from zero_fn.kernels.threads import threads_for
-from zero_fn.kernels.written import was_written
+from zero_fn.values.strides import as_flat
 
 __all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
@@ -80,10 +80,13 @@ class Rounding:
     vector_numel: int
 
 
+_WRITTEN = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "send")
+"""The tensors of a piece that a step writes."""
+
+
 class _PieceInC(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_scale", "exp_avg_sq_scale", "grad", "send")),
+        *((name, ctypes.c_void_p) for name in (*_WRITTEN, "grad")),
         *((name, ctypes.c_int64) for name in ("numel", "first_block", "grad_is_bfloat16")),
         *((name, ctypes.c_float) for name in ("negated_step_size", "bias_correction2_sqrt")),
     )
@@ -100,18 +103,18 @@ class _RatesInC(ctypes.Structure):
 def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: int | None = None) -> None:
     """Steps pieces, which share no memory, by the compiled kernel, which must exist (`rounding()` was not None). The bits do
     not depend on `threads`; None: `threads_for` so many elements."""
-    functions = library().functions
-    assert functions is not None
-    block_numel = int(functions.zero_fn_adam_block_numel())
+    block_numel = call_kernel("zero_fn_adam_block_numel")
     blocks = numel = 0
+    written = list[Tensor | None]()
     packed = (_PieceInC * len(pieces))()
     for room, piece in zip(packed, pieces, strict=True):
-        room.param, room.grad = piece.param.data_ptr(), piece.grad.data_ptr()
-        room.exp_avg, room.exp_avg_sq = piece.exp_avg.data_ptr(), piece.exp_avg_sq.data_ptr()
-        for name in ("exp_avg_scale", "exp_avg_sq_scale", "send"):
-            optional: Tensor | None = getattr(piece, name)
-            setattr(room, name, None if optional is None else optional.data_ptr())
-        room.numel, room.first_block = piece.param.numel(), blocks
+        for name in _WRITTEN:
+            tensor: Tensor | None = getattr(piece, name)
+            setattr(room, name, None if tensor is None else tensor.data_ptr())
+            written.append(tensor)
+        room.grad = piece.grad.data_ptr()
+        room.numel = piece.param.numel()
+        room.first_block = blocks
         room.grad_is_bfloat16 = piece.grad.dtype == torch.bfloat16
         room.negated_step_size = -(rates.lr / (1 - rates.beta1**piece.step))
         room.bias_correction2_sqrt = math.sqrt(1 - rates.beta2**piece.step)
@@ -122,16 +125,15 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: 
     constants.fuses_lerp, constants.body, constants.tail = how.fuses_lerp, how.body, how.tail
     constants.vector_numel = how.vector_numel
     constants.exp_avg_map, constants.exp_avg_sq_map = map_in_c(is_signed=True), map_in_c(is_signed=False)
-    functions.zero_fn_adam(
+    call_kernel(
+        "zero_fn_adam",
         packed,
-        ctypes.c_int64(len(pieces)),
-        ctypes.c_int64(blocks),
+        len(pieces),
+        blocks,
         ctypes.byref(constants),
-        ctypes.c_int32(threads_for(numel) if threads is None else threads),
+        threads_for(numel) if threads is None else threads,
+        written=written,
     )
-    for piece in pieces:
-        was_written(piece.param, piece.exp_avg, piece.exp_avg_sq)
-        was_written(piece.send, piece.exp_avg_scale, piece.exp_avg_sq_scale)
 
 
 def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
@@ -151,16 +153,11 @@ def _decoded(piece: AdamPiece) -> Iterator[AdamPiece]:
         yield piece
         return
     floats = replace(piece, exp_avg=torch.empty_like(piece.param), exp_avg_sq=torch.empty_like(piece.param))
-    decode(_flat(piece.exp_avg), first, _flat(floats.exp_avg), is_signed=True)
-    decode(_flat(piece.exp_avg_sq), second, _flat(floats.exp_avg_sq), is_signed=False)
+    decode(as_flat(piece.exp_avg), first, as_flat(floats.exp_avg), is_signed=True)
+    decode(as_flat(piece.exp_avg_sq), second, as_flat(floats.exp_avg_sq), is_signed=False)
     yield floats
-    encode(_flat(floats.exp_avg), _flat(piece.exp_avg), first, is_signed=True)
-    encode(_flat(floats.exp_avg_sq), _flat(piece.exp_avg_sq), second, is_signed=False)
-
-
-def _flat(dense: Tensor) -> Tensor:
-    """Its elements as they lie in memory."""
-    return dense.as_strided((dense.numel(),), (1,))
+    encode(as_flat(floats.exp_avg), as_flat(piece.exp_avg), first, is_signed=True)
+    encode(as_flat(floats.exp_avg_sq), as_flat(piece.exp_avg_sq), second, is_signed=False)
 
 
 def _fused(piece: AdamPiece, rates: AdamRates) -> None:
@@ -174,7 +171,7 @@ def _fused(piece: AdamPiece, rates: AdamRates) -> None:
 def rounding(rates: AdamRates) -> Rounding | None:
     """The roundings with which the kernel gives the bits of torch for these rates; None if there is no kernel for them."""
     has_coupled_decay = rates.weight_decay != 0 and not rates.is_decoupled
-    if library().functions is None or rates.amsgrad or rates.maximize or has_coupled_decay:
+    if not has_kernels() or rates.amsgrad or rates.maximize or has_coupled_decay:
         return None
     # torch computes this factor in double precision, perhaps in one rounding. If that shows in float32, torch makes the step.
     exact = 1 - Fraction(rates.lr) * Fraction(rates.weight_decay) if math.isfinite(rates.lr * rates.weight_decay) else 1

@@ -129,13 +129,13 @@ static void decode_task(const void *argument, int64_t task) {
 }
 
 void zero_fn_encode(
-    float *values, uint8_t *codes, float *scales, int64_t numel, const Map *map, int32_t is_given, int32_t threads
+    float *values, uint8_t *codes, float *scales, int64_t numel, const Map *map, int64_t is_given, int64_t threads
 ) {
     const Work work = {values, scales, codes, numel, map, is_given};
     zero_fn_by_threads(encode_task, &work, (numel + TASK_NUMEL - 1) / TASK_NUMEL, threads);
 }
 
-void zero_fn_decode(float *values, uint8_t *codes, float *scales, int64_t numel, const Map *map, int32_t threads) {
+void zero_fn_decode(float *values, uint8_t *codes, float *scales, int64_t numel, const Map *map, int64_t threads) {
     const Work work = {values, scales, codes, numel, map, 0};
     zero_fn_by_threads(decode_task, &work, (numel + TASK_NUMEL - 1) / TASK_NUMEL, threads);
 }

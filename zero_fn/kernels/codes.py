@@ -27,9 +27,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zero_fn.kernels.compiler import library
+from zero_fn.kernels.compiler import call_kernel, has_kernels
 from zero_fn.kernels.threads import threads_for
-from zero_fn.kernels.written import was_written
 
 __all__ = ["BLOCK_NUMEL", "MapInC", "decode", "decode_by", "encode", "encode_by", "map_in_c"]
 
@@ -53,37 +52,31 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool, gi
         scales: float32, contiguous, one for each BLOCK_NUMEL elements.
         given: `scales` is read: each is NaN, or no less than any absolute value of its block.
     """
-    functions = _functions_for(values, codes, scales)
-    if functions is None:
+    _check(values, codes, scales)
+    if has_kernels(values, codes, scales):
+        form = ctypes.byref(map_in_c(is_signed=is_signed))
+        numel = values.numel()
+        call_kernel(
+            "zero_fn_encode", values, codes, scales, numel, form, given, threads_for(numel), written=[codes, scales]
+        )
+    else:
         for rows, row_codes, row_scales in _rows(values, codes, scales):
             if not given:
                 largest = rows.abs().amax(1, keepdim=True)
                 row_scales.copy_(largest.masked_fill_(~largest.isfinite(), torch.nan))
             row_codes.copy_(encode_by(rows, row_scales, is_signed))
-    else:
-        functions.zero_fn_encode(
-            *map(ctypes.c_void_p, (values.data_ptr(), codes.data_ptr(), scales.data_ptr())),
-            ctypes.c_int64(values.numel()),
-            ctypes.byref(map_in_c(is_signed=is_signed)),
-            *map(ctypes.c_int32, (given, threads_for(values.numel()))),
-        )
-        was_written(codes, scales)
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, *, is_signed: bool) -> None:
     """Writes the values of codes. Shapes and dtypes are those of `encode`, `out` being `values`."""
-    functions = _functions_for(out, codes, scales)
-    if functions is None:
+    _check(out, codes, scales)
+    if has_kernels(out, codes, scales):
+        form = ctypes.byref(map_in_c(is_signed=is_signed))
+        numel = out.numel()
+        call_kernel("zero_fn_decode", out, codes, scales, numel, form, threads_for(numel), written=[out])
+    else:
         for rows, row_codes, row_scales in _rows(out, codes, scales):
             rows.copy_(decode_by(row_codes, row_scales, is_signed))
-    else:
-        functions.zero_fn_decode(
-            *map(ctypes.c_void_p, (out.data_ptr(), codes.data_ptr(), scales.data_ptr())),
-            ctypes.c_int64(out.numel()),
-            ctypes.byref(map_in_c(is_signed=is_signed)),
-            ctypes.c_int32(threads_for(out.numel())),
-        )
-        was_written(out)
 
 
 def encode_by(values: Tensor, scale_of_element: Tensor, is_signed: bool) -> Tensor:
@@ -124,14 +117,12 @@ def map_in_c(*, is_signed: bool) -> MapInC:
     return MapInC(_BENDS[is_signed], _ZERO_BINADES, is_signed)
 
 
-def _functions_for(values: Tensor, codes: Tensor, scales: Tensor) -> ctypes.CDLL | None:
-    """The kernels, if these tensors are in memory that they read; else None. Sizes are checked before anything is written."""
+def _check(values: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Sizes, before anything is written."""
     tensors = (values, codes, scales)
     assert [t.dtype for t in tensors] == [torch.float32, torch.uint8, torch.float32], tensors
     assert codes.numel() == values.numel() and scales.numel() == -(-values.numel() // BLOCK_NUMEL), tensors
     assert all(t.is_contiguous() for t in tensors), tensors
-    is_real_memory = all(type(t) is Tensor and t.is_cpu for t in tensors)  # no simulated tensor
-    return library().functions if is_real_memory else None
 
 
 def _rows(values: Tensor, codes: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -7,6 +7,8 @@ write is not used. Without such a folder (a read-only home, somebody else's) eac
 [Note: the digest in the name] The name of a kept library ends in the digest of its bytes. The system loads a library that was
 cut short (a full disk, a power cut) without complaint, and the process dies of SIGBUS when it touches a missing page. So a
 file whose bytes do not have the digest in its name is removed and compiled anew.
+
+A kernel is called by `call_kernel`, if `has_kernels` of the tensors that it reads and writes.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
 import xxhash
+from torch import Tensor
 
-__all__ = ["Library", "library"]
+__all__ = ["Library", "call_kernel", "has_kernels", "library"]
 
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 
@@ -61,6 +65,40 @@ def library() -> Library:
         return Library(_loaded(compiler), compiler.version)
     except CompilerError as error:
         return Library(None, str(error))
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether there are kernels, and all these tensors are in memory that they read. Simulated tensors are not."""
+    is_real_memory = all(type(each) is Tensor and each.is_cpu for each in tensors)
+    return is_real_memory and library().functions is not None
+
+
+def call_kernel(name: str, *arguments: object, written: Sequence[Tensor | None] = ()) -> int:
+    """Calls a kernel, where there is one, and returns what it does.
+
+    Args:
+        name: The function in C.
+        arguments: A tensor becomes its address, a list of them an array of addresses that NULL ends, None is NULL, and an
+            integer is int64_t. Others go as ctypes has them.
+        written: What the kernel writes behind the back of torch. Autograd hears of it, so that it refuses to use values that
+            it saved before. None is passed over.
+    """
+    found: int = getattr(library().functions, name)(*map(_in_c, arguments))
+    torch.autograd.graph.increment_version([each for each in written if each is not None and not each.is_inference()])
+    return found
+
+
+def _in_c(argument: object) -> object:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, list):
+        return _addresses(len(argument) + 1)(*[each.data_ptr() for each in argument])
+    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
+
+
+@cache  # Python would make the type anew for each call
+def _addresses(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
+    return ctypes.c_void_p * count
 
 
 def _loaded(compiler: Compiler) -> ctypes.CDLL:

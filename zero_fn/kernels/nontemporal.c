@@ -1,7 +1,6 @@
 /* Copies and means that are written past the caches. See nontemporal.py for why. */
 
-#include <stdint.h>
-#include <string.h>
+#include "kernels.h"
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
@@ -68,17 +67,15 @@ typedef struct {
     int parts_are_bfloat16, into_is_bfloat16;
 } Form;
 
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE Floats of_bfloat16(const uint16_t *halves) {
-    Words bits;
-    for (int lane = 0; lane < LANES; lane++) bits[lane] = (uint32_t)halves[lane] << 16;
+INLINE Floats widened(const uint16_t *halves) {
+    float lanes[LANES];
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = of_bfloat16(halves[lane]);
     Floats values;
-    memcpy(&values, &bits, sizeof values);
+    memcpy(&values, lanes, sizeof values);
     return values;
 }
 
-INLINE void to_bfloat16(uint16_t *halves, Floats values) { /* to nearest, ties to even; every NaN becomes one */
+INLINE void round_to(uint16_t *halves, Floats values) { /* `to_bfloat16` of all at once, which compilers do not see in a loop */
     Words bits;
     memcpy(&bits, &values, sizeof bits);
     const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -93,7 +90,7 @@ INLINE Floats mean_from(const void *const *parts, int64_t count, Form form, int6
     for (int64_t part = 0; part < count; part++) {
         char raw[sizeof addend] = {0};
         memcpy(raw, (const char *)parts[part] + i * size, numel * size);
-        if (form.parts_are_bfloat16) addend = of_bfloat16((const uint16_t *)raw);
+        if (form.parts_are_bfloat16) addend = widened((const uint16_t *)raw);
         else memcpy(&addend, raw, sizeof addend);
         sum = part ? sum + addend : addend;
     }
@@ -104,8 +101,8 @@ INLINE Floats mean_from(const void *const *parts, int64_t count, Form form, int6
 INLINE void mean_line(void *into, const void *const *parts, int64_t count, Form form, int64_t i) {
     if (form.into_is_bfloat16) {
         uint16_t halves[2 * LANES];
-        to_bfloat16(halves, mean_from(parts, count, form, i, LANES));
-        to_bfloat16(halves + LANES, mean_from(parts, count, form, i + LANES, LANES));
+        round_to(halves, mean_from(parts, count, form, i, LANES));
+        round_to(halves + LANES, mean_from(parts, count, form, i + LANES, LANES));
         write_line((char *)((uint16_t *)into + i), (const char *)halves);
     } else {
         const Floats values = mean_from(parts, count, form, i, LANES);
@@ -120,7 +117,7 @@ INLINE void mean_rest(void *into, const void *const *parts, int64_t count, Form 
         const int64_t numel = end - i < LANES ? end - i : LANES;
         const Floats values = mean_from(parts, count, form, i, numel);
         uint16_t halves[LANES];
-        to_bfloat16(halves, values);
+        round_to(halves, values);
         memcpy((char *)into + i * size, form.into_is_bfloat16 ? (const void *)halves : (const void *)&values, numel * size);
     }
 }
@@ -147,7 +144,7 @@ INLINE void mean(void *into, const void *const *parts, int64_t count, Form form,
 
 /* The parts, all of one dtype, are added in their order, in float. `into` may be one of them. */
 void zero_fn_mean(
-    void *into, const void *const *parts, int64_t count, int32_t parts_are_bfloat16, int32_t into_is_bfloat16, int64_t numel
+    void *into, const void *const *parts, int64_t count, int64_t parts_are_bfloat16, int64_t into_is_bfloat16, int64_t numel
 ) {
     if (!parts_are_bfloat16 && !into_is_bfloat16 && count == 2) mean(into, parts, 2, (Form){0, 0}, numel);
     else if (!parts_are_bfloat16 && !into_is_bfloat16) mean(into, parts, count, (Form){0, 0}, numel);

@@ -14,15 +14,12 @@ share the work (ranks that share a host have one thread each: torchrun sets `OMP
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zero_fn.kernels.compiler import library
-from zero_fn.kernels.written import was_written
+from zero_fn.kernels.compiler import call_kernel, has_kernels
 
 __all__ = ["copy", "mean"]
 
@@ -36,9 +33,8 @@ def copy(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source into the tensor of the same number, as `torch._foreach_copy_` does."""
     small: tuple[list[Tensor], list[Tensor]] = ([], [])
     for place, source in zip(into, sources, strict=True):
-        functions = _functions_for(place, (source,))
-        if functions is not None and source.dtype == place.dtype and source.shape == place.shape:
-            _copy_in_c(functions, place, source)
+        if _is_for_kernels(place, source) and source.dtype == place.dtype and source.shape == place.shape:
+            _copy_in_c(place, source)
         else:
             small[0].append(place)
             small[1].append(source)
@@ -52,15 +48,14 @@ def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
     """Adds up two or more parts in their order and writes the mean into `into`, which may be one of them. The parts have its
     shape, and any strides and dtypes. The sum, and the mean until it is rounded to the dtype of `into`, have `sum_dtype`."""
     dtype = parts[0].dtype
-    functions = _functions_for(into, parts)
     if (
-        functions is not None
+        _is_for_kernels(into, *parts)
         and sum_dtype == torch.float32
         and into.dtype in _DTYPES_IN_C
         and dtype in _DTYPES_IN_C
         and all(part.dtype == dtype for part in parts)
     ):
-        _mean_in_c(functions, into, parts)
+        _mean_in_c(into, parts)
     elif into.dtype == sum_dtype:
         _mean_by_torch(into, parts)
     else:
@@ -69,48 +64,24 @@ def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
         into.copy_(total)
 
 
-def _functions_for(into: Tensor, sources: Iterable[Tensor]) -> ctypes.CDLL | None:
-    """The kernels, if these tensors are large enough and lie in memory as the kernels need it; else None."""
-    if (
-        into.numel() * into.element_size() < _LEAST_NBYTES
-        or not _lies_flat(into)
-        or not all(_lies_flat(source) for source in sources)
-        or torch.get_num_threads() != 1
-    ):
-        return None
-    return library().functions
-
-
-def _lies_flat(tensor: Tensor) -> bool:
-    """Whether the bytes in memory are the elements in order, not to be conjugated or negated when they are read."""
-    is_real_memory = type(tensor) is Tensor and tensor.is_cpu  # not a simulated tensor
-    return is_real_memory and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _copy_in_c(functions: ctypes.CDLL, into: Tensor, source: Tensor) -> None:
-    functions.zero_fn_copy(
-        ctypes.c_void_p(into.data_ptr()),
-        ctypes.c_void_p(source.data_ptr()),
-        ctypes.c_int64(into.numel() * into.element_size()),
+def _is_for_kernels(*tensors: Tensor) -> bool:
+    """Whether the first of these tensors is large enough, and all lie in memory as the kernels need it: their bytes are the
+    elements in order, not to be conjugated or negated when they are read."""
+    return (
+        tensors[0].nbytes >= _LEAST_NBYTES
+        and has_kernels(*tensors)
+        and all(each.is_contiguous() and not each.is_conj() and not each.is_neg() for each in tensors)
+        and torch.get_num_threads() == 1
     )
-    was_written(into)
 
 
-def _mean_in_c(functions: ctypes.CDLL, into: Tensor, parts: Sequence[Tensor]) -> None:
-    functions.zero_fn_mean(
-        ctypes.c_void_p(into.data_ptr()),
-        _addresses(len(parts))(*[part.data_ptr() for part in parts]),
-        ctypes.c_int64(len(parts)),
-        ctypes.c_int32(parts[0].dtype == torch.bfloat16),
-        ctypes.c_int32(into.dtype == torch.bfloat16),
-        ctypes.c_int64(into.numel()),
-    )
-    was_written(into)
+def _copy_in_c(into: Tensor, source: Tensor) -> None:
+    call_kernel("zero_fn_copy", into, source, into.nbytes, written=[into])
 
 
-@cache  # Python would make the type anew for each call
-def _addresses(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
-    return ctypes.c_void_p * count
+def _mean_in_c(into: Tensor, parts: Sequence[Tensor]) -> None:
+    are_bfloat16 = [each.dtype == torch.bfloat16 for each in (parts[0], into)]
+    call_kernel("zero_fn_mean", into, list(parts), len(parts), *are_bfloat16, into.numel(), written=[into])
 
 
 def _mean_by_torch(into: Tensor, parts: Sequence[Tensor]) -> None:

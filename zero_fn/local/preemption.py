@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from zero_fn.errors import LayoutError, StateError
-from zero_fn.transport.flag import Flag
+from zero_fn.transport.agree import Flag
 
 __all__ = ["REQUEUE", "Preemption", "preemption"]
 

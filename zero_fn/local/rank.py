@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from zero_fn.errors import LostRankError
-from zero_fn.local.sending import dumps, dumps_exception
+from zero_fn.local.pickling import dumps, dumps_exception
 
 __all__ = ["Report", "live", "place"]
 

@@ -4,8 +4,8 @@
     users       each process that uses the folder has a shared lock on it, which ends with the process
     launcher    the parent of the process that came last, and when it was started
     writer      locked by the process that makes the copies of a run (`claim`)
-    keeper      locked by a small process (`keeper.py`): it removes the folder once no process uses it and the launcher has
-                ended, or ten minutes have passed
+    keeper      locked by a small process (`folder_keeper.py`): it removes the folder once no process uses it and the
+                launcher has ended, or ten minutes have passed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from zero_fn.errors import StateError
-from zero_fn.local import keeper
+from zero_fn.local import folder_keeper
 
 __all__ = ["ROOT", "SharedFolder", "host_name"]
 
@@ -67,7 +67,7 @@ class SharedFolder:
             if not os.path.samestat(os.fstat(users), os.stat(self.path / "users")):
                 raise FileNotFoundError
             written = self.path / f"launcher-{os.getpid()}"
-            launcher, when = os.getppid(), keeper.started(os.getppid())
+            launcher, when = os.getppid(), folder_keeper.started(os.getppid())
             written.write_text(f"{launcher} {when}" if when else "0 0")  # 0: one that cannot be seen
             written.replace(self.path / "launcher")
             _start_keeper(self.path)
@@ -133,7 +133,7 @@ def _start_keeper(folder: Path) -> None:
     except OSError:  # there is one
         return
     else:
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(folder)]
+        command = [sys.executable, "-I", "-S", folder_keeper.__file__, str(folder)]
         none = subprocess.DEVNULL
         pipes: dict[str, Any] = {"stdin": none, "stdout": none, "stderr": none, "pass_fds": [lock]}
         own = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}  # it is no rank
@@ -148,4 +148,4 @@ def _sweep() -> None:
         with suppress(OSError):
             found = path.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                keeper.remove(str(path), is_keeper=False)
+                folder_keeper.remove(str(path), is_keeper=False)

@@ -32,13 +32,13 @@ from zero_fn.errors import StateError
 from zero_fn.looking.held import Held, padding_nbytes
 from zero_fn.owners import ByOwner
 from zero_fn.owners.footprint import footprint_of
+from zero_fn.runtime.bfloat16_step import kept_beside
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.holding import holding_of
 from zero_fn.runtime.leg import Leg, Spot
 from zero_fn.runtime.passes import Script
 from zero_fn.runtime.path import Hop
 from zero_fn.runtime.registry import runs_of, units_of
-from zero_fn.runtime.rounding import kept_beside
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
-from zero_fn.one_host.shared import Shared, shared_by
-from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, TO_ALL, Exchange, GatherPlan, ReducePlan, flat
+from zero_fn.one_host.group_memory import Shared, shared_by
+from zero_fn.transport.direct_exchange import CONTROL, GATHER, REDUCE, TO_ALL, Exchange, GatherPlan, ReducePlan, flat
 from zero_fn.transport.line import Work
 from zero_fn.transport.segment import ByRank
 from zero_fn.transport.waiting import Failure, OutOfStep

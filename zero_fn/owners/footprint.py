@@ -14,7 +14,7 @@ from zero_fn.owners.trials import kept_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.streamed.footprint import Footprint, Link
-from zero_fn.streamed.places import place_of
+from zero_fn.streamed.tier_places import place_of
 from zero_fn.tiers.parcels import Form, record_nbytes
 from zero_fn.values.tiers import Cpu, Tier, is_accelerator, is_away
 

@@ -17,20 +17,20 @@ from zero_fn.advice import say_if_alone, say_if_rounded
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.owners.dealing import Cost, Dealing, Dealt, batches, cost_of
 from zero_fn.owners.shelf import Shelf
-from zero_fn.owners.states import on_all_ranks, on_owners
+from zero_fn.owners.states import on_owners, states_on_all_ranks
 from zero_fn.owners.stepping import Arithmetic, Owned, step_batches
 from zero_fn.owners.trials import require_independent
 from zero_fn.owners.trips import LinesByAxis
 from zero_fn.resting import rest_gradient
-from zero_fn.runtime.everywhere import everywhere
+from zero_fn.runtime.bfloat16_step import as_kept
 from zero_fn.runtime.optimizers import require_own_shard
-from zero_fn.runtime.rounding import as_kept
-from zero_fn.runtime.slot import slot_of
+from zero_fn.runtime.slot import meshes_of, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.streamed.inner import hand_over, require_not_streamed, stand_in
+from zero_fn.streamed.inner_optimizer import hand_over, require_not_streamed, stand_in
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.states import loaded
 from zero_fn.tiers.tier_tensor import in_memory
+from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.tiers import Tier, nbytes_of_text
 
 __all__ = ["ByOwner", "by_owner"]
@@ -203,7 +203,7 @@ class ByOwner(Optimizer):
             StateError: An earlier step failed half-way.
         """
         self.require_whole("state_dict")
-        states = {**self.state, **on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes)}
+        states = {**self.state, **states_on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes)}
         states = {each: states[each] for each in self._parameters() if each in states}  # in the same order on all ranks
         return stand_in(self.inner, self.param_groups, defaultdict(dict, states)).state_dict()
 
@@ -304,7 +304,7 @@ class ByOwner(Optimizer):
 
         states = {parameter: as_kept(parameter, own) for parameter, own in states.items()}
         if states:
-            everywhere(self._parameters(), require_own, "Loading the states of an optimizer")
+            on_all_ranks(meshes_of(self._parameters()), require_own, "Loading the states of an optimizer")
         moved = on_owners([*self._dealt.values()], states, self._lines, self._nbytes)
         self.state = self._rested({parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()})
 
@@ -324,7 +324,7 @@ class ByOwner(Optimizer):
             # On new shelves: the places of the states before would never be given back.
             before, self._shelves = self._shelves, {}
             try:
-                everywhere(self._parameters(), put, "Moving the states of an optimizer")
+                on_all_ranks(meshes_of(self._parameters()), put, "Moving the states of an optimizer")
             except BaseException:
                 self._shelves = before
                 raise

@@ -21,14 +21,13 @@ from torch.utils._pytree import tree_map
 from zero_fn.owners.dealing import Dealt, batches
 from zero_fn.owners.trips import Carried, LinesByAxis, collected, spread
 from zero_fn.resting import local_of, on_spec, spec_on
-from zero_fn.runtime.everywhere import mesh_of
+from zero_fn.runtime.slot import mesh_of
 from zero_fn.tiers.tier_tensor import in_memory
-from zero_fn.transport.agree import axes_of
-from zero_fn.transport.agreement import exchange_bytes
+from zero_fn.transport.agree import axes_of, exchange_bytes
 from zero_fn.transport.links import line_over
 from zero_fn.transport.trip import Trip
 
-__all__ = ["on_all_ranks", "on_owners"]
+__all__ = ["on_owners", "states_on_all_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class _Large:
     dtype: torch.dtype
 
 
-def on_all_ranks(
+def states_on_all_ranks(
     dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: LinesByAxis, nbytes: int
 ) -> dict[Tensor, dict[str, Any]]:
     """The states of these tensors as every rank is to have them. All ranks call it."""

@@ -23,8 +23,8 @@ from zero_fn.owners.shelf import Shelf
 from zero_fn.owners.trips import Carried, LinesByAxis, collected, spread
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.rounding import Widened, rounding_of
-from zero_fn.streamed.inner import raw_step, stand_in
+from zero_fn.runtime.bfloat16_step import Widened, rounding_of
+from zero_fn.streamed.inner_optimizer import raw_step, stand_in
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.trip import Trip
 from zero_fn.values.numbering import Numbering

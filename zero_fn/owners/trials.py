@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.rounding import kept_beside, step_dtype_of
-from zero_fn.streamed.inner import stepped
+from zero_fn.runtime.bfloat16_step import kept_beside, step_dtype_of
+from zero_fn.streamed.inner_optimizer import stepped
 
 __all__ = ["kept_of", "require_independent"]
 

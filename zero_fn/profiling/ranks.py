@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zero_fn.transport.meeting import LONGEST_S, broadcast, gather, meeting_group, scatter
+from zero_fn.transport.rank0_messages import LONGEST_S, broadcast, gather, meeting_group, scatter
 
 __all__ = ["Ranks"]
 

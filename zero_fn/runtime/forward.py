@@ -21,12 +21,12 @@ from zero_fn.errors import StateError, StorageError
 from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.members import is_as_before, note_members
 from zero_fn.runtime.passes import ForwardPass, Graphs, ReadUse, UnitUse
 from zero_fn.runtime.saved import drop_packing
 from zero_fn.runtime.statistics import Statistics
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit_agreement import agree_on_units
 from zero_fn.runtime.unwritten import require_memory, warn_of_unwritten_buffers
 from zero_fn.tiers.offloaded_state import OffloadedState
 from zero_fn.transport.agree import Bits

@@ -32,7 +32,7 @@ import torch
 from zero_fn.runtime.leg import Leg, Spot
 from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Stage
-from zero_fn.values.rounding import ParameterRounding
+from zero_fn.values.rounding_mode import ParameterRounding
 from zero_fn.values.tiers import Shelved, is_accelerator, is_away
 from zero_fn.values.wire import Records, Wire, is_coded
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -24,7 +25,19 @@ from zero_fn.values.layout import ShardLayout
 EXTENSION = "_zero_fn_extension"
 """An attribute of a parameter: how its class makes what a module sees. (extended.py)"""
 
-__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of", "slot_on", "spec_of", "trained"]
+__all__ = [
+    "EXTENSION",
+    "Place",
+    "Slot",
+    "is_cut",
+    "mesh_of",
+    "meshes_of",
+    "model_of",
+    "slot_of",
+    "slot_on",
+    "spec_of",
+    "trained",
+]
 
 _slots: dict[
     int, weakref.ref[Slot]
@@ -262,6 +275,24 @@ def spec_of(tensor: Tensor) -> DTensorSpec | None:
     """How a parameter or any other tensor rests on a mesh; None of a plain one."""
     slot = slot_of(tensor)
     return slot.spec if slot is not None else tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
+    """The mesh on which a parameter rests; None of a plain tensor."""
+    spec = spec_of(parameter)
+    return None if spec is None else spec.mesh
+
+
+def meshes_of(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
+    """The meshes on which resting parameters lie, those of one rank left out: whose ranks hold them, or other shards."""
+    meshes = (mesh_of(each) for each in parameters if slot_of(each) is not None)
+    return list(dict.fromkeys(mesh for mesh in meshes if mesh is not None and mesh.size() > 1))
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether this rank holds a part of a parameter, and other ranks the rest."""
+    slot = slot_of(parameter)
+    return slot is not None and slot.path.layout is not None
 
 
 def slot_on(tensor: Tensor) -> Slot | None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from zero_fn.errors import warn_once
-from zero_fn.transport.agreement import agree, differ
+from zero_fn.transport.agree import agree, differ
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
 
@@ -66,13 +66,13 @@ class Statistics:
         self.is_active = bool(self._owners) and self._has_peers
         if self.is_active:
             agree(
-                self._transport.exchange,
+                self._transport,
                 "buffers",
                 [f"{str(b.dtype).removeprefix('torch.')}{list(b.shape)}" for b in self._now()],
                 why="a forward would write rank 0's buffers over those of other ranks",
                 fix='build the same module on every rank, or shard with buffers="local"',
             )
-            self.is_due = differ(self._transport.exchange, [self._digest()])
+            self.is_due = differ(self._transport, [self._digest()])
 
     def note_begun(self) -> None:
         """A forward begins."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import LayoutError
-from zero_fn.kernels.records import decode, encode
+from zero_fn.kernels.wire_codes import decode, encode
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.leg import Spot
 from zero_fn.runtime.rooms import Room

@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from zero_fn.kernels.records import decode_mean, encode
+from zero_fn.kernels.wire_codes import decode_mean, encode
 from zero_fn.runtime.path import Hop
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.line import Line, Work

@@ -18,11 +18,11 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import BUFFERS, staging_form, whole_pages
 from zero_fn.storage.stored_files import StoredFiles
-from zero_fn.streamed.divided import sent_along
-from zero_fn.streamed.inner import require_streamable
+from zero_fn.streamed.inner_optimizer import require_streamable
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
-from zero_fn.streamed.places import groups_of
+from zero_fn.streamed.shared_blocks import sent_along
+from zero_fn.streamed.tier_places import groups_of
 from zero_fn.tiers.parcels import record_nbytes
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 

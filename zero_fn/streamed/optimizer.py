@@ -19,18 +19,19 @@ from torch.optim import Optimizer
 from zero_fn.advice import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import rest_gradient
+from zero_fn.runtime.bfloat16_step import as_kept
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
-from zero_fn.runtime.everywhere import everywhere, is_cut
 from zero_fn.runtime.optimizers import take_over_states
-from zero_fn.runtime.rounding import as_kept
+from zero_fn.runtime.slot import is_cut, meshes_of
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.streamed.divided import agree_on_largest, divided_among
-from zero_fn.streamed.inner import hand_over, require_not_streamed, require_streamable, stand_in
-from zero_fn.streamed.one_pass import arithmetic_of, say_if_one_thread
+from zero_fn.streamed.fused_adam import arithmetic_of, say_if_one_thread
+from zero_fn.streamed.inner_optimizer import hand_over, require_not_streamed, require_streamable, stand_in
 from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
-from zero_fn.streamed.places import follow
+from zero_fn.streamed.shared_blocks import agree_on_largest, divided_among
 from zero_fn.streamed.states import States, loaded
 from zero_fn.streamed.stepping import Steps
+from zero_fn.streamed.tier_places import follow
+from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "TakesTier", "planned", "streamed"]
@@ -248,7 +249,7 @@ class Streamed(Optimizer):
             TierError: The tier is too small. The next step tries again.
             StorageError: The disk failed.
         """
-        self._steps.finish_everywhere(self._parameters())
+        self._steps.finish_on_all_ranks(self._parameters())
         self.inner.add_param_group(param_group)
         self._make_room_for_new()
 
@@ -280,7 +281,7 @@ class Streamed(Optimizer):
         self._steps.waiting = None
         self._steps.failed = "states could not be loaded"
         doing = "Loading the states of an optimizer"
-        found = everywhere(self._parameters(), lambda: loaded(self.inner, state_dict, on_host=True), doing)
+        found = on_all_ranks(meshes_of(self._parameters()), lambda: loaded(self.inner, state_dict, on_host=True), doing)
         self.inner.param_groups, states = found
         self._begin(states, doing)
 
@@ -298,7 +299,7 @@ class Streamed(Optimizer):
             PlacementError: A gradient is sparse, plain where its parameter is not, or on another mesh; or an option of a
                 group makes the optimizer look at whole tensors.
         """
-        self._steps.finish_everywhere(self._parameters())
+        self._steps.finish_on_all_ranks(self._parameters())
         self._steps.require_whole("step")
         require_streamable(self.inner, elementwise=True)
         for parameter in self.states.known:
@@ -313,8 +314,10 @@ class Streamed(Optimizer):
             rest_gradient(parameter)
         if self.states.divided:  # [Note: tried first]
             trying = "A step of a streamed optimizer"
-            agree_on_largest(everywhere(self._parameters(), lambda: self._steps.tried(self.states), trying))
-        self._steps.everywhere(self._parameters(), lambda: self._steps.take(self.states))
+            agree_on_largest(
+                on_all_ranks(meshes_of(self._parameters()), lambda: self._steps.tried(self.states), trying)
+            )
+        self._steps.on_all_ranks(self._parameters(), lambda: self._steps.take(self.states))
         return loss
 
     def _begin(self, states: Mapping[Tensor, dict[str, Any]], doing: str, planner: Planner | None = None) -> None:
@@ -328,13 +331,13 @@ class Streamed(Optimizer):
             return kept
 
         if divided and states:
-            kept = everywhere(parameters, taken, doing)
+            kept = on_all_ranks(meshes_of(parameters), taken, doing)
             agree_on_largest({each: blocks.largest_of(each, kept.get(each, {})) for each, blocks in divided.items()})
 
         def make() -> States:
             return States(planner or self._planner, parameters, taken(), divided)
 
-        self.states = everywhere(parameters, make, doing)
+        self.states = on_all_ranks(meshes_of(parameters), make, doing)
         self._steps.failed = None
 
     def _make_room_for_new(self) -> None:
@@ -350,7 +353,7 @@ class Streamed(Optimizer):
             self._steps.finish()
             return self.states.whole()
 
-        return everywhere(filter(is_cut, self.states.known), read, "Reading the states of an optimizer")
+        return on_all_ranks(meshes_of(filter(is_cut, self.states.known)), read, "Reading the states of an optimizer")
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import local_of
-from zero_fn.runtime.rounding import as_kept, kept_beside, rounding_of
+from zero_fn.runtime.bfloat16_step import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.storage.stored_files import StoredFiles
-from zero_fn.streamed.coded import Coded, Divided, coded_schema, note_largest
-from zero_fn.streamed.inner import Schema, kept_by, schema_of
-from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, place_of
+from zero_fn.streamed.inner_optimizer import Schema, kept_by, schema_of
+from zero_fn.streamed.state_codes import Coded, Divided, coded_schema, note_largest
+from zero_fn.streamed.tier_places import RestsAt, device_of, follow, passing_sizes, place_of
 from zero_fn.tiers.parcels import Parcel, padded_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.values.chunks import Piece, chunks_of

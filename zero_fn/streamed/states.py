@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
-from zero_fn.runtime.rounding import step_dtype_of
+from zero_fn.runtime.bfloat16_step import step_dtype_of
 from zero_fn.storage import Store, staging_for
-from zero_fn.streamed.coded import Divided
-from zero_fn.streamed.inner import stand_in
+from zero_fn.streamed.inner_optimizer import stand_in
 from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner, name_of, rooms_of
 from zero_fn.streamed.pipeline import ChunkPipeline, Transfers
-from zero_fn.streamed.places import place_of
+from zero_fn.streamed.state_codes import Divided
+from zero_fn.streamed.tier_places import place_of
 from zero_fn.values.mesh import axes_text
+from zero_fn.values.strides import in_strides
 from zero_fn.values.tiers import Tier
 
 __all__ = ["States", "loaded"]
@@ -170,9 +171,7 @@ def _pieces_of(states: Mapping[str, Any], cut: ParameterPiece) -> Iterator[tuple
                 )
             yield name, own.clone()
             continue
-        if not cut.piece.is_whole and own.stride() != local.stride():
-            own = torch.empty_strided(local.shape, local.stride(), dtype=own.dtype, device=own.device).copy_(own)
-        yield name, cut.of(own)
+        yield name, cut.of(own if cut.piece.is_whole else in_strides(own, local.stride()))
 
 
 def _join(states: dict[str, Any], name: str, value: Any, cut: ParameterPiece) -> None:

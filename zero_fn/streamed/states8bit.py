@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from zero_fn.advice import say_if_alone, say_if_rounded, say_if_slow
 from zero_fn.errors import StateError
-from zero_fn.streamed.inner import require_not_streamed, require_streamable
+from zero_fn.streamed.inner_optimizer import require_not_streamed, require_streamable
 from zero_fn.streamed.optimizer import Streamed, planned
 from zero_fn.streamed.pieces import BUFFER_NBYTES
 from zero_fn.streamed.stepping import Steps

@@ -23,19 +23,21 @@ from torch.optim import Optimizer
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.everywhere import everywhere, is_shared
+from zero_fn.runtime.bfloat16_step import Widened, rounding_of
 from zero_fn.runtime.holding import numbering_of
-from zero_fn.runtime.rounding import Widened, rounding_of
+from zero_fn.runtime.slot import meshes_of
 from zero_fn.storage import NOTHING
-from zero_fn.streamed.inner import raw_step, stand_in
-from zero_fn.streamed.one_pass import CodesInPlace, steps_in_one_pass, takes_codes
+from zero_fn.streamed.fused_adam import CodesInPlace, steps_in_one_pass, takes_codes
+from zero_fn.streamed.inner_optimizer import raw_step, stand_in
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
 from zero_fn.streamed.pipeline import ChunkPipeline, Waiting
-from zero_fn.streamed.places import records_of
 from zero_fn.streamed.states import States
+from zero_fn.streamed.tier_places import records_of
 from zero_fn.streamed.windows import Window, Windows
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
+from zero_fn.transport.agree import on_all_ranks
+from zero_fn.values.strides import in_strides
 
 __all__ = ["Steps"]
 
@@ -100,8 +102,8 @@ class Steps:
         for parameter, cuts in states.divided.items():
             if parameter.grad is None:
                 continue
-            value, own = in_memory(local_of(parameter)), in_memory(local_of(parameter.grad))
-            grad = torch.empty_strided(value.shape, value.stride(), dtype=own.dtype, device=own.device).copy_(own)
+            value = in_memory(local_of(parameter))
+            grad = in_strides(in_memory(local_of(parameter.grad)), value.stride())
             for cut, device in cuts:
                 after = step.tried(cut, value, grad, device)
                 cut.note_largest(found[parameter], after)
@@ -118,19 +120,19 @@ class Steps:
             raise
         self.waiting = None
 
-    def everywhere(self, parameters: Sequence[Tensor], act: Callable[[], None]) -> None:
+    def on_all_ranks(self, parameters: Sequence[Tensor], act: Callable[[], None]) -> None:
         """Takes a part of a step on all ranks. If it fails on one, no rank may step again."""
         try:
-            everywhere(parameters, act, "A step of a streamed optimizer")
+            on_all_ranks(meshes_of(parameters), act, "A step of a streamed optimizer")
         except Exception:
-            if is_shared(parameters):
+            if meshes_of(parameters):
                 self.failed = self.failed or "it failed on one rank, and others have stepped"
             raise
 
-    def finish_everywhere(self, parameters: Sequence[Tensor]) -> None:
+    def finish_on_all_ranks(self, parameters: Sequence[Tensor]) -> None:
         """Finishes the part of the last step that waits, on all ranks; all raise if it fails on one."""
         if self.waits:
-            self.everywhere(parameters, self.finish)
+            self.on_all_ranks(parameters, self.finish)
 
     def require_whole(self, verb: str) -> None:
         """Refuses what needs all parameters after the same step."""

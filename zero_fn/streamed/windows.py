@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from zero_fn.resting import local_of
@@ -27,7 +26,7 @@ from zero_fn.tiers.parcels import padded_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.side_stream import side_stream
 from zero_fn.tiers.tier_tensor import TierTensor, same_place
-from zero_fn.values.strides import is_dense
+from zero_fn.values.strides import in_strides, is_dense
 from zero_fn.values.tiers import is_accelerator
 
 __all__ = ["Window", "Windows"]
@@ -160,8 +159,7 @@ class Windows:
         if cut.piece.is_whole or grad.stride() == local.stride():
             return grad
         if key not in self._laid:  # the gradient lies in another order: once for all pieces
-            laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
-            self._laid = {key: laid.copy_(grad)}
+            self._laid = {key: in_strides(grad, local.stride())}
         return self._laid[key]
 
     def _gradient_record(self, cut: ParameterPiece) -> Record | None:

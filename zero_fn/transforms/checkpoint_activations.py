@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import UnitError
-from zero_fn.transforms.parked import Parking
-from zero_fn.transforms.recomputed import Recomputed
+from zero_fn.transforms.offloaded_activations import Parking
+from zero_fn.transforms.recomputation import Recomputed
 from zero_fn.transforms.substitute import substitute
 from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError
 from zero_fn.resting import at_same_address, local_of, on_spec, set_local
-from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.registry import require_idle, units_of
+from zero_fn.runtime.slot import meshes_of
 from zero_fn.storage import Slab
 from zero_fn.tiers.tier_tensor import TierTensor
-from zero_fn.transforms.parked import bytes_of
+from zero_fn.transforms.offloaded_activations import bytes_of
+from zero_fn.transport.agree import on_all_ranks
 from zero_fn.values.chained_optimizer import Optimizers, members_of
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.strides import is_dense
@@ -102,7 +103,7 @@ class Evicted:
         self._hooks: list[Any] = []
         self._copies: list[Tensor] = []  # in host memory, one for each
         if self._held:
-            self._copies = everywhere(module.parameters(), self._copied, "Evicting a model")
+            self._copies = on_all_ranks(meshes_of(module.parameters()), self._copied, "Evicting a model")
             self._release()
         self._guard()
 
@@ -129,7 +130,7 @@ class Evicted:
                 fix="evicted = zf.evict(model, optimizer, to=...) again, and restore that",
             )
         if self._held:
-            tensors = everywhere(self._module.parameters(), self._brought, "Restoring a model")
+            tensors = on_all_ranks(meshes_of(self._module.parameters()), self._brought, "Restoring a model")
             for held, tensor in zip(self._held, tensors, strict=True):
                 held.put(tensor)
             for unit in self._units:

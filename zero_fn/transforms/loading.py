@@ -24,7 +24,7 @@ from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import unit_of
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
-from zero_fn.transport.agreement import content_digest
+from zero_fn.values.digests import content_digest
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiled import Tiled
 from zero_fn.values.units import subclass_of

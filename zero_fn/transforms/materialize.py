@@ -24,7 +24,7 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
 from zero_fn.runtime.whole_step import register_resting
 from zero_fn.transforms.substitute import reserve
-from zero_fn.transport.agreement import content_digests
+from zero_fn.values.digests import content_digests
 from zero_fn.values.grid import local_part
 
 __all__ = ["allocate", "device_for", "materialize", "require_ways"]

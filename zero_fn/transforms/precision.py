@@ -14,7 +14,7 @@ from zero_fn.transforms.selection import Where, selected
 from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home
-from zero_fn.values.rounding import Mode, ParameterRounding
+from zero_fn.values.rounding_mode import Mode, ParameterRounding
 from zero_fn.values.units import NamedParameter, distinct_parameters
 from zero_fn.values.wire import Wire
 

@@ -36,14 +36,14 @@ from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.unwritten import note_meta_buffers
 from zero_fn.tiers.parcels import Form
 from zero_fn.tiers.tier_tensor import TierTensor
-from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
+from zero_fn.transforms.closures import follow_forwards, rebound, refuse_captured
+from zero_fn.transforms.ddp_refusal import refuse_ddp
 from zero_fn.transforms.generating import generate_together
 from zero_fn.transforms.loading import check_entries
-from zero_fn.transforms.wrapped import refuse_ddp
 from zero_fn.transport.agree import Outcome
-from zero_fn.transport.agreement import content_digests
 from zero_fn.transport.links import line_over
 from zero_fn.values.assignment import Assignment
+from zero_fn.values.digests import content_digests
 from zero_fn.values.grid import Grid, grid_of
 from zero_fn.values.tiers import Shelved
 from zero_fn.values.tiled import is_tile

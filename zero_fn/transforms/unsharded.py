@@ -16,7 +16,8 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import begin_whole, end_whole
-from zero_fn.transport.agreement import agree_along, content_digests
+from zero_fn.transport.agree import agree_along
+from zero_fn.values.digests import content_digests
 
 __all__ = ["refresh", "unsharded"]
 
@@ -125,8 +126,7 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
     if unit.run.transport.axes:
         digests = content_digests(wholes)
         agree_along(
-            unit.run.transport.exchange,
-            unit.run.transport.axes,
+            unit.run.transport,
             "edits",
             [
                 ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {each}")

@@ -1,4 +1,5 @@
-"""How ranks tell one another something: bits that are or-ed over them, and whether something failed on one.
+"""How ranks tell one another something: bits that are or-ed over them, whether something failed on one, and whether all hold
+the same rows of text. Where those differ a later collective would hang or mix up bytes.
 
 [Note: beside the computation] Beside an accelerator the bits travel on a stream of their own: to the device, over the ranks,
 and back to the host. A host that reads them waits for that stream, not for what the device was given to compute before: a
@@ -9,23 +10,42 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import cache
+from hashlib import blake2b
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
-from zero_fn.transport.agreement import agree
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import line_over
+from zero_fn.transport.waiting import deadline
 from zero_fn.values.mesh import Axis, mesh_axis
 
 R = TypeVar("R")
 
-__all__ = ["Bits", "Outcome", "axes_of", "done_over", "same_along", "sum_along"]
+__all__ = [
+    "Bits",
+    "Flag",
+    "Outcome",
+    "agree",
+    "agree_along",
+    "axes_of",
+    "differ",
+    "digest",
+    "done_over",
+    "exchange_bytes",
+    "on_all_ranks",
+    "same_along",
+    "sum_along",
+]
 
+Exchange = Callable[[Tensor], Tensor]
+"""Sends a message of bytes to all ranks and returns the messages of all, a row each. They must have one length. Waits."""
 
 _on_the_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
 """Memory of messages that go to a device and come back, until they are back: the copies read and write it."""
@@ -72,6 +92,42 @@ class Bits:
 @cache
 def _stream_of(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
+
+
+class Flag:
+    """A bit that any rank raises, and all ranks see raised at the same call.
+
+    Made by all ranks, with a process group of its own, in which nothing else waits.
+    """
+
+    def __init__(self) -> None:
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self._group: dist.ProcessGroup | None = None
+        if world is not None and world.size() > 1:
+            backend = "gloo" if dist.is_gloo_available() else None
+            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=deadline()))
+        self._bit, self._work = torch.zeros(1, dtype=torch.uint8), None
+
+    def is_raised(self, here: bool) -> bool:
+        """Whether any rank had `here` at its call before this one. A collective of 1 byte, for which the next call waits.
+
+        Raises:
+            LostRankError: A rank has ended, or did not call before the deadline of collectives.
+        """
+        try:
+            if self._work is not None:
+                self._work.wait()
+            raised = bool(self._bit.item())
+            self._bit = torch.tensor([here or raised], dtype=torch.uint8)
+            if self._group is not None:
+                self._work = dist.all_reduce(self._bit, dist.ReduceOp.MAX, self._group, async_op=True)
+        except RuntimeError as error:
+            raise LostRankError(
+                "Ranks that ask one another whether to leave have lost one.",
+                why=str(error).splitlines()[0],
+                fix="call is_due() on every rank, in every step; see what the others say",
+            ) from error
+        return raised
 
 
 class Outcome:
@@ -127,11 +183,89 @@ def done_over(axes: Iterable[Axis], act: Callable[[], R], what: str, expected: t
     return done[0]
 
 
+def on_all_ranks(meshes: Iterable[DeviceMesh], act: Callable[[], R], what: str) -> R:
+    """`done_over` all ranks of these meshes, for any error of `act`."""
+    return done_over(_axes_of_all(meshes, what), act, what, Exception)
+
+
+def digest(rows: Sequence[str]) -> bytes:
+    """16 bytes that differ if any row differs."""
+    return blake2b("\n".join(rows).encode(), digest_size=16).digest()
+
+
+def agree(line: Line, what: str, rows: Sequence[str], *, why: str, fix: str) -> None:
+    """Raises on every rank if any rank holds other rows. `what` they describe ("layout"), `why` and `fix` are for the error.
+
+    Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
+
+    Raises:
+        DisagreementError: Names two ranks and the first row that differ.
+    """
+    _require_equal(line, what, [rows], [line.size], why, fix)
+
+
+def agree_along(line: Line, what: str, rows: Sequence[tuple[Sequence[Axis], str]], *, why: str, fix: str) -> None:
+    """`agree` for rows that need not be the same along every axis: experts differ along theirs, shards along those that cut.
+    Each row comes with the axes along which it must be.
+
+    Communicates 16 bytes for each axis to each peer, if there are rows. Waits.
+    """
+    along = [[row for alike, row in rows if axis in alike] for axis in line.axes]
+    if any(along):
+        _require_equal(line, what, along, [axis.size for axis in line.axes], why, fix)
+
+
+def differ(line: Line, rows: Sequence[str]) -> bool:
+    """Whether any rank holds other rows than rank 0. Communicates 16 bytes to each peer; waits."""
+    digests = line.exchange(_bytes(digest(rows)))
+    return not torch.equal(digests, digests[:1].expand_as(digests))
+
+
+def _require_equal(
+    line: Line, what: str, rows: Sequence[Sequence[str]], sizes: Sequence[int], why: str, fix: str
+) -> None:
+    """Compares, along each axis of a grid of ranks, the rows for that axis. Those of the first have consecutive numbers."""
+    found = line.exchange(_bytes(b"".join(map(digest, rows))))
+    digests = found.view(len(found), len(rows), -1)
+    step = 1
+    for number, (size, held) in enumerate(zip(sizes, rows, strict=True)):
+        for rank in range(len(digests)):
+            first = rank - rank // step % size * step
+            if not torch.equal(digests[rank, number], digests[first, number]):
+                raise _disagreement(line, what, (first, rank), held, why, fix)
+        step *= size
+
+
+def _disagreement(
+    line: Line, what: str, ranks: tuple[int, int], rows: Sequence[str], why: str, fix: str
+) -> DisagreementError:
+    """The error for two ranks that hold different rows. Exchanges the rows of all ranks; waits."""
+    texts = exchange_bytes(line.exchange, "\n".join(("rows", *rows)).encode())
+    first, second = (texts[rank].decode().split("\n")[1:] for rank in ranks)
+    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    found = {
+        f"rank_{rank}": held[at] if at < len(held) else f"nothing after {len(held)} parameters"
+        for rank, held in zip(ranks, (first, second), strict=True)
+    }
+    return DisagreementError(f"Ranks {ranks[0]} and {ranks[1]} hold different {what}.", **found, why=why, fix=fix)
+
+
+def exchange_bytes(exchange: Exchange, raw: bytes) -> list[bytes]:
+    """What each rank gives, of any length. Waits."""
+    lengths = exchange(torch.tensor([len(raw)]).view(torch.uint8)).view(torch.int64).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(raw)] = _bytes(raw)
+    return [row[:length].numpy().tobytes() for row, length in zip(exchange(padded), lengths, strict=True)]
+
+
+def _bytes(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
 def same_along(meshes: Iterable[DeviceMesh], rows: Sequence[str], what: str, *, fix: str) -> None:
     """`agree` over all ranks of meshes that cross, those of the innermost axis together."""
-    axes = [axis for mesh in meshes for axis in axes_of(mesh, range(mesh.ndim), what)]
-    line = line_over(sorted(axes, key=lambda axis: int(axis.mesh.mesh.flatten().diff()[0])))
-    agree(line.exchange, what, rows, why="each would train in another way", fix=fix)
+    line = line_over(sorted(_axes_of_all(meshes, what), key=lambda axis: int(axis.mesh.mesh.flatten().diff()[0])))
+    agree(line, what, rows, why="each would train in another way", fix=fix)
 
 
 def sum_along(mesh: DeviceMesh, own: float, what: str) -> float:
@@ -148,3 +282,7 @@ def axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
     names = mesh.mesh_dim_names
     axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
     return [axis for axis in axes if axis.size > 1]
+
+
+def _axes_of_all(meshes: Iterable[DeviceMesh], what: str) -> list[Axis]:
+    return [axis for mesh in meshes for axis in axes_of(mesh, range(mesh.ndim), what)]

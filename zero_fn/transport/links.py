@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zero_fn.errors import DisagreementError, LostRankError, warn_once
 from zero_fn.one_host.same_host import SameHost
-from zero_fn.transport.exchange import Alone
+from zero_fn.transport.direct_exchange import Alone
 from zero_fn.transport.line import Line, Transport, Work
 from zero_fn.transport.native import Native
 from zero_fn.transport.segment import Segment

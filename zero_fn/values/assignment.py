@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from zero_fn.errors import LayoutError, MeshError, UnitError
-from zero_fn.values.agreed import agreed
 from zero_fn.values.home import Home, Stage
+from zero_fn.values.join_rule import agreed
 from zero_fn.values.mesh import Axis, axes_text, dims_in, root_of
 
 __all__ = ["Assignment"]

@@ -25,8 +25,8 @@ from typing import TypeVar
 import torch
 
 from zero_fn.errors import LayoutError
-from zero_fn.values.agreed import agreed
-from zero_fn.values.rounding import ParameterRounding
+from zero_fn.values.join_rule import agreed
+from zero_fn.values.rounding_mode import ParameterRounding
 from zero_fn.values.tiers import IN_MEMORY, Tiers
 from zero_fn.values.wire import Wire
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dense_stride", "flat_in", "is_dense"]
+__all__ = ["as_flat", "dense_stride", "flat_in", "in_strides", "is_dense"]
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -13,11 +13,21 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
 
 
+def as_flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def in_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides: itself, or a copy if it lies otherwise."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def flat_in(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The elements in the order of these strides, which leave no gaps: a view, or a copy of a tensor that lies otherwise."""
-    if tensor.stride() != stride:
-        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return as_flat(in_strides(tensor, stride))
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from zero_fn.errors import TierError
-from zero_fn.values.agreed import agreed
+from zero_fn.values.join_rule import agreed
 
 __all__ = [
     "IN_MEMORY",

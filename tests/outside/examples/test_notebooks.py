@@ -48,7 +48,7 @@ def test_notebook_runs_without_errors(path, client):
     for many, few in _FEWER.get(path.stem, []) if PROFILE == "dev" else []:
         (cell,) = [cell for cell in client.nb.cells if many in cell.source and cell.cell_type == "code"]
         cell.source = cell.source.replace(many, few)
-    prepare = f"%reset -f\nimport zero_fn.local.ranks as local\nlocal._PRELOADED += {[*_IMPORTED]}\ndel local"
+    prepare = f"%reset -f\nimport zero_fn.local.launcher as local\nlocal._PRELOADED += {[*_IMPORTED]}\ndel local"
     client.nb.cells.insert(0, nbformat.v4.new_code_cell(prepare))  # forgets what other lessons have defined
     client.execute()
 

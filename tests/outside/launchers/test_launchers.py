@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.outside.launchers.runs import TORCHRUN, Marked, losses, pretrain, until
-from zero_fn.local.started_rank import _free_port
+from zero_fn.local.from_environment import _free_port
 
 pytestmark = pytest.mark.nightly
 

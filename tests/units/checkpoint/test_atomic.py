@@ -21,9 +21,9 @@ from tests.support.on_ranks import on_ranks
 from tests.support.ranks import axis, sent_by_value
 from tests.units.storage.disks import small_disk
 from zero_fn.checkpoint.huggingface.write import export
-from zero_fn.local import blame
-from zero_fn.local.blame import RankDied
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local import first_failure
+from zero_fn.local.first_failure import RankDied
+from zero_fn.local.launcher import LocalRanks
 
 CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "close")
 """What a save asks of the system."""
@@ -296,7 +296,7 @@ def _survived(program, folder, *arguments):
     """Runs it on three ranks, of which one dies."""
     with (
         LocalRanks(3) as ranks,
-        patch.object(blame, "GRACE_S", 45.0),
+        patch.object(first_failure, "GRACE_S", 45.0),
         sent_by_value(program),
         pytest.raises(RankDied),
     ):

@@ -14,7 +14,7 @@ from torch import nn
 import zero_fn as zf
 from tests.support.ranks import axis
 from tests.units.checkpoint.worlds import differing, everything
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local.launcher import LocalRanks
 
 VERSION_1 = Path(__file__).parent / "version_1" / "step-7"
 EXTRA = {"step": 7, "noise": torch.arange(4), "odd": {1: (2.5, float("inf"))}}

@@ -21,7 +21,7 @@ from tests.support.programs import STAGES
 from tests.support.ranks import axis, sent_by_value
 from tests.support.storages import Storages
 from tests.support.wholes import full
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local.launcher import LocalRanks
 from zero_fn.values.tiled import TiledEmbedding, TiledLinear
 
 TILED = ("embedding.*", "blocks.*.up.*", "head.*")
@@ -254,7 +254,7 @@ def test_ranks_that_recompute_different_tiles_are_told():
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate):
-    """What else is: `test_captured.py`."""
+    """What else is: `test_closures.py`."""
     model = Language()
     model.head.register_forward_pre_hook(lambda _, args: args[0] + model.blocks[0].norm.weight)
     with refused("closure_over_a_module"):

@@ -2,13 +2,14 @@
 
 import math
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from zero_fn.kernels import Library, library
+from zero_fn.kernels import Library, compiler, library
 
-__all__ = ["any_floats", "drawn", "needs_kernels", "same", "spoiled", "threads", "without_kernels"]
+__all__ = ["any_floats", "drawn", "needs_kernels", "same", "spoiled", "threads", "with_kernels", "without_kernels"]
 
 needs_kernels = pytest.mark.skipif(library().functions is None, reason=str(library()))
 SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 3e38, -1e30, -0.0, 1e-45, -1e-40)
@@ -47,13 +48,14 @@ def same(one, other):
     return one.dtype == other.dtype and torch.equal(one.view(bits)[known], other.view(bits)[known])
 
 
-@contextmanager
-def without_kernels(*modules):
-    """Inside, what these modules do is done by torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
-            patch.setattr(module, "library", lambda: Library(None, "for this test"))
-        yield
+def with_kernels(functions):
+    """Inside, the kernels are these."""
+    return patch.object(compiler, "library", lambda: Library(functions, "for this test"))
+
+
+def without_kernels():
+    """Inside, what kernels do is done by torch."""
+    return with_kernels(None)
 
 
 @contextmanager

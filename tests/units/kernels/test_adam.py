@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.units.kernels.drawn import drawn, needs_kernels, same, threads, without_kernels
-from zero_fn.kernels import adam, codes
+from zero_fn.kernels import adam
 from zero_fn.kernels.adam import AdamPiece, AdamRates, Rounding, by_torch, in_c, rounding
 from zero_fn.kernels.codes import BLOCK_NUMEL
 
@@ -169,7 +169,7 @@ def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch():
 
 
 def test_without_kernels_no_way_is_offered():
-    with without_kernels(adam):
+    with without_kernels():
         assert rounding(PLAIN) is None
 
 
@@ -189,7 +189,7 @@ def test_moments_in_eight_bits_step_as_if_decoded_and_encoded(is_half, count):
         grads = [[g.bfloat16() for g in step] for step in grads]
     with threads(count):
         found = stepped(PLAIN, params, grads, in_one_pass=True, is_coded=True)
-        with without_kernels(codes):
+        with without_kernels():
             expected = stepped(PLAIN, params, grads, in_one_pass=False, is_coded=True)
     assert all_same(found, expected)
     assert found[5].isnan().all() and sum(int(f.isnan().any()) for f in found[: len(params)]) == 1

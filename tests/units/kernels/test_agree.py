@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.units.kernels.drawn import any_floats, drawn, needs_kernels, same, spoiled, threads, without_kernels
-from tests.units.kernels.test_records import FORMATS
-from zero_fn.kernels import codes, records, rounding
+from tests.units.kernels.test_wire_codes import FORMATS
+from zero_fn.kernels import codes, stochastic_rounding, wire_codes
 from zero_fn.values.wire import Wire
 
 seeds = st.integers(0, 999)
@@ -32,13 +32,13 @@ def as_records(wire, row_numel, rows, dtypes, has_held, seed):
         for number, dtype in enumerate(dtypes[:2])
     )
     coded = [place(rows, form.row_nbytes, dtype=torch.uint8) for _ in range(2)]
-    records.encode(values, form, coded[0], held if has_held else None)
-    records.encode(values.flip(1), form, coded[1])
+    wire_codes.encode(values, form, coded[0], held if has_held else None)
+    wire_codes.encode(values.flip(1), form, coded[1])
     found = [place(rows, row_numel, dtype=dtypes[2]) for _ in range(4)]
-    records.decode(coded[0], form, found[0])
-    records.decode(coded[1], form, found[1], add=True)
-    records.decode_mean(coded, form, found[2])
-    records.decode_mean([*coded, coded[0]], form, found[3])
+    wire_codes.decode(coded[0], form, found[0])
+    wire_codes.decode(coded[1], form, found[1], add=True)
+    wire_codes.decode_mean(coded, form, found[2])
+    wire_codes.decode_mean([*coded, coded[0]], form, found[3])
     return [*coded, *found]
 
 
@@ -58,11 +58,12 @@ def as_halves(numel, split, seed):
     values = spoiled(any_floats(numel, seed=seed)[None], seed).flatten()
     firsts, counts = np.array([2**32 - 1000, 3 * 2**32 + 5]), np.array([min(split, numel), numel - min(split, numel)])
     halves = [place(numel, dtype=torch.bfloat16) for _ in range(3)]
-    rounding.round_randomly(values, halves[0], firsts, counts, rounding.key_of(seed, "blocks.0.weight", split))
-    rounding.round_to_two(values, halves[1], halves[2])
+    key = stochastic_rounding.key_of(seed, "blocks.0.weight", split)
+    stochastic_rounding.round_randomly(values, halves[0], firsts, counts, key)
+    stochastic_rounding.round_to_two(values, halves[1], halves[2])
     wide = place(numel), place(numel)
-    rounding.widen(halves[1], None, wide[0])
-    rounding.widen(halves[1], halves[2], wide[1])
+    stochastic_rounding.widen(halves[1], None, wide[0])
+    stochastic_rounding.widen(halves[1], halves[2], wide[1])
     return [*halves, *wide]
 
 
@@ -95,7 +96,7 @@ def test_a_kernel_has_the_bits_of_torch_and_its_writes_are_seen(name, data, coun
     with threads(count):
         in_c = act()
         assert all(each._version or not each.numel() for each in in_c), "autograd has not heard of a write"
-        with without_kernels(records, codes, rounding):
+        with without_kernels():
             expected = act()
     for number, (one, other) in enumerate(zip(in_c, expected, strict=True)):
         assert same(one, other), number

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.units.kernels.drawn import drawn, same, threads, without_kernels
+from tests.units.kernels.drawn import drawn, same, threads, with_kernels, without_kernels
 from zero_fn.kernels import library, nontemporal
 from zero_fn.kernels.compiler import Compiler, CompilerError, found_compiler
 from zero_fn.kernels.nontemporal import copy, mean
@@ -58,11 +58,11 @@ numels = st.one_of(st.integers(0, 40), st.sampled_from([BLOCK // 4, BLOCK // 2, 
 
 @given(nbytes=numels, into=st.integers(0, 63), source=st.integers(0, 63), flag=st.sampled_from(INSTRUCTIONS))
 def test_a_copy_writes_every_byte_and_no_other(compiled, nbytes, into, source, flag):
-    functions = compiled.get(flag, compiled[""])
     nbytes = 5 * nbytes
     what = torch.randint(1, 256, (nbytes + 64,), dtype=torch.uint8)[source : source + nbytes]
     room = torch.zeros(nbytes + 128, dtype=torch.uint8)
-    nontemporal._copy_in_c(functions, room[into : into + nbytes], what)
+    with with_kernels(compiled.get(flag, compiled[""])):
+        nontemporal._copy_in_c(room[into : into + nbytes], what)
     assert torch.equal(room[into : into + nbytes], what)
     assert not room[:into].any() and not room[into + nbytes :].any()
 
@@ -84,7 +84,6 @@ def test_a_mean_has_the_bits_of_torch(
     into_dtype,
     flag,
 ):
-    functions = compiled.get(flag, compiled[""])
     parts = [placed(numel, offset, dtype, seed) for seed, offset in enumerate(offsets[1:])]
     if numel > 2:
         parts[0][0], parts[-1][1], parts[0][2] = torch.inf, torch.nan, 1e-40  # the last one is not normal
@@ -99,10 +98,11 @@ def test_a_mean_has_the_bits_of_torch(
         into = own[(at or 0) % len(own)] if is_one_of_them else placed(numel, offsets[0], into_dtype, 9)
         if is_in_c:
             before = into._version
-            nontemporal._mean_in_c(functions, into, own)
+            with with_kernels(compiled.get(flag, compiled[""])):
+                nontemporal._mean_in_c(into, own)
             assert into._version > before, "autograd has not heard of it"
         else:
-            with without_kernels(nontemporal):
+            with without_kernels():
                 mean(into, own, torch.float32)
         assert same(into, expected)
         assert all(same(one, other) for one, other in zip(own, parts, strict=True) if one is not into)

@@ -154,7 +154,7 @@ def test_norms_and_scaling_by_more_threads_have_the_bits_of_one(dtype):
 
 @pytest.mark.usefixtures("torchrun")
 def test_a_large_step_of_torch_by_one_thread_says_what_to_write(monkeypatch):
-    monkeypatch.setattr(sys.modules["zero_fn.streamed.one_pass"], "_LARGE_NBYTES", 8192)
+    monkeypatch.setattr(sys.modules["zero_fn.streamed.fused_adam"], "_LARGE_NBYTES", 8192)
 
     def said(kind, numel, **options):
         _said.clear()

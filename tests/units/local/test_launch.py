@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.messages import refusals
 from zero_fn.errors import LayoutError, LostRankError, StateError
 from zero_fn.launch import launch
-from zero_fn.local.blame import RankDied, RankHung
-from zero_fn.local.ranks import LocalRanks
-from zero_fn.local.sending import SendError, dumps
+from zero_fn.local.first_failure import RankDied, RankHung
+from zero_fn.local.launcher import LocalRanks
+from zero_fn.local.pickling import SendError, dumps
 
 ROOT = Path(__file__).parents[3]
 

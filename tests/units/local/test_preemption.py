@@ -11,7 +11,7 @@ import pytest
 
 import zero_fn as zf
 from tests.support.messages import refused
-from zero_fn.local.blame import RankDied
+from zero_fn.local.first_failure import RankDied
 
 
 def test_all_ranks_learn_at_one_step_that_one_was_told():

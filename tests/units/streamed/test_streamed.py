@@ -37,7 +37,7 @@ from zero_fn.kernels.adam import Rounding
 from zero_fn.storage.host_memory import Available
 
 KIB = 1024
-one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.streamed` is the function
+fused_adam = importlib.import_module("zero_fn.streamed.fused_adam")  # `zero_fn.streamed` is the function
 
 
 class Users(Optimizer):
@@ -209,7 +209,9 @@ def test_streaming_changes_no_bit(
     parameters, inner = make(name, shapes, turned)
     tier = zf.nvme(tmp_path_factory.getbasetemp()) if on_disk else zf.cpu()
     options = {"buffer": buffer * KIB, "elementwise": name in KEPT, "fraction": fraction}
-    lacking = nullcontext() if has_kernels else patch("zero_fn.kernels.adam.library", lambda: Library(None, "a test"))
+    lacking = (
+        nullcontext() if has_kernels else patch("zero_fn.kernels.compiler.library", lambda: Library(None, "a test"))
+    )
     with lacking:
         run(expected, stock, range(2), skipped)
         run(parameters, inner, range(warm), skipped)
@@ -606,7 +608,7 @@ test_refusals = refusals(
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(tmp_path, monkeypatch, has_kernels):
     if not has_kernels:
-        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
+        monkeypatch.setattr("zero_fn.kernels.compiler.library", lambda: Library(None, "for this test"))
     parameters, optimizer, expected, stock = beside(tmp_path, "adamw, fused", [(70, 100), (9973,)], buffer="31KiB")
     for step in range(3):
         for number, (parameter, twin) in enumerate(zip(parameters, expected, strict=True)):
@@ -622,8 +624,8 @@ def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(tmp_path, monkeypat
 def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch):
     """Other classes, other groups, other dtypes, other strides, a scale left to the optimizer; seen by whom is called."""
     calls = []
-    monkeypatch.setattr(one_pass, "in_c", lambda pieces, *_: calls.append(len(pieces)))
-    monkeypatch.setattr(one_pass, "rounding", lambda rates: Rounding(True, 2, 1, 8))
+    monkeypatch.setattr(fused_adam, "in_c", lambda pieces, *_: calls.append(len(pieces)))
+    monkeypatch.setattr(fused_adam, "rounding", lambda rates: Rounding(True, 2, 1, 8))
 
     class Mine(torch.optim.AdamW):
         pass
@@ -661,12 +663,12 @@ def test_an_optimizer_says_who_steps_it(monkeypatch):
         return torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
 
     way = Rounding(True, 2, 1, 8)
-    monkeypatch.setattr(one_pass, "rounding", lambda rates: way)
-    monkeypatch.setattr(one_pass, "library", lambda: Library(CDLL(None), "cc 1.0"))
+    monkeypatch.setattr(fused_adam, "rounding", lambda rates: way)
+    monkeypatch.setattr(fused_adam, "library", lambda: Library(CDLL(None), "cc 1.0"))
     assert says(adamw(fused=True)).endswith("; stepped by compiled kernels (cc 1.0) in one pass)")
     assert says(adamw()).endswith("; stepped by torch; with fused=True by a kernel in one pass)")
     assert says(torch.optim.SGD([nn.Parameter(torch.ones(3))])).endswith("; stepped by torch)")
-    monkeypatch.setattr(one_pass, "rounding", lambda rates: None)
+    monkeypatch.setattr(fused_adam, "rounding", lambda rates: None)
     assert "stepped by torch (the kernel does not have the bits of this step)" in says(adamw(fused=True))
-    monkeypatch.setattr(one_pass, "library", lambda: Library(None, "no C compiler was found"))
+    monkeypatch.setattr(fused_adam, "library", lambda: Library(None, "no C compiler was found"))
     assert "stepped by torch (no kernels: no C compiler was found)" in says(adamw(fused=True))

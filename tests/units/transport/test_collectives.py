@@ -17,11 +17,11 @@ import zero_fn as zf
 from tests.support.collectives import gather, reduce
 from tests.support.ranks import axis, sent_by_value
 from tests.support.reference import mean_in_rank_order
-from zero_fn.local.ranks import LocalRanks
+from zero_fn.local.launcher import LocalRanks
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport import links
 from zero_fn.transport import segment as sizes
-from zero_fn.transport.exchange import Alone, Exchange
+from zero_fn.transport.direct_exchange import Alone, Exchange
 from zero_fn.transport.line import Work
 from zero_fn.transport.links import line_over
 from zero_fn.transport.native import Native

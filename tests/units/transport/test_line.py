@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.support.groups import pretended
 from tests.support.messages import refusals
-from zero_fn.transport import exchange
-from zero_fn.transport.exchange import GatherPlan
-from zero_fn.transport.flag import Flag
+from zero_fn.transport import direct_exchange
+from zero_fn.transport.agree import Flag
+from zero_fn.transport.direct_exchange import GatherPlan
 from zero_fn.transport.line import MISMATCH, Line, Work
 from zero_fn.transport.links import line_over, open_transport
 from zero_fn.transport.segment import Segment
@@ -244,7 +244,7 @@ def test_a_deadline_is_the_timeout_of_an_accelerators_group(ranks):
 def test_of_dropped_messages_few_bytes_are_kept(monkeypatch):
     """And none on a device: there the backend keeps them, until the device has used them."""
     kept = deque(maxlen=1024)
-    monkeypatch.setattr(exchange, "_dropped", kept)
+    monkeypatch.setattr(direct_exchange, "_dropped", kept)
 
     def drop(of, nbytes):
         memory = torch.zeros(3)
@@ -253,13 +253,13 @@ def test_of_dropped_messages_few_bytes_are_kept(monkeypatch):
 
     assert drop(Work, 1 << 20)() is None
     assert not kept
-    first = drop(exchange._Messages, 1 << 20)
+    first = drop(direct_exchange._Messages, 1 << 20)
     assert first() is not None, "a message may still come"
     for _ in range(40):
-        drop(exchange._Messages, 1 << 20)
+        drop(direct_exchange._Messages, 1 << 20)
     assert first() is not None
     for _ in range(40):
-        drop(exchange._Messages, 1 << 28)
+        drop(direct_exchange._Messages, 1 << 28)
     assert first() is None
     assert len(kept) == 16
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_fn.one_host.arena import Arena
+from zero_fn.one_host.group_memory import Shared
 from zero_fn.one_host.mailbox import Mailbox, are_mailboxes_available, box_nbytes
-from zero_fn.one_host.shared import Shared
 from zero_fn.transport.waiting import OutOfStep, PeerLost, guard
 
 pytestmark = pytest.mark.skipif(not are_mailboxes_available(), reason="mailboxes need futexes and pidfds of Linux")

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from tests.promises.test_interrupts import _ROOT, _moments, _Tracer
 from tests.support.ranks import axis
+from zero_fn.one_host.group_memory import Shared, _map_all, shared_by
 from zero_fn.one_host.mailbox import Mailbox
 from zero_fn.one_host.same_host import SameHost, _Message
-from zero_fn.one_host.shared import Shared, _map_all, shared_by
 from zero_fn.transport import links
-from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.direct_exchange import Exchange
 from zero_fn.transport.segment import Segment
 from zero_fn.transport.waiting import OutOfStep, PeerLost
 from zero_fn.values.mesh import mesh_axis

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero_fn.transport.exchange import ReducePlan
+from zero_fn.transport.direct_exchange import ReducePlan
 from zero_fn.transport.segment import Contribution
 
 SIZE = 4

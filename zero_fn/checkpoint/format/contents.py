@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
 from zero_fn.kernels.codes import BLOCK_NUMEL, decode_by
-from zero_fn.streamed.coded import CODES, MOMENTS, SCALES, scales_shape
+from zero_fn.streamed.state_codes import CODES, MOMENTS, SCALES, scales_shape
 from zero_fn.values.box import Box, ranges, spans, strides_of, whole_box
 from zero_fn.values.numbering import Numbering
 

@@ -35,8 +35,8 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting
 from zero_fn.errors import CheckpointError
 from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner, Dealt
+from zero_fn.runtime.bfloat16_step import COMPENSATION
 from zero_fn.runtime.registry import units_of
-from zero_fn.runtime.rounding import COMPENSATION
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed
 from zero_fn.transforms.selection import Where

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StateError
-from zero_fn.kernels.rounding import key_of, round_randomly, round_to_two, widen
+from zero_fn.kernels.stochastic_rounding import key_of, round_randomly, round_to_two, widen
 from zero_fn.runtime.slot import slot_of
 from zero_fn.values.numbering import Numbering
-from zero_fn.values.rounding import ParameterRounding
-from zero_fn.values.strides import dense_stride
+from zero_fn.values.rounding_mode import ParameterRounding
+from zero_fn.values.strides import as_flat, dense_stride
 
 __all__ = ["COMPENSATION", "Widened", "as_kept", "kept_beside", "rounding_of", "step_dtype_of"]
 
@@ -99,7 +99,7 @@ class Widened:
         self._lost = self._laid(states.pop(COMPENSATION)) if COMPENSATION in states else None
         # What the optimizer steps.
         self.values = self._like(torch.float32) if room is None else room.as_strided(value.shape, self._stride)
-        widen(_flat(self._laid(value)), None if self._lost is None else _flat(self._lost), _flat(self.values))
+        widen(as_flat(self._laid(value)), None if self._lost is None else as_flat(self._lost), as_flat(self.values))
 
     def _like(self, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(self._value.shape, self._stride, dtype=dtype, device=self._value.device)
@@ -112,10 +112,10 @@ class Widened:
     def round(self, result: Tensor, into: Tensor) -> dict[str, Any]:
         """Rounds what a step has made of the values to where they rest. Returns what rounding keeps."""
         rounded = self._laid(self._value)
-        source, target = _flat(self._laid(result.detach())), _flat(rounded)
+        source, target = as_flat(self._laid(result.detach())), as_flat(rounded)
         if self._rounding.mode == "kahan":
             lost = self._like(torch.bfloat16) if self._lost is None else self._lost
-            round_to_two(source, target, _flat(lost))
+            round_to_two(source, target, as_flat(lost))
             kept: dict[str, Any] = {COMPENSATION: lost}
         else:
             key = key_of(self._rounding.seed, self._name, self._count)
@@ -127,8 +127,3 @@ class Widened:
         if rounded is not into:
             into.copy_(rounded)
         return kept
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in order of memory, as a view."""
-    return tensor.as_strided((tensor.numel(),), (1,))

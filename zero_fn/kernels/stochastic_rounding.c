@@ -1,4 +1,4 @@
-/* Widens bfloat16 to float and rounds it back: by chance, or keeping what is cut off. The bits are those of rounding.py. */
+/* Widens bfloat16 to float and rounds it back: by chance, or keeping what is cut off. The bits are those of stochastic_rounding.py. */
 
 #include "kernels.h"
 
@@ -17,12 +17,12 @@ static inline uint16_t rounded(float value, uint32_t noise) {
 /* The elements come in runs of numbers that follow one another: `firsts[run]`, and so many of them as `counts[run]`. */
 void zero_fn_round_randomly(
     const float *restrict values, uint16_t *restrict into, const int64_t *firsts, const int64_t *counts, int64_t runs,
-    uint32_t key
+    int64_t key
 ) {
     for (int64_t run = 0; run < runs; run++) {
         uint64_t number = (uint64_t)firsts[run], left = (uint64_t)counts[run];
         while (left) { /* the upper half of a number is the same for all that are rounded at once */
-            const uint32_t low = (uint32_t)number, high = mixed((uint32_t)(number >> 32) ^ key);
+            const uint32_t low = (uint32_t)number, high = mixed((uint32_t)(number >> 32) ^ (uint32_t)key);
             const uint64_t here = (1ull << 32) - low, count = left < here ? left : here;
             for (uint64_t i = 0; i < count; i++) into[i] = rounded(values[i], mixed((low + (uint32_t)i) ^ high));
             values += count, into += count, number += count, left -= count;

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.kernels.codes import BLOCK_NUMEL
-from zero_fn.runtime.everywhere import mesh_of
 from zero_fn.runtime.holding import numbering_of
-from zero_fn.streamed.coded import Divided, blocks_of, may_be_coded
+from zero_fn.runtime.slot import mesh_of
+from zero_fn.streamed.state_codes import Divided, blocks_of, may_be_coded
 from zero_fn.transport.agree import Bits, axes_of
 from zero_fn.transport.line import Line
 from zero_fn.transport.links import line_over

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tests.units.kernels.drawn import any_floats
-from zero_fn.kernels.rounding import key_of, round_randomly, round_to_two
+from zero_fn.kernels.stochastic_rounding import key_of, round_randomly, round_to_two
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e-40, 1.0]
 

@@ -14,7 +14,6 @@ lowbias32, C. Wellons 2018.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import TypeVar
 from zlib import crc32
@@ -24,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zero_fn.kernels.compiler import library
-from zero_fn.kernels.written import was_written
+from zero_fn.kernels.compiler import call_kernel, has_kernels
 
 __all__ = ["key_of", "round_randomly", "round_to_two", "widen"]
 
@@ -51,48 +49,32 @@ def round_randomly(
     values: Tensor, into: Tensor, firsts: NDArray[np.int64], counts: NDArray[np.int64], key: int
 ) -> None:
     """Rounds flat float32 `values` into flat bfloat16 `into`, element by element; the numbers of elements come in runs."""
-    if (functions := _functions_for(values, into)) is None:
+    if not has_kernels(values, into):
         into.copy_(by_torch(values, firsts, counts, key))
         return
-    runs = (ctypes.c_void_p(each.ctypes.data) for each in (firsts, counts))
-    functions.zero_fn_round_randomly(
-        *_addresses(values, into), *runs, ctypes.c_int64(len(firsts)), ctypes.c_uint32(key)
-    )
-    was_written(into)
+    runs = map(torch.from_numpy, (firsts, counts))
+    call_kernel("zero_fn_round_randomly", values, into, *runs, len(firsts), key, written=[into])
 
 
 def widen(halves: Tensor, lost: Tensor | None, into: Tensor) -> None:
     """Writes flat bfloat16 `halves`, and `lost` added to them, into flat float32 `into`."""
     tensors = (halves, into) if lost is None else (halves, lost, into)
-    if (functions := _functions_for(*tensors)) is None:
+    if not has_kernels(*tensors):
         into.copy_(halves)
         if lost is not None:
             into.add_(lost)
         return
-    address = ctypes.c_void_p(lost.data_ptr()) if lost is not None else None
-    source, target = _addresses(halves, into)
-    functions.zero_fn_widen(source, address, target, ctypes.c_int64(into.numel()))
-    was_written(into)
+    call_kernel("zero_fn_widen", halves, lost, into, into.numel(), written=[into])
 
 
 def round_to_two(values: Tensor, into: Tensor, lost: Tensor) -> None:
     """Rounds flat float32 `values` to the nearest bfloat16, and what that has cut off to another one."""
-    if (functions := _functions_for(values, into, lost)) is None:
+    if not has_kernels(values, into, lost):
         into.copy_(values).masked_fill_(values.isnan(), math.nan)
         rest = values - into
         lost.copy_(torch.where(rest.isfinite(), rest, 0.0))
         return
-    functions.zero_fn_round_to_two(*_addresses(values, into, lost), ctypes.c_int64(values.numel()))
-    was_written(into, lost)
-
-
-def _functions_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    is_memory = all(type(each) is Tensor and each.device.type == "cpu" for each in tensors)
-    return library().functions if is_memory else None
-
-
-def _addresses(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
-    return tuple(ctypes.c_void_p(each.data_ptr()) for each in tensors)
+    call_kernel("zero_fn_round_to_two", values, into, lost, values.numel(), written=[into, lost])
 
 
 def by_torch(values: Tensor, firsts: NDArray[np.int64], counts: NDArray[np.int64], key: int) -> Tensor:

@@ -6,8 +6,8 @@
 
 Blocks are those of the whole tensor, so a state is the same number however the tensor is cut. Where the cuts fall between
 blocks, a rank has all of its blocks, one after the other in memory. Else the parameter is *divided*: each rank has the scales
-of all blocks, and ranks tell one another how large the values of a step are before they are coded (`divided.py`). The codes
-of such a parameter stay in memory, where its next step can be tried.
+of all blocks, and ranks tell one another how large the values of a step are before they are coded (`shared_blocks.py`). The
+codes of such a parameter stay in memory, where its next step can be tried.
 
 Small parameters keep their states in float32, as torchao and bitsandbytes do: norms and biases are few, and need precision.
 
@@ -27,8 +27,8 @@ from torch import Tensor
 from zero_fn.errors import PlacementError
 from zero_fn.kernels.codes import BLOCK_NUMEL, decode, decode_by, encode, encode_by
 from zero_fn.resting import local_of
-from zero_fn.runtime.rounding import COMPENSATION
-from zero_fn.streamed.inner import Schema
+from zero_fn.runtime.bfloat16_step import COMPENSATION
+from zero_fn.streamed.inner_optimizer import Schema
 from zero_fn.values.numbering import Numbering
 from zero_fn.values.strides import dense_stride, flat_in
 

@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from zero_fn.errors import StateError
-from zero_fn.local import blame
+from zero_fn.local import first_failure
 from zero_fn.local import rank as inside
 from zero_fn.local.gloo import give_groups_one_thread, loopback
+from zero_fn.local.pickling import dumps
 from zero_fn.local.rank import Report, live
-from zero_fn.local.sending import dumps
 
 __all__ = ["LocalRanks"]
 
@@ -131,8 +131,10 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
                 wait([end for peer in waiting for end in (peer.connection, peer.process.sentinel)], _SHOWN_S)
                 answers |= {peer.rank: answer for peer in waiting if (answer := peer.answer()) is not None}
                 self._show()
-                if failure := blame.first_failure(answers, self.n):
-                    end_s = min(end_s, time.monotonic() + blame.GRACE_S)  # [Note: whose fault], in `blame`
+                if failure := first_failure.first_failure(answers, self.n):
+                    end_s = min(
+                        end_s, time.monotonic() + first_failure.GRACE_S
+                    )  # [Note: whose fault], in `first_failure.py`
             if failure is not None:
                 rank, error = failure
                 if printed := self._peers[rank].printed():
@@ -142,7 +144,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
                 for peer in late:
                     peer.ask_where()
                 time.sleep(_STACKS_S)
-                raise blame.hung({peer.rank: peer.errors.read() for peer in late}, self.n, timeout_s)
+                raise first_failure.hung({peer.rank: peer.errors.read() for peer in late}, self.n, timeout_s)
             reports = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Report)]
             return [pickle.loads(report.pickled) for report in reports]
         except BaseException:

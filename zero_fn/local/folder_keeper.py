@@ -1,6 +1,6 @@
 """A small process that removes a folder in shared memory once nobody needs it: see `shared_folder.py`, which starts it.
 
-    python -I -S keeper.py FOLDER FD
+    python -I -S folder_keeper.py FOLDER FD
 
 `FD` is open and locked, and stays so while this process lives. It imports neither torch nor zero_fn.
 """

@@ -2,7 +2,7 @@
 
 torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the backward. The first forward
 reads whole inputs. Then each rank of the axis keeps its part, 1/n of the elements; the recomputation gathers the parts. A
-part, or a whole input, may wait in another tier. (parked.py)
+part, or a whole input, may wait in another tier. (offloaded_activations.py)
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a, partitioned activation checkpointing).
 """
@@ -23,10 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from zero_fn.errors import StorageError, TierError
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.uncompiled import left_alone
-from zero_fn.transforms.parked import Parked, Parking
-from zero_fn.transport.agreement import agree, content_digest
+from zero_fn.transforms.offloaded_activations import Parked, Parking
+from zero_fn.transport.agree import agree
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
+from zero_fn.values.digests import content_digest
 from zero_fn.values.tiers import is_away
 
 __all__ = ["Recomputed"]
@@ -122,7 +123,7 @@ class Recomputed:
         assert self._transport is not None
         cut = [leaf for leaf in leaves if _may_be_cut(leaf)]
         agree(
-            self._transport.exchange,
+            self._transport,
             "activations",
             [
                 f"input {i} of {self.name!r}, {tuple(x.shape)}, sum of bits {content_digest(x)}"

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.units.kernels.drawn import drawn, same, spoiled
-from zero_fn.kernels.records import decode, decode_mean, encode
+from zero_fn.kernels.wire_codes import decode, decode_mean, encode
 from zero_fn.values.wire import Wire
 
 HIGHEST = {"int4": (7, 15), "int8": (127, 255), "float8_e4m3fn": (448,), "float8_e5m2": (57344,)}

@@ -1,4 +1,4 @@
-/* Rows of tensors as they travel. values/wire.py says what a record is, and records.py what codes are.
+/* Rows of tensors as they travel. values/wire.py says what a record is, and wire_codes.py what codes are.
 
    A block is worked on as floats in the first cache, stage by stage. Stages called with a constant `numel` have loops of their
    own. Sums of floats keep their order: torch computes the same bits. */
@@ -9,7 +9,7 @@
 enum { MOST_NUMEL = 1 << 12, USUAL_NUMEL = 256, TASK_BLOCKS = 16 }; /* of a block; of what a thread takes */
 enum { INT4, INT8, FLOAT8, LINE_NBYTES = 64, AHEAD_NBYTES = 1 << 11 }; /* codes; of the cache */
 
-typedef struct { /* as records.py lists them */
+typedef struct { /* as wire_codes.py lists them */
     int64_t rows, row_numel, blocks, numel, rotated, head_nbytes, nbytes;
     int64_t codes, is_symmetric, highest; /* the largest code, or how many follow that of the least value */
     int64_t mantissa, bias;               /* of a float of eight bits */

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from tests.axes.grids import grid
 from tests.support.ranks import axis
 from zero_fn.errors import DisagreementError
-from zero_fn.transport.agreement import agree, content_digest, digest
+from zero_fn.transport.agree import agree, digest
 from zero_fn.transport.links import line_over
+from zero_fn.values.digests import content_digest
 from zero_fn.values.mesh import mesh_axis
 
 
@@ -16,7 +17,7 @@ def message(rows_by_rank, common):
     """What this rank is told when some ranks hold other rows than `common`; "" if all agree."""
     try:
         agree(
-            line_over([mesh_axis(axis(), verb="test")]).exchange,
+            line_over([mesh_axis(axis(), verb="test")]),
             "layouts",
             rows_by_rank.get(dist.get_rank(), common),
             why="it would hang",

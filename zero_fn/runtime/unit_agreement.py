@@ -13,9 +13,9 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.unit import Unit
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
-from zero_fn.transport.agree import Outcome
-from zero_fn.transport.agreement import agree, agree_along, content_digests
+from zero_fn.transport.agree import Outcome, agree, agree_along
 from zero_fn.transport.line import Line
+from zero_fn.values.digests import content_digests
 
 __all__ = ["agree_on_units"]
 
@@ -31,7 +31,7 @@ def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
     """
     slots = [(unit, slot) for unit in units for slot in unit.slots]
     agree(
-        transport.exchange,
+        transport,
         "layouts",
         [
             f"{slot} in unit {unit.name or 'root'!r}, {slot.stages_text}, {dtypes_text(slot.kind)}"
@@ -41,8 +41,7 @@ def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
         fix="build and transform the same module on every rank",
     )
     agree_along(
-        transport.exchange,
-        transport.axes,
+        transport,
         "initial values",
         [([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
         why="each rank cut its shard from another tensor",
@@ -62,8 +61,7 @@ def agree_on_units(transport: Line, units: Sequence[Unit]) -> None:
     if may_fail and (failed := Outcome(transport, failure, "Reading parameters").failed_on_any_rank()) is not None:
         raise failed
     agree_along(
-        transport.exchange,
-        transport.axes,
+        transport,
         "values of the same parameter",
         [(alike, f"{slot}, sum of bits {each}") for (slot, alike), each in zip(shared, digests, strict=True)],
         why="what rests whole on several ranks is never gathered, so each would train a model of its own",

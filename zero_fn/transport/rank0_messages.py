@@ -1,4 +1,5 @@
-"""Messages from each rank to rank 0 and back, on a process group of their own: for saves and loads of checkpoints."""
+"""Messages from each rank to rank 0 and back, on a process group of their own: for saves and loads of checkpoints. And single
+ones from rank to rank."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.errors import LostRankError
-from zero_fn.transport.agreement import exchange_bytes
+from zero_fn.transport.agree import exchange_bytes
 from zero_fn.transport.waiting import deadline
 
 __all__ = [
     "LONGEST_S",
     "all_of",
+    "begin_send",
     "broadcast",
     "gather",
-    "lost_ranks",
     "meeting_group",
     "meeting_threads",
+    "receive",
     "scatter",
     "set_timeout",
 ]
@@ -159,6 +161,34 @@ def all_of(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
         return broadcast(group, rows if not group.rank() else own.repeat(group.size(), 1))
 
     return exchange_bytes(exchange, message)
+
+
+def begin_send(group: dist.ProcessGroup, message: Tensor, peer: int, tag: int) -> Callable[[], None]:
+    """Begins to send a message to a rank, which receives it. What is returned waits until it was sent.
+
+    Raises:
+        LostRankError: The rank has ended, or did not come.
+    """
+    here = f"rank {group.rank()}, sending to rank {peer}"
+    with lost_ranks(here=here):
+        work = group.send([message], peer, tag)
+
+    def wait(kept: Tensor = message) -> None:
+        with lost_ranks(here=here):
+            work.wait(timedelta(seconds=deadline()))
+
+    return wait
+
+
+def receive(group: dist.ProcessGroup, message: Tensor, peer: int, tag: int) -> Tensor:
+    """Overwrites a message by the one that a rank sends, and returns it; waits.
+
+    Raises:
+        LostRankError: The rank has ended, or did not come.
+    """
+    with lost_ranks(here=f"rank {group.rank()}, waiting for rank {peer}"):
+        group.recv([message], peer, tag).wait(timedelta(seconds=deadline()))
+    return message
 
 
 @contextmanager

@@ -21,9 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_fn.kernels.compiler import library
+from zero_fn.kernels.compiler import call_kernel, has_kernels
 from zero_fn.kernels.threads import threads_for
-from zero_fn.kernels.written import was_written
 from zero_fn.values.wire import Records
 
 __all__ = ["decode", "decode_mean", "encode"]
@@ -43,13 +42,12 @@ def encode(values: Tensor, records: Records, out: Tensor, held: Tensor | None = 
         held: Of the shape of values: `float32(values) - float32(held)` is coded.
     """
     sources = [values] if held is None else [values, held]
-    functions = _functions_for(records, sources, [out])
-    if functions is None:
+    _check(records, sources, [out])
+    if not has_kernels(*sources, out):
         _encode_by_torch(values.float() if held is None else values.float() - held.float(), records, out)
         return
     sources = [source.float() if source.dtype == torch.float16 else source for source in sources]
-    _run(functions, records, sources, sources, out, adds=None)
-    was_written(out)
+    _run(records, sources, sources, out, adds=None)
 
 
 def decode(coded: Tensor, records: Records, out: Tensor, *, add: bool = False) -> None:
@@ -65,43 +63,36 @@ def decode_mean(parts: Sequence[Tensor], records: Records, out: Tensor) -> None:
 
 
 def _decode(parts: Sequence[Tensor], records: Records, out: Tensor, add: bool) -> None:
-    functions = _functions_for(records, [out], parts)
-    if functions is None:
+    _check(records, [out], parts)
+    if not has_kernels(out, *parts):
         mean = sum((_decoded_by_torch(part, records) for part in parts[1:]), _decoded_by_torch(parts[0], records))
         mean /= _full(mean, len(parts))
         out.copy_(out.float() + mean if add else mean)
         return
     into = out.float() if out.dtype == torch.float16 else out
-    _run(functions, records, [into], list(parts), into, adds=add)
-    if into is out:
-        was_written(out)
-    else:
+    _run(records, [into], list(parts), into, adds=add)
+    if into is not out:
         out.copy_(into)
 
 
-def _functions_for(records: Records, rows: Sequence[Tensor], coded: Sequence[Tensor]) -> ctypes.CDLL | None:
-    """The kernels, if these tensors are in memory that they read; else None. Sizes are checked before anything is written."""
+def _check(records: Records, rows: Sequence[Tensor], coded: Sequence[Tensor]) -> None:
+    """Sizes, before anything is written."""
     tensors, count = (*rows, *coded), rows[0].shape[0]
     assert coded and all(t.is_contiguous() for t in tensors), tensors
     assert all(t.dtype in _FLOATS and t.shape == (count, records.row_numel) for t in rows), rows
     assert all(t.dtype == torch.uint8 and t.shape == (count, records.row_nbytes) for t in coded), coded
-    is_real_memory = all(type(t) is Tensor and t.is_cpu for t in tensors)  # no simulated tensor
-    return library().functions if is_real_memory else None
 
 
-def _run(
-    functions: ctypes.CDLL, records: Records, rows: list[Tensor], sources: list[Tensor], out: Tensor, adds: bool | None
-) -> None:
+def _run(records: Records, rows: list[Tensor], sources: list[Tensor], out: Tensor, adds: bool | None) -> None:
     """Encodes (`adds` is None), or decodes."""
     wire, (kind, *float8) = records.wire, _KINDS[records.wire.codes]
-    numbers = (  # those of `Form` in records.c
+    numbers = (  # those of `Form` in wire_codes.c
         *(rows[0].shape[0], records.row_numel, records.blocks, records.numel, records.rotated, records.head_nbytes),
         *(records.nbytes, kind, wire.is_symmetric, _HIGHEST[wire.codes][not wire.is_symmetric], *float8),
         *(tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1])),
         *(adds is None, adds is True, threads_for(rows[0].numel())),
     )
-    addresses = (ctypes.c_void_p * (len(sources) + 1))(*[source.data_ptr() for source in sources])  # ended by NULL
-    functions.zero_fn_records((ctypes.c_int64 * len(numbers))(*numbers), addresses, ctypes.c_void_p(out.data_ptr()))
+    call_kernel("zero_fn_records", (ctypes.c_int64 * len(numbers))(*numbers), sources, out, written=[out])
 
 
 def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:

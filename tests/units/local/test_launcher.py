@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import zero_fn.errors
 from tests.support.ranks import axis
-from zero_fn.local.blame import RankDied, RankTraceback
+from zero_fn.local.first_failure import RankDied, RankTraceback
 
 
 class Broken(ValueError):
