@@ -265,8 +265,8 @@ BUGS: tuple[Bug, ...] = (
         "plan-of-sent-bytes",
         "_sent_nbytes",
         "bytes of gradients sent: the own piece stays",
-        "else numel - own",
-        "else numel",
+        "sent = cut.numel - cut.own",
+        "sent = cut.numel",
         "property_tests/test_plan_laws.py",
     ),
     Bug(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +12,7 @@ from zero_fn.looking.held import padding_nbytes
 from zero_fn.looking.table import table
 from zero_fn.owners import ByOwner
 from zero_fn.runtime.kind import dtypes_text
+from zero_fn.runtime.leg import Leg, form_text
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.streamed import Streamed
@@ -59,11 +61,13 @@ class Description:
         axis: The data-parallel axis; of two axes the innermost first.
         rows: One row for each unit (wrap group) and kind of parameter in it.
         optimizer: Where the states of a streamed optimizer rest, if one was given.
+        legs: With `legs=True`, the legs of each unit and kind of parameter, a line each.
     """
 
     axis: str
     rows: tuple[UnitRow, ...]
     optimizer: str | None = None
+    legs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         header = ("unit", "params", "elements", "here", "padding B", "P G O", "tier", "rest/compute/sum", "frozen")
@@ -84,10 +88,10 @@ class Description:
         lines = table(rows, right={1, 2, 3, 4, 8})
         if any(row.tier.endswith(_OWN) for row in self.rows):
             lines.append("cpu() is the device's own memory: nothing is copied")
-        return "\n".join([f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else [])])
+        return "\n".join([f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else []), *self.legs])
 
 
-def describe(module: nn.Module, optimizer: Optimizers | None = None) -> Description:
+def describe(module: nn.Module, optimizer: Optimizers | None = None, *, legs: bool = False) -> Description:
     """Lists the units of a transformed module: elements, dtypes, and where parameters, gradients and optimizer states rest.
 
         print(zf.describe(model))
@@ -97,6 +101,8 @@ def describe(module: nn.Module, optimizer: Optimizers | None = None) -> Descript
     Args:
         module: A transformed module.
         optimizer: Its optimizer, or a sequence of them. A line below the table says where states of streamed ones rest.
+        legs: Whether to list, below the table, how parameters come from rest to whole (up) and gradients
+            to rest (down). `->` is a copy, a cast or coding on this rank, `==axis==>` a collective.
 
     Returns:
         A `Description` with one row for each unit and kind of parameter; printed, it is a table.
@@ -106,6 +112,7 @@ def describe(module: nn.Module, optimizer: Optimizers | None = None) -> Descript
     """
     axes = runs_of(module, verb="describe")[0].transport.axes
     rows: list[UnitRow] = []
+    ways: list[str] = []
     for unit in units_of(module):
         unit.follow_moved()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
@@ -119,9 +126,25 @@ def describe(module: nn.Module, optimizer: Optimizers | None = None) -> Descript
             name = unit.name or "root"
             rows.append(UnitRow(name, len(slots), elements, here, padding, placement, tier, dtypes, frozen))
             padding = 0
+            if legs:
+                slot, kind = slots[0], slots[0].kind
+                ways += [f"{name} up: {_way(slot, kind.up)}", f"{name} down: {_way(slot, kind.down)}"]
     own = [each for each in members_of(optimizer) if isinstance(each, Streamed | ByOwner)]
     states = "\n".join(repr(each).partition("\n")[0] for each in own) or None
-    return Description(", ".join(map(str, axes)) or "none", tuple(rows), states)
+    return Description(", ".join(map(str, axes)) or "none", tuple(rows), states, tuple(ways))
+
+
+def _way(slot: Slot, legs: Sequence[Leg]) -> str:
+    """The spots that a parameter comes to, and how; "stays" if there is no leg."""
+    if not legs:
+        return "stays"
+    found = f"{legs[0].source.value}"
+    for leg, before in zip(legs, [None, *legs], strict=False):
+        if before is not None and before.is_kept and not leg.is_kept:
+            found += f", kept; {leg.source.value}"
+        arrow = "->" if leg.hop is None else f"=={slot.path.hops[leg.hop].axis.name}==>"
+        found += f" {arrow} {leg.target.value} ({form_text(leg.form)})"
+    return found
 
 
 def home_of(slot: Slot, tiers: Tiers) -> str:

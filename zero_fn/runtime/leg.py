@@ -23,7 +23,7 @@ import torch
 
 from zero_fn.values.wire import Wire
 
-__all__ = ["Leg", "Spot"]
+__all__ = ["Leg", "Spot", "form_text"]
 
 
 class Spot(Enum):
@@ -49,8 +49,7 @@ class Leg:
     form: torch.dtype | Wire  # in which the parameters are at the target
     is_kept: bool = False  # what it brings stays until the next step
 
-    def __str__(self) -> str:
-        source = self.source.value
-        arrow = "->" if self.hop is None else f"=={self.hop}==>"
-        form = str(self.form).removeprefix("torch.")
-        return f"{source} {arrow} {self.target.value} ({form}{', kept' if self.is_kept else ''})"
+
+def form_text(form: torch.dtype | Wire) -> str:
+    """A dtype or a format, as text."""
+    return str(form).removeprefix("torch.")
