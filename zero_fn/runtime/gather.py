@@ -115,7 +115,8 @@ class Gather:
         (stream,) = self._arrivals
         with stream.there:
             works = self._send(move)
-            self._arrivals[stream] = stream.there.record_event()
+            if move.encode:  # what was coded there is waited for with the copies
+                self._arrivals[stream] = stream.there.record_event()
         return works
 
     def _cut(self, unit: object) -> None:
