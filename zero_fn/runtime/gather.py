@@ -29,8 +29,8 @@ class Gather:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        # How many of the moves were made, the last of them perhaps only begun. Below the top, which is
-        # how many there are, parameters are at rest.
+        # How many of the moves were made, the last of them perhaps only begun (`pending`). Below the
+        # top, which is how many there are, parameters are at rest.
         self.level = 0
         self.top = 1
         self._kept_level = 0  # as many are left when whole parameters are freed
@@ -77,20 +77,20 @@ class Gather:
             self.forget()
         if memory.away:
             self.failure = memory.arrived(exact=False)
-            if memory.may_fail:
-                self._told = Outcome(memory.line, self.failure, f"Fetching {memory.unit}")
         if self.whole is None:
             self._cut(unit)
         else:
             self.whole.renew()
+        if memory.away and memory.may_fail:
+            self._told = Outcome(memory.line, self.failure, f"Fetching {memory.unit}")
         for move in self._moves[self.reference_is_shared][self.level :]:
             for fill in move.fill:
                 fill(self._arrivals)
-            self.level += 1
-            self.pending = self._send_beside(move) if self._arrivals else self._send(move)
-            if self.level < self.top:
-                self.pending = None
-                self._kept_level += move.is_kept
+            works = self._send_beside(move) if self._arrivals else self._send(move)
+            if self.level + 1 == self.top:
+                self.pending = works
+            self._kept_level += move.is_kept
+            self.level += 1  # not before: a move that raises was not made
         if memory.away:
             memory.let_go()
 
@@ -102,7 +102,7 @@ class Gather:
         works = []
         for line, plan in move.sends:
             works.append(line.all_gather(plan, move.what))
-        if self.level < self.top:
+        if self.level + 1 < self.top:
             for work in works:
                 work.wait()
             for decode in move.decode:

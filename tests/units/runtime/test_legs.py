@@ -10,6 +10,7 @@ import zero_fn as zf
 from tests.support.groups import pretended, pretended_grid
 from zero_fn.runtime.leg import Spot
 from zero_fn.runtime.registry import units_of
+from zero_fn.transport.line import Line
 
 WIDTH = 64
 BF16 = torch.bfloat16
@@ -86,6 +87,30 @@ def test_legs_from_a_disk(tmp_path):
         model = zf.shard_params(zf.offload(plain, params=zf.nvme(tmp_path)), axis)
         assert zf.describe(model, legs=True).legs[0] == "root up: tier -> whole (float32) ==dp==> whole (float32)"
         _require_that_moves_follow(model)
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["the move that is kept", "the last move"])
+def test_a_move_that_raises_was_not_made(failing, monkeypatch):
+    """Memory may run out in a gather, and be there when the caller tries again."""
+    what = []
+
+    def all_gather(line, plan, text, *, issue=Line.all_gather):
+        what.append(text)
+        if len(what) == failing + 1:
+            raise MemoryError
+        return issue(line, plan, text)
+
+    with pretended_grid(2, 2) as mesh:
+        model = _hpz(nn.Linear(WIDTH, WIDTH, bias=False), mesh)
+        (unit,) = units_of(model)
+        monkeypatch.setattr(Line, "all_gather", all_gather)
+        with pytest.raises(MemoryError):
+            unit.unshard()
+        assert unit.gather.is_at_rest and not unit.gather.is_whole
+        unit.require_gathered()
+        unit.reshard()
+    inner, last = "inner parameters of unit root", "parameters of unit root"
+    assert what == ([inner, inner, last] if failing == 0 else [inner, last, last])
 
 
 def _require_that_moves_follow(model):
