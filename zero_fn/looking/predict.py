@@ -328,8 +328,7 @@ def _along(slot: Slot, legs: Sequence[Leg]) -> Iterator[tuple[Leg, Hop, _Cut]]:
     numel, cuts = slot.path.numel, list[_Cut]()
     row = slot.path.row_numel if slot.kind.scatter is not None else 1  # no part of one is alone on a rank
     for hop in slot.path.hops if numel else ():
-        even = -(-(numel // row) // hop.axis.size) * row
-        piece = hop.layout.shard_numel if hop.layout is not None else even
+        piece = hop.piece_of(numel, row)
         own = min(piece, numel - min(hop.axis.rank * piece, numel))
         cuts.append(_Cut(numel, own, piece))
         numel = own

@@ -230,9 +230,8 @@ class Backward(Forward):
         """Whether a graph through this unit is still alive and has not arrived."""
         recomputed = self.backward.recomputed if self.backward is not None else ()
         uses = (*self.graphs.uses_of(unit.index), *recomputed)
-        return any(
-            use.key.unit == unit.index and use.is_awaited for use in uses
-        )  # `unit` may be a proxy (autograd_node.py)
+        # By number: `unit` may be a proxy (autograd_node.py).
+        return any(use.key.unit == unit.index and use.is_awaited for use in uses)
 
     # -- reduced gradients ------------------------------------------------------------------------------------------
 

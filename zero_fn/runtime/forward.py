@@ -109,12 +109,12 @@ class Forward:
 
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         """Events with gathers, and fetches from tiers, moved ahead of their uses: they run beside the computation."""
-        groups = {unit.index: unit.memory for unit in self.live_units()}
+        memories = {unit.index: unit.memory for unit in self.live_units()}
         events = prefetch(
-            events, depth=self.depth, stays=lambda unit: bool(groups[unit].away) and groups[unit].is_local
+            events, depth=self.depth, stays=lambda unit: bool(memories[unit].away) and memories[unit].is_local
         )
-        events = land_ahead(events, nbytes_of=lambda unit: groups[unit].landing_nbytes)
-        is_fetched = {unit: bool(each.away) and not each.landing_nbytes for unit, each in groups.items()}
+        events = land_ahead(events, nbytes_of=lambda unit: memories[unit].landing_nbytes)
+        is_fetched = {unit: bool(each.away) and not each.landing_nbytes for unit, each in memories.items()}
         return fetch_ahead(events, is_away=is_fetched.__getitem__, depth=_FETCH_DEPTH)
 
     # -- what ranks tell one another --------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ communicator of an accelerator has one queue, so it would wait for the gather.
 
 from __future__ import annotations
 
-from zero_fn.runtime.group import Group
 from zero_fn.runtime.memory import Memory
 from zero_fn.runtime.moves import Arrivals, Move, moves_of
 from zero_fn.runtime.whole_buffers import WholeBuffers
@@ -44,7 +43,6 @@ class Gather:
         # (wire_gather.py)
         self.reference_is_shared = False
         self._told: Outcome | None = None  # whether the fetch went well on each rank
-        self._groups: list[Group] = []  # those that the moves are of
         self._moves: tuple[list[Move], list[Move]] = ([], [])  # before and after the reference is shared
         self._arrivals: Arrivals = {}
 
@@ -73,8 +71,6 @@ class Gather:
         """Makes the moves up to the last, and begins that; `wait` waits for it. `unit` gathers again
         when backward needs a freed buffer."""
         memory = self._memory
-        if self._groups is not memory.groups:
-            self.forget()
         if memory.away:
             self.failure = memory.arrived(exact=False)
         if self.whole is None:
@@ -124,8 +120,7 @@ class Gather:
         memory = self._memory
         self.whole = whole = WholeBuffers(unit, memory.slots, memory.groups)
         extended = [segment for each in whole.travelling.values() for segment in each.segments]
-        self._moves = moves_of(whole.of_groups, extended, memory.line, memory.unit)
-        self._groups = memory.groups
+        self._moves = moves_of(whole.rooms, extended, memory.line, memory.unit)
         self.top = len(self._moves[0])
         whole.note_references()
 
@@ -181,7 +176,7 @@ class Gather:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the gathered parameters, which rest in other memory now."""
+        """Forgets the gathered parameters. To be called when they are to rest in other memory."""
         self.level = self._kept_level = 0
         self.pending = self.whole = self.failure = None
         self._arrivals = {}

@@ -141,7 +141,7 @@ class Group:
             lands = self.kind.lands and what == "parameters"
             forms = [Form(slot.path.local_numel, own, packed_as, most, lands) for slot in self.slots]
             found.append(((what, tier), forms))
-            copies = forms_of_copies(self.slots, most) if what == "parameters" else []
+            copies = _forms_of_copies(self.slots, most) if what == "parameters" else []
             if copies:
                 found.append((("compute copies", tier), copies))
         return found
@@ -229,10 +229,8 @@ class Group:
         """The memory that parameters have just been read into, flat, in the compute dtype; None if
         they are copied, cast or decoded from there into a buffer."""
         record = self._landing
-        if (
-            record is None or record.fetched is None
-        ):  # copies in the compute dtype were out of date, or a disk has failed
-            return None
+        if record is None or record.fetched is None:
+            return None  # copies in the compute dtype were out of date, or a disk has failed
         return record.fetched.memory.view(self.kind.compute_dtype)
 
     def memory_for_whole(self) -> Tensor:
@@ -283,7 +281,7 @@ def _is_even_and_small(slot: Slot) -> bool:
     )
 
 
-def forms_of_copies(slots: Sequence[Slot], parcel_nbytes: int) -> list[Form]:
+def _forms_of_copies(slots: Sequence[Slot], parcel_nbytes: int) -> list[Form]:
     """The tensors of the compute copies of these parameters; empty if copies would not be smaller."""
     saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
     if saved <= 0:

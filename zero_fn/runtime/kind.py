@@ -166,14 +166,10 @@ class Kind:
             coded = Leg(source, Spot.CODES, None, wire, is_kept)
             sent = (Leg(Spot.CODES, Spot.CODES, hop, wire, is_kept) for hop in hops)
             return coded, *sent, Leg(Spot.CODES, target, None, self.compute_dtype, is_kept)
-        is_gathered_from_there = source is Spot.REST and len(hops) == 1 and not self.is_other_than_rest
-        legs = (
-            []
-            if source is target or is_gathered_from_there
-            else [Leg(source, target, None, self.compute_dtype, is_kept)]
-        )
-        source = source if is_gathered_from_there else target
-        return *legs, *(Leg(source, target, hop, self.compute_dtype, is_kept) for hop in hops)
+        reads_rest = source is Spot.REST and len(hops) == 1 and not self.is_other_than_rest
+        before = source if reads_rest else target  # where an all-gather reads this rank's part
+        copied = [Leg(source, before, None, self.compute_dtype, is_kept)] if source is not before else []
+        return *copied, *(Leg(before, target, hop, self.compute_dtype, is_kept) for hop in hops)
 
     @cached_property
     def down(self) -> tuple[Leg, ...]:

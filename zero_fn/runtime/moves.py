@@ -54,24 +54,24 @@ class Move:
 
 
 def moves_of(
-    buffers: Mapping[Group, Tensor], extended: Sequence[Segment], line: Line, unit: str
+    wholes: Mapping[Group, Room], extended: Sequence[Segment], line: Line, unit: str
 ) -> tuple[list[Move], list[Move]]:
     """The moves of a unit from rest to its whole buffers: until all ranks hold the same of what
     travels as differences, and after that.
 
     Args:
-        buffers: The whole buffer of each group.
+        wholes: Where the whole parameters of each group lie.
         extended: What tensor subclasses send (extended.py).
         line: The axes that the unit is sharded over.
         unit: Its name, for errors.
     """
-    rooms = {group: rooms_of(group, whole) for group, whole in buffers.items()}
-    wires = {group: WireGather(group, rooms[group]) for group in buffers if group.kind.gather}
+    rooms = {group: rooms_of(group, whole) for group, whole in wholes.items()}
+    wires = {group: WireGather(group, rooms[group]) for group in wholes if group.kind.gather}
     both: list[list[Move]] = []
     for in_full in (True, False):
         kept, used = _Way(in_full=in_full), _Way(in_full=in_full)
         used.segments += extended
-        for group in buffers:
+        for group in wholes:
             for way, is_kept in ((kept, True), (used, False)):
                 legs = [leg for leg in group.kind.up if leg.is_kept is is_kept]
                 way.add(legs, group, rooms[group], wires.get(group))

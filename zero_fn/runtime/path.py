@@ -27,6 +27,7 @@ from zero_fn.values.grid import Cut, Grid
 from zero_fn.values.home import Stage
 from zero_fn.values.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.values.mesh import Axis
+from zero_fn.values.strides import flat_in
 from zero_fn.values.wire import row_numel
 
 __all__ = ["Hop", "Path", "path_of"]
@@ -46,7 +47,13 @@ class Hop:
     @property
     def piece_numel(self) -> int:
         """Elements of the largest piece when a gradient is reduced: a shard, or an even part where nothing is cut."""
-        return self.layout.shard_numel if self.layout is not None else -(-self.numel // self.axis.size)
+        return self.piece_of(self.numel)
+
+    def piece_of(self, numel: int, row_numel: int = 1) -> int:
+        """Elements of the largest piece of so many, in whole rows: a shard, or an even part where nothing is cut."""
+        if self.layout is not None:
+            return self.layout.shard_numel
+        return -(-(numel // row_numel) // self.axis.size) * row_numel
 
 
 @dataclass(frozen=True)
@@ -208,10 +215,7 @@ class Path:
 
     def flat_of(self, local: Tensor) -> Tensor:
         """What this rank holds, flat in storage order: a view, or a copy if it lies in another order."""
-        if local.stride() != self.local_stride:
-            laid = torch.empty_strided(self.local_shape, self.local_stride, dtype=local.dtype, device=local.device)
-            local = laid.copy_(local)
-        return local.as_strided((local.numel(),), (1,))
+        return flat_in(local, self.local_stride)
 
     def owned(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a view."""
@@ -235,11 +239,6 @@ class Path:
     def segment(self, whole: Tensor) -> Segment:
         """A flat range that holds the whole tensor, as collectives take it."""
         return Segment(whole, self.numel, self.piece_numel, self.route)
-
-    def inner_segment(self, inner: Tensor) -> Segment:
-        """A flat range that holds this rank's part on the first axis, as collectives over the second axis take it."""
-        assert self.sublayout is not None, "the second axis does not cut it"
-        return Segment(inner, self.inner_numel, self.sublayout.shard_numel, self.route[1:])
 
 
 def path_of(

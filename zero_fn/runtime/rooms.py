@@ -17,7 +17,7 @@ from zero_fn.transport.segment import Segment
 from zero_fn.values.layout import aligned_offsets
 from zero_fn.values.wire import Wire
 
-__all__ = ["Room", "rooms_of"]
+__all__ = ["Room", "rooms_of", "whole_room"]
 
 _ALL, _FIRST, _OTHERS = slice(None), slice(1), slice(1, None)
 
@@ -67,18 +67,23 @@ class Room:
         return self.coded.records_of(path).nbytes_of if self.coded is not None else int
 
 
-def rooms_of(group: Group, whole: Tensor) -> dict[Spot, Room]:
-    """The rooms of a group with this whole buffer. Codes have memory while a gather is under way."""
+def whole_room(group: Group) -> Room:
+    """Where whole parameters of a group lie for a gather: memory that they were read into, or that of its buffer."""
+    return Room(group.memory_for_whole(), group.starts, _ALL if group.inner is None else _FIRST)
+
+
+def rooms_of(group: Group, whole: Room) -> dict[Spot, Room]:
+    """All rooms of a group. Codes have memory while a gather is under way."""
     kind, inner = group.kind, group.inner
     keeps_codes = isinstance(kind.inner, Wire)
-    rooms = {Spot.WHOLE: Room(whole, group.starts, _ALL if inner is None else _FIRST)}
+    rooms = {Spot.WHOLE: whole}
     if inner is not None:
         assert inner.memory is not None
         rooms[Spot.INNER] = Room(inner.memory, inner.starts, _OTHERS, kind if keeps_codes else None)
     if kind.gather is not None:
         nbytes = [kind.records_nbytes(slot.path) for slot in group.slots]
         *starts, end = aligned_offsets(nbytes, 1)
-        hops = _ALL if inner is None else _FIRST if keeps_codes else _OTHERS
-        memory = torch.empty(end, dtype=torch.uint8, device=whole.device)
+        hops = whole.hops if inner is None or keeps_codes else _OTHERS
+        memory = torch.empty(end, dtype=torch.uint8, device=whole.memory.device)
         rooms[Spot.CODES] = Room(memory, dict(zip(group.slots, starts, strict=True)), hops, kind)
     return rooms

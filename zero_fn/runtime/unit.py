@@ -87,8 +87,8 @@ class Unit:
         if is_swapped(self.shown, self.name):
             raise partly_swapped(self.name)
         self.reshard()
-        moved.follow(self.memory)
         self.gather.forget()
+        moved.follow(self.memory)
         self.gradients.forget_layout()
         self.memory.moving = None
 

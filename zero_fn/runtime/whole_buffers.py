@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group
+from zero_fn.runtime.rooms import Room, whole_room
 from zero_fn.runtime.saved import remember_buffer
 from zero_fn.runtime.slot import Slot
 
@@ -71,7 +72,7 @@ class WholeBuffers:
         """Allocates the buffers that have memory during a use only, and cuts all buffers. `unit` gathers them again."""
         # Parameters, by slot number, whose tensor subclass decides which bytes are sent (`fsdp_pre_all_gather`).
         self.travelling = {i: Travelling(slot) for i, slot in enumerate(slots) if slot.kind.travels}
-        self.of_groups: dict[Group, Tensor] = {}
+        self.rooms: dict[Group, Room] = {}
         self.lent: Lent | None = None  # tensors that the next backward may show again, if there are any
         self._unit = weakref.ref(unit)  # which owns this
         views: dict[Slot, Tensor] = {}
@@ -80,14 +81,13 @@ class WholeBuffers:
             for group in groups:
                 if group.whole is None or group.kind.travels:
                     continue
-                buffer, starts = group.memory_for_whole(), group.starts
+                room = self.rooms[group] = whole_room(group)
                 if not group.kind.is_kept:
-                    remember_buffer(buffer, self, unit, len(self.of_groups))
-                    transient.append((buffer, len(group.slots)))
-                self.of_groups[group] = buffer
+                    remember_buffer(room.memory, self, unit, len(self.rooms) - 1)
+                    transient.append((room.memory, len(group.slots)))
                 for slot in group.slots:
-                    views[slot] = buffer.as_strided(slot.path.shape, slot.path.stride, starts[slot])
-        self.buffers = list(self.of_groups.values())
+                    views[slot] = room.memory.as_strided(slot.path.shape, slot.path.stride, room.starts[slot])
+        self.buffers = [room.memory for room in self.rooms.values()]
         self._views = [views.get(slot, slot.local) for slot in slots]
         # Storages that lose their memory between uses, each with its bytes, and the numbers of references to it from here and
         # from tensors that are lent.

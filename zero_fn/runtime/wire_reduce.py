@@ -18,18 +18,12 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels.wire_codes import decode_mean, encode
-from zero_fn.runtime.path import Hop
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.segment import Segment
 from zero_fn.values.wire import is_coded
 
 __all__ = ["CodedGradient", "Exchange"]
-
-
-def _piece_rows(slot: Slot, hop: Hop, rows: int) -> int:
-    """The most rows of a gradient that a hop leaves to a rank, of so many."""
-    return hop.layout.shard_numel // slot.path.row_numel if hop.layout is not None else -(-rows // hop.axis.size)
 
 
 class CodedGradient:
@@ -52,7 +46,7 @@ class CodedGradient:
         coded = self.rows.new_empty((len(self.rows), self.records.row_nbytes), dtype=torch.uint8)
         encode(self.rows, self.records, coded)
         hop = self.hops[number]
-        most = _piece_rows(self.slot, hop, len(self.rows))
+        most = hop.piece_of(self.rows.numel(), self.slot.path.row_numel) // self.slot.path.row_numel
         return [coded[rank * most : (rank + 1) * most] for rank in range(hop.axis.size)]
 
     def take(self, parts: Sequence[Tensor], number: int) -> None:
@@ -60,10 +54,11 @@ class CodedGradient:
         hops, numel, count = self.hops, self.slot.path.row_numel, len(self.rows)
         hop, is_last = hops[number], number == len(hops) - 1
         if hop.layout is None:
-            most, start = _piece_rows(self.slot, hop, count), self._room.storage_offset() + self._first * numel
-            route = [(hop.number, most * numel)]
-            self.shares[number] = Segment(self._room, count * numel, most * numel, route, start=start, is_tight=True)
-            self._first += min(hop.axis.rank * most, count)
+            start = self._room.storage_offset() + self._first * numel
+            most = hop.piece_of(count * numel, numel)
+            route = [(hop.number, most)]
+            self.shares[number] = Segment(self._room, count * numel, most, route, start=start, is_tight=True)
+            self._first += min(hop.axis.rank * most // numel, count)
         place = self._room.narrow(0, self._first * numel, len(parts[0]) * numel).view(-1, numel) if is_last else None
         if place is not None and is_coded(place.dtype):
             self.rows = place

@@ -2,17 +2,15 @@
 
 A tensor travels by hops, one for each axis on its route. The axis that cuts the tensor first comes first:
 
-    all-gather       backwards: the axis that cuts last completes this rank's piece on the axis before, and so on
-    reduce-scatter   forwards: over the first axis, then the piece over the next axis: scattered if that cuts it, else summed
+    all-gather       the axis that cuts last completes this rank's piece on the axis before, and so on
     any, exchange    over one axis, then over the next
 
 One axis is a route of one hop. Of two axes the second moves only 1/n of the tensor, for n ranks on the first: let the second
-be the slow one. A mean is the mean over the second axis of the means over the first, each summed in the order of its ranks. A
-tensor that lies on one of the axes (experts) travels along the other axis only; its gradients hold the sum over the first.
+be the slow one. A tensor that lies on one of the axes (experts) travels along the other axis only. Reductions go hop by hop,
+too, the first axis first: `zero_fn.runtime.sums`.
 
-[Note: hops] The plan of a gather or of a reduction is made once: it has the plan of each hop. When an all-gather returns, its
-last hop is under way, and those before it were waited for. A reduction issues its later hops when it is waited for. Schedules
-wait in the same order on every rank, so ranks stay in step.
+[Note: hops] When an all-gather returns, its last hop is under way, and those before it were waited for. Schedules wait in the
+same order on every rank, so ranks stay in step.
 """
 
 from __future__ import annotations
