@@ -23,7 +23,7 @@ same uses.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import gt
 from threading import Lock
 from zlib import crc32
@@ -40,7 +40,7 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
 from zero_fn.values.assignment import Assignment
-from zero_fn.values.schedule import Reduce, Settle, Use
+from zero_fn.values.schedule import Action, Reduce, Settle, Use
 from zero_fn.values.watching import Moment
 
 __all__ = ["Backward"]
@@ -57,6 +57,7 @@ class Backward(Forward):
         self.updates = 0  # how many steps optimizers have made so far
         self._undecided: list[tuple[Unit, Reduction]] = []  # reduced, with gradients that ranks must agree on
         self._script: Script | None = None  # the schedule of the last backward
+        self._actions: Iterator[Action | None] = iter(())  # those that are left of the one that is open
         self._nested = _Nested()
         self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
 
@@ -86,9 +87,8 @@ class Backward(Forward):
         unit.require_gathered()
         shown = unit.shown
         door = use.door if use is not None else shown.last_door()
-        if door is not None and backward is not None and shown.backward_door is None and not unit.running:
+        if door is not None and backward is not None and shown.in_backward is None and not unit.running:
             shown.show_in_backward(gather_again(unit), door)  # [Note: recomputation in a unit]
-            shown.needed_in = current_graph_task()
 
     def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they are returned through autograd. (autograd_node.py)"""
@@ -124,10 +124,10 @@ class Backward(Forward):
         began, shown = self.graphs.uses_of(unit.index), unit.shown
         if any(use.door is door for use in began):
             return False  # the checkpoint is around the unit, which was entered here
-        if shown.backward_door is None and any(use.is_awaited for use in began):
+        if shown.in_backward is None and any(use.is_awaited for use in began):
             # The recomputation is ahead of backward, which reached no output.
             self.need_in_backward(unit, recomputes=True)
-        found = shown.backward_door is not None and shown.backward_door is not door
+        found = shown.in_backward is not None and shown.in_backward.door is not door
         if found:
             self._need_units_around(unit)
         return found
@@ -147,7 +147,7 @@ class Backward(Forward):
         """Gathers the units around one whose parameters its recomputed forward may read: ties."""
         for index in self.tied_around.get(unit.index, ()):
             around = self.units[index]()
-            if around is not None and around.shown.backward_door is None and not around.running:
+            if around is not None and around.shown.in_backward is None and not around.running:
                 self.need_in_backward(around, recomputes=True)
 
     # -- the schedule -----------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Backward(Forward):
                 passed_only.add(key)
             elif runs:
                 awaited.add(key)
-        return BackwardPass(
+        backward = BackwardPass(
             self._script,
             Ending(self, self.caller, Backward.finish, Backward.give_up, Backward.show_resting),
             awaited=awaited,
@@ -207,24 +207,25 @@ class Backward(Forward):
             waiting=waiting,
             keeps_graph=_keeps_graph(),
         )
+        self._actions = backward.actions()
+        return backward
 
     def _pump(self, backward: BackwardPass) -> None:
         """Runs the events of the schedule up to the first that must wait for autograd."""
-        while True:
-            for action in backward.actions:  # also what an exception has left of them
-                kind = type(action)
-                if kind is Settle:
-                    # Not after an error: it calls hooks of the user. And a reduction out of order may have settled it.
-                    if backward.reductions and not backward.failed:
-                        self.settle(*backward.reductions.pop(0))
-                elif kind is Reduce:
-                    unit = self.unit(action.unit)
-                    exact = unit.index in backward.script.repeated
-                    backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
-                else:
-                    self.do(action)
-            if not backward.goes_on():
+        for action in self._actions:  # after an exception: those that it has left
+            if action is None:
                 return
+            kind = type(action)
+            if kind is Settle:
+                # Not after an error: it calls hooks of the user. And a reduction out of order may have settled it.
+                if backward.reductions and not backward.failed:
+                    self.settle(*backward.reductions.pop(0))
+            elif kind is Reduce:
+                unit = self.unit(action.unit)
+                exact = unit.index in backward.script.repeated
+                backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
+            else:
+                self.do(action)
 
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
@@ -338,7 +339,7 @@ class Backward(Forward):
             for unit in self.live_units():
                 if not self.accumulating:
                     unit.gradients.take()
-            if self.call is None:
+            if not self.calls:
                 self.start_over()
             else:  # it ran inside a forward, which goes on
                 if self.forward is not None:
@@ -357,16 +358,22 @@ class _Nested:
 
     def leave(self, unit: Unit) -> None:
         """Reshards a unit, now or when the backward that needed it goes on."""
-        if unit.shown.backward_door is not None and current_graph_task() > unit.shown.needed_in:
+        seen = unit.shown.in_backward
+        if seen is not None and current_graph_task() > seen.task:
             self.left.append(unit)
-            unit.shown.is_left = True
+            seen.is_left = True
         elif not unit.running:
             unit.reshard()
 
     def reshard(self) -> None:
         """Reshards the units whose nested backward has ended."""
         now = current_graph_task()  # tasks inside others have larger numbers
-        for unit in self.left:
-            if unit.shown.is_left and now <= unit.shown.needed_in:
+        left, self.left = self.left, []
+        for unit in left:
+            seen = unit.shown.in_backward
+            if seen is None or not seen.is_left:
+                continue
+            if now <= seen.task:
                 unit.reshard()
-        self.left = [unit for unit in self.left if unit.shown.is_left]
+            else:
+                self.left.append(unit)

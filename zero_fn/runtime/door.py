@@ -5,7 +5,7 @@ unit itself, called while the unit runs it steps aside. So any module of a trans
 whoever replaces `module.forward` replaces what runs inside. A method that was declared (`gather_in`) is a callable under its
 name, with the same door.
 
-A call that an interrupt has ended is never left here. [Note: interrupted passes] (forward.py)
+A call that an interrupt has ended is never left here. [Note: interrupted passes] (call.py)
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from threading import get_ident
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.autograd_node import gather
+from zero_fn.runtime.call import Call, still_runs
 from zero_fn.runtime.call_hooks import DOORS, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.odd import called_outside, is_odd, is_swapped, is_transforming, require_run
@@ -41,21 +40,6 @@ from zero_fn.values import watching
 from zero_fn.values.watching import Moment
 
 __all__ = ["Door", "Method", "attach", "detach"]
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A call that entered its unit."""
-
-    era: int  # that of the forwards: if they have another now, the call was left by them
-    is_outermost: bool  # whether it began the pass
-    is_transforming: bool  # whether it runs inside a transform of torch.func
-    use: UnitUse | None = None  # None in a block in which whole parameters are registered
-    tensors: list[Tensor] = field(default_factory=list)  # the whole parameters, as modules see them
-    error_before: BaseException | None = field(default_factory=sys.exception)  # which is being handled
-    has_backward: bool = False  # one may come: the output is watched, and gathered memory that autograd saves is packed
-    is_packing: bool = False  # it has begun that
-    depth: int = 0  # calls of the module inside this one
 
 
 class Door:
@@ -78,7 +62,7 @@ class Door:
         self.attribute, self.is_anchor = attribute, is_anchor  # the method: "forward" stands for calls of the module
         # Floating point tensors are cast to these on the way in and out; None leaves them.
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
-        self._begun: _Begun | None = None
+        self._call: Call | None = None  # the one that entered the unit here, if it has not ended
         if is_anchor:
             unit.anchor = self._module
 
@@ -93,136 +77,126 @@ class Door:
         """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
         unit, run, odd = self.unit, self.run, is_odd()
         in_backward = odd and current_graph_task() != -1
-        if run.call is not None and not in_backward:
+        if run.calls and not in_backward:
             run.abandon()
-        begun = self._begun
-        if begun is not None and begun.era == run.era:
-            if not self._is_called_again():
+        call = self._call
+        if call is not None and not call.is_left:
+            if not still_runs(call.frame):
                 raise _went_on(unit)
-            begun.depth += 1
+            call.depth += 1
             return False
         if unit.read is not None and not in_backward:
             unit.shown.require_unchanged(unit.name, unit.read.tensors)
             leave_read(unit.read, failed=False)
         if unit.running or (unit.shown.leaves is None and is_swapped(unit.shown, unit.name)):
             return False
-        is_outermost = run.call is None and not in_backward
-        if is_outermost:
-            run.caller = get_ident()
-            run.call = sys._getframe(self._frames)
-            if run.blocks:
-                run.leave_blocks()
-        begun = _Begun(run.era, is_outermost=is_outermost, is_transforming=odd and is_transforming())
-        # But a checkpoint may recompute a forward from before the block that registered whole parameters.
-        if unit.shown.leaves is not None and not (in_backward and run.graphs.uses_of(unit.index)):
-            for watch in watching.watchers:
-                watch.note(Moment.ENTER, unit.name)
-            self._begin_with_leaves(begun)
-            return True
-        if in_backward and run.is_recomputing(unit, self):
+        # A checkpoint may recompute a forward from before the block that registered whole parameters.
+        recomputes = in_backward and (unit.shown.leaves is None or bool(run.graphs.uses_of(unit.index)))
+        if recomputes and run.is_recomputing(unit, self):
             return False
+        calls = run.recomputations if in_backward else run.calls
+        call = Call(sys._getframe(self._frames), in_backward=in_backward, is_transforming=odd and is_transforming())
+        call.is_outermost = not (in_backward or calls)
+        calls.append(call)
+        if call.is_outermost:
+            run.begin_outermost()
         for watch in watching.watchers:
             watch.note(Moment.ENTER, unit.name)
+        if unit.shown.leaves is not None and not recomputes:
+            self._begin_with_leaves(call)
+            return True
         try:
             if not odd:
                 use = run.enter(unit, self, self.attribute)
             else:
                 require_run(unit.name, self.module)
-                use = called_outside(run.enter_recomputation if in_backward else run.enter, unit, self, self.attribute)
+                use = called_outside(run.enter_recomputation if recomputes else run.enter, unit, self, self.attribute)
         except Exception:
-            if is_outermost and run.forward is None:
-                run.call = None
+            if run.forward is None or not call.is_outermost:
+                calls.remove(call)
             raise
-        begun.use, self._begun = use, begun
+        call.use, self._call = use, call
         take_hooks_inside(unit.inner, self._module())
-        begun.tensors = called_outside(gather, use) if begun.is_transforming else gather(use)
-        unit.shown.show(begun.tensors)
-        begun.has_backward = torch.is_grad_enabled() and not begun.is_transforming
+        call.tensors = called_outside(gather, use) if call.is_transforming else gather(use)
+        unit.shown.show(call.tensors)
+        call.has_backward = torch.is_grad_enabled() and not call.is_transforming
         # What is kept between uses may be kept by autograd as well.
-        packs = begun.has_backward and unit.memory.is_transient
-        begun.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
-        run.packed += begun.is_packing
+        packs = call.has_backward and unit.memory.is_transient
+        call.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
         return True
 
     @uncompiled
     def end(self, output: Any, error: BaseException | None) -> Any:
         """Leaves the unit, if `begin` entered it. Returns the output as the caller gets it. `error` is the exception that is
         being handled: if it is not the one from before the call, the call has failed."""
-        begun, run = self._begun, self.run
-        if begun is None or begun.era != run.era:
+        call, run = self._call, self.run
+        if call is None or call.is_left:
             return output
-        failed = error is not begun.error_before
+        failed = error is not call.error_before
         if failed and run.is_elsewhere:
             return output  # the call of another thread, which was refused
-        if begun.depth:
-            begun.depth -= 1
+        if call.depth:
+            call.depth -= 1
             return output
-        self._begun = None
+        self._call = None
         put_hooks_inside(self.unit.inner)
-        if begun.is_packing:
-            run.packed -= 1
+        if call.is_packing:
+            call.is_packing = False
             end_packing()
+        calls = run.recomputations if call.in_backward else run.calls
+        if not call.is_outermost:
+            calls.remove(call)
         if failed:
             _explain(error, self.unit, self.run)
         is_done = False
         try:
             if not failed:
-                output = self._finished(begun, output)
+                output = self._finished(call, output)
             is_done = not failed
         finally:
             if run.reads:
                 end_reads(run, self, failed=not is_done)
             self.unit.shown.hide()
-            if begun.use is None:
+            if call.use is None:
                 self.unit.running -= 1
             else:
-                begun.tensors.clear()  # memory that somebody holds a part of is not used again
-                if begun.is_transforming:
-                    called_outside(run.leave, begun.use, failed=not is_done)
+                call.tensors.clear()  # memory that somebody holds a part of is not used again
+                if call.is_transforming:
+                    called_outside(run.leave, call.use, failed=not is_done)
                 else:
-                    run.leave(begun.use, failed=not is_done)
+                    run.leave(call.use, failed=not is_done)
             for watch in watching.watchers:
                 watch.note(Moment.LEAVE, self.unit.name)
-            if begun.is_outermost and run.forward is None:
-                run.call = None
+            if call.is_outermost and run.forward is None:
+                calls.remove(call)
         return output
 
-    def _finished(self, begun: _Begun, output: Any) -> Any:
+    def _finished(self, call: Call, output: Any) -> Any:
         """Casts and watches the output of a call that did not fail, and refuses changed parameters. Returns the output."""
-        unit, use = self.unit, begun.use
+        unit, use = self.unit, call.use
         if self.output_dtype is not None:
             output = cast(output, self.output_dtype)
         if use is None:
-            if not begun.is_transforming:
-                show_in_backward(unit, begun.tensors, _tensors_in(output))
-        elif begun.has_backward:
+            if not call.is_transforming:
+                show_in_backward(unit, call.tensors, _tensors_in(output))
+        elif call.has_backward:
             _watch(output, use)
         elif use.node is not None:
             use.has_graph = True
-        if not begun.is_transforming:
-            unit.shown.require_unchanged(unit.name, begun.tensors)
+        if not call.is_transforming:
+            unit.shown.require_unchanged(unit.name, call.tensors)
         if self.run.reads:
             finish_reads(self.run, self)
         return output
 
-    def _begin_with_leaves(self, begun: _Begun) -> None:
+    def _begin_with_leaves(self, call: Call) -> None:
         """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_step.py)"""
         called_outside(self.run.agree)
-        begun.tensors = see_leaves(self.unit)
-        self._begun = begun
+        call.tensors = see_leaves(self.unit)
+        self._call = call
         self.unit.running += 1
         take_hooks_inside(self.unit.inner, self._module())
-        self.unit.shown.show(begun.tensors)
-
-    def _is_called_again(self) -> bool:
-        """Whether the call that has begun is still running, below this one."""
-        module, found = self._module(), 0
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and found < 2:
-            if frame.f_code is _CALL and frame.f_locals["self"] is module:
-                found += 1
-            frame = frame.f_back
-        return found == 2
+        self.unit.shown.show(call.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
         module = copy.deepcopy(self.module, memo)
@@ -231,7 +205,7 @@ class Door:
         twin._module = weakref.ref(module)
         twin.attribute, twin.is_anchor = self.attribute, self.is_anchor
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
-        twin._begun = None
+        twin._call = None
         twin.unit = copy.deepcopy(self.unit, memo)
         if twin.is_anchor:
             twin.unit.anchor = twin._module
@@ -277,14 +251,8 @@ class Method(Door):
             raise
         return self.end(output, sys.exception())
 
-    def _is_called_again(self) -> bool:
-        """False would say that a call was interrupted. That cannot be: `__call__` leaves the unit after any exception."""
-        return True
-
 
 # -- hooks ----------------------------------------------------------------------------------------------------------
-
-_CALL = nn.Module._call_impl.__code__
 
 
 def attach(door: Door) -> None:

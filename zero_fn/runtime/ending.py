@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -21,20 +20,11 @@ from torch.autograd import Variable
 from zero_fn.errors import LostRankError
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Ending", "current_graph_task", "still_runs"]
+__all__ = ["Ending", "current_graph_task"]
 
 T = TypeVar("T")
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
-
-
-def still_runs(call: FrameType) -> bool:
-    """Whether a call has not ended. The frame must not be one of a generator; if the call has ended, its locals are gone."""
-    try:
-        call.clear()
-    except RuntimeError:  # it is executing
-        return True
-    return False
 
 
 class Ending:

@@ -1,24 +1,17 @@
-"""The forwards of one transformed module. Each follows the schedule of the last forward that began at the same unit.
-
-[Note: interrupted passes] A KeyboardInterrupt may come between any two lines, and torch calls no hook after it. So a forward
-is marked before it touches anything, with the frame in which it was called (`call`), and the mark goes when everything is
-back. Whatever comes next (a call of the module, a verb, a load, a backward, an optimizer) looks whether the marked frame
-still runs. If not, nothing is known of what the forward has done, and all units are put at rest as a whole. The next forward
-then compares over ranks what they hold. A backward is marked likewise (`Backward.is_backward_open`).
-"""
+"""The forwards of one transformed module. Each follows the schedule of the last forward that began at the same unit."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from types import FrameType
 
 import torch
 from torch import nn
 
 from zero_fn.errors import StateError, StorageError
 from zero_fn.runtime.blocks import UserBlock
+from zero_fn.runtime.call import Call, left_packing, still_runs
 from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.members import is_as_before, note_members
@@ -39,13 +32,13 @@ from zero_fn.values.schedule import (
     Event,
     Exit,
     Fetch,
-    Leg,
+    Point,
     Trace,
     Unshard,
     fetch_ahead,
     forward_schedule,
     land_ahead,
-    legs,
+    points,
     prefetch,
 )
 from zero_fn.values.tiled import is_tile
@@ -72,15 +65,16 @@ class Forward:
         self.accumulating = 0  # how many `accumulate` blocks are open
         self.caller = 0  # the thread that has begun the last forward; it calls the backward, too
         self.forward: ForwardPass | None = None  # the one that is open
-        self.call: FrameType | None = None  # where it was called; None if all is at rest. [Note: interrupted passes]
+        self.calls: list[
+            Call
+        ] = []  # of forwards, outermost first; none if all is at rest. [Note: interrupted passes] (call.py)
+        self.recomputations: list[Call] = []  # in a backward, outermost first
         self.is_backward_open = False  # begun, and not everything is back. [Note: interrupted passes]
-        self.era = 0  # how often interrupted calls were left
         self.reads: list[ReadUse] = []  # weights that running forwards have read of other units, oldest first
-        self.packed = 0  # how many `begin_packing` wait for their end
         self.has_agreed = False  # on layouts and values, since the transform, or since values were loaded
         self.is_fresh = True  # nothing was gathered yet in this `accumulate` block
         # The last forward that began at a unit, with gradients or without: its brackets, and its schedule.
-        self.recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
+        self.recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Point, ...]]] = {}
         self._present = 0  # how many units had their modules in the model in the last forward
         self._unread: list[Bits] = []
 
@@ -147,12 +141,12 @@ class Forward:
         use = UnitUse(unit, number, door) if reader is None else ReadUse(unit, number, reader)
         if forward.grad:
             unit.shown.last_door = weakref.ref(door)
-        leg = forward.note(Enter, use)
+        point = forward.note(Enter, use)
         try:
-            for action in leg.before if leg else ():
+            for action in point.before if point else ():
                 self.do(action)
             unit.require_gathered()
-            for action in leg.after if leg else ():
+            for action in point.after if point else ():
                 self.do(action)
         except StorageError:  # raised on every rank alike: the unit is left again
             forward.failed = True
@@ -173,10 +167,10 @@ class Forward:
             return
         forward.failed |= failed
         on_schedule = forward.is_on_schedule
-        leg = forward.note(Exit, use)
+        point = forward.note(Exit, use)
         is_outermost = forward.depth == 0
         if not failed:
-            for action in (*leg.before, *leg.after) if leg else ():
+            for action in (*point.before, *point.after) if point else ():
                 self.do(action)
             if not on_schedule and not is_outermost:
                 self.reshard(unit, grad=torch.is_grad_enabled())
@@ -289,7 +283,7 @@ class Forward:
         key = (forward.entry, forward.grad)
         recorded = self.recorded.get(key)
         if recorded is None or recorded[0] != trace:
-            self.recorded[key] = (trace, legs(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))
+            self.recorded[key] = (trace, points(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
             if unit.gather.level < unit.gather.top and not unit.memory.away:
@@ -316,36 +310,34 @@ class Forward:
     @property
     def is_elsewhere(self) -> bool:
         """Whether a forward is open that another thread has called."""
-        return self.call is not None and self.caller != get_ident() and current_graph_task() == -1
+        return bool(self.calls) and self.caller != get_ident() and current_graph_task() == -1
 
     def abandon(self) -> None:
-        """Puts everything at rest if the forward that is open was interrupted. [Note: interrupted passes]
+        """Puts everything at rest if the forward that is open was interrupted. [Note: interrupted passes] (call.py)
 
         Raises:
             StateError: It is running in another thread.
         """
-        if self.call is None:
+        if not self.calls:
             return
-        try:
-            self.call.clear()
-        except RuntimeError:  # it is executing: see `still_runs`
+        if still_runs(self.calls[0].frame):
             if self.caller != get_ident() and self.is_elsewhere:
-                raise in_two_threads() from None
+                raise in_two_threads()
             return
         self.start_over()
         self.has_agreed = False
-        self.forward = self.call = None
+        self.forward = None
         watch_edits(self, is_open=False)
+        self.calls = []
 
     def start_over(self) -> None:
         """Leaves all units, whatever an interrupted pass has done to them."""
-        self.era += 1
-        drop_packing(self.packed)
-        self.packed = 0
+        drop_packing(left_packing((*self.calls, *self.recomputations)))
         self.reads = []
         for unit in self.live_units():
             unit.start_over()
         self.finish_unread()
+        self.recomputations = []
 
 
 def in_two_threads() -> StateError:

@@ -102,7 +102,7 @@ def _remove_from_seen(module: nn.Module, tensor_name: str, leave_parametrized: b
         tensor = module._buffers.pop(tensor_name)
         _put_back(module._parameters, {**resting, **module._parameters})
         unit = unit_of(slot_of(resting[tensor_name]))
-        if unit is not None and (unit.running or unit.shown.backward_door is not None):
+        if unit is not None and (unit.running or unit.shown.in_backward is not None):
             module.__dict__[tensor_name] = tensor
     return module
 

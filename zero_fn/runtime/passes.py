@@ -9,9 +9,8 @@ it, or-ed over ranks, and those are kept. If every use runs now, on any rank, no
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +20,16 @@ from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.unit import Unit
 from zero_fn.values.schedule import (
     Action,
-    Await,
     Enter,
     Event,
     Exit,
-    Leg,
+    Point,
     Trace,
     Use,
     backward_schedule,
     backward_trace,
     limit_reductions,
+    points,
 )
 
 __all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Graphs", "Script", "UnitUse", "will_execute"]
@@ -107,15 +106,15 @@ class ForwardPass:
     """A forward that follows the schedule of the last pass that began at the same unit."""
 
     def __init__(
-        self, entry: tuple[int, str], legs: tuple[Leg, ...] | None, offsets: dict[int, int], *, grad: bool
+        self, entry: tuple[int, str], schedule: tuple[Point, ...] | None, offsets: dict[int, int], *, grad: bool
     ) -> None:
         self.entry, self.grad = entry, grad  # the unit and the method it began at; whether it records a graph
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}
         self.depth = 0  # how many units are running
         self.failed = False
-        self._legs = legs
-        self._at = 0  # the leg that comes next
+        self._points = schedule
+        self._at = 0  # the point that comes next
         self._offsets = offsets
         self._counts: dict[int, int] = {}
 
@@ -125,26 +124,26 @@ class ForwardPass:
         self._counts[unit] = number + 1
         return number
 
-    def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Leg | None:
+    def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Point | None:
         """Records a bracket. Returns it with the actions around it; None once the pass has left the schedule."""
-        key, legs, at = use.key, self._legs, self._at
+        key, points, at = use.key, self._points, self._at
         bracket: Enter | Exit | None = None
-        if legs is not None:
-            leg = legs[at] if not self.failed and at < len(legs) else None
+        if points is not None:
+            point = points[at] if not self.failed and at < len(points) else None
             relative = self._relative(key) if self._offsets else key
-            if leg is None or type(leg.bracket) is not kind or leg.bracket.use != relative:
-                self._legs = None
+            if point is None or type(point.bracket) is not kind or point.bracket.use != relative:
+                self._points = None
             elif relative == key:
-                bracket = leg.bracket  # the same object in each pass: traces that are equal are found to be at once
+                bracket = point.bracket  # the same object in each pass: traces that are equal are found to be at once
         if bracket is None:
             bracket = kind(key)
         self.trace.append(bracket)
         self.uses[key] = use
         self.depth += 1 if kind is Enter else -1
-        if self._legs is None:
+        if self._points is None:
             return None
         self._at = at + 1
-        return self._legs[at]
+        return self._points[at]
 
     def innermost(self) -> UnitUse:
         """The call that runs, and no other in it."""
@@ -164,7 +163,7 @@ class ForwardPass:
     @property
     def is_on_schedule(self) -> bool:
         """Whether the pass has done what the schedule foresaw."""
-        return self._legs is not None
+        return self._points is not None
 
     def relative_trace(self) -> Trace:
         """The brackets with uses numbered from 0 in this pass."""
@@ -186,15 +185,6 @@ class ForwardPass:
         return Use(use.unit, use.number - self._offsets.get(use.unit, 0))
 
 
-class _BackwardLeg(NamedTuple):
-    """Actions of a backward that follow one another without a wait for autograd."""
-
-    use: Use | None  # autograd must have come to its Enter or its Exit before; None at the beginning
-    is_enter: bool
-    at: int  # the number of that event
-    actions: list[Action]
-
-
 class Script:
     """The schedule of a backward, and the uses it was made from: the next backward through the same uses follows it, too."""
 
@@ -211,24 +201,13 @@ class Script:
         events = ahead(backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__))
         events = limit_reductions(events, limit=REDUCTIONS_UNDER_WAY)
         self.events = events
-        self.enters = {event.use: at for at, event in enumerate(events) if isinstance(event, Enter)}  # uses, and where
+        self.points = points(events)
+        self.enters = {
+            point.bracket.use: at for at, point in enumerate(self.points) if isinstance(point.bracket, Enter)
+        }
         # Units with several uses, the same on every rank.
         units = [use.unit for use in self.enters]
         self.repeated = {unit for unit in units if units.count(unit) > 1} if len(set(units)) < len(units) else set()
-        # The schedule, cut where it must wait for autograd.
-        self.legs = [_BackwardLeg(None, False, -1, [])]
-        entered = iter(self.enters)
-        following = next(entered, None)
-        for at, event in enumerate(events):
-            if isinstance(event, Exit):
-                self.legs.append(_BackwardLeg(event.use, False, at, []))
-            elif isinstance(event, Enter | Await) and following is not None:
-                # Waiting for bytes before autograd needs them would only keep the host from issuing work.
-                if self.legs[-1].use != following or not self.legs[-1].is_enter:
-                    self.legs.append(_BackwardLeg(following, True, self.enters[following], []))
-                following = next(entered, None) if isinstance(event, Enter) else following
-            if not isinstance(event, Enter | Exit):
-                self.legs[-1].actions.append(event)
 
     def serves(self, trace: Sequence[Enter | Exit], reduced: frozenset[int]) -> bool:
         """Whether a backward through these brackets has the same schedule."""
@@ -256,13 +235,12 @@ class BackwardPass:
         self.failed = False  # whether it has raised
         self.waiting = waiting  # the uses that a later backward may pass through, the same on every rank
         self.keeps_graph = keeps_graph  # whether the graph may have another backward (`retain_graph=True`)
-        self.actions: Iterator[Action] = iter(())  # what is left to do before it must look whether it may go on
-        self._left = deque(script.legs)
+        self._at = 0  # the point of the schedule that comes next
         # The uses whose gradients arrive on this rank, and those that are passed without gradients of their own.
         self._awaited, self._passed_only = awaited, passed_only
         self._entered = set(entered)
         self._arrived: set[Use] = set()
-        self._entered_to = -1  # the last event of the schedule that enters a use which was reached
+        self._entered_to = -1  # the last point of the schedule that enters a use which was reached
         self._reached_to = -1  # the same, of uses that backward itself has reached, not only a recomputation
 
     def has(self, use: Use) -> bool:
@@ -289,9 +267,9 @@ class BackwardPass:
         return use
 
     def _next_use(self, unit: int) -> Use | None:
-        for use, is_enter, _, _ in self._left:
-            if use is not None and use.unit == unit and not is_enter and use not in self._entered:
-                return use
+        for _, bracket, _ in self.script.points[self._at :]:
+            if isinstance(bracket, Exit) and bracket.use.unit == unit and bracket.use not in self._entered:
+                return bracket.use
         return None
 
     def gradients_arrived(self, use: Use) -> None:
@@ -299,29 +277,30 @@ class BackwardPass:
         self.enter(use.unit, use, recomputes=False)
         self._arrived.add(use)
 
-    def goes_on(self) -> bool:
-        """Whether `actions` has more; False if autograd must come further first, or at the end."""
-        if not self._left:
-            return False
-        use, is_enter, at, actions = self._left[0]
-        if use is not None and not self.closing:
-            if use in self._passed_only:
-                if self._may_still_pass(use, at, is_enter=is_enter):
-                    return False
-            elif use in self._awaited and use not in (self._entered if is_enter else self._arrived):
-                return False
-        self._left.popleft()
-        self.actions = iter(actions)
-        return True
+    def actions(self) -> Iterator[Action | None]:
+        """The actions of the schedule; None where autograd must come further first."""
+        for at, (before, bracket, after) in enumerate(self.script.points):
+            use, is_enter = bracket.use, isinstance(bracket, Enter)
+            while not self.closing:
+                if use in self._passed_only:
+                    waits = self._may_still_pass(use, is_enter=is_enter)
+                else:
+                    waits = use in self._awaited and use not in (self._entered if is_enter else self._arrived)
+                if not waits:
+                    break
+                yield None
+            self._at = at + 1
+            yield from before
+            yield from after
 
-    def _may_still_pass(self, use: Use, at: int, *, is_enter: bool) -> bool:
-        """Whether backward may still come to an event of a use without gradients of its own. The event has number `at`."""
+    def _may_still_pass(self, use: Use, *, is_enter: bool) -> bool:
+        """Whether backward may still come to the next point, of a use without gradients of its own."""
         # A use before one that was reached was passed itself, or never will be. [Note: recomputation is ahead]
         if is_enter:
-            return use not in self._entered and at > self._entered_to
+            return use not in self._entered and self._at > self._entered_to
         # Ranks with gradients know when a use was passed. After an error, count the last use reached as passed, as they
         # do: they have issued its reduction, and wait for this rank.
-        return (self.script.enters[use] if self.failed else at) > self._reached_to
+        return (self.script.enters[use] if self.failed else self._at) > self._reached_to
 
 
 class Graphs:

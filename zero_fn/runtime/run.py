@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 from zero_fn.runtime.backward import Backward
@@ -22,6 +23,14 @@ class Run(Backward):
         twin.depth, twin.tied_around = self.depth, self.tied_around
         twin.units = [no_unit] * len(self.units)
         return twin
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def begin_outermost(self) -> None:
+        """To be called when the outermost call is on its stack."""
+        self.caller = get_ident()
+        if self.blocks:
+            self.leave_blocks()
 
     # -- for verbs and optimizers -----------------------------------------------------------------------------------
 

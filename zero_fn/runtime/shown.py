@@ -11,17 +11,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from torch import Tensor, nn
 
 from zero_fn.errors import PlacementError
+from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 
 __all__ = ["Shown"]
 
 _version = attrgetter("_version")
+
+
+@dataclass(slots=True)
+class ShownInBackward:
+    """What modules see from the moment at which backward reaches a unit until the unit is resharded."""
+
+    tensors: list[Tensor]
+    door: object  # at which the forward began
+    task: int  # the backward that needs them: its graph task
+    is_left: bool = (
+        False  # a backward nested in that one has run the unit's nodes: resharded once the outer one goes on
+    )
 
 
 class Shown:
@@ -46,11 +60,7 @@ class Shown:
         # Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         self.leaves: list[nn.Parameter] | None = None
         self.last_door: Callable[[], object] = _no_door  # at which the last forward with gradients began, weakly
-        self.backward_door: object = None  # while backward is in the unit, the door at which its forward began
-        self.needed_in = -1  # the backward (its graph task) that `backward_door` was set in
-        # A backward nested in that one has run the unit's nodes: it is resharded once the outer one goes on.
-        self.is_left = False
-        self._in_backward: list[Tensor] = []
+        self.in_backward: ShownInBackward | None = None  # while backward is in the unit
 
     @uncompiled
     def show(self, tensors: Sequence[Tensor]) -> None:
@@ -67,31 +77,29 @@ class Shown:
     @uncompiled
     def hide(self) -> None:
         """Undoes `show`. While backward is in the unit, modules see the tensors of `show_in_backward` again."""
-        if self._in_backward:
-            self.show(self._in_backward)
+        if self.in_backward is not None:
+            self.show(self.in_backward.tensors)
         else:
             self._show_registered()
 
     def show_in_backward(self, tensors: list[Tensor], door: object) -> None:
         """Lets modules see `tensors` until `leave_backward`, in the backward of a forward that began at `door`."""
-        self._in_backward, self.backward_door = tensors, door
+        self.in_backward = ShownInBackward(tensors, door, current_graph_task())
         self.show(tensors)
 
-    def leave_backward(self) -> list[Tensor]:
-        """Undoes `show_in_backward`. Returns the tensors that were shown."""
-        tensors, self._in_backward = self._in_backward, []
-        self.backward_door, self.is_left = None, False
+    def leave_backward(self) -> None:
+        """Undoes `show_in_backward`."""
+        self.in_backward = None
         self.hide()
-        return tensors
 
     def hide_from_backward(self) -> None:
         """Lets modules see resting parameters, in place of the tensors of `show_in_backward`."""
-        if self.backward_door is not None:
+        if self.in_backward is not None:
             self._show_registered()
 
     def start_over(self) -> None:
         """Lets modules see registered parameters, whatever an interrupted pass lets them see."""
-        self._in_backward, self.backward_door, self.is_left = [], None, False
+        self.in_backward = None
         self._show_registered()
 
     def _show_registered(self) -> None:

@@ -130,7 +130,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        if self.shown.backward_door is not None:
+        if self.shown.in_backward is not None:
             self.leave_backward()
         if self.memory.away or self.gather.level == self.gather.top:
             self.gather.free()
@@ -141,7 +141,7 @@ class Unit:
         self.gather.outdate()
 
     def start_over(self) -> None:
-        """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (forward.py)"""
+        """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (call.py)"""
         self.running = 0
         self.read = None
         put_hooks_inside(self.inner)
@@ -150,7 +150,7 @@ class Unit:
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
-        is_seen = self.running or self.shown.backward_door is not None
+        is_seen = self.running or self.shown.in_backward is not None
         gather = self.gather
         if gather.level < gather.top or gather.pending is not None or not is_seen:
             self.run.need_in_backward(self)
@@ -159,10 +159,10 @@ class Unit:
 
     def leave_backward(self) -> None:
         """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
-        if self.shown.backward_door is not None:
-            tensors = self.shown.leave_backward()
+        if (seen := self.shown.in_backward) is not None:
+            self.shown.leave_backward()
             if self.gather.level == self.gather.top and self.shown.leaves is None:
-                self.shown.require_unchanged(self.name, tensors)
+                self.shown.require_unchanged(self.name, seen.tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------
 

@@ -75,12 +75,12 @@ def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> A
     unit, slot = found
     run = run_of(unit)
     if unit.shown.leaves is not None:
-        return registered if run.call is None else in_compute_dtype(slot, registered)
+        return in_compute_dtype(slot, registered) if run.calls else registered
     if current_graph_task() != -1:
         door: Any = unit.shown.last_door()
         was_read = door is not None and door.unit is not unit
         was_read = was_read or any(use.is_read for use in run.graphs.uses_of(unit.index))
-        if was_read and unit.shown.backward_door is None:
+        if was_read and unit.shown.in_backward is None:
             run.need_in_backward(unit, recomputes=True)
     elif run.forward is not None and run.caller == get_ident() and not unit.running:
         _enter(unit, run)
@@ -92,7 +92,7 @@ def _place_of(module: nn.Module | None, name: str) -> tuple[Unit, Slot] | None:
     """The unit and the parameter of an attribute of a module, if a pass of the unit is open."""
     for door in module.__dict__.get(DOORS, ()) if module is not None else ():
         unit: Unit = door.unit
-        if run_of(unit).call is not None or run_of(unit).is_backward_open:
+        if run_of(unit).calls or run_of(unit).is_backward_open:
             for slot in unit.slots:
                 if any(place._module() is module and place.attribute == name for place in slot.places):
                     return unit, slot

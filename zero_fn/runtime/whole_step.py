@@ -114,7 +114,7 @@ def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor
 
 @uncompiled
 def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> None:
-    if unit.shown.leaves is not None and unit.shown.backward_door is None:
+    if unit.shown.leaves is not None and unit.shown.in_backward is None:
         unit.shown.show_in_backward(tensors, unit)
 
         def end() -> None:
@@ -125,5 +125,5 @@ def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> Non
 
 
 def _hide(unit: Unit) -> None:
-    if unit.shown.backward_door is unit:
+    if (seen := unit.shown.in_backward) is not None and seen.door is unit:
         unit.leave_backward()

@@ -40,7 +40,7 @@ from typing import Any, Protocol
 import torch
 
 from zero_fn.errors import StateError, StorageError
-from zero_fn.runtime.ending import still_runs
+from zero_fn.runtime.call import still_runs
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.storage import BUFFERS, Waited, wait_all
 from zero_fn.tiers.record import Record

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
     "Event",
     "Exit",
     "Fetch",
-    "Leg",
+    "Point",
     "Reduce",
     "Reshard",
     "Settle",
@@ -39,8 +40,8 @@ __all__ = [
     "fetch_ahead",
     "forward_schedule",
     "land_ahead",
-    "legs",
     "limit_reductions",
+    "points",
     "prefetch",
 ]
 
@@ -147,25 +148,25 @@ def _around(trace: Trace, *, stays: Callable[[int], bool], reduces: Callable[[in
     return tuple(events)
 
 
-class Leg(NamedTuple):
-    """One bracket of a schedule, with the events around it."""
+class Point(NamedTuple):
+    """One bracket of a schedule, with the actions around it."""
 
-    before: tuple[Action, ...]  # the events before the bracket that are not in `after` of the previous one
-    bracket: Enter | Exit  # the bracket
-    after: tuple[Action, ...]  # the events right after the bracket, up to the first that waits
+    before: tuple[Action, ...]  # those before the bracket that are not in `after` of the previous point
+    bracket: Enter | Exit
+    after: tuple[Action, ...]  # those right after the bracket, up to the first that waits
 
 
-def legs(events: Sequence[Event]) -> tuple[Leg, ...]:
-    """A schedule cut into legs, one for each bracket. Events before the first bracket belong to that."""
+def points(events: Sequence[Event]) -> tuple[Point, ...]:
+    """A schedule cut at its brackets. Actions before the first bracket belong to that."""
     at = [i for i, event in enumerate(events) if isinstance(event, Enter | Exit)]
-    found: list[Leg] = []
+    found: list[Point] = []
     start = 0
-    for i, following in zip(at, (*at[1:], len(events)), strict=True):
+    for i, following in pairwise((*at, len(events))):
         bracket = events[i]
         assert isinstance(bracket, Enter | Exit)
         waits = (j for j in range(i + 1, following) if isinstance(events[j], Await))
         end = next(waits, following)
-        found.append(Leg(_actions(events[start:i]), bracket, _actions(events[i + 1 : end])))
+        found.append(Point(_actions(events[start:i]), bracket, _actions(events[i + 1 : end])))
         start = end
     return tuple(found)
 

@@ -8,6 +8,7 @@
     SNAPSHOTS=write python -m pytest tests/units/values/test_schedule.py  # writes them again; read the difference
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,8 @@ from zero_fn.values.schedule import (
     backward_schedule,
     backward_trace,
     forward_schedule,
-    legs,
     limit_reductions,
+    points,
     prefetch,
 )
 
@@ -210,12 +211,12 @@ def test_a_unit_inside_itself_is_gathered_once():
 
 
 @pytest.mark.parametrize("name", list(TRACES))
-def test_legs_are_the_schedule_cut_at_its_brackets(name):
+def test_points_are_the_schedule_cut_at_its_brackets(name):
     events = prefetch(forward_schedule(trace_of(TRACES[name]), keeps_last=True), depth=1)
-    cut = legs(events)
-    joined = [event for leg in cut for event in (*leg.before, leg.bracket, *leg.after)]
+    cut = points(events)
+    joined = [event for point in cut for event in (*point.before, point.bracket, *point.after)]
     assert joined == list(events)
-    assert not any(isinstance(event, Await | Enter | Exit) for leg in cut for event in leg.after)
+    assert not any(isinstance(event, Await | Enter | Exit) for point in cut for event in point.after)
 
 
 def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_later_one():
@@ -224,8 +225,10 @@ def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_la
     ending = None
     backward = BackwardPass(script, ending, awaited={first}, passed_only={second}, waiting=set(), keeps_graph=False)
 
+    actions = backward.actions()
+
     def done():
-        return [*backward.actions, *(action for _ in iter(backward.goes_on, False) for action in backward.actions)]
+        return list(iter(partial(next, actions), None))
 
     backward.enter(1, second, recomputes=False)
     assert done() == [Unshard(1), Await(1)]
