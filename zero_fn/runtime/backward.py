@@ -183,9 +183,9 @@ class Backward(Forward):
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
         trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
-        reduced = frozenset(
-            index for index in {use.unit for use in taking_part} if defers and self.unit(index).gradients.are_wanted
-        )
+        run_through = {use.unit for use in taking_part} if defers else set()
+        wanted = [u.index for u in self.live_units() if u.index in run_through and u.gradients.are_wanted]
+        reduced = frozenset(wanted)
         if self._script is None or not self._script.serves(trace, reduced):
             self._script = Script(trace, reduced, ahead=self.ahead)
         awaited: set[Use] = set()

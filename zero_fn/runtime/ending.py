@@ -64,7 +64,7 @@ class Ending:
         if self._callback() is None:
             return False
         # [Note: threads of the engine]
-        has_returned = get_ident() == self._caller != self._thread and current_graph_task() == -1
+        has_returned = self._thread != self._caller == get_ident() and current_graph_task() == -1
         return not has_returned
 
     @property

@@ -90,7 +90,7 @@ class Shown:
     def leave_backward(self) -> None:
         """Undoes `show_in_backward`."""
         self.in_backward = None
-        self.hide()
+        self._show_registered()
 
     def hide_from_backward(self) -> None:
         """Lets modules see resting parameters, in place of the tensors of `show_in_backward`."""
