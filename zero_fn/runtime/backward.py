@@ -33,8 +33,8 @@ from torch import Tensor
 
 from zero_fn.runtime.autograd_node import gather_again, returns_gradients
 from zero_fn.runtime.ending import Ending, current_graph_task
-from zero_fn.runtime.forward import Forward, in_two_threads
 from zero_fn.runtime.gradients import Reduction, settle_gradients
+from zero_fn.runtime.open_pass import OpenPass
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
@@ -48,26 +48,19 @@ __all__ = ["Backward"]
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-class Backward(Forward):
-    """Its backwards, of which one at most is open."""
+class Backward(OpenPass):
+    """The backwards of one transformed module, of which one at most is open."""
 
     def __init__(self, transport: Line, assignment: Assignment) -> None:
         super().__init__(transport, assignment)
-        self.backward: BackwardPass | None = None  # the one that is open
+        # For each unit, those around it that have parameters in it (ties).
+        self.tied_around: dict[int, tuple[int, ...]] = {}
         self.updates = 0  # how many steps optimizers have made so far
         self._undecided: list[tuple[Unit, Reduction]] = []  # reduced, with gradients that ranks must agree on
         self._script: Script | None = None  # the schedule of the last backward
         self._actions: Iterator[Action | None] = iter(())  # those that are left of the one that is open
         self._nested = _Nested()
         self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
-
-    def prepare(self) -> None:
-        """Recovers from a backward that raised, too."""
-        if self.is_backward_open:
-            if self.backward is not None and self.backward.ending.is_elsewhere:
-                raise in_two_threads()
-            self.recover_backward()
-        super().prepare()
 
     # -- what autograd needs and brings -----------------------------------------------------------------------------
 
@@ -177,7 +170,7 @@ class Backward(Forward):
         units = crc32(array("L", [use.unit for use in uses]))
         passed = f"units {units:08x}, after {self.updates} steps of optimizers"
         what = "what the backward runs through"
-        union = self.any(local, what, check=passed, second=later)
+        union = self.bits.any(local, what, check=passed, second=later)
         taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
         # If every use runs, no forward waits any longer, and the bits were not read. [Note: forwards that wait] (graphs.py)
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
@@ -200,7 +193,7 @@ class Backward(Forward):
                 awaited.add(key)
         backward = BackwardPass(
             self._script,
-            Ending(self, self.caller, Backward.finish, Backward.give_up, Backward.show_resting),
+            Ending(self, self.calls.thread, Backward.finish, Backward.give_up, Backward.show_resting),
             awaited=awaited,
             passed_only=passed_only,
             entered=entered,
@@ -248,7 +241,7 @@ class Backward(Forward):
         local = [bit for _, reduction in undecided for bit in reduction.has_local]
         if not undecided:
             return
-        union = self.any(local, "which parameters have gradients")
+        union = self.bits.any(local, "which parameters have gradients")
         works = [reduction.regather() for _, reduction in undecided]
         for work in works:  # all, before a hook of the user may raise
             if work is not None:
@@ -282,7 +275,7 @@ class Backward(Forward):
             self.decide()
         self.backward = None
         self.graphs.leave(backward)
-        self.finish_unread()
+        self.bits.finish_unread()
         self._nested.left = []
         if self.forward is not None:
             self.forward.go_on()
@@ -334,12 +327,12 @@ class Backward(Forward):
                 reduction.wait()
             self.drop_undecided()
             self._nested.left = []
-            self.finish_unread()
+            self.bits.finish_unread()
             self.graphs.forget()
             for unit in self.live_units():
                 if not self.accumulating:
                     unit.gradients.take()
-            if not self.calls:
+            if not self.calls.forward:
                 self.start_over()
             else:  # it ran inside a forward, which goes on
                 if self.forward is not None:

@@ -10,14 +10,17 @@ compares over ranks what they hold. A backward is marked likewise (`Backward.is_
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from threading import get_ident
 from types import FrameType
 
 from torch import Tensor
 
-from zero_fn.runtime.passes import UnitUse
+from zero_fn.errors import StateError
+from zero_fn.runtime.ending import current_graph_task
+from zero_fn.runtime.passes import ReadUse, UnitUse
+from zero_fn.runtime.saved import drop_packing
 
-__all__ = ["Call", "left_packing", "still_runs"]
+__all__ = ["Call", "Calls", "in_two_threads", "still_runs"]
 
 
 def still_runs(frame: FrameType) -> bool:
@@ -61,10 +64,46 @@ class Call:
         self.depth = 0  # calls of the module inside this one
 
 
-def left_packing(calls: Iterable[Call]) -> int:
-    """Leaves calls that an interrupt has ended. Returns how many of them were packing."""
-    packing = 0
-    for call in calls:
-        call.is_left = True
-        packing += call.is_packing
-    return packing
+class Calls:
+    """The calls of one transformed module that have not ended."""
+
+    def __init__(self) -> None:
+        self.forward: list[Call] = []  # of forwards, outermost first; none if all is at rest
+        self.backward: list[Call] = []  # of forwards that checkpoints run again, in a backward
+        self.reads: list[ReadUse] = []  # weights that forwards have read of other units, oldest first
+        self.thread = 0  # that has begun the last forward; it calls the backward, too
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether a forward is open that another thread has called."""
+        return bool(self.forward) and self.thread != get_ident() and current_graph_task() == -1
+
+    def are_interrupted(self) -> bool:
+        """Whether an interrupt has ended the forward that is open.
+
+        Raises:
+            StateError: It is running in another thread.
+        """
+        if not self.forward or not still_runs(self.forward[0].frame):
+            return bool(self.forward)
+        if self.are_elsewhere:
+            raise in_two_threads()
+        return False
+
+    def leave(self) -> None:
+        """Leaves all calls, which an interrupt has ended. Those of forwards stay, until all that they touched is back."""
+        packing = 0
+        for call in (*self.forward, *self.backward):
+            call.is_left = True
+            packing += call.is_packing
+        drop_packing(packing)
+        self.reads = []
+
+
+def in_two_threads() -> StateError:
+    """The error for a module that is called while another thread calls it."""
+    return StateError(
+        "A transformed module was called while another thread runs it.",
+        why="both would gather into the same memory, and free it",
+        fix="call it in one thread at a time: lock = threading.Lock(); with lock: y = model(x)",
+    )

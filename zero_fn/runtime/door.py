@@ -77,7 +77,7 @@ class Door:
         """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
         unit, run, odd = self.unit, self.run, is_odd()
         in_backward = odd and current_graph_task() != -1
-        if run.calls and not in_backward:
+        if run.calls.forward and not in_backward:
             run.abandon()
         call = self._call
         if call is not None and not call.is_left:
@@ -94,7 +94,7 @@ class Door:
         recomputes = in_backward and (unit.shown.leaves is None or bool(run.graphs.uses_of(unit.index)))
         if recomputes and run.is_recomputing(unit, self):
             return False
-        calls = run.recomputations if in_backward else run.calls
+        calls = run.calls.backward if in_backward else run.calls.forward
         call = Call(sys._getframe(self._frames), in_backward=in_backward, is_transforming=odd and is_transforming())
         call.is_outermost = not (in_backward or calls)
         calls.append(call)
@@ -133,7 +133,7 @@ class Door:
         if call is None or call.is_left:
             return output
         failed = error is not call.error_before
-        if failed and run.is_elsewhere:
+        if failed and run.calls.are_elsewhere:
             return output  # the call of another thread, which was refused
         if call.depth:
             call.depth -= 1
@@ -143,7 +143,7 @@ class Door:
         if call.is_packing:
             call.is_packing = False
             end_packing()
-        calls = run.recomputations if call.in_backward else run.calls
+        calls = run.calls.backward if call.in_backward else run.calls.forward
         if not call.is_outermost:
             calls.remove(call)
         if failed:
@@ -154,7 +154,7 @@ class Door:
                 output = self._finished(call, output)
             is_done = not failed
         finally:
-            if run.reads:
+            if run.calls.reads:
                 end_reads(run, self, failed=not is_done)
             self.unit.shown.hide()
             if call.use is None:
@@ -185,7 +185,7 @@ class Door:
             use.has_graph = True
         if not call.is_transforming:
             unit.shown.require_unchanged(unit.name, call.tensors)
-        if self.run.reads:
+        if self.run.calls.reads:
             finish_reads(self.run, self)
         return output
 

@@ -6,17 +6,23 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any
 
-from zero_fn.runtime.backward import Backward
 from zero_fn.runtime.blocks import UserBlock
-from zero_fn.runtime.forward import no_unit
+from zero_fn.runtime.forward import Forward
+from zero_fn.runtime.open_pass import no_unit
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import end_whole
+from zero_fn.transport.line import Line
+from zero_fn.values.assignment import Assignment
 
 __all__ = ["Run", "run_of"]
 
 
-class Run(Backward):
+class Run(Forward):
     """The running state of one transformed module, shared by its units, as verbs and optimizers see it."""
+
+    def __init__(self, transport: Line, assignment: Assignment) -> None:
+        super().__init__(transport, assignment)
+        self.blocks: list[UserBlock] = []  # all that are open, or were interrupted while they closed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         memo[id(self)] = twin = Run(self.transport, self.assignment)
@@ -28,7 +34,7 @@ class Run(Backward):
 
     def begin_outermost(self) -> None:
         """To be called when the outermost call is on its stack."""
-        self.caller = get_ident()
+        self.calls.thread = get_ident()
         if self.blocks:
             self.leave_blocks()
 
@@ -80,7 +86,7 @@ class Run(Backward):
                 unit.gradients.take()
             unit.mark_stale()
         self.drop_undecided()
-        self.finish_unread()
+        self.bits.finish_unread()
 
     def begin_accumulation(self, block: UserBlock) -> None:
         """A block begins, which may be inside another."""
@@ -115,13 +121,13 @@ class Run(Backward):
         for unit in units:
             unit.gradients.unmark()
         local = [grad is not None for unit in units for grad in unit.gradients.local]
-        union = iter(self.any(local, "which gradients were accumulated"))
+        union = iter(self.bits.any(local, "which gradients were accumulated"))
         for unit in units:
             present = [next(union) for _ in unit.slots]
             if any(present):
                 self.settle(unit, unit.gradients.reduce(exact=True, present=present))
         self.decide()
-        self.finish_unread()
+        self.bits.finish_unread()
         self.offloaded.finish_gradients()
 
 

@@ -75,14 +75,14 @@ def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> A
     unit, slot = found
     run = run_of(unit)
     if unit.shown.leaves is not None:
-        return in_compute_dtype(slot, registered) if run.calls else registered
+        return in_compute_dtype(slot, registered) if run.calls.forward else registered
     if current_graph_task() != -1:
         door: Any = unit.shown.last_door()
         was_read = door is not None and door.unit is not unit
         was_read = was_read or any(use.is_read for use in run.graphs.uses_of(unit.index))
         if was_read and unit.shown.in_backward is None:
             run.need_in_backward(unit, recomputes=True)
-    elif run.forward is not None and run.caller == get_ident() and not unit.running:
+    elif run.forward is not None and run.calls.thread == get_ident() and not unit.running:
         _enter(unit, run)
     assert module is not None, "a place was found"
     return module.__dict__.get(name, registered)
@@ -92,7 +92,7 @@ def _place_of(module: nn.Module | None, name: str) -> tuple[Unit, Slot] | None:
     """The unit and the parameter of an attribute of a module, if a pass of the unit is open."""
     for door in module.__dict__.get(DOORS, ()) if module is not None else ():
         unit: Unit = door.unit
-        if run_of(unit).calls or run_of(unit).is_backward_open:
+        if run_of(unit).calls.forward or run_of(unit).is_backward_open:
             for slot in unit.slots:
                 if any(place._module() is module and place.attribute == name for place in slot.places):
                     return unit, slot
@@ -114,7 +114,7 @@ def _enter(unit: Unit, run: Run) -> None:
         assert isinstance(use, ReadUse)
         use.tensors = called_outside(gather, use)
     unit.read = use
-    run.reads.append(use)
+    run.calls.reads.append(use)
     unit.shown.show(use.tensors)
 
 
@@ -124,16 +124,16 @@ def finish_reads(run: Run, door: object) -> None:
     Raises:
         PlacementError: One was changed in place.
     """
-    for use in run.reads:
+    for use in run.calls.reads:
         if use.door is door:
             use.unit.shown.require_unchanged(use.unit.name, use.tensors)
 
 
 def end_reads(run: Run, door: object, *, failed: bool) -> None:
     """Leaves the units whose weights the forward at a door has read."""
-    if run.reads and run.reads[-1].door is door:
+    if run.calls.reads and run.calls.reads[-1].door is door:
         try:
-            leave_read(run.reads[-1], failed=failed)
+            leave_read(run.calls.reads[-1], failed=failed)
         finally:
             end_reads(run, door, failed=failed)
 
@@ -142,7 +142,7 @@ def leave_read(use: ReadUse, *, failed: bool) -> None:
     """Leaves a unit whose weights were read."""
     unit = use.unit
     run = run_of(unit)
-    run.reads.remove(use)
+    run.calls.reads.remove(use)
     unit.read = None
     use.has_graph = use.node is not None or use.reader.has_graph
     unit.shown.hide()

@@ -32,6 +32,7 @@ __all__ = [
     "Bits",
     "Flag",
     "Outcome",
+    "Unions",
     "agree",
     "agree_along",
     "axes_of",
@@ -87,6 +88,30 @@ class Bits:
         if self._end is not None:
             self._end.synchronize()
         return [bool(bit) for bit in self._bits.tolist()]
+
+
+class Unions:
+    """Bits or-ed over the ranks of a line, of which some are known to this rank before they come."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._unread: list[Bits] = []
+
+    def any(self, local: list[bool], what: str, *, check: str = "", second: Sequence[bool] = ()) -> list[bool]:
+        """The bits `local`, or-ed over ranks. If some are set on no rank, those of `second` follow. If all are set on this
+        rank, the host does not wait. `what`: what they mean, for errors; `check`: a text that must be equal on all ranks."""
+        message = Bits(self._line, [*local, *second], what, check=check)
+        if all(local):
+            self._unread.append(message)  # the result is known: the host need not wait for it now
+            return local
+        union = message.read()
+        return union[: len(local)] if all(union[: len(local)]) else union
+
+    def finish_unread(self) -> None:
+        """Waits for the messages that nobody had to read."""
+        unread, self._unread = self._unread, []
+        for message in unread:
+            message.finish_unread()
 
 
 @cache
