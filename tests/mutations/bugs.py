@@ -215,8 +215,8 @@ BUGS: tuple[Bug, ...] = (
         "recomputation-passes-uses",
         "BackwardPass._may_still_pass",
         "units below one checkpoint, in one forward of several",
-        "else at) > self._reached_to",
-        "else at) > self._entered_to",
+        "else self._at) > self._reached_to",
+        "else self._at) > self._entered_to",
         "property_tests/test_training_laws.py",
     ),
     Bug(

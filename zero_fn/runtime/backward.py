@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from operator import gt
 from threading import Lock
 from zlib import crc32
 
@@ -33,9 +32,9 @@ from torch import Tensor
 
 from zero_fn.runtime.autograd_node import gather_again, returns_gradients
 from zero_fn.runtime.ending import Ending, current_graph_task
-from zero_fn.runtime.gradients import Reduction, settle_gradients
 from zero_fn.runtime.open_pass import OpenPass
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script, UnitUse
+from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.line import Line
 from zero_fn.values import watching
@@ -56,7 +55,7 @@ class Backward(OpenPass):
         # For each unit, those around it that have parameters in it (ties).
         self.tied_around: dict[int, tuple[int, ...]] = {}
         self.updates = 0  # how many steps optimizers have made so far
-        self._undecided: list[tuple[Unit, Reduction]] = []  # reduced, with gradients that ranks must agree on
+        self.settling = Settling(self.bits, self.offloaded)
         self._script: Script | None = None  # the schedule of the last backward
         self._actions: Iterator[Action | None] = iter(())  # those that are left of the one that is open
         self._nested = _Nested()
@@ -104,7 +103,7 @@ class Backward(OpenPass):
         if not scheduled and grads is not None and not accumulating and not self._has_nodes(unit):
             self._nested.leave(unit)
             while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:
-                self.settle(*backward.reductions.pop(0))
+                self.settling.settle(*backward.reductions.pop(0))
             backward.reductions.append((unit, unit.gradients.reduce(exact=True)))
         self._pump(backward)
 
@@ -172,7 +171,7 @@ class Backward(OpenPass):
         what = "what the backward runs through"
         union = self.bits.any(local, what, check=passed, second=later)
         taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
-        # If every use runs, no forward waits any longer, and the bits were not read. [Note: forwards that wait] (graphs.py)
+        # If every use runs, no forward waits any longer, and the bits were not read. [Note: forwards that wait] (passes.py)
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
         trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
@@ -212,7 +211,7 @@ class Backward(OpenPass):
             if kind is Settle:
                 # Not after an error: it calls hooks of the user. And a reduction out of order may have settled it.
                 if backward.reductions and not backward.failed:
-                    self.settle(*backward.reductions.pop(0))
+                    self.settling.settle(*backward.reductions.pop(0))
             elif kind is Reduce:
                 unit = self.unit(action.unit)
                 exact = unit.index in backward.script.repeated
@@ -227,36 +226,6 @@ class Backward(OpenPass):
         # By number: `unit` may be a proxy (autograd_node.py).
         return any(use.key.unit == unit.index and use.is_awaited for use in uses)
 
-    # -- reduced gradients ------------------------------------------------------------------------------------------
-
-    def settle(self, unit: Unit, reduction: Reduction) -> None:
-        """Waits for a reduction, and settles the sharded gradients that this rank contributed to: these surely exist."""
-        reduction.wait()
-        self._undecided.append((unit, reduction))
-        settle_gradients(unit.slots, unit.memory.groups, reduction.take(reduction.local_at_once), self.offloaded)
-
-    def decide(self) -> None:
-        """Settles the others: replicated gradients, and those that only other ranks contributed to. A collective."""
-        undecided, self._undecided = self._undecided, []
-        local = [bit for _, reduction in undecided for bit in reduction.has_local]
-        if not undecided:
-            return
-        union = self.bits.any(local, "which parameters have gradients")
-        works = [reduction.regather() for _, reduction in undecided]
-        for work in works:  # all, before a hook of the user may raise
-            if work is not None:
-                work.wait()
-        end = 0
-        for unit, reduction in undecided:
-            start, end = end, end + len(unit.slots)
-            late = [*map(gt, union[start:end], reduction.local_at_once)]  # some rank has one, and it is not at rest yet
-            if True in late:
-                settle_gradients(unit.slots, unit.memory.groups, reduction.take(late), self.offloaded)
-
-    def drop_undecided(self) -> None:
-        """Forgets the reductions that are not settled, after a backward that raised."""
-        self._undecided = []
-
     # -- ends and errors --------------------------------------------------------------------------------------------
 
     def finish(self, ending: Ending) -> None:
@@ -267,12 +236,12 @@ class Backward(OpenPass):
         backward.closing = True
         self._pump(backward)
         for unit, reduction in backward.reductions:
-            self.settle(unit, reduction)
+            self.settling.settle(unit, reduction)
         if not self.accumulating:
             for unit in self.live_units():
                 if not unit.gradients.is_empty:
-                    self.settle(unit, unit.gradients.reduce(exact=True))
-            self.decide()
+                    self.settling.settle(unit, unit.gradients.reduce(exact=True))
+            self.settling.decide()
         self.backward = None
         self.graphs.leave(backward)
         self.bits.finish_unread()
@@ -325,7 +294,7 @@ class Backward(OpenPass):
                 self.backward = None
             for _, reduction in backward.reductions if backward is not None else ():
                 reduction.wait()
-            self.drop_undecided()
+            self.settling.drop()
             self._nested.left = []
             self.bits.finish_unread()
             self.graphs.forget()

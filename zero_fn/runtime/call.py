@@ -86,7 +86,7 @@ class Calls:
         """
         if not self.forward or not still_runs(self.forward[0].frame):
             return bool(self.forward)
-        if self.are_elsewhere:
+        if self.thread != get_ident() and self.are_elsewhere:
             raise in_two_threads()
         return False
 

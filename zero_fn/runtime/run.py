@@ -1,5 +1,5 @@
-"""One transformed module while it runs. It is one object, in three files: its forwards (forward.py), its backwards
-(backward.py), and here what verbs and optimizers ask of it."""
+"""One transformed module while it runs. It is one object in four files, each on top of the one before: what its passes share
+(open_pass.py), its backwards (backward.py), its forwards (forward.py), and here what verbs and optimizers ask of it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Run(Forward):
             if drops_sums:
                 unit.gradients.take()
             unit.mark_stale()
-        self.drop_undecided()
+        self.settling.drop()
         self.bits.finish_unread()
 
     def begin_accumulation(self, block: UserBlock) -> None:
@@ -125,8 +125,8 @@ class Run(Forward):
         for unit in units:
             present = [next(union) for _ in unit.slots]
             if any(present):
-                self.settle(unit, unit.gradients.reduce(exact=True, present=present))
-        self.decide()
+                self.settling.settle(unit, unit.gradients.reduce(exact=True, present=present))
+        self.settling.decide()
         self.bits.finish_unread()
         self.offloaded.finish_gradients()
 

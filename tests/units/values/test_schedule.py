@@ -21,6 +21,7 @@ from tests.support.snapshot import assert_matches
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.passes import BackwardPass, Script
 from zero_fn.runtime.run import Run
+from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.values.schedule import (
     Await,
@@ -195,7 +196,7 @@ def record(monkeypatch):
     note_unit("await_gathered", Await, lambda gather: gather.pending is not None)
     note_unit("reshard", Reshard, lambda gather: not gather.is_at_rest)
     note(Run, "leave", lambda run, use: [Exit(use.key)])
-    note(Run, "settle", lambda run, unit, under_way: [Settle(unit.index)])
+    note(Settling, "settle", lambda settling, unit, under_way: [Settle(unit.index)])
     note(Gradients, "reduce", lambda gradients: [Reduce(unit_of(gradients._slots[0]).index)])
     return done
 
