@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.runtime.wire_reduce import CodedGradient, Exchange
+from zero_fn.runtime.wire_reduce import CodedGradient, exchanged
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import alike, gather_hops
 from zero_fn.transport.segment import BufferPlace, Contribution, Route, Segment
+from zero_fn.transport.trip import Trip
 
 __all__ = ["Sums", "reduced"]
 
@@ -101,20 +102,18 @@ def reduced(
     buffers: Sequence[Tensor],
     line: Line,
     what: str,
-) -> Iterator[Work]:
+) -> Iterator[Work | Trip]:
     """The collectives of a reduction. The means are in the buffers when all were waited for."""
     rooms = sums.rooms(buffers)
     for number in range(2):
         works = sums.begin(number, rows, rooms, what)
         there = [each for each in coded if number < len(each.hops)]
         exchanges = [
-            Exchange([there[at] for at in chosen], number, line.along(axis), f"coded {what}")
+            Trip(exchanged([there[at] for at in chosen], number, line.along(axis), f"coded {what}"))
             for axis, chosen in alike([each.hops[number].number for each in there])
         ]
         yield from works
-        for exchange in exchanges:
-            yield exchange.work
-            exchange.take()
+        yield from exchanges
     for number in (1, 0):
         segments = [each.shares[number] for each in coded if number in each.shares]
         if number:
