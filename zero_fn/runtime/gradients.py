@@ -282,14 +282,14 @@ class GradientMemory:
             coded.append(CodedGradient(place.slot, own, buffers[place.buffer].narrow(0, start, numel)))
         return Trip(reduced(sums, rows, coded, buffers, self._line, what))
 
-    def regather(self, buffers: list[Tensor]) -> Work | None:
+    def regather(self, buffers: list[Tensor]) -> Work:
         """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
         segments = [
             place.slot.path.segment(buffers[place.buffer].narrow(0, place.offset, place.numel))
             for place in self._reduced
             if place.slot.path.layout is None and place.slot.path.size > 1
         ]
-        return self._line.all_gather(segments, f"replicated gradients of {self._unit}") if segments else None
+        return self._line.all_gather(segments, f"replicated gradients of {self._unit}")
 
     def resting(self, buffers: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients in these buffers as they rest, for each slot; None of those that are not wanted, or frozen."""

@@ -56,8 +56,7 @@ class CodedGradient:
         if hop.layout is None:
             start = self._room.storage_offset() + self._first * numel
             most = hop.piece_of(count * numel, numel)
-            route = [(hop.number, most)]
-            self.shares[number] = Segment(self._room, count * numel, most, route, start=start, is_tight=True)
+            self.shares[number] = Segment(self._room, count * numel, most, hop.number, start=start, is_tight=True)
             self._first += min(hop.axis.rank * most // numel, count)
         place = self._room.narrow(0, self._first * numel, len(parts[0]) * numel).view(-1, numel) if is_last else None
         if place is not None and is_coded(place.dtype):

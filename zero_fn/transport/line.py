@@ -165,8 +165,11 @@ class Line:
         return self.raw.gather_plan(segments)
 
     def all_gather(self, plan: Any, what: str) -> Work:
-        """Fills each segment from the pieces of all ranks. `plan`: that of segments, or a list of them."""
+        """Fills each segment from the pieces of all ranks. `plan`: that of segments, or a list of them; of none nothing is
+        sent."""
         if type(plan) is list:
+            if not plan:
+                return Work()
             plan = self.raw.gather_plan(plan)
         return self._issue("all-gather", " of " + what, plan.numel, self.raw.all_gather, plan)
 

@@ -68,10 +68,10 @@ def gather_hops(line: Line, segments: Sequence[Segment]) -> list[list[tuple[Line
     while segments:
         hop = [
             (line.along(number), [segments[at] for at in chosen])
-            for number, chosen in alike([segment.route[0][0] for segment in segments])
+            for number, chosen in alike([segment.axis for segment in segments])
         ]
         hops.insert(0, [(along, along.gather_plan(several)) for along, several in hop])
-        pieces = [segment.piece_to_complete(line.along(segment.route[0][0]).rank) for segment in segments]
+        pieces = [segment.piece_to_complete(line.along(segment.axis).rank) for segment in segments]
         segments = [piece for piece in pieces if piece is not None]
     return hops
 
