@@ -189,10 +189,8 @@ class _Handed:
         """What this rank holds, cast, in memory: of a parameter in its place in room for the whole."""
         if self.slot is None:
             return in_memory(self.tensor.detach()).to(self.dtype, copy=True)
-        path, flat = self.slot.path, self.slot.flat
-        room = torch.empty(path.padded_numel, dtype=self.dtype, device=flat.device)
-        room.narrow(0, path.start, path.local_numel).copy_(in_memory(flat))
-        return room
+        flat = self.slot.flat
+        return self.slot.path.around(in_memory(flat), self.dtype, flat.device).memory
 
     def local(self, read: Tensor) -> Tensor:
         """This rank's part of what `read` has returned, as a view."""
@@ -340,10 +338,10 @@ class _HandOver:
             return []
         meshes = meshes_of(part.tensor for _, part in parts)
         rooms = on_all_ranks(meshes, lambda: [part.read() for _, part in parts], "Reading weights")
-        cut = [(p.slot.path, room) for (_, p), room in zip(parts, rooms, strict=True) if p.slot and p.slot.path.layout]
         for (key, part), room in zip(parts, rooms, strict=True) if wants else ():
             self.note(key, part, part.local(room))
-        if cut and line is not None:
+        cut = [(p.slot.path, room) for (_, p), room in zip(parts, rooms, strict=True) if p.slot and p.slot.path.layout]
+        if line is not None:
             line.all_gather([path.segment(room) for path, room in cut], "weights").wait()
         rooms.reverse()
         found = []

@@ -12,7 +12,7 @@ it, too, without parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.bfloat16_step import Widened, rounding_of
 from zero_fn.streamed.inner_optimizer import raw_step, stand_in
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
+from zero_fn.transport.line import Work
 from zero_fn.transport.trip import Trip
 from zero_fn.values.numbering import Numbering
 
@@ -161,18 +162,10 @@ class _Batch:
 
     def leave(self, lines: LinesByAxis) -> Trip:
         """Sends new values to where they rest."""
-        return _Back(self._values, lines, self._check)
+        return Trip(self._back(lines))
 
-
-class _Back(Trip):
-    """New values on their way to where they rest."""
-
-    def __init__(self, values: Sequence[Carried], lines: LinesByAxis, check: str) -> None:
-        self._values = values
-        super().__init__(spread(values, lines, check=check))
-
-    def wait(self) -> None:
-        super().wait()
+    def _back(self, lines: LinesByAxis) -> Iterator[Work]:
+        yield from spread(self._values, lines, check=self._check)
         for dealt, part, _ in self._values:
             local = local_of(dealt.parameter)
             if isinstance(local, TierTensor):

@@ -188,7 +188,6 @@ class _ReturnReduced(torch.autograd.Function):
         present = [(slot, grad) for slot, grad in zip(unit.slots, grads, strict=True) if grad is not None]
         slots, flats = [slot for slot, _ in present], [slot.path.flat_of(local_of(grad)) for slot, grad in present]
         wholes, pending = gather_wholes(slots, flats, unit.run.transport, f"second gradients of {unit}")
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         found = {slot: whole.to(slot.kind.compute_dtype) for slot, whole in zip(slots, wholes, strict=True)}
         return None, *map(found.get, unit.slots)

@@ -89,8 +89,7 @@ class Travelling:
 
     def _segment(self, sent: Tensor, received: Tensor) -> Segment:
         source, memory = sent.contiguous().view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
-        (number, _), *others = self._slot.path.route
-        return Segment(memory, memory.numel(), source.numel(), [(number, source.numel()), *others], source=source)
+        return Segment(memory, memory.numel(), source.numel(), *self._slot.path.way, source=source)
 
     def arrived(self) -> tuple[Tensor, list[Tensor]]:
         """What the module sees, and the memory that the class has made for it.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import and_
+from operator import and_, or_
 
 import torch
 from torch import Tensor
@@ -46,24 +46,26 @@ class Gradients:
 
     def __init__(self, slots: Sequence[Slot], transport: Line, unit: str) -> None:
         self._slots, self._line, self._unit = slots, transport, unit
-        self._memory: GradientMemory | None = None
-        self._trained: list[bool] = []  # the parameters that `_memory` is for
-        self._current: GradientMemory | None = None  # of the parameters that were trained when the last gradients came
+        self._memory: GradientMemory | None = None  # a change of `requires_grad` gives another
+        # Whether gradients have come that lie as `_memory` says: it stays until they are taken.
+        self._is_in_use = False
+        self._taken: list[weakref.ref[torch.UntypedStorage]] = []  # buffers, of earlier memory too
         self.local: list[Tensor | None] = [None] * len(slots)  # the sum for each slot; None if it has no gradient yet
         self._is_owned = [False] * len(slots)
         self.is_empty = True  # no gradient is waiting
-        self._buffers: list[Tensor] | None = None
-        self._buffers_memory: GradientMemory | None = None  # whose layout the buffers have
         self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, each with the `flat` it was made for
         self._marked: dict[int, PendingGradient] = {}  # by slot: what stands as `.grad` while the sum is pending
 
-    def memory(self) -> GradientMemory:
-        """The layout of the gradients of the parameters that are trained now."""
+    def memory(self, present: Sequence[bool] = ()) -> GradientMemory:
+        """The memory of the gradients of the parameters that are trained now, or `present`."""
         now = trained(self._slots)
-        if self._memory is None or self._trained != now:
-            taken = self._memory.taken if self._memory is not None else []
-            self._memory, self._trained = GradientMemory(self._slots, now, self._line, self._unit, taken), now
-        return self._memory
+        wanted = [*map(or_, now, present)] if present else now
+        memory = self._memory
+        if memory is None or memory.trained != wanted:
+            memory = GradientMemory(self._slots, wanted, self._line, self._unit, self._taken)
+        if not self._is_in_use:
+            self._memory = memory
+        return memory
 
     @property
     def are_wanted(self) -> bool:
@@ -72,7 +74,7 @@ class Gradients:
 
     def forget_layout(self) -> None:
         """Forgets the layout of gradients: parameters rest in other memory now."""
-        self._memory = self._current = None
+        self._memory, self._is_in_use = None, False
 
     def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
         """Adds the gradients of one use, which belong to autograd and may be shared: they are never written. `exact`: in the
@@ -89,8 +91,9 @@ class Gradients:
                     unit=self._unit.removeprefix("unit "),
                     fix="compute it with sparse=False: F.embedding(tokens, weight)",
                 )
-        memory = self._current = self.memory()
-        if self.is_empty and not exact and False not in self._trained:
+        memory = self._memory = self.memory()
+        self._is_in_use = True
+        if self.is_empty and not exact and False not in memory.trained:
             self.local = list(grads)
             self._note_empty()
             return
@@ -157,19 +160,18 @@ class Gradients:
             self.unmark()
         taken, self.local = self.local, [None] * len(self._slots)
         self._is_owned = [False] * len(self._slots)
-        self._buffers = self._buffers_memory = self._current = None
-        self.is_empty = True
+        if self._memory is not None:
+            self._memory.summed_in = None
+        self.is_empty, self._is_in_use = True, False
         return taken
 
-    def reduce(self, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+    def reduce(self, *, exact: bool, present: Sequence[bool] = ()) -> Reduction:
         """Issues the reduction of the local sums, and lets go of them. `present`: whether any rank has a gradient, for each
         parameter; those that were frozen since count, too. `exact`: see `Reduction`."""
-        memory = self._current if present is None and self._current is not None else self.memory()
-        if present is not None:
-            wanted = [has_any or place is not None for has_any, place in zip(present, memory.places, strict=True)]
-            if wanted.count(True) > memory.count:  # some were frozen since their gradient came
-                memory = GradientMemory(self._slots, wanted, self._line, self._unit)
-        buffers = self._buffers if self._buffers_memory is memory else None
+        memory = self._memory
+        if memory is None or present or not self._is_in_use:
+            memory = self.memory(present)
+        buffers = memory.summed_in
         return Reduction(memory, self.take(), exact=exact, buffers=buffers)
 
     def _room(self, i: int, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
@@ -180,10 +182,9 @@ class Gradients:
             and slot.path.numel
             and place is not None
         ):
-            if self._buffers_memory is not memory:  # none yet, or parameters were frozen since
-                self._buffers, self._buffers_memory = memory.allocate(), memory
-            assert self._buffers is not None
-            return self._buffers[place.buffer].as_strided(slot.path.shape, slot.path.stride, place.offset)
+            if memory.summed_in is None:
+                memory.summed_in = memory.allocate()
+            return memory.summed_in[place.buffer].as_strided(slot.path.shape, slot.path.stride, place.offset)
         return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.kind.sum_dtype, device=device)
 
 
@@ -223,12 +224,14 @@ class GradientMemory:
         trained: Sequence[bool],
         line: Line,
         unit: str,
-        taken: Sequence[weakref.ref[torch.UntypedStorage]] = (),
+        taken: list[weakref.ref[torch.UntypedStorage]],
     ) -> None:
+        self.trained = trained  # for each slot, whether it has a place here
+        self.summed_in: list[Tensor] | None = None  # buffers in which the sums that wait are made
         self._line, self._unit = line, unit
         self._sums: list[Sums | None] = [None, None]  # of reductions that are not exact, and of those that are
         self._buffers: list[BufferPool] = []
-        self.taken = list(taken)  # buffers, weakly; with those from before others of the parameters were trained
+        self._taken = taken  # buffers, weakly
         self.places: list[_GradientPlace | None] = [None] * len(slots)  # None of frozen ones
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[Slot, int]] = {}
         for number, (slot, is_trained) in enumerate(zip(slots, trained, strict=True)):
@@ -279,14 +282,14 @@ class GradientMemory:
             coded.append(CodedGradient(place.slot, own, buffers[place.buffer].narrow(0, start, numel)))
         return Trip(reduced(sums, rows, coded, buffers, self._line, what))
 
-    def regather(self, buffers: list[Tensor]) -> Work | None:
+    def regather(self, buffers: list[Tensor]) -> Work:
         """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
         segments = [
             place.slot.path.segment(buffers[place.buffer].narrow(0, place.offset, place.numel))
             for place in self._reduced
             if place.slot.path.layout is None and place.slot.path.size > 1
         ]
-        return self._line.all_gather(segments, f"replicated gradients of {self._unit}") if segments else None
+        return self._line.all_gather(segments, f"replicated gradients of {self._unit}")
 
     def resting(self, buffers: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients in these buffers as they rest, for each slot; None of those that are not wanted, or frozen."""
@@ -302,13 +305,13 @@ class GradientMemory:
     def allocate(self) -> list[Tensor]:
         """Fresh buffers."""
         buffers = [buffer.take() for buffer in self._buffers]
-        self.taken = [taken for taken in self.taken if taken() is not None]
-        self.taken += [weakref.ref(buffer.untyped_storage()) for buffer in buffers]
+        self._taken[:] = [taken for taken in self._taken if taken() is not None]
+        self._taken += [weakref.ref(buffer.untyped_storage()) for buffer in buffers]
         return buffers
 
     def held(self) -> Iterator[torch.UntypedStorage]:
         """The buffers of which some gradient is still alive: each gradient at rest is a part of one."""
-        return filter(None, (taken() for taken in self.taken))
+        return filter(None, (taken() for taken in self._taken))
 
     @property
     def padding_nbytes(self) -> int:

@@ -122,12 +122,11 @@ class Memory:
     def wholes(self, slots: Sequence[Slot] | None = None) -> list[Tensor]:
         """New tensors with all whole parameters, or some, in the dtype at rest. Communicates one all-gather; waits."""
         wholes, pending = self.issue_wholes(slots)
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         return wholes
 
-    def issue_wholes(self, slots: Sequence[Slot] | None = None) -> tuple[list[Tensor], Work | None]:
-        """Whole parameters as of `wholes`, and the all-gather that is still to be waited for, if there is one.
+    def issue_wholes(self, slots: Sequence[Slot] | None = None) -> tuple[list[Tensor], Work]:
+        """Whole parameters as of `wholes`, and the all-gather that is still to be waited for.
 
         Raises:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank.
@@ -167,18 +166,11 @@ class Memory:
             record.let_go()
 
 
-def gather_wholes(
-    slots: Sequence[Slot], flats: Sequence[Tensor], line: Line, what: str
-) -> tuple[list[Tensor], Work | None]:
-    """New whole tensors of what ranks hold of parameters, flat, and the all-gather that is still to be waited for, if any."""
+def gather_wholes(slots: Sequence[Slot], flats: Sequence[Tensor], line: Line, what: str) -> tuple[list[Tensor], Work]:
+    """New whole tensors of what ranks hold of parameters, flat, and the all-gather that is still to be waited for."""
     wholes, segments = [], []
     for slot, flat in zip(slots, flats, strict=True):
-        path = slot.path
-        if path.layout is None:
-            wholes.append(path.whole_view(flat).to(slot.flat.device, copy=True))
-            continue
-        room = flat.new_empty(path.padded_numel, device=slot.flat.device)
-        room.narrow(0, path.start, path.local_numel).copy_(flat)
-        wholes.append(path.whole_view(room))
-        segments.append(path.segment(room))
-    return wholes, line.all_gather(segments, what) if segments else None
+        room = slot.path.around(flat, flat.dtype, slot.flat.device)
+        wholes.append(slot.path.whole_view(room.memory))
+        segments += [room] if slot.path.layout is not None else []
+    return wholes, line.all_gather(segments, what)

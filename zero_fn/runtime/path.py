@@ -201,7 +201,7 @@ class Path:
     def contribution(self, rows: Tensor, out: Tensor, sum_dtype: torch.dtype) -> Contribution:
         """The result of `rows_of`, as collectives take it. The mean of this rank's piece goes to `out`."""
         piece_rows = self.layout.shard_rows if self.layout is not None else self.piece_numel
-        return Contribution(rows, piece_rows, out, sum_dtype, self.route or ((0, None),))  # a rank alone has no axis
+        return Contribution(rows, piece_rows, out, sum_dtype, *self.way)
 
     # -- views ------------------------------------------------------------------------------------------------------
 
@@ -236,9 +236,20 @@ class Path:
         """Its hops, as collectives take them."""
         return [(hop.number, hop.layout.shard_numel if hop.layout is not None else None) for hop in self.hops]
 
+    @cached_property
+    def way(self) -> tuple[int, Route]:
+        """The number of the first axis, and the hops after it. A rank alone has no axis."""
+        return (self.hops[0].number, self.route[1:]) if self.hops else (0, ())
+
+    def around(self, own: Tensor, dtype: torch.dtype, device: torch.device) -> Segment:
+        """New memory for the whole tensor, with this rank's part, which is `own`; as collectives take it."""
+        whole = own.new_empty(self.padded_numel, dtype=dtype, device=device)
+        whole.narrow(0, self.start, self.local_numel).copy_(own)
+        return self.segment(whole)
+
     def segment(self, whole: Tensor) -> Segment:
         """A flat range that holds the whole tensor, as collectives take it."""
-        return Segment(whole, self.numel, self.piece_numel, self.route)
+        return Segment(whole, self.numel, self.piece_numel, *self.way)
 
 
 def path_of(

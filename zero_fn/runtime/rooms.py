@@ -54,9 +54,10 @@ class Room:
         """What all-gathers complete here. `sources`: where this rank's parts are read; None: here."""
         for slot, source in zip(slots, sources, strict=True):
             path, count = slot.path, self._count(slot.path)
-            route = [(axis, None if n is None else count(n)) for axis, n in path.route[self.hops]]
+            (axis, piece_numel), *later = [(axis, n and count(n)) for axis, n in path.route[self.hops]]
             numel = count(path.inner_numel if self.is_inner else path.numel)
-            yield Segment(self.memory, numel, route[0][1] or 0, route, start=self.starts[slot], source=source)
+            start = self.starts[slot]
+            yield Segment(self.memory, numel, piece_numel or 0, axis, later, start=start, source=source)
 
     def _range(self, slot: Slot, start: int, numel: int) -> Tensor:
         count = self._count(slot.path)

@@ -126,8 +126,8 @@ class Statistics:
             return
         sent = torch.cat([_bytes(buffer) for buffer in buffers])
         whole = sent.clone()
-        route = [(number, sent.numel()) for number in range(len(self._transport.axes))]
-        pieces = Segment(whole, sent.numel(), sent.numel(), route)
+        later = [(number, sent.numel()) for number in range(1, len(self._transport.axes))]
+        pieces = Segment(whole, sent.numel(), sent.numel(), later=later)
         self._transport.all_gather([pieces], "buffers of rank 0").wait()
         if not torch.equal(whole, sent):
             parts = torch.split(whole, [buffer.nbytes for buffer in buffers])

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.runtime.wire_reduce import CodedGradient, Exchange
+from zero_fn.runtime.wire_reduce import CodedGradient, exchanged
 from zero_fn.transport.line import Line, Work
 from zero_fn.transport.links import alike, gather_hops
-from zero_fn.transport.segment import BufferPlace, Contribution, Route, Segment
+from zero_fn.transport.segment import BufferPlace, Contribution, Segment
+from zero_fn.transport.trip import Trip
 
 __all__ = ["Sums", "reduced"]
 
@@ -37,33 +38,34 @@ class Sums:
         heads: list[Contribution] = []
         later: list[Contribution] = []
         self._means: list[tuple[BufferPlace, int]] = []  # along one axis, and how many ranks hold parts of it
-        self._shared: list[tuple[BufferPlace, Route]] = []  # what the second axis does not cut
+        # What the second axis does not cut: the number of the axis, and elements of the largest part.
+        self._shared: list[tuple[BufferPlace, int, int]] = []
         for each in contributions:
-            first, route, total = line.along(each.route[0][0]), each.route[1:], each.out
+            first, total = line.along(each.axis), each.out
             own = each.numel_of(first.rank)
-            if not route:
+            if not each.later:
                 if line.size != first.size:
                     self._means.append((BufferPlace(each.out, buffers), line.size // first.size))
-            elif route[0][1] is not None or total.dtype != each.sum_dtype:
+            elif each.later[0][1] is not None or total.dtype != each.sum_dtype:
                 total = torch.empty(own, dtype=each.sum_dtype, device=total.device)
                 rooms.append(total)
-            heads.append(Contribution(each.rows, each.piece_rows, total, each.sum_dtype, each.route))
-            if not route or not own:  # of nothing all ranks of the second axis have nothing
+            heads.append(Contribution(each.rows, each.piece_rows, total, each.sum_dtype, each.axis))
+            if not each.later or not own:  # of nothing all ranks of the second axis have nothing
                 continue
-            second, cut_numel = route[0]
+            second, cut_numel = each.later[0]
             size, rank = line.along(second).size, line.along(second).rank
             piece_numel, out = cut_numel or -(-own // size), each.out
             if cut_numel is None:
-                self._shared.append((BufferPlace(out, buffers), [(second, piece_numel)]))
+                self._shared.append((BufferPlace(out, buffers), second, piece_numel))
                 out = Segment(out, own, piece_numel).piece(rank)
-            later.append(Contribution(total, piece_numel, out, each.sum_dtype, route))
+            later.append(Contribution(total, piece_numel, out, each.sum_dtype, second))
         # Between the axes sums are in memory of their own: as many elements of a dtype.
         self._between = [(room.numel(), room.dtype, room.device) for room in rooms[len(buffers) :]]
         self._totals = [BufferPlace(each.rows, rooms) for each in later]
         self._hops: list[list[_Send]] = [
             [
                 (line.along(axis), line.along(axis).reduce_plan([hop[at] for at in chosen], rooms), chosen)
-                for axis, chosen in alike([each.route[0][0] for each in hop])
+                for axis, chosen in alike([each.axis for each in hop])
             ]
             for hop in (heads, later)
         ]
@@ -90,8 +92,8 @@ class Sums:
 
     def shared(self, rooms: Sequence[Tensor]) -> list[Segment]:
         """What is gathered again along the second axis."""
-        outs = [(place.of(rooms), route) for place, route in self._shared]
-        return [Segment(out, out.numel(), route[0][1] or 0, route, is_tight=True) for out, route in outs]
+        outs = [(place.of(rooms), axis, piece_numel) for place, axis, piece_numel in self._shared]
+        return [Segment(out, out.numel(), most, axis, is_tight=True) for out, axis, most in outs]
 
 
 def reduced(
@@ -101,20 +103,18 @@ def reduced(
     buffers: Sequence[Tensor],
     line: Line,
     what: str,
-) -> Iterator[Work]:
+) -> Iterator[Work | Trip]:
     """The collectives of a reduction. The means are in the buffers when all were waited for."""
     rooms = sums.rooms(buffers)
     for number in range(2):
         works = sums.begin(number, rows, rooms, what)
         there = [each for each in coded if number < len(each.hops)]
         exchanges = [
-            Exchange([there[at] for at in chosen], number, line.along(axis), f"coded {what}")
+            Trip(exchanged([there[at] for at in chosen], number, line.along(axis), f"coded {what}"))
             for axis, chosen in alike([each.hops[number].number for each in there])
         ]
         yield from works
-        for exchange in exchanges:
-            yield exchange.work
-            exchange.take()
+        yield from exchanges
     for number in (1, 0):
         segments = [each.shares[number] for each in coded if number in each.shares]
         if number:

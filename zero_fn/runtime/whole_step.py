@@ -41,8 +41,7 @@ def begin_whole(units: Sequence[Unit]) -> None:
     """
     gathering = [unit.memory.issue_wholes() for unit in units]
     for unit, (wholes, pending) in zip(units, gathering, strict=True):
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         unit.shown.leaves = [_registered(slot, whole) for slot, whole in zip(unit.slots, wholes, strict=True)]
 
 

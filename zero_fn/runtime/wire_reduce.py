@@ -11,7 +11,7 @@ Source: ZeRO++, Wang et al. 2023 (qgZ).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -23,7 +23,7 @@ from zero_fn.transport.line import Line, Work
 from zero_fn.transport.segment import Segment
 from zero_fn.values.wire import is_coded
 
-__all__ = ["CodedGradient", "Exchange"]
+__all__ = ["CodedGradient", "exchanged"]
 
 
 class CodedGradient:
@@ -56,8 +56,7 @@ class CodedGradient:
         if hop.layout is None:
             start = self._room.storage_offset() + self._first * numel
             most = hop.piece_of(count * numel, numel)
-            route = [(hop.number, most)]
-            self.shares[number] = Segment(self._room, count * numel, most, route, start=start, is_tight=True)
+            self.shares[number] = Segment(self._room, count * numel, most, hop.number, start=start, is_tight=True)
             self._first += min(hop.axis.rank * most // numel, count)
         place = self._room.narrow(0, self._first * numel, len(parts[0]) * numel).view(-1, numel) if is_last else None
         if place is not None and is_coded(place.dtype):
@@ -75,27 +74,19 @@ class CodedGradient:
             self._room.div_(others)
 
 
-class Exchange:
-    """One axis: its ranks send one another the codes of gradients, and each takes the mean of its rows."""
-
-    def __init__(self, gradients: Sequence[CodedGradient], number: int, line: Line, what: str) -> None:
-        """Begins it. `number`: of the hop of these gradients."""
-        self._gradients = gradients
-        self._number = number
-        sent = [each.pieces(number) for each in gradients]
-        self._parts = [
-            [own if rank == line.rank else torch.empty_like(own) for rank in range(line.size)]
-            for own in (pieces[line.rank] for pieces in sent)
-        ]
-        self.work = Work()
-        if line.size > 1:
-            numel = sum(each.rows.numel() for each in gradients)
-            self.work = line.all_to_all(_to_each(sent, line), _to_each(self._parts, line), numel, what)
-
-    def take(self) -> None:
-        """Makes means of what has come. To be called when `work` was waited for."""
-        for each, parts in zip(self._gradients, self._parts, strict=True):
-            each.take(parts, self._number)
+def exchanged(gradients: Sequence[CodedGradient], number: int, line: Line, what: str) -> Iterator[Work]:
+    """The exchange along one axis, the hop `number` of these gradients: its ranks send one another
+    the codes, and each takes the mean of its rows."""
+    sent = [each.pieces(number) for each in gradients]
+    arrived = [
+        [own if rank == line.rank else torch.empty_like(own) for rank in range(line.size)]
+        for own in (pieces[line.rank] for pieces in sent)
+    ]
+    if line.size > 1:
+        numel = sum(each.rows.numel() for each in gradients)
+        yield line.all_to_all(_to_each(sent, line), _to_each(arrived, line), numel, what)
+    for each, parts in zip(gradients, arrived, strict=True):
+        each.take(parts, number)
 
 
 def _to_each(pieces: Sequence[Sequence[Tensor]], line: Line) -> list[list[Tensor]]:

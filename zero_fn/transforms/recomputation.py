@@ -108,7 +108,7 @@ class Recomputed:
                 segments.append(Segment(flat, numel, piece))
                 value = flat[:numel]
             leaves[at] = value.view(shape).requires_grad_(requires_grad)
-        if self._transport is not None and segments:
+        if self._transport is not None:
             self._transport.all_gather(segments, f"inputs of {self.name!r}").wait()
 
     def _tell_others(self) -> None:

@@ -81,7 +81,7 @@ class Work:
         """
         line = self.line
         if line is not None and line.shared.failure is not None:
-            raise line.shared.failure
+            raise line.told(line.shared.failure)
         works, finish, kept = self.works, self.finish, self.kept
         self.works, self.finish, self.kept = (), None, ()
         try:
@@ -150,6 +150,8 @@ class Line:
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
         self.device = torch.device(axis.device_type if axis is not None else "cpu")
         self.shared = _GroupState() if axis is None else _groups.setdefault(axis.group, _GroupState())
+        # Along the other axes of a module, whose ranks would wait for this one after a failure here.
+        self.beside: Sequence[Transport] = ()
         self._marks: dict[str, int] = {}
         if axis is not None:
             set_timeout_of(axis)
@@ -163,8 +165,11 @@ class Line:
         return self.raw.gather_plan(segments)
 
     def all_gather(self, plan: Any, what: str) -> Work:
-        """Fills each segment from the pieces of all ranks. `plan`: that of segments, or a list of them."""
+        """Fills each segment from the pieces of all ranks. `plan`: that of segments, or a list of them; of none nothing is
+        sent."""
         if type(plan) is list:
+            if not plan:
+                return Work()
             plan = self.raw.gather_plan(plan)
         return self._issue("all-gather", " of " + what, plan.numel, self.raw.all_gather, plan)
 
@@ -208,7 +213,7 @@ class Line:
         """Begins an operation of the transport on `payload`. `numel` and `check` must be the same on every rank."""
         shared = self.shared
         if shared.failure is not None:
-            raise shared.failure
+            raise self.told(shared.failure)
         text = what if kind == "control" else kind + what
         mark = self._marks.get(text)
         if mark is None:
@@ -245,7 +250,13 @@ class Line:
             number, text, numel, check = name
             collective = f"#{number} {text} ({numel} elements{f', {check}' if check else ''})"
             self.shared.failure = _explained(failure, collective, self.axes[0])
-        return self.shared.failure
+        return self.told(self.shared.failure)
+
+    def told(self, failure: ZeroError) -> ZeroError:
+        """A failure on this axis, after the ranks along the others were told that nothing more comes."""
+        for raw in self.beside:
+            raw.give_up()
+        return failure
 
 
 def _explained(failure: Failure, collective: str, axis: Axis) -> ZeroError:

@@ -15,15 +15,14 @@ same order on every rank, so ranks stay in step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.errors import DisagreementError, LostRankError, warn_once
+from zero_fn.errors import warn_once
 from zero_fn.one_host.same_host import SameHost
 from zero_fn.transport.direct_exchange import Alone
 from zero_fn.transport.line import Line, Transport, Work
@@ -69,10 +68,10 @@ def gather_hops(line: Line, segments: Sequence[Segment]) -> list[list[tuple[Line
     while segments:
         hop = [
             (line.along(number), [segments[at] for at in chosen])
-            for number, chosen in alike([segment.route[0][0] for segment in segments])
+            for number, chosen in alike([segment.axis for segment in segments])
         ]
         hops.insert(0, [(along, along.gather_plan(several)) for along, several in hop])
-        pieces = [segment.piece_to_complete(line.along(segment.route[0][0]).rank) for segment in segments]
+        pieces = [segment.piece_to_complete(line.along(segment.axis).rank) for segment in segments]
         segments = [piece for piece in pieces if piece is not None]
     return hops
 
@@ -82,6 +81,8 @@ class Lines(Line):
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
+        for line in lines:
+            line.beside = [other.raw for other in lines if other is not line]
         self.axes = tuple(axis for line in lines for axis in line.axes)
         self.pads, self.device = any(line.pads for line in lines), lines[0].device
         self.size = prod(line.size for line in lines)
@@ -93,46 +94,33 @@ class Lines(Line):
         return self._lines[number]
 
     def all_gather(self, segments: list[Segment], what: str) -> Work:
-        *before, last = gather_hops(self, segments)
-        with self._telling_others():
-            for hop in before:
-                for work in [line.all_gather(each, what) for line, each in hop]:
-                    work.wait()
-            works = [line.all_gather(each, what) for line, each in last]
-        return Work(finish=self._wait_for_all, kept=(works,))
+        works: list[Work] = []
+        for hop in gather_hops(self, segments):
+            _wait_for_all(works)
+            works = [line.all_gather(each, what) for line, each in hop]
+        return Work(finish=_wait_for_all, kept=(works,))
 
     def any(self, bits: Tensor, what: str, *, check: str = "") -> Work:
-        with self._telling_others():
-            *others, last = self._lines
-            for line in others:
-                # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
-                line.any(bits, what, check=check).wait()
-            return Work(finish=self._wait_for_all, kept=([last.any(bits, what, check=check)],))
+        *others, last = self._lines
+        for line in others:
+            # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
+            line.any(bits, what, check=check).wait()
+        return last.any(bits, what, check=check)
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
-        with self._telling_others():
-            rows = message
-            for line in self._lines:
-                rows = line.exchange(rows.view(-1), what)
-            return rows.view(-1, message.numel())
+        rows = message
+        for line in self._lines:
+            rows = line.exchange(rows.view(-1), what)
+        return rows.view(-1, message.numel())
 
     def give_up(self) -> None:
         for line in self._lines:
             line.give_up()
 
-    @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """Tells the ranks of all axes of a failure on one: they would wait for this rank."""
-        try:
-            yield
-        except (LostRankError, DisagreementError):
-            self.give_up()
-            raise
 
-    def _wait_for_all(self, works: Sequence[Work]) -> None:
-        with self._telling_others():
-            for work in works:
-                work.wait()
+def _wait_for_all(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def alike(axes: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -22,26 +22,26 @@ __all__ = ["PACKED_NBYTES", "BufferPlace", "ByRank", "Contribution", "Parcels", 
 PACKED_NBYTES = 128 * 1024
 
 Route = Sequence[tuple[int, int | None]]
-"""The hops of a tensor, in the order in which axes cut it (see `zero_fn.transport.links`): the number of the axis, and
-the elements of the largest piece into which it cuts what the hops before it left; None if it does not cut."""
+"""Hops of a tensor, in the order in which axes cut it (see `zero_fn.transport.links`): the number of
+the axis, and the elements of the largest piece into which it cuts what the hops before it left; None
+if it does not cut."""
 
 ByRank = Sequence[Sequence[Tensor]]
 """Tensors that go to each rank of an axis, or come from it; none for this rank. Any shapes, strides and dtypes."""
-
-_ONE_HOP: Route = ((0, None),)
 
 
 class Segment:
     """Memory for a whole tensor, in which an all-gather completes what each rank has of it."""
 
-    __slots__ = ("is_tight", "memory", "numel", "piece_numel", "route", "source", "start")
+    __slots__ = ("axis", "is_tight", "later", "memory", "numel", "piece_numel", "source", "start")
 
     def __init__(
         self,
         memory: Tensor,
         numel: int,
         piece_numel: int,
-        route: Route = _ONE_HOP,
+        axis: int = 0,
+        later: Route = (),
         *,
         start: int | torch.SymInt | None = None,
         source: Tensor | None = None,
@@ -51,7 +51,8 @@ class Segment:
         self.memory, self.start = memory, memory.storage_offset() if start is None else start
         # Rank `r` owns those from `r * piece_numel` on, cut at `numel`.
         self.numel, self.piece_numel = numel, piece_numel
-        self.route = route  # the hops by which the tensor travels; the segment describes the first
+        self.axis = axis  # the number of that along which it is gathered
+        self.later = later  # the hops that cut the pieces: they are made before
         # This rank's piece, if it lies elsewhere: it is read there, for the peers and for `memory`.
         self.source = source
         self.is_tight = is_tight  # whether `memory` has room for `numel` elements only, whatever the transport
@@ -68,11 +69,12 @@ class Segment:
 
     def piece_to_complete(self, rank: int) -> Segment | None:
         """The piece that `rank` owns, which the hops after the first complete before; None if no other axis cuts it."""
-        route = [hop for hop in self.route[1:] if hop[1] is not None]
-        start, numel = self.piece_bounds(rank)
-        if not route:
+        hops = [hop for hop in self.later if hop[1] is not None]
+        if not hops:
             return None
-        return Segment(self.memory, numel, route[0][1] or 0, route, start=self.start + start, is_tight=True)
+        (axis, piece_numel), *later = hops
+        start, numel = self.piece_bounds(rank)
+        return Segment(self.memory, numel, piece_numel or 0, axis, later, start=self.start + start, is_tight=True)
 
     def by_rank(self, size: int) -> Tensor:
         """A row for each rank, padding included."""
@@ -96,13 +98,22 @@ class Segment:
 class Contribution:
     """A tensor to sum over ranks, and the place for the mean of this rank's piece."""
 
-    __slots__ = ("out", "piece_numel", "piece_rows", "route", "rows", "sum_dtype")
+    __slots__ = ("axis", "later", "out", "piece_numel", "piece_rows", "rows", "sum_dtype")
 
     def __init__(
-        self, rows: Tensor, piece_rows: int, out: Tensor, sum_dtype: torch.dtype, route: Route = _ONE_HOP
+        self,
+        rows: Tensor,
+        piece_rows: int,
+        out: Tensor,
+        sum_dtype: torch.dtype,
+        axis: int = 0,
+        later: Route = (),
     ) -> None:
         self.rows = rows  # this rank's addend. It is only read, and has any strides: a gradient often comes transposed
-        self.out, self.sum_dtype, self.route = out, sum_dtype, route  # `out` is flat; `route`: see `Segment`
+        self.out = out  # flat
+        self.sum_dtype = sum_dtype
+        self.axis = axis  # the number of that over which it is summed first
+        self.later = later  # the hops over which the sums are summed after that
         self.piece_rows = piece_rows  # of the largest piece: pieces are cut along the first dim
         self.piece_numel = piece_rows * (rows.numel() // max(rows.shape[0], 1))
 

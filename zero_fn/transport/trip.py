@@ -12,7 +12,7 @@ __all__ = ["Trip"]
 class Trip:
     """Tensors under way. The first leg is begun at once, the others when it is waited for."""
 
-    def __init__(self, legs: Iterator[Work]) -> None:
+    def __init__(self, legs: Iterator[Work | Trip]) -> None:
         self._legs = legs
         self._work = next(legs, None)
 

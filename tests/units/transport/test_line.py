@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
-from tests.support.groups import pretended
+from tests.support.groups import pretended, pretended_grid
 from tests.support.messages import refusals
 from zero_fn.transport import direct_exchange
 from zero_fn.transport.agree import Flag
@@ -33,6 +33,7 @@ class Failing:
         self.failure = failure
         self.marks = []
         self.told = None
+        self.has_given_up = False
 
     def gather_plan(self, segments):
         return GatherPlan(segments, 0, [])
@@ -45,6 +46,7 @@ class Failing:
 
     def give_up(self, failure=None):
         self.told = failure
+        self.has_given_up = True
 
     def _fail(self):
         if self.failure is not None:
@@ -95,6 +97,24 @@ def test_a_lost_rank_is_named_and_where_this_one_waited(failure, summary):
     assert isinstance(error, zf.LostRankError)
     assert error.summary == summary
     assert error.facts["here"] == "rank 0, waiting in #0 all-gather of parameters of unit root (6 elements)"
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["here", "by another module"])
+def test_ranks_along_the_other_axis_are_told_of_a_failure(known, monkeypatch):
+    """They would wait for this one, until their deadline. Gathers and reductions go axis by axis."""
+    with pretended_grid(2, 2) as mesh:
+        axes = [mesh_axis(mesh[name], verb="test") for name in ("tp", "dp")]
+        raws = {axis: Failing() for axis in axes}
+        monkeypatch.setattr("zero_fn.transport.links.open_transport", raws.get)
+        line = line_over(axes).along(0)
+        raws[axes[0]].failure = LOST
+        if known:
+            with pytest.raises(zf.LostRankError):
+                line_of(raws[axes[0]], axes[0]).all_gather([SEGMENT], "others").wait()
+        assert not raws[axes[1]].has_given_up
+        with pytest.raises(zf.LostRankError):
+            line.all_gather([SEGMENT], "parameters").wait()
+        assert raws[axes[1]].has_given_up
 
 
 @pytest.mark.parametrize(("peer", "seen_by"), [(2, 1), (1, 2)])
