@@ -1,1 +1,2 @@
-"""Decisions as pure values, which take no memory and communicate nothing: tiers, homes, meshes, layouts, units, schedules."""
+"""Decisions as pure values, which take no memory and communicate nothing: tiers, homes,
+meshes, layouts, units, schedules."""

@@ -1,4 +1,7 @@
-"""What transforms have asked of a module, as one value. A transform joins its own request to it, and rebuilds the module."""
+"""What transforms have asked of a module, as one value.
+
+A transform joins its own request to it, and rebuilds the module.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,20 @@ Over = tuple[tuple[Axis, Homes], ...]
 class Assignment:
     """What has been asked of a module and of its parameters."""
 
-    # Requests that name no axis (dtypes, tiers, when gathered parameters are freed), by name of the parameter.
+    # Requests that name no axis (dtypes, tiers, when gathered parameters are freed),
+    # by name of the parameter.
     homes: Homes = field(default_factory=dict)
-    # The data-parallel axes, at most two, the innermost of their mesh first; and what is asked over each of them,
-    # by name of the parameter. A parameter for which nothing is asked rests replicated.
+    # The data-parallel axes, at most two, the innermost of their mesh first; and what is
+    # asked over each of them, by name of the parameter. A parameter for which nothing is
+    # asked rests replicated.
     over: Over = ()
     # Names of the modules whose parameters form units; None: the repeated blocks.
     anchors: tuple[str, ...] | None = None
     # The dtype to which floating point outputs are cast, by name of the module.
     outputs: Mapping[str, torch.dtype] = field(default_factory=dict)
     methods: tuple[str, ...] = ()  # methods that gather as `forward` does, each as `module.method`
-    # "broadcast" (all ranks have rank 0's buffers) or "local"; None: not asked, which means "broadcast".
+    # "broadcast" (all ranks have rank 0's buffers) or "local";
+    # None: not asked, which means "broadcast".
     buffers: str | None = None
 
     @property
@@ -62,7 +68,8 @@ class Assignment:
         """The least assignment that gives both what they ask for.
 
         Raises:
-            MeshError: Together they have more than two axes, axes of different meshes, or axes that share ranks.
+            MeshError: Together they have more than two axes, axes of different meshes,
+                or axes that share ranks.
             UnitError: Both choose units, and different ones.
             LayoutError: They ask for different dtypes, tiers or treatments of buffers.
         """
@@ -91,22 +98,34 @@ class Assignment:
         return self._renamed(lambda name: f"{prefix}.{name}".strip("."))
 
     def of_part(self, path: str, tied: Mapping[str, str]) -> Assignment:
-        """The same assignment, seen from the module that this one holds under the name `path`. `tied`: of its parameters that
-        are tied to ones outside, the first name, which is outside, and the name in the part."""
+        """The same assignment, seen from the module that this one holds under the name `path`.
+
+        `tied`: of its parameters that are tied to ones outside, the first name,
+        which is outside, and the name in the part.
+        """
 
         def in_part(name: str) -> str | None:
             if name == path:
                 return ""
-            return tied.get(name, name.removeprefix(f"{path}.") if name.startswith(f"{path}.") else None)
+            return tied.get(
+                name, name.removeprefix(f"{path}.") if name.startswith(f"{path}.") else None
+            )
 
         part = self._renamed(in_part)
-        return part if part.anchors is None else replace(part, anchors=tuple(dict.fromkeys(("", *part.anchors))))
+        return (
+            part
+            if part.anchors is None
+            else replace(part, anchors=tuple(dict.fromkeys(("", *part.anchors))))
+        )
 
     def _renamed(self, rename: Callable[[str], str | None]) -> Assignment:
-        """The assignment with other names of modules, parameters and methods; without those for which `rename` gives None."""
+        """The assignment with other names of modules, parameters and methods;
+        without those for which `rename` gives None."""
 
         def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
-            return {new: value for name, value in by_name.items() if (new := rename(name)) is not None}
+            return {
+                new: value for name, value in by_name.items() if (new := rename(name)) is not None
+            }
 
         return Assignment(
             renamed(self.homes),
@@ -127,7 +146,9 @@ def _joined_axes(one: Over, other: Over) -> Over:
         return tuple(joined.items())
     _require_apart(list(joined))
     root = root_of(next(iter(joined)).mesh)
-    return tuple(sorted(joined.items(), key=lambda item: -max(dims_in(root, item[0].mesh), default=0)))
+    return tuple(
+        sorted(joined.items(), key=lambda item: -max(dims_in(root, item[0].mesh), default=0))
+    )
 
 
 def _require_apart(axes: list[Axis]) -> None:

@@ -1,8 +1,12 @@
 """Which elements of a tensor a rank holds, and which it writes: arithmetic alone.
 
-    whole tensor   ..........      a *box* is a range of each dim. Every cut of ZeRO and of tensor parallelism takes a range
-                   ..####....      of one dim of what the cut before it left. So what a rank holds of a tensor is one box,
-                   ..####....      and any checkpoint is a set of boxes that covers each tensor.
+    whole tensor   ..........      a *box* is a range of each dim
+                   ..####....
+                   ..####....
+
+Every cut of ZeRO and of tensor parallelism takes a range of one dim of what the cut before it left.
+So what a rank holds of a tensor is one box, and any checkpoint is a set of boxes that covers each
+tensor.
 
 Elements of a box are numbered row by row, the last dim fastest, as a safetensors file has them.
 """
@@ -64,8 +68,10 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
     def around(self, inner: Box) -> Box:
-        """The elements of `inner`, which is counted from the first of this box, counted from the first of the whole."""
-        return Box(tuple(a + b for a, b in zip(self.starts, inner.starts, strict=True)), inner.sizes)
+        """The elements of `inner`, which is counted from the first of this box,
+        counted from the first of the whole."""
+        starts = tuple(a + b for a, b in zip(self.starts, inner.starts, strict=True))
+        return Box(starts, inner.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
         """These elements of a tensor, as a view."""
@@ -86,7 +92,8 @@ def strides_of(shape: Sizes) -> Sizes:
 
 
 def spans(sizes: Sizes, first: int, last: int) -> Iterator[Box]:
-    """The boxes, in order, that make up the elements from `first` up to `last` of a box of these sizes."""
+    """The boxes, in order, that make up the elements from `first` up to
+    `last` of a box of these sizes."""
     if first >= last:
         return
     if len(sizes) < 2:
@@ -109,7 +116,8 @@ def _in_row(sizes: Sizes, number: int, first: int, last: int) -> Iterator[Box]:
 
 
 def ranges(sizes: Sizes, most: int) -> Iterator[tuple[int, int]]:
-    """Cuts the elements of a box into ranges of at most `most`, at the ends of rows where these are short enough."""
+    """Cuts the elements of a box into ranges of at most `most`,
+    at the ends of rows where these are short enough."""
     numel, row = prod(sizes), prod(sizes[1:])
     step = max(most // row * row if 0 < row <= most else most, 1)
     for first in range(0, numel, step):
@@ -123,13 +131,17 @@ class Holding:
     shape: Sizes  # of the whole tensor
     box: Box
     replica: tuple[int, int] | None = None
-    """(replica, number of replicas) of these elements. None for a plain tensor, which all ranks with these names hold."""
+    """(replica, number of replicas) of these elements.
+
+    None for a plain tensor, which all ranks with these names hold.
+    """
 
     def own(self, ordinal: int, itemsize: int, same_names: tuple[int, int]) -> Box | None:
-        """The elements that this rank writes: each element is written by one rank, and all ranks write about as many.
+        """The elements that this rank writes: each element is written by one rank,
+        and all ranks write about as many.
 
-        `ordinal` is the number of the tensor, by which small ones are dealt in turn; `same_names` is (index, number) of
-        the ranks with tensors of the same names.
+        `ordinal` is the number of the tensor, by which small ones are dealt in turn; `same_names`
+        is (index, number) of the ranks with tensors of the same names.
         """
         rank, size = self.replica or same_names
         sizes, numel = self.box.sizes, self.box.numel
@@ -145,4 +157,5 @@ _DIVIDED_NBYTES = 64 << 10
 """A replicated tensor of fewer bytes is written by one rank."""
 
 DEALT_RANKS = 8
-"""How many ranks the small tensors are dealt to: a reader finds all of them in the parts of so few."""
+"""How many ranks the small tensors are dealt to: a reader finds all of
+them in the parts of so few."""

@@ -1,7 +1,8 @@
-"""Several optimizers of one run, such as Muon for matrices and AdamW for the rest, where one is asked for.
+"""Several optimizers of one run, such as Muon for matrices and AdamW for the rest,
+where one is asked for.
 
-Every function that takes an optimizer takes a sequence of them: `members_of` lists them, and `as_one` makes of them an
-optimizer that a scheduler, a trainer or a profile can use.
+Every function that takes an optimizer takes a sequence of them: `members_of` lists them, and
+`as_one` makes of them an optimizer that a scheduler, a trainer or a profile can use.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class ChainedOptimizer(Optimizer):
-    """Steps several optimizers, one after the other. Its groups are theirs, so a scheduler sets the rates of all.
+    """Steps several optimizers, one after the other.
+
+    Its groups are theirs, so a scheduler sets the rates of all.
 
     Attributes:
         members: The optimizers.
@@ -32,7 +35,9 @@ class ChainedOptimizer(Optimizer):
         self.defaults = dict(self.members[0].defaults)
         owners: dict[int, str] = {}
         for number, member in enumerate(self.members):
-            for parameter in [parameter for group in member.param_groups for parameter in group["params"]]:
+            for parameter in [
+                parameter for group in member.param_groups for parameter in group["params"]
+            ]:
                 own = f"number {number}, {type(member).__name__}"
                 other = owners.setdefault(id(parameter), own)
                 if other != own:
@@ -40,7 +45,8 @@ class ChainedOptimizer(Optimizer):
                         "A parameter is in two optimizers.",
                         parameter=list(parameter.shape),
                         optimizers=f"{other}; {own}",
-                        why="each would step it, and a checkpoint has its states under its name once",
+                        why="each would step it, and a checkpoint has its "
+                        "states under its name once",
                         fix="leave it to one of them",
                     )
 
@@ -52,13 +58,18 @@ class ChainedOptimizer(Optimizer):
     @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
         """The states of all members by parameter, to be read."""
-        return {parameter: states for member in self.members for parameter, states in member.state.items()}
+        return {
+            parameter: states
+            for member in self.members
+            for parameter, states in member.state.items()
+        }
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.members))
 
     def wrapped_by(self, wrap: Callable[[Optimizer], Optimizer]) -> ChainedOptimizer:
-        """Itself, with each member wrapped (`zf.by_owner`, `zf.streamed`): schedulers that know it go on."""
+        """Itself, with each member wrapped (`zf.by_owner`, `zf.streamed`):
+        schedulers that know it go on."""
         self.members = tuple(map(wrap, self.members))
         return self
 
@@ -76,7 +87,10 @@ class ChainedOptimizer(Optimizer):
             member.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all members. The closure is evaluated first, once, with gradients enabled; its value is returned."""
+        """Steps all members.
+
+        The closure is evaluated first, once, with gradients enabled; its value is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -137,7 +151,9 @@ def as_one(optimizer: Optimizers) -> Optimizer:
         return optimizer
     members = [member for each in optimizer for member in members_of(each)]
     if not members:
-        raise StateError("An empty sequence of optimizers was given.", fix="(muon, adamw), or one optimizer")
+        raise StateError(
+            "An empty sequence of optimizers was given.", fix="(muon, adamw), or one optimizer"
+        )
     return members[0] if len(members) == 1 else ChainedOptimizer(members)
 
 

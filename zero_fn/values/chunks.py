@@ -1,11 +1,13 @@
-"""Which elements of which parameters share a buffer when their states pass through buffers of one size: pure arithmetic.
+"""Which elements of which parameters share a buffer when their states pass through buffers
+of one size: pure arithmetic.
 
     parameters   |-- a: 9 --|-- b: 3 --|---------- c: 40 ----------|- d: 2 -|
     pieces       |-- a -----|-- b -----|-- c[0:16] --|-- c[16:32] --|-- c[32:40] --|- d -|
     chunks       |          0          |      1      |      2       |          3         |
 
-A parameter whose states fit a buffer is one piece. A larger one is cut at multiples of `GRAIN_NUMEL` elements. Then the
-elements after the last whole vector are those of the uncut parameter: fused optimizers of torch round them differently.
+A parameter whose states fit a buffer is one piece. A larger one is cut at multiples of
+`GRAIN_NUMEL` elements. Then the elements after the last whole vector are those of the uncut
+parameter: fused optimizers of torch round them differently.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ def chunks_of(
     nbytes_of: Callable[[int, int], int],
     buffer_nbytes: int,
 ) -> list[tuple[Piece, ...]]:
-    """Cuts parameters into pieces, and packs the pieces, in order, into chunks that each fit a buffer.
+    """Cuts parameters into pieces, and packs the pieces, in order,
+    into chunks that each fit a buffer.
 
     Args:
         numels: Elements of each parameter.
         places: The place of each parameter. Parameters of different places are in different chunks.
-        nbytes_of: Given the number of a parameter and a number of elements: bytes of the states of so many of its elements.
+        nbytes_of: Given the number of a parameter and a number of elements:
+            bytes of the states of so many of its elements.
         buffer_nbytes: Most bytes of the states of a chunk.
 
     Returns:
@@ -77,14 +81,24 @@ def _pieces(
         return [(Piece(number, 0, numel, True), whole_nbytes)]
     most = numel // GRAIN_NUMEL
     while most and nbytes_of(number, most * GRAIN_NUMEL) > buffer_nbytes:
-        most = min(most - 1, most * GRAIN_NUMEL * buffer_nbytes // nbytes_of(number, most * GRAIN_NUMEL) // GRAIN_NUMEL)
+        most = min(
+            most - 1,
+            most
+            * GRAIN_NUMEL
+            * buffer_nbytes
+            // nbytes_of(number, most * GRAIN_NUMEL)
+            // GRAIN_NUMEL,
+        )
     if not most:
         least = nbytes_of(number, min(numel, GRAIN_NUMEL))
         raise TierError(
-            f"A buffer of {bytes_text(buffer_nbytes)} is too small for the states of {min(numel, GRAIN_NUMEL)} elements.",
+            f"A buffer of {bytes_text(buffer_nbytes)} is too small for the states of "
+            f"{min(numel, GRAIN_NUMEL)} elements.",
             needs=bytes_text(least),
             fix=f"buffer={least} or more; 64 MiB is a good size",
         )
     step = most * GRAIN_NUMEL
     cuts = [(start, min(start + step, numel)) for start in range(0, numel, step)]
-    return [(Piece(number, start, stop, False), nbytes_of(number, stop - start)) for start, stop in cuts]
+    return [
+        (Piece(number, start, stop, False), nbytes_of(number, stop - start)) for start, stop in cuts
+    ]

@@ -1,7 +1,7 @@
 """Where the training state of a parameter rests: the value that transforms join.
 
-A home has three coordinates: placement, dtype and tier. ZeRO is three placements per parameter, of the parameter P, its
-gradient G and its optimizer state O:
+A home has three coordinates: placement, dtype and tier. ZeRO is three placements per parameter, of
+the parameter P, its gradient G and its optimizer state O:
 
     |            | P         | G         | O         |
     | NOTHING    | Replicate | Replicate | Replicate |  plain data parallelism
@@ -9,9 +9,10 @@ gradient G and its optimizer state O:
     | GRADS      | Replicate | Shard     | Shard     |  ZeRO-2
     | PARAMS     | Shard     | Shard     | Shard     |  ZeRO-3
 
-Sharding P without G, or G without O, would save nothing that the row above does not, so the rows form a chain and the
-join of two is the larger one. Together with the dtypes and the tiers they form a join-semilattice: joining is idempotent,
-commutative and associative, which is why transforms compose in any order.
+Sharding P without G, or G without O, would save nothing that the row above does not, so the rows
+form a chain and the join of two is the larger one. Together with the dtypes and the tiers they form
+a join-semilattice: joining is idempotent, commutative and associative, which is why transforms
+compose in any order.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 5 (P_os, P_os+g, P_os+g+p).
 """
@@ -45,7 +46,10 @@ class Stage(IntEnum):
 
 
 class ReshardAfter(IntEnum):
-    """When gathered parameters are freed, if they rest sharded or in another tier. Later: fewer gathers, more memory."""
+    """When gathered parameters are freed, if they rest sharded or in another tier.
+
+    Later: fewer gathers, more memory.
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -59,23 +63,28 @@ class ReshardAfter(IntEnum):
         """
         if moment not in ("forward", "backward"):
             raise LayoutError(
-                "reshard_after names no moment.", got=repr(moment), fix='reshard_after="forward" or "backward"'
+                "reshard_after names no moment.",
+                got=repr(moment),
+                fix='reshard_after="forward" or "backward"',
             )
         return cls[moment.upper()]
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where P, G and O of one parameter rest, in which tiers, and the dtypes they have in flight."""
+    """Where P, G and O of one parameter rest, in which tiers,
+    and the dtypes they have in flight."""
 
     stage: Stage = Stage.NOTHING  # how much of the state is sharded over the axis
     compute: torch.dtype | None = None  # of the gathered parameter; None: the dtype at rest
-    # Of sums of gradients over ranks and microbatches; None: float32 for gradients of 16 bits or less, else their own.
+    # Of sums of gradients over ranks and microbatches; None: float32 for gradients of 16
+    # bits or less, else their own.
     reduce: torch.dtype | None = None
     grads: torch.dtype | None = None  # of gradients at rest; None: that of their parameter
     reshard_after: ReshardAfter = ReshardAfter.FORWARD  # when the gathered parameter is freed
     tiers: Tiers = IN_MEMORY
-    round: ParameterRounding | None = None  # of results into parameters that rest in bfloat16; None: by the optimizer
+    # Rounding of results into parameters that rest in bfloat16; None: by the optimizer.
+    round: ParameterRounding | None = None
     gather: Wire | None = None  # the format in which parameters travel; None: as they are
     scatter: Wire | None = None  # the format in which gradients travel
 
@@ -85,7 +94,10 @@ class Home:
         Raises:
             LayoutError: The two ask for different dtypes, roundings or tiers.
         """
-        dtypes, formats = "{} dtypes of the same parameter", "formats in which the same parameter travels ({}=)"
+        dtypes, formats = (
+            "{} dtypes of the same parameter",
+            "formats in which the same parameter travels ({}=)",
+        )
         return Home(
             max(self.stage, other.stage),
             _agreed("compute", self.compute, other.compute, dtypes),
@@ -99,11 +111,15 @@ class Home:
         )
 
     def compute_dtype(self, resting: torch.dtype) -> torch.dtype:
-        """The dtype of the gathered parameter, for one that rests in the dtype `resting`. Only floating point is cast."""
+        """The dtype of the gathered parameter, for one that rests in the dtype `resting`.
+
+        Only floating point is cast.
+        """
         return self.compute if self.compute is not None and resting.is_floating_point else resting
 
     def sum_dtype(self, resting: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are summed, for a parameter that rests in the dtype `resting`."""
+        """The dtype in which gradients are summed, for a parameter that
+        rests in the dtype `resting`."""
         computed = self.compute_dtype(resting)
         if self.reduce is not None and resting.is_floating_point:
             return self.reduce
@@ -115,6 +131,9 @@ class Home:
 
 
 def _agreed(name: str, one: T | None, other: T | None, what: str) -> T | None:
-    """What two calls of `precision` ask for by the argument `name`. `what`: as in `agreed`, with a place for the name."""
+    """What two calls of `precision` ask for by the argument `name`.
+
+    `what`: as in `agreed`, with a place for the name.
+    """
     fix = f"pass one precision(model, {name}=...) per parameter; select parameters with where="
     return agreed(one, other, what.format(name), fix=fix)

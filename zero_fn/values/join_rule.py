@@ -1,4 +1,5 @@
-"""The one rule by which requests are joined: what one transform asks for holds, and two that ask must ask for the same."""
+"""The one rule by which requests are joined: what one transform asks for holds,
+and two that ask must ask for the same."""
 
 from __future__ import annotations
 
@@ -29,5 +30,10 @@ def agreed(
         LayoutError: Both ask, for different values.
     """
     if one is not None and other is not None and one != other:
-        raise error(f"Two transforms ask for different {what}.", first=shown(one), second=shown(other), fix=fix)
+        raise error(
+            f"Two transforms ask for different {what}.",
+            first=shown(one),
+            second=shown(other),
+            fix=fix,
+        )
     return one if one is not None else other

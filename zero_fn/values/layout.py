@@ -1,18 +1,21 @@
 """Where every element of a parameter lives: pure arithmetic, no tensors, no communication.
 
-A parameter is cut into `n` equal runs of rows, one per rank of the axis; the last runs may be short or empty::
+A parameter is cut into `n` equal runs of rows, one per rank of the axis;
+the last runs may be short or empty::
 
     |--- w: 5 rows ---|pad|        n = 3, shard_rows = 2, padded_rows = 6
     | rank 0| rank 1| rank 2|      rank 2 owns one row
 
-A *row* is one index of the sharded dim. Elements are stored with the sharded dim outermost, so that a shard is one
-contiguous range and the padded parameter is the concatenation of all shards, written as einops patterns:
+A *row* is one index of the sharded dim. Elements are stored with the sharded dim outermost, so that
+a shard is one contiguous range and the padded parameter is the concatenation of all shards, written
+as einops patterns:
 
     shard            "(n rows) ... -> n rows ...", then row `rank`
     all-gather       "n rows ... -> (n rows) ..."
     reduce-scatter   "src (n rows) ... -> n rows ...", summed over src
 
-These are exactly the shards of DTensor's `Shard(dim)` (`torch.chunk`), so checkpoints need no conversion.
+These are exactly the shards of DTensor's `Shard(dim)` (`torch.chunk`),
+so checkpoints need no conversion.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 5 (the partitions of P_os, P_g and P_p).
 """
@@ -35,21 +38,29 @@ __all__ = [
 ]
 
 ALIGNMENT_NBYTES = 128
-"""Every shard and every segment of a buffer starts on this boundary. NCCL is ten times slower on memory that is aligned to
-4 bytes (pytorch#195450), and vectorised CPU kernels are faster on whole cache lines."""
+"""Every shard and every segment of a buffer starts on this boundary.
+
+NCCL is ten times slower on memory that is aligned to 4 bytes (pytorch#195450), and vectorised CPU
+kernels are faster on whole cache lines.
+"""
 
 TOLERATED_PADDING_NUMEL = 2**18
-"""Most elements of padding, or of a parameter that rests whole instead, for which a parameter keeps its strides."""
+"""Most elements of padding, or of a parameter that rests whole instead,
+for which a parameter keeps its strides."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One parameter cut over the ranks of an axis. All sizes are in elements unless they say rows."""
+    """One parameter cut over the ranks of an axis.
+
+    All sizes are in elements unless they say rows.
+    """
 
     shape: Shape  # the shape of the parameter
-    order: tuple[int, ...]  # its dims from the outermost in memory to the innermost; `order[0]` is the sharded dim
+    # Its dims from the outermost in memory to the innermost; `order[0]` is the sharded dim.
+    order: tuple[int, ...]
     shards: int  # number of ranks `n`
 
     @property
@@ -112,17 +123,21 @@ class ShardLayout:
 
 
 def is_shardable(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape has rows to cut. Scalars and empty tensors have none, and rest replicated."""
+    """Whether a tensor of this shape has rows to cut.
+
+    Scalars and empty tensors have none, and rest replicated.
+    """
     return len(shape) > 0 and prod(shape) > 0
 
 
 def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> ShardLayout:
     """How to cut a parameter for which `is_shardable` holds.
 
-    The sharded dim is the outermost in memory, and the other dims keep their order. So a gathered parameter has the strides
-    that it had: with others a kernel may round differently. One case is cut otherwise: if the outermost dim has fewer rows
-    than there are ranks and the padding would be large (stacked experts), another dim is cut and becomes the outermost. That
-    is the largest dim, but the innermost only if no other has enough rows.
+    The sharded dim is the outermost in memory, and the other dims keep their order. So a gathered
+    parameter has the strides that it had: with others a kernel may round differently. One case is
+    cut otherwise: if the outermost dim has fewer rows than there are ranks and the padding would be
+    large (stacked experts), another dim is cut and becomes the outermost. That is the largest dim,
+    but the innermost only if no other has enough rows.
     """
     order = list(range(len(shape)))
     if not _is_dense(shape, stride, order):
@@ -140,7 +155,8 @@ def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> Sh
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
-    """Whether the elements fill one range of memory without gaps or overlaps, with the dims in this order."""
+    """Whether the elements fill one range of memory without gaps or overlaps,
+    with the dims in this order."""
     step = 1
     for dim in reversed(order):
         if shape[dim] > 1 and stride[dim] != step:
@@ -150,6 +166,9 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int])
 
 
 def aligned_offsets(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Where ranges start that lie back to back on aligned boundaries, in elements. One more entry at the end: the total."""
+    """Where ranges start that lie back to back on aligned boundaries, in elements.
+
+    One more entry at the end: the total.
+    """
     unit = max(ALIGNMENT_NBYTES // itemsize, 1)
     return (0, *accumulate(-(-numel // unit) * unit for numel in numels))

@@ -1,6 +1,8 @@
-"""One axis of a `DeviceMesh`, which is all that a transform needs of it; and where the axes of one mesh lie in that mesh.
+"""One axis of a `DeviceMesh`, which is all that a transform needs of it;
+and where the axes of one mesh lie in that mesh.
 
-Only this file asks torch which mesh a submesh was cut from, and joins submeshes: torch's functions for both are private.
+Only this file asks torch which mesh a submesh was cut from, and joins submeshes:
+torch's functions for both are private.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from zero_fn.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Axis", "axes_text", "cut_from", "dims_in", "joined_mesh", "mesh_axis", "root_of", "unflattened"]
+__all__ = [
+    "Axis",
+    "axes_text",
+    "cut_from",
+    "dims_in",
+    "joined_mesh",
+    "mesh_axis",
+    "root_of",
+    "unflattened",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,8 @@ class Axis:
     size: int = field(compare=False)  # number of ranks along the axis, `n` in the formulas
     rank: int = field(compare=False)  # position of this process, `0 <= rank < size`
     name: str = field(compare=False)  # the name of the axis, `"axis"` when the mesh gave none
-    device_type: str = field(compare=False)  # `"cpu"`, `"cuda"`, ...: where the bytes of this axis move
+    # `"cpu"`, `"cuda"`, ...: where the bytes of this axis move.
+    device_type: str = field(compare=False)
 
     @property
     def group(self) -> ProcessGroup:
@@ -38,9 +50,11 @@ class Axis:
 
     @property
     def backend(self) -> str:
-        """The backend that moves the bytes: "gloo", "nccl", ... A process group may have one for each type of device."""
+        """The backend that moves the bytes: "gloo", "nccl", ...
+        A process group may have one for each type of device."""
         named = str(dist.get_backend(self.group))
-        if named == "undefined":  # of a group that was started without a name, as init_device_mesh does
+        # The group was started without a name, as init_device_mesh does.
+        if named == "undefined":
             return str(self.group._get_backend(torch.device(self.device_type)).name())
         by_device = dict(pair.split(":", 1) for pair in named.split(",") if ":" in pair)
         return by_device.get(self.device_type, named)
@@ -53,13 +67,15 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
     """A mesh of one axis, as an `Axis`.
 
     Raises:
-        MeshError: `mesh` is not a mesh, has several axes, is on `meta`, or does not contain this rank.
+        MeshError: `mesh` is not a mesh, has several axes, is on `meta`,
+            or does not contain this rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"{verb} takes one axis of a DeviceMesh, got {type(mesh).__name__}.",
             got=repr(mesh)[:80],
-            fix=f'mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp",)); zf.{verb}(model, mesh["dp"])',
+            fix='mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp",)); '
+            f'zf.{verb}(model, mesh["dp"])',
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
@@ -82,7 +98,8 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
             f"{verb} was given a mesh on 'meta'.",
             mesh=axes_text(mesh),
             why="parameters rest on the device of their mesh, and meta has no memory",
-            fix='init_device_mesh("cpu", ...) or "cuda"; a model on meta stays there until zf.materialize',
+            fix='init_device_mesh("cpu", ...) or "cuda"; '
+            "a model on meta stays there until zf.materialize",
         )
     name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
     return Axis(mesh, mesh.size(), mesh.get_local_rank(), name, mesh.device_type)
@@ -96,7 +113,8 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def cut_from(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
     """The submesh of `root` that is `mesh` or equal to it; None if there is none.
 
-    A DTensor holds the first of all equal meshes that DTensor met in the process. That one may be cut from another root.
+    A DTensor holds the first of all equal meshes that DTensor met in the process.
+    That one may be cut from another root.
     """
     names = mesh.mesh_dim_names
     if names is None or root_of(mesh) == root:
@@ -109,12 +127,19 @@ def cut_from(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def dims_in(root: DeviceMesh, mesh: DeviceMesh) -> frozenset[int]:
-    """The dims of `root` over which the ranks of a submesh spread; for a flattened axis, all dims that it was made of."""
+    """The dims of `root` over which the ranks of a submesh spread; for a flattened axis,
+    all dims that it was made of."""
     names, known = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if mesh is root or (names and all(name in known for name in names)):
-        return frozenset(range(root.ndim)) if mesh is root else frozenset(known.index(name) for name in names)
+        return (
+            frozenset(range(root.ndim))
+            if mesh is root
+            else frozenset(known.index(name) for name in names)
+        )
     places = (root.mesh.unsqueeze(-1) == mesh.mesh.flatten()).nonzero()[:, : root.ndim]
-    return frozenset(dim for dim in range(root.ndim) if int(places[:, dim].min()) != int(places[:, dim].max()))
+    return frozenset(
+        dim for dim in range(root.ndim) if int(places[:, dim].min()) != int(places[:, dim].max())
+    )
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -129,10 +154,11 @@ def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def unflattened(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """The ranks of one axis as several axes, neighbours along the last, of a new mesh in which the other axes stay.
+    """The ranks of one axis as several axes, neighbours along the last,
+    of a new mesh in which the other axes stay.
 
-    All ranks of the mesh call it, as it makes process groups. (torch's own keeps the mesh of before, in which these axes
-    share a dim.)
+    All ranks of the mesh call it, as it makes process groups. (torch's own keeps the mesh of
+    before, in which these axes share a dim.)
     """
     root, own = root_of(mesh), (mesh.mesh_dim_names or ("",))[0]
     known = root.mesh_dim_names or ("",)

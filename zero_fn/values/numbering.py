@@ -1,8 +1,9 @@
-"""Which number each element of a resting parameter has in its whole tensor, counted row by row, the last dim fastest.
+"""Which number each element of a resting parameter has in its whole tensor,
+counted row by row, the last dim fastest.
 
-    whole, 3 x 4    0  1  2  3        a rank that holds the last two columns has, in order of memory,
-                    4  5  6  7            2 3 6 7 10 11        its columns lie in rows: runs of two
-                    8  9 10 11            2 6 10 3 7 11        its rows lie in columns: runs of one
+    whole, 3 x 4    0  1  2  3      a rank that holds the last two columns has, in order of memory,
+                    4  5  6  7          2 3 6 7 10 11      its columns lie in rows: runs of two
+                    8  9 10 11          2 6 10 3 7 11      its rows lie in columns: runs of one
 
 What is computed from these numbers does not depend on how the tensor is cut.
 """
@@ -29,7 +30,8 @@ class Numbering:
 
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    order: tuple[int, ...]  # the dims of what this rank holds, from the outermost in memory to the innermost
+    # The dims of what this rank holds, from the outermost in memory to the innermost.
+    order: tuple[int, ...]
 
     @classmethod
     def of_held(cls, held: Holding, local: Tensor) -> Numbering:
@@ -50,7 +52,8 @@ class Numbering:
 
     @cached_property
     def run_numel(self) -> int:
-        """How many elements lie in memory, one after the other, with numbers one after the other: in each run as many."""
+        """How many elements lie in memory, one after the other,
+        with numbers one after the other: in each run as many."""
         if not self.is_in_order:
             return 1
         cut = [dim for dim, size in enumerate(self.box.sizes) if size != self.shape[dim]]

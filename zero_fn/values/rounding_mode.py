@@ -1,4 +1,5 @@
-"""How the result of a step is rounded into a parameter that rests in bfloat16 and has no master in float32."""
+"""How the result of a step is rounded into a parameter that rests in bfloat16
+and has no master in float32."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class ParameterRounding:
         """Refuses what cannot be."""
         if self.mode not in get_args(Mode):
             raise LayoutError(
-                'round is neither "stochastic" nor "kahan".', got=repr(self.mode), fix='round="stochastic"'
+                'round is neither "stochastic" nor "kahan".',
+                got=repr(self.mode),
+                fix='round="stochastic"',
             )
         if self.seed and self.mode != "stochastic":
             raise LayoutError(

@@ -1,16 +1,18 @@
 """A step as a list of events: pure values, the same on every rank.
 
-A *trace* is what a forward of the model did: `Enter(use)` where the forward of a unit began and `Exit(use)` where it ended,
-called brackets, nested as modules nest. From a trace the functions below make a *schedule*, in which events that gather, free
-and reduce stand around the brackets::
+A *trace* is what a forward of the model did: `Enter(use)` where the forward of a unit began and
+`Exit(use)` where it ended, called brackets, nested as modules nest. From a trace the functions
+below make a *schedule*, in which events that gather, free and reduce stand around the brackets::
 
     forward     Unshard(a) Await(a) Enter(a) .. Exit(a) Reshard(a) ...
     backward    the trace reversed; after the last Exit of a unit: Reshard(unit) Reduce(unit)
 
-`prefetch`, `fetch_ahead` and `limit_reductions` take a schedule and return another. The runtime does what the schedule says.
-A schedule is computed from what all ranks share, so every rank issues the same collectives in the same order.
+`prefetch`, `fetch_ahead` and `limit_reductions` take a schedule and return another. The runtime
+does what the schedule says. A schedule is computed from what all ranks share, so every rank issues
+the same collectives in the same order.
 
-A unit may run several times in a pass (a shared block), so a bracket names a use: a unit and a number.
+A unit may run several times in a pass (a shared block),
+so a bracket names a use: a unit and a number.
 """
 
 from __future__ import annotations
@@ -119,18 +121,30 @@ Trace = tuple[Enter | Exit, ...]
 
 
 def forward_schedule(trace: Trace, *, keeps_last: bool) -> tuple[Event, ...]:
-    """The schedule of a forward: a unit is gathered before each use and freed after it. `keeps_last`: a backward follows, and
-    begins with the units that end after the last Enter (the last block and the modules around it): they stay gathered."""
-    last_enter = max((i for i, bracket in enumerate(trace) if isinstance(bracket, Enter)), default=-1)
+    """The schedule of a forward: a unit is gathered before each use and freed after it.
+
+    `keeps_last`: a backward follows, and begins with the units that end after the last Enter (the
+    last block and the modules around it): they stay gathered.
+    """
+    last_enter = max(
+        (i for i, bracket in enumerate(trace) if isinstance(bracket, Enter)), default=-1
+    )
     return _around(trace, stays=lambda i: keeps_last and i > last_enter, reduces=lambda unit: False)
 
 
-def _around(trace: Trace, *, stays: Callable[[int], bool], reduces: Callable[[int], bool]) -> tuple[Event, ...]:
-    """The brackets of a trace with the events around them. `stays`: whether a unit stays gathered after the bracket of this
-    number; `reduces`: whether the gradients of a unit are reduced after its last Exit."""
+def _around(
+    trace: Trace, *, stays: Callable[[int], bool], reduces: Callable[[int], bool]
+) -> tuple[Event, ...]:
+    """The brackets of a trace with the events around them.
+
+    `stays`: whether a unit stays gathered after the bracket of this number; `reduces`: whether the
+    gradients of a unit are reduced after its last Exit.
+    """
     events: list[Event] = []
     running: list[int] = []  # units that were entered and not left, once for each use
-    last_exit = {bracket.use.unit: i for i, bracket in enumerate(trace) if isinstance(bracket, Exit)}
+    last_exit = {
+        bracket.use.unit: i for i, bracket in enumerate(trace) if isinstance(bracket, Exit)
+    }
     for i, bracket in enumerate(trace):
         unit = bracket.use.unit
         if isinstance(bracket, Enter):
@@ -151,7 +165,8 @@ def _around(trace: Trace, *, stays: Callable[[int], bool], reduces: Callable[[in
 class Point(NamedTuple):
     """One bracket of a schedule, with the actions around it."""
 
-    before: tuple[Action, ...]  # those before the bracket that are not in `after` of the previous point
+    # Actions before the bracket that are not in `after` of the previous point.
+    before: tuple[Action, ...]
     bracket: Enter | Exit
     after: tuple[Action, ...]  # those right after the bracket, up to the first that waits
 
@@ -177,21 +192,27 @@ def _actions(events: Sequence[Event]) -> tuple[Action, ...]:
 
 
 def backward_trace(trace: Trace) -> Trace:
-    """The brackets of the backward pass of a forward trace: reversed, with Enter and Exit exchanged."""
-    return tuple(Exit(bracket.use) if isinstance(bracket, Enter) else Enter(bracket.use) for bracket in reversed(trace))
+    """The brackets of the backward pass of a forward trace: reversed,
+    with Enter and Exit exchanged."""
+    return tuple(
+        Exit(bracket.use) if isinstance(bracket, Enter) else Enter(bracket.use)
+        for bracket in reversed(trace)
+    )
 
 
 def backward_schedule(trace: Trace, *, reduces: Callable[[int], bool]) -> tuple[Event, ...]:
-    """The schedule of a backward: a unit is gathered before each use, freed after it, and reduced after its last use, if it
-    `reduces` in this backward (not while accumulating, not if frozen)."""
+    """The schedule of a backward: a unit is gathered before each use, freed after it, and reduced
+    after its last use, if it `reduces` in this backward (not while accumulating, not if frozen)."""
     return _around(trace, stays=lambda i: False, reduces=reduces)
 
 
 def prefetch(
     events: Sequence[Event], *, depth: int, stays: Callable[[int], bool] = lambda unit: False
 ) -> tuple[Event, ...]:
-    """Moves each Unshard before the `depth` Enters that precede it, so that it runs beside their compute. Not that of a unit
-    that `stays`.
+    """Moves each Unshard before the `depth` Enters that precede it,
+    so that it runs beside their compute.
+
+    Not that of a unit that `stays`.
 
     An Unshard does not move before a Reshard of the same unit.
     """
@@ -214,11 +235,14 @@ def prefetch(
     return tuple(moved)
 
 
-def fetch_ahead(events: Sequence[Event], *, is_away: Callable[[int], bool], depth: int) -> tuple[Event, ...]:
-    """Adds a Fetch for each Unshard of a unit that rests in another tier, before the `depth` Enters that precede the Unshard.
+def fetch_ahead(
+    events: Sequence[Event], *, is_away: Callable[[int], bool], depth: int
+) -> tuple[Event, ...]:
+    """Adds a Fetch for each Unshard of a unit that rests in another tier,
+    before the `depth` Enters that precede the Unshard.
 
-    A Fetch is not put before a Reshard of the same unit, nor before the Unshard of the unit that was fetched before. So at
-    most one unit is read from its tier while another is gathered.
+    A Fetch is not put before a Reshard of the same unit, nor before the Unshard of the unit that
+    was fetched before. So at most one unit is read from its tier while another is gathered.
     """
     fetched: list[Event] = []
     latest = 0  # the place after the Unshard of the unit that was fetched last
@@ -240,14 +264,17 @@ def fetch_ahead(events: Sequence[Event], *, is_away: Callable[[int], bool], dept
 
 
 def land_ahead(events: Sequence[Event], *, nbytes_of: Callable[[int], int]) -> tuple[Event, ...]:
-    """Adds a Fetch for each Unshard of a unit that a tier is read into directly: such a unit has memory of `nbytes_of` bytes
-    from its Fetch to its Reshard, others have 0.
+    """Adds a Fetch for each Unshard of a unit that a tier is read into directly: such a unit has
+    memory of `nbytes_of` bytes from its Fetch to its Reshard, others have 0.
 
-    A Fetch is put before the Enter that precedes the Unshard, and as far ahead of that as the memory of all that are read or
-    used fits into twice that of the largest. So the next unit is on its way while the last one is still waited for, and a
-    disk that bounds the pass never waits. The order of fetches is that of uses.
+    A Fetch is put before the Enter that precedes the Unshard, and as far ahead of that as the
+    memory of all that are read or used fits into twice that of the largest. So the next unit is on
+    its way while the last one is still waited for, and a disk that bounds the pass never waits. The
+    order of fetches is that of uses.
     """
-    room = 2 * max((nbytes_of(event.unit) for event in events if isinstance(event, Unshard)), default=0)
+    room = 2 * max(
+        (nbytes_of(event.unit) for event in events if isinstance(event, Unshard)), default=0
+    )
     placed: list[Event] = []
     taken: list[int] = []  # bytes in memory before each of them
     now = latest = 0  # bytes in memory, and the place after the last Fetch
@@ -274,7 +301,8 @@ def land_ahead(events: Sequence[Event], *, nbytes_of: Callable[[int], int]) -> t
 
 
 def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...]:
-    """Adds a Settle for each Reduce: as late as at most `limit` reductions may be under way, or at the end."""
+    """Adds a Settle for each Reduce: as late as at most `limit` reductions may
+    be under way, or at the end."""
     assert limit > 0, "a reduction needs room for itself"
     bounded: list[Event] = []
     under_way: list[int] = []

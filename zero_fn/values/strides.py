@@ -10,7 +10,9 @@ __all__ = ["as_flat", "dense_stride", "flat_in", "in_strides", "is_dense"]
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The strides of a tensor if it is dense; else those of its shape row by row."""
-    return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    return (
+        tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    )
 
 
 def as_flat(tensor: Tensor) -> Tensor:
@@ -22,11 +24,14 @@ def in_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A tensor with these strides: itself, or a copy if it lies otherwise."""
     if tensor.stride() == stride:
         return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_strided(
+        tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def flat_in(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The elements in the order of these strides, which leave no gaps: a view, or a copy of a tensor that lies otherwise."""
+    """The elements in the order of these strides, which leave no gaps: a view,
+    or a copy of a tensor that lies otherwise."""
     return as_flat(in_strides(tensor, stride))
 
 
@@ -35,7 +40,9 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+    for stride, size in sorted(
+        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
+    ):
         if stride != expected:
             return False
         expected *= size

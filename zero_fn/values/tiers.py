@@ -3,7 +3,8 @@
     cpu()              host memory, pinned if there is an accelerator
     nvme("/scratch")   unnamed files on one or several disks, read and written past the page cache
 
-A tier is a value: it says where bytes rest, and how many may. `zero_fn.storage` makes the memory or the file.
+A tier is a value: it says where bytes rest, and how many may.
+`zero_fn.storage` makes the memory or the file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ __all__ = [
     "nvme",
 ]
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,8 @@ class Nvme:
 
     Attributes:
         paths: The folders, one on each disk.
-        limit_nbytes: Most bytes that this rank may take, on all disks together; None: all that is free.
+        limit_nbytes: Most bytes that this rank may take, on all disks together;
+            None: all that is free.
     """
 
     paths: tuple[str, ...]
@@ -77,7 +89,9 @@ class Tiers:
     params: Tier | None = None  # between uses
     grads: Tier | None = None  # from backward to the step
     optim: Tier | None = None  # between steps
-    fraction: float = 1.0  # of the bytes of the optimizer's states that is in that tier; the rest stays on the device
+    # The part of the optimizer's states, in bytes, that is in that tier;
+    # the rest stays on the device.
+    fraction: float = 1.0
 
     def join(self, other: Tiers) -> Tiers:
         """The tiers that both ask for.
@@ -90,7 +104,8 @@ class Tiers:
                 getattr(self, state),
                 getattr(other, state),
                 f"tiers of {state}",
-                fix=f"pass one offload(model, {state}=...) per parameter; select parameters with where=",
+                fix=f"pass one offload(model, {state}=...) per parameter; "
+                "select parameters with where=",
             )
             for state in ("params", "grads", "optim")
         )
@@ -98,14 +113,17 @@ class Tiers:
             None if self.optim is None else self.fraction,
             None if other.optim is None else other.fraction,
             "fractions of the optimizer states",
-            fix="pass one offload(model, optim=..., fraction=...) per parameter; select parameters with where=",
+            fix="pass one offload(model, optim=..., fraction=...) per parameter; "
+            "select parameters with where=",
         )
         return Tiers(params, grads, optim, 1.0 if fraction is None else fraction)
 
     @property
     def are_stepped_in_place(self) -> bool:
         """Whether states are stepped in memory of the host, and nothing rests on a disk."""
-        return isinstance(self.optim, Cpu) and not any(isinstance(tier, Nvme) for tier in (self.params, self.grads))
+        return isinstance(self.optim, Cpu) and not any(
+            isinstance(tier, Nvme) for tier in (self.params, self.grads)
+        )
 
     def __str__(self) -> str:
         part = f" ({self.fraction:g} of it)" if self.fraction != 1 else ""
@@ -117,7 +135,10 @@ IN_MEMORY = Tiers()
 
 
 def is_away(tier: Tier | None, device_type: str) -> bool:
-    """Whether a tier is other memory than that of a device of this type. `cpu()` is not, for a model that computes there."""
+    """Whether a tier is other memory than that of a device of this type.
+
+    `cpu()` is not, for a model that computes there.
+    """
     return tier is not None and (is_accelerator(device_type) or not isinstance(tier, Cpu))
 
 
@@ -132,10 +153,11 @@ def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:
     Where the model itself computes on the CPU this is the device's own memory: nothing is copied.
 
     Args:
-        pinned: Register the memory with the accelerator, so that copies run beside computation. Without an accelerator
-            this does nothing.
-        limit: Most bytes that this rank may take for each of parameters, gradients and the states of an optimizer, as a
-            number or as text: `"4GiB"`, `"500MB"`. None: all that is available.
+        pinned: Register the memory with the accelerator, so that copies run beside computation.
+            Without an accelerator this does nothing.
+        limit: Most bytes that this rank may take for each of parameters, gradients and the
+            states of an optimizer, as a number or as text: `"4GiB"`, `"500MB"`. None: all
+            that is available.
 
     Returns:
         A value; no memory is taken.
@@ -146,18 +168,22 @@ def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:
     return Cpu(pinned, None if limit is None else nbytes_of_text(limit, "limit"))
 
 
-def nvme(path: str | os.PathLike[str], *more: str | os.PathLike[str], limit: int | str | None = None) -> Nvme:
-    """A folder of a local disk as a tier; with more paths, folders of several disks that are used as one.
+def nvme(
+    path: str | os.PathLike[str], *more: str | os.PathLike[str], limit: int | str | None = None
+) -> Nvme:
+    """A folder of a local disk as a tier; with more paths,
+    folders of several disks that are used as one.
 
-    Files in the folder have no name: two jobs never share a file, no other process can open one, and the disk is freed
-    when the process ends, however it ends.
+    Files in the folder have no name: two jobs never share a file, no other process can open one,
+    and the disk is freed when the process ends, however it ends.
 
     Args:
         path: An existing folder on a local disk; on a network file system it works, slowly.
-        *more: Folders of other disks. The bytes of the tier are cut into stripes of 2 MiB that lie on the disks in turn and
-            are read and written at once (RAID-0). So the tier holds as many bytes as the smallest disk, times their number.
-        limit: Most bytes that this rank may take on all disks, in this tier and in all that are equal to it, as a number or
-            as text: `"200GiB"`. None: all that is free.
+        *more: Folders of other disks. The bytes of the tier are cut into stripes of 2 MiB that lie
+            on the disks in turn and are read and written at once (RAID-0). So the tier holds as
+            many bytes as the smallest disk, times their number.
+        limit: Most bytes that this rank may take on all disks, in this tier and in all that are
+            equal to it, as a number or as text: `"200GiB"`. None: all that is free.
 
     Returns:
         A value; no file is made.
@@ -209,4 +235,5 @@ def bytes_text(nbytes: int) -> str:
 
 
 Shelved = tuple[str, Tier]
-"""A kind of state ("parameters", their "compute copies" and "codes", or "gradients") and the tier it rests in."""
+"""A kind of state ("parameters", their "compute copies" and "codes",
+or "gradients") and the tier it rests in."""

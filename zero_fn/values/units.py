@@ -1,13 +1,15 @@
 """Units: which parameters are gathered, freed and reduced together (FSDP's wrap groups).
 
-A *unit* belongs to a module, its *anchor*, and is gathered when the anchor's forward begins. A parameter belongs to the
-innermost anchor around it, or to the root. If several modules share a parameter, it belongs to the innermost anchor around
-all of them; so weights may be tied within a unit and across units.
+A *unit* belongs to a module, its *anchor*, and is gathered when the anchor's forward begins. A
+parameter belongs to the innermost anchor around it, or to the root. If several modules share a
+parameter, it belongs to the innermost anchor around all of them; so weights may be tied within a
+unit and across units.
 
-By default the anchors are the repeated blocks of the model: the members of each `ModuleList`, `Sequential` or `ModuleDict`
-that has at least two members with parameters. Containers inside containers are searched, blocks are not. A large module
-beside the blocks (`LARGE_NBYTES`: a token table, an output head) is an anchor too, because the unit of the root stays
-gathered from the first forward to the last backward. The parts of a tiled module (`tiled.py`) are always anchors.
+By default the anchors are the repeated blocks of the model: the members of each `ModuleList`,
+`Sequential` or `ModuleDict` that has at least two members with parameters. Containers inside
+containers are searched, blocks are not. A large module beside the blocks (`LARGE_NBYTES`: a token
+table, an output head) is an anchor too, because the unit of the root stays gathered from the first
+forward to the last backward. The parts of a tiled module (`tiled.py`) are always anchors.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ __all__ = [
 ]
 
 LARGE_NBYTES = 64 * 2**20
-"""A module beside the repeated blocks is a unit of its own if its whole parameters take more bytes than this."""
+"""A module beside the repeated blocks is a unit of its own if its whole
+parameters take more bytes than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,19 @@ class BySize:
 
 
 Units = type[nn.Module] | str | BySize | Sequence[type[nn.Module] | str] | None
-"""How to choose the anchors: module classes, patterns of module names, `by_size`, or None: the repeated blocks, and large
-modules beside them."""
+"""How to choose the anchors: module classes, patterns of module names, `by_size`, or None: the
+repeated blocks, and large modules beside them."""
 
 
 def by_size(*, nbytes: int) -> BySize:
-    """A rule for `units=`: a module is a unit if its parameters outside smaller units take at least `nbytes` bytes."""
+    """A rule for `units=`: a module is a unit if its parameters outside smaller units
+    take at least `nbytes` bytes."""
     if nbytes <= 0:
-        raise UnitError("by_size needs a positive number of bytes.", nbytes=nbytes, fix="by_size(nbytes=40_000_000)")
+        raise UnitError(
+            "by_size needs a positive number of bytes.",
+            nbytes=nbytes,
+            fix="by_size(nbytes=40_000_000)",
+        )
     return BySize(nbytes)
 
 
@@ -66,7 +74,8 @@ class NamedParameter:
     """One parameter, and every place of a model that holds it."""
 
     parameter: nn.Parameter  # the parameter
-    # The name of the module and the attribute, for each place in registration order. A tied weight has several.
+    # The name of the module and the attribute, for each place in registration order.
+    # A tied weight has several.
     places: tuple[tuple[str, str], ...]
 
     @property
@@ -76,7 +85,9 @@ class NamedParameter:
         return f"{module}.{attribute}" if module else attribute
 
 
-def distinct_parameters(module: nn.Module, *, takes_subclasses: bool = False) -> list[NamedParameter]:
+def distinct_parameters(
+    module: nn.Module, *, takes_subclasses: bool = False
+) -> list[NamedParameter]:
     """The distinct parameters of a module in registration order, each with all its places.
 
     Tensor subclasses are refused, unless `takes_subclasses`.
@@ -115,17 +126,24 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
         )
 
 
-_KEPT_FROM = ("zero_fn.", "torch.distributed.", "torch._subclasses.")  # resting, placed on a mesh, simulated, fake
+# Modules of classes that are not refused: of tensors at rest, on a mesh, simulated or fake.
+_KEPT_FROM = ("zero_fn.", "torch.distributed.", "torch._subclasses.")
 
 
 def subclass_of(tensor: Tensor) -> type | None:
-    """The tensor subclass of a tensor, or of the local tensor in it; None for a plain tensor, and for DTensors of plain ones.
+    """The tensor subclass of a tensor, or of the local tensor in it; None for a plain tensor,
+    and for DTensors of plain ones.
 
-    A subclass may compute in its own way or keep several tensors (quantized weights), so plain shards would not stand for it.
+    A subclass may compute in its own way or keep several tensors (quantized weights), so plain
+    shards would not stand for it.
     """
     for each in (tensor, getattr(tensor, "_local_tensor", None)):
         kind = type(each)
-        if each is not None and kind not in (Tensor, nn.Parameter) and not kind.__module__.startswith(_KEPT_FROM):
+        if (
+            each is not None
+            and kind not in (Tensor, nn.Parameter)
+            and not kind.__module__.startswith(_KEPT_FROM)
+        ):
             return kind
     return None
 
@@ -136,10 +154,12 @@ def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
         raise PlacementError(
             f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
             parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
-            why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
-            fix="model = zf.flatten_subclasses(model) first: it rests as the plain tensors that it is made of (one, if it is "
-            "trained), and travels as fsdp_pre_all_gather says; or transform the modules beside it: "
-            "model.head = zf.shard_params(model.head, axis); or train plain values: nn.Parameter(weight.dequantize())",
+            why="shards are cut from plain memory: what the class computes, "
+            "and what it keeps beside, would be lost",
+            fix="model = zf.flatten_subclasses(model) first: it rests as the plain tensors that "
+            "it is made of (one, if it is trained), and travels as fsdp_pre_all_gather says; or "
+            "transform the modules beside it: model.head = zf.shard_params(model.head, axis); or "
+            "train plain values: nn.Parameter(weight.dequantize())",
         )
 
 
@@ -148,12 +168,14 @@ def _refuse_scripted(name: str, module: nn.Module) -> None:
         raise LayoutError(
             "A scripted module keeps its parameters where a transform cannot replace them.",
             module=f"{name}: {module.original_name}",
-            fix="transform the module without torch.jit.script or torch.jit.trace; torch.compile works after a transform",
+            fix="transform the module without torch.jit.script or torch.jit.trace; "
+            "torch.compile works after a transform",
         )
 
 
 def anchors_of(module: nn.Module, units: Units) -> list[str]:
-    """Names of the anchor modules below `module`, in registration order; the root ("") is always the first.
+    """Names of the anchor modules below `module`, in registration order;
+    the root ("") is always the first.
 
     Raises:
         UnitError: `units` names a class or a pattern that matches no module, or is of another type.
@@ -164,17 +186,22 @@ def anchors_of(module: nn.Module, units: Units) -> list[str]:
     elif isinstance(units, BySize):
         chosen = set(_of_size(module, units.nbytes))
     else:
-        rules: Sequence[type[nn.Module] | str] = (units,) if isinstance(units, type | str) else tuple(units)
+        rules: Sequence[type[nn.Module] | str] = (
+            (units,) if isinstance(units, type | str) else tuple(units)
+        )
         chosen = set()
         for rule in rules:
-            matched = {name for name, child in module.named_modules() if _matches(rule, name, child)}
+            matched = {
+                name for name, child in module.named_modules() if _matches(rule, name, child)
+            }
             if not matched:
                 classes = sorted({type(child).__name__ for child in module.modules()})
                 raise UnitError(
                     "units= matches no module.",
                     units=rule.__name__ if isinstance(rule, type) else repr(rule),
                     classes=", ".join(classes[:12]),
-                    fix="name a class or a pattern of module names of this model, or leave units out",
+                    fix="name a class or a pattern of module names of this model, "
+                    "or leave units out",
                 )
             chosen |= matched
     return ["", *(name for name, _ in module.named_modules() if name and name in chosen)]
@@ -236,12 +263,14 @@ def _large_beside(blocks: Set[str], module: nn.Module) -> Iterator[str]:
         if name in around or name in blocks or name.rpartition(".")[0] not in around:
             continue
         if getattr_static(child, "forward") is nn.Module.forward:
-            around.add(name)  # a list of others: nobody calls it, so nothing could be gathered when it begins
+            # A list of other modules: nobody calls it, so nothing could be gathered when it begins.
+            around.add(name)
         elif not isinstance(child, Tiled):
             beside.append(name)
     nbytes: Counter[str] = Counter()
     for named in distinct_parameters(module):
-        # A table that is tied to a head elsewhere counts for neither: it belongs to the unit around both.
+        # A table that is tied to a head elsewhere counts for neither:
+        # it belongs to the unit around both.
         holder = innermost_common(beside, (place for place, _ in named.places))
         nbytes[holder] += named.parameter.numel() * named.parameter.element_size()
     return (name for name in beside if nbytes[name] > LARGE_NBYTES)
@@ -254,7 +283,10 @@ def _of_size(module: nn.Module, nbytes: int) -> list[str]:
 
     def visit(name: str, child: nn.Module) -> int:
         """Finds the units in a module. Returns the bytes of its parameters outside them."""
-        left = sum(visit(f"{name}.{below}" if name else below, part) for below, part in child.named_children())
+        left = sum(
+            visit(f"{name}.{below}" if name else below, part)
+            for below, part in child.named_children()
+        )
         for parameter in child._parameters.values():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))

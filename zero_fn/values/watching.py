@@ -1,4 +1,6 @@
-"""Who looks on while a model trains: `zf.profile`, `zf.metrics`. Nobody, until one of them is opened.
+"""Who looks on while a model trains: `zf.profile`, `zf.metrics`.
+
+Nobody, until one of them is opened.
 
 The core tells each watch what happens, where it happens:
 
@@ -20,7 +22,10 @@ __all__ = ["WITHIN", "Moment", "Watch", "look", "look_away", "watchers"]
 
 
 class Moment(IntEnum):
-    """What begins and ends in the thread that trains. Each pair brackets what happens between, and pairs nest."""
+    """What begins and ends in the thread that trains.
+
+    Each pair brackets what happens between, and pairs nest.
+    """
 
     ENTER = auto()  # the forward of a unit
     LEAVE = auto()
@@ -40,7 +45,9 @@ class Moment(IntEnum):
     STEPPED = auto()
 
 
-WITHIN = frozenset((Moment.ISSUE, Moment.ISSUED, Moment.WAIT, Moment.WAITED, Moment.COPY, Moment.COPIED))
+WITHIN = frozenset(
+    (Moment.ISSUE, Moment.ISSUED, Moment.WAIT, Moment.WAITED, Moment.COPY, Moment.COPIED)
+)
 """Moments that change neither the unit nor the phase, nor come on the stream that computes."""
 
 
@@ -51,13 +58,17 @@ class Watch:
         """A moment, now; `what`: the name of the unit or of the tier."""
 
     def issued(self, work: Any, kind: str) -> None:
-        """A collective has begun; `work` is the `Work` that will be waited for. Comes in place of `note(ISSUED)`."""
+        """A collective has begun; `work` is the `Work` that will be waited for.
+
+        Comes in place of `note(ISSUED)`.
+        """
 
     def moving(self, tier: str, nbytes: int, *, is_read: bool) -> None:
         """Bytes begin to move from a tier (`is_read`) or to it."""
 
     def arrived(self, unit: str, grads: Sequence[Tensor | None]) -> None:
-        """The gradients of one backward of a unit are there, whole, of this rank's data, not yet reduced."""
+        """The gradients of one backward of a unit are there, whole,
+        of this rank's data, not yet reduced."""
 
     def saved(self) -> None:
         """A checkpoint is complete. May come from a thread that saves in the background."""
