@@ -1,9 +1,12 @@
-"""How ranks tell one another something: bits that are or-ed over them, whether something failed on one, and whether all hold
-the same rows of text. Where those differ a later collective would hang or mix up bytes.
+"""How ranks tell one another something: bits that are or-ed over them, whether something failed on
+one, and whether all hold the same rows of text.
 
-[Note: beside the computation] Beside an accelerator the bits travel on a stream of their own: to the device, over the ranks,
-and back to the host. A host that reads them waits for that stream, not for what the device was given to compute before: a
-copy of the ordinary kind would leave the device without work at the beginning of each forward and backward.
+Where those differ a later collective would hang or mix up bytes.
+
+[Note: beside the computation] Beside an accelerator the bits travel on a stream of their own: to
+the device, over the ranks, and back to the host. A host that reads them waits for that stream, not
+for what the device was given to compute before: a copy of the ordinary kind would leave the device
+without work at the beginning of each forward and backward.
 """
 
 from __future__ import annotations
@@ -46,10 +49,14 @@ __all__ = [
 ]
 
 Exchange = Callable[[Tensor], Tensor]
-"""Sends a message of bytes to all ranks and returns the messages of all, a row each. They must have one length. Waits."""
+"""Sends a message of bytes to all ranks and returns the messages of all, a row each.
+
+They must have one length. Waits.
+"""
 
 _on_the_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
-"""Memory of messages that go to a device and come back, until they are back: the copies read and write it."""
+"""Memory of messages that go to a device and come back, until they are back:
+the copies read and write it."""
 
 
 class Bits:
@@ -58,27 +65,34 @@ class Bits:
     __slots__ = ("_bits", "_end", "_work")
 
     def __init__(self, line: Line, bits: Sequence[bool], what: str, *, check: str = "") -> None:
-        """Sends the message: a byte for each bit, to each peer. All ranks send one of the same length, with the same text
-        `check`. `what` it says is for errors."""
+        """Sends the message: a byte for each bit, to each peer.
+
+        All ranks send one of the same length, with the same text `check`.
+        `what` it says is for errors.
+        """
         self._work: Work | None = None
         self._end: torch.Event | None = None
         if line.device.type == "cpu":
             self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu")
             self._work = line.any(self._bits, what, check=check)
             return
-        self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu", pin_memory=line.device.type == "cuda")
+        self._bits = torch.tensor(
+            bits, dtype=torch.uint8, device="cpu", pin_memory=line.device.type == "cuda"
+        )
         stream = _stream_of(line.device)
         with stream:
             there = self._bits.to(line.device, non_blocking=True)
             line.any(there, what, check=check).wait()
             self._bits.copy_(there, non_blocking=True)
         self._end = stream.record_event()
-        while _on_the_way and _on_the_way[0][0].query():  # a host that waited for it would not run ahead
+        # A host that waited for the device would not run ahead.
+        while _on_the_way and _on_the_way[0][0].query():
             _on_the_way.popleft()
         _on_the_way.append((self._end, self._bits, there))
 
     def finish_unread(self) -> None:
-        """Nobody reads it: a message of the host is waited for, because the next one would be taken for it."""
+        """Nobody reads it: a message of the host is waited for,
+        because the next one would be taken for it."""
         if self._work is not None:
             self._work.wait()
 
@@ -91,15 +105,22 @@ class Bits:
 
 
 class Unions:
-    """Bits or-ed over the ranks of a line, of which some are known to this rank before they come."""
+    """Bits or-ed over the ranks of a line, of which some are known
+    to this rank before they come."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
         self._unread: list[Bits] = []
 
-    def any(self, local: list[bool], what: str, *, check: str = "", second: Sequence[bool] = ()) -> list[bool]:
-        """The bits `local`, or-ed over ranks. If some are set on no rank, those of `second` follow. If all are set on this
-        rank, the host does not wait. `what`: what they mean, for errors; `check`: a text that must be equal on all ranks."""
+    def any(
+        self, local: list[bool], what: str, *, check: str = "", second: Sequence[bool] = ()
+    ) -> list[bool]:
+        """The bits `local`, or-ed over ranks.
+
+        If some are set on no rank, those of `second` follow. If all are set on this rank, the
+        host does not wait. `what`: what they mean, for errors; `check`: a text that must be
+        equal on all ranks.
+        """
         message = Bits(self._line, [*local, *second], what, check=check)
         if all(local):
             self._unread.append(message)  # the result is known: the host need not wait for it now
@@ -135,7 +156,9 @@ class Flag:
         self._work = None
 
     def is_raised(self, here: bool) -> bool:
-        """Whether any rank had `here` at its call before this one. A collective of 1 byte, for which the next call waits.
+        """Whether any rank had `here` at its call before this one.
+
+        A collective of 1 byte, for which the next call waits.
 
         Raises:
             LostRankError: A rank has ended, or did not call before the deadline of collectives.
@@ -146,7 +169,9 @@ class Flag:
             raised = bool(self._bit.item())
             self._bit = torch.tensor([here or raised], dtype=torch.uint8)
             if self._group is not None:
-                self._work = dist.all_reduce(self._bit, dist.ReduceOp.MAX, self._group, async_op=True)
+                self._work = dist.all_reduce(
+                    self._bit, dist.ReduceOp.MAX, self._group, async_op=True
+                )
         except RuntimeError as error:
             raise LostRankError(
                 "Ranks that ask one another whether to leave have lost one.",
@@ -157,13 +182,18 @@ class Flag:
 
 
 class Outcome:
-    """Tells all ranks whether something failed on this one. A collective, whose answer is under way.
+    """Tells all ranks whether something failed on this one.
+
+    A collective, whose answer is under way.
 
     Communicates a byte per rank to each peer.
     """
 
     def __init__(self, line: Line, own: Exception | None, what: str) -> None:
-        """Sends the message. `own` is the error of this rank, and `what` says in errors what failed."""
+        """Sends the message.
+
+        `own` is the error of this rank, and `what` says in errors what failed.
+        """
         bits = [own is not None and rank == line.rank for rank in range(line.size)]
         self._line = line
         self._own = own
@@ -171,7 +201,10 @@ class Outcome:
         self._bits = Bits(line, bits, f"how it went: {what}")
 
     def failed_on_any_rank(self) -> Exception | None:
-        """Waits. Returns the error of this rank, or one that names the ranks that failed; None if none did."""
+        """Waits.
+
+        Returns the error of this rank, or one that names the ranks that failed; None if none did.
+        """
         self._bits.finish_unread()
         if self._own is not None or self._line.size == 1:
             return self._own
@@ -183,12 +216,17 @@ class Outcome:
             f"{self._what} failed on rank {', '.join(map(str, failed))} of axis {along}.",
             here=f"rank {self._line.rank}, where it went well",
             why="ranks would go on from different states",
-            fix="see the error of that rank; then start all ranks again, a training from its last checkpoint",
+            fix="see the error of that rank; then start all ranks again, "
+            "a training from its last checkpoint",
         )
 
 
-def done_over(axes: Iterable[Axis], act: Callable[[], R], what: str, expected: type[Exception] = StorageError) -> R:
-    """Calls `act` and returns its result. An expected error on one rank raises on every rank along these axes.
+def done_over(
+    axes: Iterable[Axis], act: Callable[[], R], what: str, expected: type[Exception] = StorageError
+) -> R:
+    """Calls `act` and returns its result.
+
+    An expected error on one rank raises on every rank along these axes.
 
     Communicates a byte per rank to each peer, along one axis after the other, and waits.
     """
@@ -222,7 +260,9 @@ def digest(rows: Sequence[str]) -> bytes:
 
 
 def agree(line: Line, what: str, rows: Sequence[str], *, why: str, fix: str) -> None:
-    """Raises on every rank if any rank holds other rows. `what` they describe ("layout"), `why` and `fix` are for the error.
+    """Raises on every rank if any rank holds other rows.
+
+    `what` they describe ("layout"), `why` and `fix` are for the error.
 
     Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
 
@@ -232,8 +272,12 @@ def agree(line: Line, what: str, rows: Sequence[str], *, why: str, fix: str) -> 
     _require_equal(line, what, [rows], [line.size], why, fix)
 
 
-def agree_along(line: Line, what: str, rows: Sequence[tuple[Sequence[Axis], str]], *, why: str, fix: str) -> None:
-    """`agree` for rows that need not be the same along every axis: experts differ along theirs, shards along those that cut.
+def agree_along(
+    line: Line, what: str, rows: Sequence[tuple[Sequence[Axis], str]], *, why: str, fix: str
+) -> None:
+    """`agree` for rows that need not be the same along every axis: experts differ along theirs,
+    shards along those that cut.
+
     Each row comes with the axes along which it must be.
 
     Communicates 16 bytes for each axis to each peer, if there are rows. Waits.
@@ -252,7 +296,10 @@ def differ(line: Line, rows: Sequence[str]) -> bool:
 def _require_equal(
     line: Line, what: str, rows: Sequence[Sequence[str]], sizes: Sequence[int], why: str, fix: str
 ) -> None:
-    """Compares, along each axis of a grid of ranks, the rows for that axis. Those of the first have consecutive numbers."""
+    """Compares, along each axis of a grid of ranks, the rows for that axis.
+
+    Those of the first have consecutive numbers.
+    """
     found = line.exchange(_bytes(b"".join(map(digest, rows))))
     digests = found.view(len(found), len(rows), -1)
     step = 1
@@ -270,20 +317,30 @@ def _disagreement(
     """The error for two ranks that hold different rows. Exchanges the rows of all ranks; waits."""
     texts = exchange_bytes(line.exchange, "\n".join(("rows", *rows)).encode())
     first, second = (texts[rank].decode().split("\n")[1:] for rank in ranks)
-    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
     found = {
         f"rank_{rank}": held[at] if at < len(held) else f"nothing after {len(held)} parameters"
         for rank, held in zip(ranks, (first, second), strict=True)
     }
-    return DisagreementError(f"Ranks {ranks[0]} and {ranks[1]} hold different {what}.", **found, why=why, fix=fix)
+    return DisagreementError(
+        f"Ranks {ranks[0]} and {ranks[1]} hold different {what}.", **found, why=why, fix=fix
+    )
 
 
 def exchange_bytes(exchange: Exchange, raw: bytes) -> list[bytes]:
     """What each rank gives, of any length. Waits."""
-    lengths = exchange(torch.tensor([len(raw)]).view(torch.uint8)).view(torch.int64).flatten().tolist()
+    lengths = (
+        exchange(torch.tensor([len(raw)]).view(torch.uint8)).view(torch.int64).flatten().tolist()
+    )
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(raw)] = _bytes(raw)
-    return [row[:length].numpy().tobytes() for row, length in zip(exchange(padded), lengths, strict=True)]
+    return [
+        row[:length].numpy().tobytes()
+        for row, length in zip(exchange(padded), lengths, strict=True)
+    ]
 
 
 def _bytes(raw: bytes) -> Tensor:
@@ -292,12 +349,17 @@ def _bytes(raw: bytes) -> Tensor:
 
 def same_along(meshes: Iterable[DeviceMesh], rows: Sequence[str], what: str, *, fix: str) -> None:
     """`agree` over all ranks of meshes that cross, those of the innermost axis together."""
-    line = line_over(sorted(_axes_of_all(meshes, what), key=lambda axis: int(axis.mesh.mesh.flatten().diff()[0])))
+    line = line_over(
+        sorted(_axes_of_all(meshes, what), key=lambda axis: int(axis.mesh.mesh.flatten().diff()[0]))
+    )
     agree(line, what, rows, why="each would train in another way", fix=fix)
 
 
 def sum_along(mesh: DeviceMesh, own: float, what: str) -> float:
-    """The sum of a number over the ranks of one axis, in their order, so the same on each. Communicates 8 bytes a rank."""
+    """The sum of a number over the ranks of one axis, in their order, so the same on each.
+
+    Communicates 8 bytes a rank.
+    """
     line = line_over(axes_of(mesh, range(mesh.ndim), what))
     if line.size == 1:
         return own
@@ -308,7 +370,9 @@ def sum_along(mesh: DeviceMesh, own: float, what: str) -> float:
 def axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
     """Those of some axes of a mesh along which there are several ranks."""
     names = mesh.mesh_dim_names
-    axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
+    axes = [
+        mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims
+    ]
     return [axis for axis in axes if axis.size > 1]
 
 

@@ -1,8 +1,9 @@
 """Direct exchange: every rank sends each peer the piece it needs, over the sockets of gloo.
 
-[Note: direct exchange] This takes a third of the time of gloo's own ring collectives. The receiver adds the pieces in the
-order of the ranks, so a sum does not depend on how the tensor is cut: that is why all stages give bitwise the same numbers.
-And pieces that travel as bfloat16 can be added up in float32.
+[Note: direct exchange] This takes a third of the time of gloo's own ring collectives. The
+receiver adds the pieces in the order of the ranks, so a sum does not depend on how the tensor is
+cut: that is why all stages give bitwise the same numbers. And pieces that travel as bfloat16 can
+be added up in float32.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from zero_fn.transport.waiting import Failure, PeerLost, lost
 
 __all__ = ["Alone", "Exchange", "GatherPlan", "ReducePlan", "flat"]
 
-# Tags of messages. Each kind of operation has its own, and users' messages on the same group have others. The low bits are
-# the mark of the operation, so a message of another operation is never taken for the one awaited.
+# Tags of messages. Each kind of operation has its own, and users' messages on the same group have
+# others. The low bits are the mark of the operation, so a message of another operation is never
+# taken for the one awaited.
 GATHER, REDUCE, CONTROL, TO_ALL = 0x10000000, 0x20000000, 0x30000000, 0x40000000
 MARK_BITS = 0x0FFFFFFF
 
@@ -39,15 +41,20 @@ class GatherPlan:
         runs = [[segments[number] for number in run] for run in runs_of(segments)]
         self.numel = sum([segment.numel for segment in segments])
         self.own = [[segment.own(rank) for segment in run] for run in runs]  # where they rest
-        self.own_places = [segment.piece(rank) for segment in segments if segment.source is not None]
+        self.own_places = [
+            segment.piece(rank) for segment in segments if segment.source is not None
+        ]
         self.own_sources = [segment.source for segment in segments if segment.source is not None]
-        self.theirs: dict[int, list[tuple[list[Tensor], list[int]]]] = {}  # where they go, by run, with their elements
+        # Where the pieces of each peer go, by run, with their elements.
+        self.theirs: dict[int, list[tuple[list[Tensor], list[int]]]] = {}
         self.kinds: dict[int, list[tuple[torch.dtype, int]]] = {}  # dtype and elements of each run
         for peer in peers:
             pieces = [[segment.piece(peer) for segment in run] for run in runs]
             sizes = [[piece.numel() for piece in run] for run in pieces]
             self.theirs[peer] = list(zip(pieces, sizes, strict=True))
-            self.kinds[peer] = [(run[0].kind, sum(each)) for run, each in zip(runs, sizes, strict=True)]
+            self.kinds[peer] = [
+                (run[0].kind, sum(each)) for run, each in zip(runs, sizes, strict=True)
+            ]
 
     def fill_own(self) -> None:
         """Copies this rank's pieces to their places, if they rest elsewhere."""
@@ -65,7 +72,9 @@ class ReducePlan:
 
     __slots__ = ("_dtypes", "_places", "_rank", "_rows", "_runs", "kinds", "numel")
 
-    def __init__(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor], rank: int, size: int) -> None:
+    def __init__(
+        self, contributions: Sequence[Contribution], buffers: Sequence[Tensor], rank: int, size: int
+    ) -> None:
         self._runs = runs_of(contributions)
         self._rank = rank
         self.numel = sum([each.rows.numel() for each in contributions])
@@ -75,18 +84,31 @@ class ReducePlan:
         self._dtypes = [contributions[run[0]].sum_dtype for run in self._runs]
         own_numels = [each.out.numel() for each in contributions]
         # Of each run the dtype, and the elements of the sum on this rank.
-        self.kinds = [(contributions[run[0]].rows.dtype, sum([own_numels[at] for at in run])) for run in self._runs]
+        self.kinds = [
+            (contributions[run[0]].rows.dtype, sum([own_numels[at] for at in run]))
+            for run in self._runs
+        ]
 
     def pieces(self, rows: Sequence[Tensor], rank: int) -> list[list[Tensor]]:
         """The pieces of a rank, by runs."""
         bounds = self._rows[rank]
         return [[rows[at].narrow(0, *bounds[at]) for at in run] for run in self._runs]
 
-    def add(self, rows: Sequence[Tensor], buffers: Sequence[Tensor], arrived: Mapping[int, Sequence[Tensor]]) -> None:
-        """Adds up this rank's pieces in the order of the ranks, from where they lie, and writes the means into `buffers`.
-        `arrived` has the message of each run, by peer."""
+    def add(
+        self,
+        rows: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        arrived: Mapping[int, Sequence[Tensor]],
+    ) -> None:
+        """Adds up this rank's pieces in the order of the ranks, from where they lie,
+        and writes the means into `buffers`.
+
+        `arrived` has the message of each run, by peer.
+        """
         own_pieces = self.pieces(rows, self._rank)
-        for number, (run, pieces, dtype) in enumerate(zip(self._runs, own_pieces, self._dtypes, strict=True)):
+        for number, (run, pieces, dtype) in enumerate(
+            zip(self._runs, own_pieces, self._dtypes, strict=True)
+        ):
             outs = [self._places[at].of(buffers) for at in run]
             if len(outs) == 1:
                 own = pieces[0].detach()
@@ -94,7 +116,10 @@ class ReducePlan:
             else:
                 own = joined(pieces).detach()
                 total = torch.empty_like(own, dtype=dtype)
-            addends = {self._rank: own, **{peer: messages[number] for peer, messages in arrived.items()}}
+            addends = {
+                self._rank: own,
+                **{peer: messages[number] for peer, messages in arrived.items()},
+            }
             mean(total, [addends[rank].view(own.shape) for rank in sorted(addends)], dtype)
             if len(outs) > 1:
                 torch._foreach_copy_(outs, torch.split(total, [out.numel() for out in outs]))
@@ -107,8 +132,11 @@ class ReducePlan:
 
 
 class _Messages(Work):
-    """Messages over sockets. If nobody waits for them, because the model failed and was dropped, they keep their memory: if a
-    receive were freed, the next receive would get its message."""
+    """Messages over sockets.
+
+    If nobody waits for them, because the model failed and was dropped, they keep their memory: if a
+    receive were freed, the next receive would get its message.
+    """
 
     __slots__ = ()
 
@@ -121,11 +149,13 @@ class _Messages(Work):
 
 
 _dropped: deque[tuple[int, object]] = deque(maxlen=1024)
-"""Memory of messages that nobody waited for: of the last 16 collectives, and of those before while all are small."""
+"""Memory of messages that nobody waited for: of the last 16 collectives,
+and of those before while all are small."""
 
 
 class Exchange:
-    """Every rank sends each peer the piece it needs; sums are in rank order. [Note: direct exchange]"""
+    """Every rank sends each peer the piece it needs; sums are in rank order.
+    [Note: direct exchange]"""
 
     pads = False
 
@@ -139,7 +169,9 @@ class Exchange:
     def gather_plan(self, segments: Sequence[Segment]) -> GatherPlan:
         return GatherPlan(segments, self._rank, [source for _, source in self._peers])
 
-    def reduce_plan(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]) -> ReducePlan:
+    def reduce_plan(
+        self, contributions: Sequence[Contribution], buffers: Sequence[Tensor]
+    ) -> ReducePlan:
         return ReducePlan(contributions, buffers, self._rank, self._size)
 
     def all_gather(self, plan: GatherPlan, mark: int = 0) -> Work:
@@ -152,7 +184,9 @@ class Exchange:
     ) -> Work:
         tag = REDUCE | mark & MARK_BITS
         works: list[tuple[Any, int | None]] = []
-        messages = {target: [joined(run) for run in plan.pieces(rows, target)] for target, _ in self._peers}
+        messages = {
+            target: [joined(run) for run in plan.pieces(rows, target)] for target, _ in self._peers
+        }
         arrived: dict[int, list[Tensor]] = {source: [] for _, source in self._peers}
         for number, (_, numel) in enumerate(plan.kinds):
             for target, source in self._peers:
@@ -163,12 +197,16 @@ class Exchange:
         nbytes = sum([message.nbytes for runs in messages.values() for message in runs])
         return _Messages(works, _add, (plan, rows, buffers, arrived, messages), nbytes)
 
-    def all_to_all(self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0) -> Work:
+    def all_to_all(
+        self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0
+    ) -> Work:
         out, into = Parcels(sends, device), Parcels(places, device)
         out.pack()
         works: list[tuple[Any, int | None]] = []
         for target, source in self._peers:
-            _begin(self._group.recv, into.messages[source], source, TO_ALL | mark & MARK_BITS, works)
+            _begin(
+                self._group.recv, into.messages[source], source, TO_ALL | mark & MARK_BITS, works
+            )
             _begin(self._group.send, out.messages[target], target, TO_ALL | mark & MARK_BITS, works)
         return _Messages(works, into.unpack, (into, out), out.nbytes)
 
@@ -179,10 +217,13 @@ class Exchange:
         return Work(finish=_merge, kept=(work, rows, bits), nbytes=work.nbytes)
 
     def exchange(self, rows: Tensor, mark: int = 0) -> Work:
-        return self._gathered(CONTROL, self.gather_plan([Segment(rows.view(-1), rows.numel(), rows.shape[1])]), mark)
+        return self._gathered(
+            CONTROL, self.gather_plan([Segment(rows.view(-1), rows.numel(), rows.shape[1])]), mark
+        )
 
     def _gathered(self, direction: int, plan: GatherPlan, mark: int) -> Work:
-        """Completes the segments of a plan, in which this rank's piece is there, with the pieces of the others."""
+        """Completes the segments of a plan, in which this rank's piece is there,
+        with the pieces of the others."""
         tag = direction | mark & MARK_BITS
         works: list[tuple[Any, int | None]] = []
         arrived: list[tuple[int, int, Tensor]] = []
@@ -227,11 +268,17 @@ def joined(run: Sequence[Tensor]) -> Tensor:
     return flat(run[0]) if len(run) == 1 else torch.cat([flat(piece) for piece in run])
 
 
-def _begin(start: Callable[..., Any], piece: Tensor, peer: int, tag: int, works: list[tuple[Any, int | None]]) -> None:
+def _begin(
+    start: Callable[..., Any],
+    piece: Tensor,
+    peer: int,
+    tag: int,
+    works: list[tuple[Any, int | None]],
+) -> None:
     """Starts a send or a receive, unless the piece is empty.
 
-    If the connection is closed already, only waiting for the message raises: messages to other peers must still leave, or
-    these would blame this rank.
+    If the connection is closed already, only waiting for the message raises: messages to other
+    peers must still leave, or these would blame this rank.
     """
     if piece.numel():
         try:

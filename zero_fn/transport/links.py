@@ -1,16 +1,20 @@
-"""The collectives of a module over all of its data axes: a line for each, with a transport and a process group of its own.
+"""The collectives of a module over all of its data axes: a line for each,
+with a transport and a process group of its own.
 
-A tensor travels by hops, one for each axis on its route. The axis that cuts the tensor first comes first:
+A tensor travels by hops, one for each axis on its route.
+The axis that cuts the tensor first comes first:
 
-    all-gather       the axis that cuts last completes this rank's piece on the axis before, and so on
+    all-gather       the axis that cuts last completes this rank's piece
+                     on the axis before, and so on
     any, exchange    over one axis, then over the next
 
-One axis is a route of one hop. Of two axes the second moves only 1/n of the tensor, for n ranks on the first: let the second
-be the slow one. A tensor that lies on one of the axes (experts) travels along the other axis only. Reductions go hop by hop,
-too, the first axis first: `zero_fn.runtime.sums`.
+One axis is a route of one hop. Of two axes the second moves only 1/n of the tensor, for n ranks on
+the first: let the second be the slow one. A tensor that lies on one of the axes (experts) travels
+along the other axis only. Reductions go hop by hop, too, the first axis first:
+`zero_fn.runtime.sums`.
 
-[Note: hops] When an all-gather returns, its last hop is under way, and those before it were waited for. Schedules wait in the
-same order on every rank, so ranks stay in step.
+[Note: hops] When an all-gather returns, its last hop is under way, and those before it were waited
+for. Schedules wait in the same order on every rank, so ranks stay in step.
 """
 
 from __future__ import annotations
@@ -33,14 +37,15 @@ from zero_fn.values.mesh import Axis
 __all__ = ["BY_BACKEND", "Lines", "alike", "gather_hops", "line_over", "open_transport"]
 
 BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
-"""The class of the transport for a backend, called with group, rank and size; `Native` for a backend that is not here."""
+"""The class of the transport for a backend, called with group, rank and size;
+`Native` for a backend that is not here."""
 
 
 def open_transport(axis: Axis) -> Transport:
     """The transport for the backend of an axis.
 
-    For host memory on gloo: a direct exchange, through shared memory if all ranks are on one host. Otherwise: the
-    collectives of the backend.
+    For host memory on gloo: a direct exchange, through shared memory if all ranks are on one host.
+    Otherwise: the collectives of the backend.
     """
     if axis.size == 1:
         return Alone()
@@ -48,15 +53,20 @@ def open_transport(axis: Axis) -> Transport:
         warn_once(
             "gloo moves what rests on CUDA.",
             axis=axis,
-            why="where torch gathers a DTensor, as full_tensor() does, it ends the process there (pytorch issue 152645)",
-            fix='init_process_group("nccl"); since NCCL 2.30 ranks may share a GPU: NCCL_MULTI_RANK_GPU_ENABLE=1',
+            why="where torch gathers a DTensor, as full_tensor() does, "
+            "it ends the process there (pytorch issue 152645)",
+            fix='init_process_group("nccl"); since NCCL 2.30 ranks may share a GPU: '
+            "NCCL_MULTI_RANK_GPU_ENABLE=1",
         )
     make = BY_BACKEND.get(axis.backend, Native) if axis.device_type == "cpu" else Native
     return make(axis.group, axis.rank, axis.size)
 
 
 def line_over(axes: Sequence[Axis]) -> Line:
-    """The collectives over some axes, the innermost first: a transport is opened for each. Without axes one rank is alone."""
+    """The collectives over some axes, the innermost first: a transport is opened for each.
+
+    Without axes one rank is alone.
+    """
     lines = [Line(open_transport(axis), axis) for axis in axes] or [Line(Alone(), None)]
     return lines[0] if len(lines) == 1 else Lines(lines)
 
@@ -104,7 +114,8 @@ class Lines(Line):
     def any(self, bits: Tensor, what: str, *, check: str = "") -> Work:
         *others, last = self._lines
         for line in others:
-            # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
+            # Waited for here: which ranks wait for the result depends on the bits,
+            # and the next hop must not.
             line.any(bits, what, check=check).wait()
         return last.any(bits, what, check=check)
 
@@ -126,4 +137,6 @@ def _wait_for_all(works: Sequence[Work]) -> None:
 
 def alike(axes: Sequence[int]) -> list[tuple[int, list[int]]]:
     """For each axis, the numbers of the items whose next axis it is."""
-    return [(axis, [at for at, each in enumerate(axes) if each == axis]) for axis in sorted(set(axes))]
+    return [
+        (axis, [at for at, each in enumerate(axes) if each == axis]) for axis in sorted(set(axes))
+    ]

@@ -1,5 +1,8 @@
-"""Messages from each rank to rank 0 and back, on a process group of their own: for saves and loads of checkpoints. And single
-ones from rank to rank."""
+"""Messages from each rank to rank 0 and back, on a process group of their own:
+for saves and loads of checkpoints.
+
+And single ones from rank to rank.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,13 @@ meeting_threads: list[threading.Thread] = []
 
 
 def meeting_group() -> dist.ProcessGroup | None:
-    """A process group of all ranks for whoever meets next; None for one rank alone. Messages in it have no names, so this
-    waits for a thread that saves in the background: it would take the messages of the others for its own.
+    """A process group of all ranks for whoever meets next; None for one rank alone.
 
-    The first call makes the group: a collective, before which each rank sends rank 0 a byte, and gets one back.
+    Messages in it have no names, so this waits for a thread that saves in the background: it would
+    take the messages of the others for its own.
+
+    The first call makes the group: a collective, before which each rank sends rank 0 a byte,
+    and gets one back.
 
     Raises:
         LostRankError: A rank has ended, or did not come before the deadline of collectives.
@@ -72,7 +78,8 @@ def meeting_group() -> dist.ProcessGroup | None:
 
 
 def _meet(world: dist.ProcessGroup) -> None:
-    """Waits for all ranks: to make a group waits until the deadline for one that has ended, and its connections tell."""
+    """Waits for all ranks: to make a group waits until the deadline for one that has ended,
+    and its connections tell."""
     try:
         gather(world, torch.zeros(1, dtype=torch.uint8), deadline(), _TAG)
     except LostRankError:
@@ -90,8 +97,10 @@ _TAG = 0x7A66
 
 
 def gather(group: dist.ProcessGroup, message: Tensor, seconds: float, tag: int = 0) -> Tensor:
-    """The messages of all ranks on rank 0, one row each; no rows on the others. Each rank sends one message; rank 0 waits.
-    Messages are uint8 in host memory, of one length on all ranks; `tag` tells them from others in the group.
+    """The messages of all ranks on rank 0, one row each; no rows on the others.
+
+    Each rank sends one message; rank 0 waits. Messages are uint8 in host memory, of one length on
+    all ranks; `tag` tells them from others in the group.
 
     Raises:
         LostRankError: A rank has ended, or did not come.
@@ -100,28 +109,44 @@ def gather(group: dist.ProcessGroup, message: Tensor, seconds: float, tag: int =
         _all({0: partial(group.send, [message], 0, tag)}, seconds, group)
         return message.new_empty(0, message.numel())
     rows = message.repeat(group.size(), 1)
-    _all({rank: partial(group.recv, [rows[rank]], rank, tag) for rank in range(1, group.size())}, seconds, group)
+    _all(
+        {rank: partial(group.recv, [rows[rank]], rank, tag) for rank in range(1, group.size())},
+        seconds,
+        group,
+    )
     return rows
 
 
 def scatter(group: dist.ProcessGroup, rows: Tensor, seconds: float, tag: int = 0) -> Tensor:
-    """This rank's row of the rows on rank 0. Rank 0 sends one message to each of the others, which wait.
+    """This rank's row of the rows on rank 0.
+
+    Rank 0 sends one message to each of the others, which wait.
     Rows are uint8 in host memory; on the others only the number of columns counts.
 
     Raises:
-        LostRankError: Rank 0 has ended, or did not come. On rank 0: another has ended, and the rest were sent their rows.
+        LostRankError: Rank 0 has ended, or did not come. On rank 0: another has ended,
+            and the rest were sent their rows.
     """
     if group.rank():
         own = rows.new_empty(rows.shape[1])
         _all({0: partial(group.recv, [own], 0, tag)}, seconds, group)
         return own
-    _all({rank: partial(group.send, [rows[rank]], rank, tag) for rank in range(1, group.size())}, seconds, group)
+    _all(
+        {rank: partial(group.send, [rows[rank]], rank, tag) for rank in range(1, group.size())},
+        seconds,
+        group,
+    )
     return rows[0]
 
 
-def _all(messages: Mapping[int, Callable[[], dist.Work]], seconds: float, group: dist.ProcessGroup) -> None:
-    """Begins messages, by rank of the peer, and waits for each. Raises a failure only then, so that messages of the other
-    ranks pass. It is the first: after a wait that took too long gloo closes the connections to all."""
+def _all(
+    messages: Mapping[int, Callable[[], dist.Work]], seconds: float, group: dist.ProcessGroup
+) -> None:
+    """Begins messages, by rank of the peer, and waits for each.
+
+    Raises a failure only then, so that messages of the other ranks pass. It is the first: after a
+    wait that took too long gloo closes the connections to all.
+    """
     works, failures = dict[int, dist.Work](), dict[int, RuntimeError]()
     for peer, begin in messages.items():
         try:
@@ -150,7 +175,9 @@ def broadcast(group: dist.ProcessGroup, values: Tensor) -> Tensor:
 
 
 def all_of(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
-    """The messages of all ranks, of any lengths. Each rank sends rank 0 its message, and gets all of them; waits.
+    """The messages of all ranks, of any lengths.
+
+    Each rank sends rank 0 its message, and gets all of them; waits.
 
     Raises:
         LostRankError: A rank has ended, or did not come.
@@ -163,8 +190,12 @@ def all_of(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
     return exchange_bytes(exchange, message)
 
 
-def begin_send(group: dist.ProcessGroup, message: Tensor, peer: int, tag: int) -> Callable[[], None]:
-    """Begins to send a message to a rank, which receives it. What is returned waits until it was sent.
+def begin_send(
+    group: dist.ProcessGroup, message: Tensor, peer: int, tag: int
+) -> Callable[[], None]:
+    """Begins to send a message to a rank, which receives it.
+
+    What is returned waits until it was sent.
 
     Raises:
         LostRankError: The rank has ended, or did not come.
@@ -200,5 +231,6 @@ def lost_ranks(**facts: str) -> Iterator[None]:
             "Ranks that save or load a checkpoint have lost one of them.",
             **facts,
             why=str(error).splitlines()[0],
-            fix="call save and load on every rank; see what the others say, and start all again from the last checkpoint",
+            fix="call save and load on every rank; see what the others say, "
+            "and start all again from the last checkpoint",
         ) from error

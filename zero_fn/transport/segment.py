@@ -1,10 +1,12 @@
-"""What collectives move: segments that an all-gather completes, contributions that a reduce-scatter sums, and parcels.
+"""What collectives move: segments that an all-gather completes,
+contributions that a reduce-scatter sums, and parcels.
 
-Each transport makes a plan of them (`gather_plan`, `reduce_plan`), once for memory that is gathered many times and for sums
-that are made in every step.
+Each transport makes a plan of them (`gather_plan`, `reduce_plan`), once for memory that is gathered
+many times and for sums that are made in every step.
 
-[Note: small pieces travel together] A message over gloo takes 0.1 to 0.2 ms, however small. So the pieces of a call that are
-smaller than `PACKED_NBYTES` are packed into one message for each peer. Larger pieces are sent from where they lie.
+[Note: small pieces travel together] A message over gloo takes 0.1 to 0.2 ms, however small. So the
+pieces of a call that are smaller than `PACKED_NBYTES` are packed into one message for each peer.
+Larger pieces are sent from where they lie.
 """
 
 from __future__ import annotations
@@ -17,17 +19,31 @@ from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
 
-__all__ = ["PACKED_NBYTES", "BufferPlace", "ByRank", "Contribution", "Parcels", "Route", "Segment", "runs_of"]
+__all__ = [
+    "PACKED_NBYTES",
+    "BufferPlace",
+    "ByRank",
+    "Contribution",
+    "Parcels",
+    "Route",
+    "Segment",
+    "runs_of",
+]
 
 PACKED_NBYTES = 128 * 1024
 
 Route = Sequence[tuple[int, int | None]]
-"""Hops of a tensor, in the order in which axes cut it (see `zero_fn.transport.links`): the number of
-the axis, and the elements of the largest piece into which it cuts what the hops before it left; None
+"""Hops of a tensor, in the order in which axes cut it (see
+`zero_fn.transport.links`): the number of
+the axis, and the elements of the largest piece into which it cuts what
+the hops before it left; None
 if it does not cut."""
 
 ByRank = Sequence[Sequence[Tensor]]
-"""Tensors that go to each rank of an axis, or come from it; none for this rank. Any shapes, strides and dtypes."""
+"""Tensors that go to each rank of an axis, or come from it; none for this rank.
+
+Any shapes, strides and dtypes.
+"""
 
 
 class Segment:
@@ -47,17 +63,19 @@ class Segment:
         source: Tensor | None = None,
         is_tight: bool = False,
     ) -> None:
-        # Flat memory, from the element `start` of its storage on: `numel` elements, or `n * piece_numel` for a transport
-        # that pads.
+        # Flat memory, from the element `start` of its storage on: `numel` elements, or
+        # `n * piece_numel` for a transport that pads.
         self.memory = memory
         self.start = memory.storage_offset() if start is None else start
         self.numel = numel
-        self.piece_numel = piece_numel  # rank `r` owns the elements from `r * piece_numel` on, cut at `numel`
+        # Rank `r` owns the elements from `r * piece_numel` on, cut at `numel`.
+        self.piece_numel = piece_numel
         self.axis = axis  # the number of that along which it is gathered
         self.later = later  # the hops that cut the pieces: they are made before
         # This rank's piece, if it lies elsewhere: it is read there, for the peers and for `memory`.
         self.source = source
-        self.is_tight = is_tight  # whether `memory` has room for `numel` elements only, whatever the transport
+        # Whether `memory` has room for `numel` elements only, whatever the transport.
+        self.is_tight = is_tight
 
     def piece_bounds(self, rank: int) -> tuple[int, int]:
         """First element and number of elements that `rank` owns; the number may be 0."""
@@ -70,13 +88,22 @@ class Segment:
         return self.memory.as_strided((numel,), (1,), self.start + start)
 
     def piece_to_complete(self, rank: int) -> Segment | None:
-        """The piece that `rank` owns, which the hops after the first complete before; None if no other axis cuts it."""
+        """The piece that `rank` owns, which the hops after the first complete before;
+        None if no other axis cuts it."""
         hops = [hop for hop in self.later if hop[1] is not None]
         if not hops:
             return None
         (axis, piece_numel), *later = hops
         start, numel = self.piece_bounds(rank)
-        return Segment(self.memory, numel, piece_numel or 0, axis, later, start=self.start + start, is_tight=True)
+        return Segment(
+            self.memory,
+            numel,
+            piece_numel or 0,
+            axis,
+            later,
+            start=self.start + start,
+            is_tight=True,
+        )
 
     def by_rank(self, size: int) -> Tensor:
         """A row for each rank, padding included."""
@@ -111,7 +138,9 @@ class Contribution:
         axis: int = 0,
         later: Route = (),
     ) -> None:
-        self.rows = rows  # this rank's addend. It is only read, and has any strides: a gradient often comes transposed
+        # This rank's addend. It is only read, and has any strides:
+        # a gradient often comes transposed.
+        self.rows = rows
         self.out = out  # flat
         self.sum_dtype = sum_dtype
         self.axis = axis  # the number of that over which it is summed first
@@ -144,8 +173,11 @@ _Item = TypeVar("_Item", Segment, Contribution)
 
 
 def runs_of(items: Sequence[_Item]) -> list[list[int]]:
-    """The numbers of items by the message in which they travel: each large one alone, small ones of a kind together. Alike on
-    all ranks."""
+    """The numbers of items by the message in which they travel: each large one alone,
+    small ones of a kind together.
+
+    Alike on all ranks.
+    """
     runs: list[list[int]] = []
     packs: dict[object, list[int]] = {}
     for number, item in enumerate(items):
@@ -157,7 +189,10 @@ def runs_of(items: Sequence[_Item]) -> list[list[int]]:
 
 
 class Parcels:
-    """Tensors to or from each rank, as one message of bytes for each. In it every tensor begins where any dtype may."""
+    """Tensors to or from each rank, as one message of bytes for each.
+
+    In it every tensor begins where any dtype may.
+    """
 
     def __init__(self, by_rank: ByRank, device: torch.device) -> None:
         self._tensors = [tensor.detach() for several in by_rank for tensor in several]

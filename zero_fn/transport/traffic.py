@@ -15,10 +15,11 @@ class Sent:
     """Bytes that this rank has sent, as counted by `traffic`.
 
     Attributes:
-        by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"`, `"all-to-all"` and `"control"`
-            (agreement between ranks: a few bytes per step).
+        by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`
+            and `"control"` (agreement between ranks: a few bytes per step).
         calls: Number of collectives issued, by the same names.
-        by_axis: Bytes of parameters and gradients sent, by the name of the data axis they were sent along.
+        by_axis: Bytes of parameters and gradients sent, by the name of the
+            data axis they were sent along.
     """
 
     by_collective: Counter[str] = field(default_factory=Counter)
@@ -31,7 +32,10 @@ class Sent:
         return sum(self.by_collective[name] for name in PAYLOAD)
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{name} {nbytes} B in {self.calls[name]}" for name, nbytes in self.by_collective.items())
+        parts = ", ".join(
+            f"{name} {nbytes} B in {self.calls[name]}"
+            for name, nbytes in self.by_collective.items()
+        )
         return f"Sent({parts or 'nothing'})"
 
 
@@ -46,9 +50,10 @@ open_counts: list[Sent] = []
 def traffic() -> Iterator[Sent]:
     """Counts the bytes that this rank sends inside the block.
 
-    Bytes that are handed to transports are counted, on all data axes. For a direct exchange or an all-to-all these are the
-    pieces sent; for the backend's own all-gather or reduce-scatter over `n` ranks, `(n - 1)/n` of the gathered buffer, which
-    a ring sends. Bytes that torch sends along model axes are not counted.
+    Bytes that are handed to transports are counted, on all data axes. For a direct exchange or an
+    all-to-all these are the pieces sent; for the backend's own all-gather or reduce-scatter over
+    `n` ranks, `(n - 1)/n` of the gathered buffer, which a ring sends. Bytes that torch sends along
+    model axes are not counted.
 
     Returns:
         A context manager that yields a `Sent`, which may be read during and after the block.
