@@ -1,12 +1,14 @@
 """The compiled kernels of this process, or the reason why there are none.
 
-The machine's C compiler makes a library of the sources beside this file, once for each user, and a folder of the user keeps
-it. Code that is loaded from there runs with the rights of this process, so a folder or file that another user owns or may
-write is not used. Without such a folder (a read-only home, somebody else's) each process compiles for itself.
+The machine's C compiler makes a library of the sources beside this file, once for each user, and a
+folder of the user keeps it. Code that is loaded from there runs with the rights of this process, so
+a folder or file that another user owns or may write is not used. Without such a folder (a read-only
+home, somebody else's) each process compiles for itself.
 
-[Note: the digest in the name] The name of a kept library ends in the digest of its bytes. The system loads a library that was
-cut short (a full disk, a power cut) without complaint, and the process dies of SIGBUS when it touches a missing page. So a
-file whose bytes do not have the digest in its name is removed and compiled anew.
+[Note: the digest in the name] The name of a kept library ends in the digest of its bytes. The
+system loads a library that was cut short (a full disk, a power cut) without complaint, and the
+process dies of SIGBUS when it touches a missing page. So a file whose bytes do not have the digest
+in its name is removed and compiled anew.
 
 A kernel is called by `call_kernel`, if `has_kernels` of the tensors that it reads and writes.
 """
@@ -39,7 +41,8 @@ __all__ = ["Library", "call_kernel", "has_kernels", "library"]
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 
 _LANGUAGE = ("-std=c11", "-fPIC", "-shared", "-pthread")
-# `-ffp-contract=off`: the sources say which products and sums share a rounding, since that is part of the result.
+# `-ffp-contract=off`: the sources say which products and sums share a rounding,
+# since that is part of the result.
 _ARITHMETIC = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = (*_LANGUAGE, *_ARITHMETIC)
 _LIBRARIES = ("-lm",)
@@ -50,16 +53,24 @@ _DEADLINE_S = 120
 class Library:
     """The kernels of this process, or the reason why there are none. Printed, it says so."""
 
-    functions: ctypes.CDLL | None  # the loaded library, whose calls release the interpreter lock; None if there is none
+    # The loaded library, whose calls release the interpreter lock; None if there is none.
+    functions: ctypes.CDLL | None
     says: str  # the version of the compiler, or the reason
 
     def __str__(self) -> str:
-        return f"compiled kernels ({self.says})" if self.functions is not None else f"no kernels: {self.says}"
+        return (
+            f"compiled kernels ({self.says})"
+            if self.functions is not None
+            else f"no kernels: {self.says}"
+        )
 
 
 @cache
 def library() -> Library:
-    """The kernels, compiled and loaded at the first call of the process. Never raises: without them torch does their work."""
+    """The kernels, compiled and loaded at the first call of the process.
+
+    Never raises: without them torch does their work.
+    """
     try:
         compiler = found_compiler()
         return Library(_loaded(compiler), compiler.version)
@@ -68,7 +79,10 @@ def library() -> Library:
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """Whether there are kernels, and all these tensors are in memory that they read. Simulated tensors are not."""
+    """Whether there are kernels, and all these tensors are in memory that they read.
+
+    Simulated tensors are not.
+    """
     is_real_memory = all(type(each) is Tensor and each.is_cpu for each in tensors)
     return is_real_memory and library().functions is not None
 
@@ -78,13 +92,15 @@ def call_kernel(name: str, *arguments: object, written: Sequence[Tensor | None] 
 
     Args:
         name: The function in C.
-        arguments: A tensor becomes its address, a list of them an array of addresses that NULL ends, None is NULL, and an
-            integer is int64_t. Others go as ctypes has them.
-        written: What the kernel writes behind the back of torch. Autograd hears of it, so that it refuses to use values that
-            it saved before. None is passed over.
+        arguments: A tensor becomes its address, a list of them an array of addresses that NULL
+            ends, None is NULL, and an integer is int64_t. Others go as ctypes has them.
+        written: What the kernel writes behind the back of torch. Autograd hears of it, so that it
+            refuses to use values that it saved before. None is passed over.
     """
     found: int = getattr(library().functions, name)(*map(_in_c, arguments))
-    torch.autograd.graph.increment_version([each for each in written if each is not None and not each.is_inference()])
+    torch.autograd.graph.increment_version(
+        [each for each in written if each is not None and not each.is_inference()]
+    )
     return found
 
 
@@ -104,17 +120,23 @@ def _addresses(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
 def _loaded(compiler: Compiler) -> ctypes.CDLL:
     folder = cache_folder()
     if folder is not None:
-        with suppress(OSError):  # the folder is not writable after all, or libraries in it may not be loaded
+        # The folder is not writable after all, or libraries in it may not be loaded.
+        with suppress(OSError):
             return ctypes.CDLL(str(_kept_in(folder, compiler)))
     try:
         with tempfile.TemporaryDirectory(prefix="zero_fn.") as own:
             return ctypes.CDLL(str(_kept_in(Path(own), compiler)))
     except OSError as error:
-        raise CompilerError(f"what {compiler.command[0]} made could not be loaded: {error}") from error
+        raise CompilerError(
+            f"what {compiler.command[0]} made could not be loaded: {error}"
+        ) from error
 
 
 def _kept_in(folder: Path, compiler: Compiler) -> Path:
-    """The library in a folder, compiled into it if it is not there. Processes that do so at once see all of it or nothing."""
+    """The library in a folder, compiled into it if it is not there.
+
+    Processes that do so at once see all of it or nothing.
+    """
     key = compiler.key(_SOURCES)
     for found in folder.glob(f"{key}-*.so"):
         if is_ours(found) and found.name == f"{key}-{_digest(found)}.so":
@@ -134,7 +156,8 @@ def _digest(path: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """The folder of compiled libraries, made if it is missing; None if it cannot be this user's alone."""
+    """The folder of compiled libraries, made if it is missing;
+    None if it cannot be this user's alone."""
     base = os.environ.get("XDG_CACHE_HOME")
     with suppress(OSError, RuntimeError):  # RuntimeError: no home
         folder = (Path(base) if base else Path.home() / ".cache") / "zero_fn" / "kernels"
@@ -145,7 +168,10 @@ def cache_folder() -> Path | None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether this user owns a file or folder, and no other user may write it. Links are not followed."""
+    """Whether this user owns a file or folder, and no other user may write it.
+
+    Links are not followed.
+    """
     try:
         found = path.lstat()
     except OSError:
@@ -169,7 +195,8 @@ class Compiler:
     version: str  # the first line that it prints for `--version`
 
     def key(self, sources: Sequence[Path]) -> str:
-        """A digest of all that decides what it makes of these sources: them, the flags, itself, and the processor."""
+        """A digest of all that decides what it makes of these sources: them,
+        the flags, itself, and the processor."""
         digest = hashlib.sha256()
         for part in (*self.command, self.version, *_FLAGS, *_LIBRARIES, cpu_identity()):
             digest.update(part.encode() + b"\0")
@@ -183,13 +210,16 @@ class Compiler:
         Raises:
             CompilerError: It failed.
         """
-        compiled = [str(source) for source in sources if source.suffix == ".c"]  # and they include the others
+        # These sources include the others.
+        compiled = [str(source) for source in sources if source.suffix == ".c"]
         _run([*self.command, *_FLAGS, "-o", str(target), *compiled, *_LIBRARIES])
 
 
 def found_compiler() -> Compiler:
-    """The compiler that `CC` names, else the first of cc, gcc and clang, else the clang in the package `ziglang` (the extra
-    `compiler`), where the machine has none. With `CC` set to nothing there is none.
+    """The compiler that `CC` names, else the first of cc, gcc and clang, else the clang in the
+    package `ziglang` (the extra `compiler`), where the machine has none.
+
+    With `CC` set to nothing there is none.
 
     Raises:
         CompilerError: There is none, or it does not run.
@@ -216,21 +246,34 @@ def _run(command: list[str]) -> str:
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env=environment, timeout=_DEADLINE_S
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=_DEADLINE_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerError(f"{command[0]} does not run: {error}") from error
     if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        raise CompilerError(f"{command[0]} failed with {done.returncode}: {said or 'it said nothing'}")
+        said = next(
+            (line for line in done.stderr.splitlines() if "error" in line),
+            done.stderr.strip()[-200:],
+        )
+        raise CompilerError(
+            f"{command[0]} failed with {done.returncode}: {said or 'it said nothing'}"
+        )
     return done.stdout
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """A text that differs between processors for which `-march=native` means different instructions."""
+    """A text that differs between processors for which `-march=native`
+    means different instructions."""
     wanted = ("model name", "flags", "CPU implementer", "CPU part", "Features")
     try:
         block = cpuinfo.read_text().partition("\n\n")[0]  # of the first core
     except OSError:  # no Linux
         return " ".join((platform.machine(), platform.processor()))
-    return "\n".join([platform.machine(), *(line for line in block.splitlines() if line.startswith(wanted))])
+    return "\n".join(
+        [platform.machine(), *(line for line in block.splitlines() if line.startswith(wanted))]
+    )

@@ -1,16 +1,22 @@
-"""Rows of tensors as they travel: what the codes of a record are (`zero_fn.values.wire` says where they lie), both ways.
+"""Rows of tensors as they travel: what the codes of a record are (`zero_fn.values.wire`
+says where they lie), both ways.
 
-A block counts as float32. Where it is rotated, runs of r elements are first mixed by butterflies of elements 1, 2, 4 ...
-apart, (a, b) -> (a + b, a - b). The same again, and times 1 / r, gives them back.
+A block counts as float32. Where it is rotated, runs of r elements are first mixed by
+butterflies of elements 1, 2, 4 ... apart, (a, b) -> (a + b, a - b). The same again, and times
+1 / r, gives them back.
 
-    symmetric   scale = largest / m, code = value * (m / largest), of the largest absolute value; m is the largest code
-    asymmetric  scale = (most - least) / m, code = (value - least) * (m / (most - least)), m being 255 or 15
+    symmetric   scale = largest / m, code = value * (m / largest),
+                of the largest absolute value; m is the largest code
+    asymmetric  scale = (most - least) / m, code = (value - least) * (m / (most - least)),
+                m being 255 or 15
 
-Codes are rounded to the nearest, ties to even, and a value is `code * scale` or `code * scale + least`. Where the largest (or
-most - least) is below 2^-100 the scale and the codes are 0. Where it is no finite number, because a value is none or a sum
-overflows, the scale is NaN and the codes are 0, so all of the block is NaN when it is decoded: who scales losses sees it.
+Codes are rounded to the nearest, ties to even, and a value is `code * scale` or
+`code * scale + least`. Where the largest (or most - least) is below 2^-100 the scale and the codes
+are 0. Where it is no finite number, because a value is none or a sum overflows, the scale is NaN
+and the codes are 0, so all of the block is NaN when it is decoded: who scales losses sees it.
 
-Each of these operations is rounded to float32, in one order, so C and torch have the same bits on all devices.
+Each of these operations is rounded to float32, in one order,
+so C and torch have the same bits on all devices.
 """
 
 from __future__ import annotations
@@ -27,8 +33,15 @@ from zero_fn.values.wire import Records
 
 __all__ = ["decode", "decode_mean", "encode"]
 
-_HIGHEST = {"int4": (7, 15), "int8": (127, 255), "float8_e4m3fn": (448,), "float8_e5m2": (57344,)}  # see m above
-_KINDS = {"int4": (0, 0, 0), "int8": (1, 0, 0), "float8_e4m3fn": (2, 3, 7), "float8_e5m2": (2, 2, 15)}  # mantissa, bias
+# The values of m above.
+_HIGHEST = {"int4": (7, 15), "int8": (127, 255), "float8_e4m3fn": (448,), "float8_e5m2": (57344,)}
+# Number of the format, bits of mantissa, bias.
+_KINDS = {
+    "int4": (0, 0, 0),
+    "int8": (1, 0, 0),
+    "float8_e4m3fn": (2, 3, 7),
+    "float8_e5m2": (2, 2, 15),
+}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,28 +57,33 @@ def encode(values: Tensor, records: Records, out: Tensor, held: Tensor | None = 
     sources = [values] if held is None else [values, held]
     _check(records, sources, [out])
     if not has_kernels(*sources, out):
-        _encode_by_torch(values.float() if held is None else values.float() - held.float(), records, out)
+        _encode_by_torch(
+            values.float() if held is None else values.float() - held.float(), records, out
+        )
         return
     sources = [source.float() if source.dtype == torch.float16 else source for source in sources]
     _run(records, sources, sources, out, adds=None)
 
 
 def decode(coded: Tensor, records: Records, out: Tensor, *, add: bool = False) -> None:
-    """Writes the values of records (uint8, [R, records.row_nbytes]) into rows [R, w], rounded to their dtype; or adds them:
-    `float32(out) + values`, rounded."""
+    """Writes the values of records (uint8, [R, records.row_nbytes]) into rows [R, w], rounded to
+    their dtype; or adds them: `float32(out) + values`, rounded."""
     _decode([coded], records, out, add)
 
 
 def decode_mean(parts: Sequence[Tensor], records: Records, out: Tensor) -> None:
-    """Writes the mean of parts, each as `decode` takes it, into rows [R, w]: `((v0 + v1) + v2 ...) / n` in float32, rounded
-    to the dtype of `out`."""
+    """Writes the mean of parts, each as `decode` takes it, into rows [R, w]:
+    `((v0 + v1) + v2 ...) / n` in float32, rounded to the dtype of `out`."""
     _decode(parts, records, out, False)
 
 
 def _decode(parts: Sequence[Tensor], records: Records, out: Tensor, add: bool) -> None:
     _check(records, [out], parts)
     if not has_kernels(out, *parts):
-        mean = sum((_decoded_by_torch(part, records) for part in parts[1:]), _decoded_by_torch(parts[0], records))
+        mean = sum(
+            (_decoded_by_torch(part, records) for part in parts[1:]),
+            _decoded_by_torch(parts[0], records),
+        )
         mean /= _full(mean, len(parts))
         out.copy_(out.float() + mean if add else mean)
         return
@@ -80,24 +98,45 @@ def _check(records: Records, rows: Sequence[Tensor], coded: Sequence[Tensor]) ->
     tensors, count = (*rows, *coded), rows[0].shape[0]
     assert coded and all(t.is_contiguous() for t in tensors), tensors
     assert all(t.dtype in _FLOATS and t.shape == (count, records.row_numel) for t in rows), rows
-    assert all(t.dtype == torch.uint8 and t.shape == (count, records.row_nbytes) for t in coded), coded
+    assert all(t.dtype == torch.uint8 and t.shape == (count, records.row_nbytes) for t in coded), (
+        coded
+    )
 
 
-def _run(records: Records, rows: list[Tensor], sources: list[Tensor], out: Tensor, adds: bool | None) -> None:
+def _run(
+    records: Records, rows: list[Tensor], sources: list[Tensor], out: Tensor, adds: bool | None
+) -> None:
     """Encodes (`adds` is None), or decodes."""
     wire, (kind, *float8) = records.wire, _KINDS[records.wire.codes]
     numbers = (  # those of `Form` in wire_codes.c
-        *(rows[0].shape[0], records.row_numel, records.blocks, records.numel, records.rotated, records.head_nbytes),
-        *(records.nbytes, kind, wire.is_symmetric, _HIGHEST[wire.codes][not wire.is_symmetric], *float8),
+        *(
+            rows[0].shape[0],
+            records.row_numel,
+            records.blocks,
+            records.numel,
+            records.rotated,
+            records.head_nbytes,
+        ),
+        *(
+            records.nbytes,
+            kind,
+            wire.is_symmetric,
+            _HIGHEST[wire.codes][not wire.is_symmetric],
+            *float8,
+        ),
         *(tensor.dtype == torch.bfloat16 for tensor in (rows[0], rows[-1])),
         *(adds is None, adds is True, threads_for(rows[0].numel())),
     )
-    call_kernel("zero_fn_records", (ctypes.c_int64 * len(numbers))(*numbers), sources, out, written=[out])
+    call_kernel(
+        "zero_fn_records", (ctypes.c_int64 * len(numbers))(*numbers), sources, out, written=[out]
+    )
 
 
 def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
     blocks, numel, head_nbytes = records.blocks, records.numel, records.head_nbytes
-    y = torch.nn.functional.pad(values, (0, blocks * numel - records.row_numel)).view(-1, blocks, numel)
+    y = torch.nn.functional.pad(values, (0, blocks * numel - records.row_numel)).view(
+        -1, blocks, numel
+    )
     y, heads = _mixed(y, records.rotated), []
     width = y.abs().amax(-1, keepdim=True)
     if not records.wire.is_symmetric:
@@ -131,7 +170,11 @@ def _decoded_by_torch(coded: Tensor, records: Records) -> Tensor:
         codes = (codes ^ 8) - 8 if is_symmetric else codes  # the upper half of them is negative
     codes = codes[..., : records.numel]
     if is_symmetric:
-        codes = codes.view(torch.int8 if records.wire.codes in ("int4", "int8") else getattr(torch, records.wire.codes))
+        codes = codes.view(
+            torch.int8
+            if records.wire.codes in ("int4", "int8")
+            else getattr(torch, records.wire.codes)
+        )
     y = sum((addend[..., None] for addend in least), codes.float() * scale[..., None])
     y = _mixed(y, records.rotated) * (1 / records.rotated)
     return y.view(-1, records.blocks * records.numel)[:, : records.row_numel]
@@ -147,5 +190,6 @@ def _mixed(y: Tensor, rotated: int) -> Tensor:
 
 
 def _full(like: Tensor, value: float) -> Tensor:
-    """A number by which all devices divide: they multiply by the reciprocal of one that is no tensor."""
+    """A number by which all devices divide: they multiply by the
+    reciprocal of one that is no tensor."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
