@@ -1,1 +1,2 @@
-"""Ranks on this machine: processes forked from a server that has imported torch, for `launch` and for tests."""
+"""Ranks on this machine: processes forked from a server that has imported torch,
+for `launch` and for tests."""

@@ -1,8 +1,10 @@
-"""A small process that removes a folder in shared memory once nobody needs it: see `shared_folder.py`, which starts it.
+"""A small process that removes a folder in shared memory once nobody needs it: see
+`shared_folder.py`, which starts it.
 
     python -I -S folder_keeper.py FOLDER FD
 
-`FD` is open and locked, and stays so while this process lives. It imports neither torch nor zero_fn.
+`FD` is open and locked, and stays so while this process lives.
+It imports neither torch nor zero_fn.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import sys
 import time
 
 IDLE_S = 600.0
-"""Seconds without a process that uses the folder, after which it is removed, though the launcher lives: a shell does."""
+"""Seconds without a process that uses the folder, after which it is removed,
+though the launcher lives: a shell does."""
 
 
 def started(pid: int) -> str:
@@ -29,7 +32,10 @@ def started(pid: int) -> str:
 
 
 def lives(folder: str) -> bool:
-    """Whether the launcher of the ranks that came last still runs. One that is init, or nobody, never ends."""
+    """Whether the launcher of the ranks that came last still runs.
+
+    One that is init, or nobody, never ends.
+    """
     try:
         with open(f"{folder}/launcher") as file:
             pid, when = file.read().split()
@@ -39,20 +45,25 @@ def lives(folder: str) -> bool:
 
 
 def remove(folder: str, *, is_keeper: bool) -> bool:
-    """Removes the folder unless a process uses it, or another keeper keeps it. Returns whether it is gone."""
+    """Removes the folder unless a process uses it, or another keeper keeps it.
+
+    Returns whether it is gone.
+    """
     held: list[int] = []
     gone = f"{folder}.{os.urandom(4).hex()}.gone"
     try:
         if folder.endswith(".gone"):  # and whoever removed it was killed
             gone = folder
             return True
-        # Whoever makes the folder may be about to make these: they are made here, so that there is one to lock.
+        # Whoever makes the folder may be about to make these: they are made here,
+        # so that there is one to lock.
         for name in ("users",) if is_keeper else ("users", "keeper"):
             held.append(os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(held[0]), os.stat(f"{folder}/users")):
             return False  # it was removed meanwhile, and is another one's
-        # All at once: a process that waits for the lock sees that it has come too late, and one that comes finds nothing.
+        # All at once: a process that waits for the lock sees that it has come too late,
+        # and one that comes finds nothing.
         os.rename(folder, gone)
     except FileNotFoundError:
         return True
@@ -88,7 +99,9 @@ def keep(folder: str) -> None:
     while os.path.exists(f"{folder}/users"):
         if is_used(folder):
             idle_since = time.monotonic()
-        elif (told or not lives(folder) or time.monotonic() - idle_since > IDLE_S) and remove(folder, is_keeper=True):
+        elif (told or not lives(folder) or time.monotonic() - idle_since > IDLE_S) and remove(
+            folder, is_keeper=True
+        ):
             return
         time.sleep(0.5)
 

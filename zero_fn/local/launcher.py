@@ -1,10 +1,12 @@
-"""Ranks on this machine, as the process that starts them sees them: they run a function and return a report each.
+"""Ranks on this machine, as the process that starts them sees them:
+they run a function and return a report each.
 
 `launch` runs one function and ends the ranks. The pool of the tests keeps them for many functions.
 
-[Note: the fork server] After a plain fork, a process hangs if torch has run threads in its parent. A spawned process imports
-torch again, which takes seconds. The fork server of `multiprocessing` has imported torch once, has no threads, and forks
-ranks from itself. A process has one fork server, which it shares with all other users of this start method.
+[Note: the fork server] After a plain fork, a process hangs if torch has run threads in its parent.
+A spawned process imports torch again, which takes seconds. The fork server of `multiprocessing` has
+imported torch once, has no threads, and forks ranks from itself. A process has one fork server,
+which it shares with all other users of this start method.
 """
 
 from __future__ import annotations
@@ -45,12 +47,18 @@ _KILLED_S = 10.0
 _SHOWN_S = 0.1  # most seconds until prints of rank 0 appear
 _STACKS_S = 1.0  # seconds in which a rank writes its stacks
 _SHOWN_LINES = 20
-_PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", live.__module__]
+_PRELOADED = [
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    live.__module__,
+]
 _starting = threading.Lock()
 
 
 class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
-    """n ranks on this machine with an initialised default process group; the arguments are those of `launch`.
+    """n ranks on this machine with an initialised default process group;
+    the arguments are those of `launch`.
 
     Raises:
         StateError: No rank can be started.
@@ -58,17 +66,30 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     """
 
     def __init__(
-        self, n: int, *, backend: str = "gloo", threads: int = 1, environ: Mapping[str, str] | None = None
+        self,
+        n: int,
+        *,
+        backend: str = "gloo",
+        threads: int = 1,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.n = n
         self._folder = tempfile.TemporaryDirectory(prefix="zero_fn-ranks-")
         self._peers: list[_Peer] = []
         self._shown: list[_Peer] = []
-        atexit.register(self.close)  # else multiprocessing would wait for the ranks, and these for a function
+        # Without this, multiprocessing would wait for the ranks, and these for a function.
+        atexit.register(self.close)
         store = f"{self._folder.name}/store"  # a file: two launches might choose the same port
         local = {"GLOO_SOCKET_IFNAME": interface} if (interface := loopback()) else {}
-        own = {"OMP_NUM_THREADS": str(threads), **(environ or {})}  # if unset, accelerate sets it too high
-        whole_environ = {**local, **os.environ, **own, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        # A count of threads that is unset accelerate sets too high.
+        own = {"OMP_NUM_THREADS": str(threads), **(environ or {})}
+        whole_environ = {
+            **local,
+            **os.environ,
+            **own,
+            "WORLD_SIZE": str(n),
+            "LOCAL_WORLD_SIZE": str(n),
+        }
         start_method = multiprocessing.get_start_method(allow_none=True)
         cells = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
 
@@ -77,10 +98,13 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
             rank, _ = inside.place
             os.environ.clear()
             os.environ.update(whole_environ, RANK=str(rank), LOCAL_RANK=str(rank))
-            multiprocessing.set_start_method(start_method, force=True)  # not the one by which ranks are started
-            linecache.cache.update(cells)  # source lines of notebook cells, which are in no file, for tracebacks
+            # The user's start method, not the one by which ranks are started.
+            multiprocessing.set_start_method(start_method, force=True)
+            # Source lines of notebook cells, which are in no file, for tracebacks.
+            linecache.cache.update(cells)
             if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed()  # else every launch would draw the server's numbers
+                # Without this, every launch would draw the server's numbers.
+                sys.modules["numpy"].random.seed()
             torch.set_num_threads(threads)
             if "nccl" in backend:
                 torch.cuda.set_device(rank)
@@ -109,15 +133,20 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         since_s: float | None = None,
         is_last: bool = False,
     ) -> list[Any]:
-        """Runs `fn(*args, **kwargs)` on every rank and returns their values. Raises what `launch` raises.
+        """Runs `fn(*args, **kwargs)` on every rank and returns their values.
+
+        Raises what `launch` raises.
 
         Ranks have `timeout_s` seconds since `since_s` by the monotonic clock; None for now.
 
-        An exception ends the ranks. In the last function ranks wait for its threads, and prints of rank 0 are shown here.
-        Other output is kept, and its last lines are added to an error.
+        An exception ends the ranks. In the last function ranks wait for its threads, and prints of
+        rank 0 are shown here. Other output is kept, and its last lines are added to an error.
         """
         assert self._peers, "these ranks are gone"
-        message = dumps((fn, tuple(args), dict(kwargs or {})), "The function or an argument"), is_last
+        message = (
+            dumps((fn, tuple(args), dict(kwargs or {})), "The function or an argument"),
+            is_last,
+        )
         began_s = time.monotonic() if since_s is None else since_s
         end_s = math.inf if timeout_s is None else began_s + timeout_s
         self._shown = self._peers[: int(is_last)]
@@ -128,8 +157,13 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
                 peer.ask(message)
             while len(answers) < self.n and time.monotonic() < end_s:
                 waiting = [peer for peer in self._peers if peer.rank not in answers]
-                wait([end for peer in waiting for end in (peer.connection, peer.process.sentinel)], _SHOWN_S)
-                answers |= {peer.rank: answer for peer in waiting if (answer := peer.answer()) is not None}
+                wait(
+                    [end for peer in waiting for end in (peer.connection, peer.process.sentinel)],
+                    _SHOWN_S,
+                )
+                answers |= {
+                    peer.rank: answer for peer in waiting if (answer := peer.answer()) is not None
+                }
                 self._show()
                 if failure := first_failure.first_failure(answers, self.n):
                     end_s = min(
@@ -144,15 +178,20 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
                 for peer in late:
                     peer.ask_where()
                 time.sleep(_STACKS_S)
-                raise first_failure.hung({peer.rank: peer.errors.read() for peer in late}, self.n, timeout_s)
-            reports = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Report)]
+                raise first_failure.hung(
+                    {peer.rank: peer.errors.read() for peer in late}, self.n, timeout_s
+                )
+            reports = [
+                answer for _, answer in sorted(answers.items()) if isinstance(answer, Report)
+            ]
             return [pickle.loads(report.pickled) for report in reports]
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Kills the ranks and the processes that they started, waits for their end, and shows the last prints of rank 0."""
+        """Kills the ranks and the processes that they started, waits for their end,
+        and shows the last prints of rank 0."""
         for peer in self._peers:
             peer.kill()
         for peer in self._peers:
@@ -170,17 +209,20 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     def _start(self) -> None:
         with _starting:
             main = sys.modules["__main__"]
-            spec, file = getattr(main, "__spec__", None), vars(main).pop("__file__", None)  # %reset leaves neither
+            # %reset leaves neither.
+            spec, file = getattr(main, "__spec__", None), vars(main).pop("__file__", None)
             main.__spec__ = None  # with either of them, each rank would execute the script again
             try:
                 _ensure_server()
                 for rank in range(self.n):
-                    self._peers.append(_peer(rank, self.n, self._folder.name))  # one by one: Ctrl-C may come between
+                    # One by one: Ctrl-C may come between.
+                    self._peers.append(_peer(rank, self.n, self._folder.name))
             except (OSError, EOFError) as error:
                 raise StateError(
                     "The fork server of local ranks does not run.",
                     error=f"{type(error).__name__}: {error}",
-                    fix=f"{sys.executable} -c 'import zero_fn' must work with the same sys.path and environment",
+                    fix=f"{sys.executable} -c 'import zero_fn' must work with the same "
+                    "sys.path and environment",
                 ) from error
             finally:
                 main.__spec__ = spec
@@ -188,12 +230,14 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
 
     def _show(self) -> None:
         for peer in self._shown:
-            print(peer.output.read(), end="", flush=True)  # a rank cannot print to a notebook itself
+            # A rank cannot print to a notebook itself.
+            print(peer.output.read(), end="", flush=True)
             print(peer.errors.read(), end="", flush=True, file=sys.stderr)
 
 
 def _ensure_server() -> None:
-    """Starts the fork server, which finds the modules of this process, and has one thread, or it must not fork."""
+    """Starts the fork server, which finds the modules of this process,
+    and has one thread, or it must not fork."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environ = {**one_thread, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     before = {name: os.environ[name] for name in environ if name in os.environ}
@@ -219,7 +263,10 @@ class _Peer:
     errors: TextIO  # the file of its stderr
 
     def ask(self, message: tuple[bytes, bool]) -> None:
-        """Sends a function, unless the rank has ended (`answer` tells). Forgets what the rank has printed so far."""
+        """Sends a function, unless the rank has ended (`answer` tells).
+
+        Forgets what the rank has printed so far.
+        """
         self.output.read()
         self.errors.read()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -241,9 +288,14 @@ class _Peer:
             os.kill(self.pid, signal.SIGUSR1)
 
     def printed(self) -> str:
-        """The last lines that were not read yet, and the first lines of faulthandler's report if the rank crashed."""
-        before, fatal, stack = (self.output.read() + self.errors.read()).partition("Fatal Python error")
-        return "\n".join(before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES])
+        """The last lines that were not read yet, and the first lines of
+        faulthandler's report if the rank crashed."""
+        before, fatal, stack = (self.output.read() + self.errors.read()).partition(
+            "Fatal Python error"
+        )
+        return "\n".join(
+            before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES]
+        )
 
     def kill(self) -> None:
         """Kills the rank and the processes that it started, if it still runs."""
@@ -256,7 +308,8 @@ class _Peer:
 def _peer(rank: int, n: int, folder: str) -> _Peer:
     context = multiprocessing.get_context("forkserver")
     names = f"{folder}/{rank}.output", f"{folder}/{rank}.errors"
-    output, errors = (open(name, "w+", encoding="utf-8", errors="replace", newline="") for name in names)  # noqa: SIM115
+    text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "newline": ""}
+    output, errors = (open(name, "w+", **text) for name in names)  # noqa: SIM115
     ours, theirs = context.Pipe()
     process = context.Process(target=live, args=(theirs, rank, n, names))
     process.start()

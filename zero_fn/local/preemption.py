@@ -1,11 +1,13 @@
-"""`zf.preemption()`: a run that is told to leave (SIGTERM) saves first, and ends with a status that asks to be started again.
+"""`zf.preemption()`: a run that is told to leave (SIGTERM) saves first,
+and ends with a status that asks to be started again.
 
-[Note: a signal while a rank waits] Python runs a handler only once the main thread is back from C. A rank that waits in a
-collective for another that will not come is not. So a thread listens, to the descriptor that Python's handler in C writes to
-(`signal.set_wakeup_fd`).
+[Note: a signal while a rank waits] Python runs a handler only once the main thread is back from C.
+A rank that waits in a collective for another that will not come is not. So a thread listens, to the
+descriptor that Python's handler in C writes to (`signal.set_wakeup_fd`).
 
-[Note: children] A process that is forked from a rank has that descriptor, too, until it has forgotten it. So signals are held
-back while it is forked; then they do in the child what they did before.
+[Note: children] A process that is forked from a rank has that descriptor, too, until it has
+forgotten it. So signals are held back while it is forked; then they do in the child what
+they did before.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from zero_fn.transport.agree import Flag
 __all__ = ["REQUEUE", "Preemption", "preemption"]
 
 REQUEUE = 75
-"""The exit status EX_TEMPFAIL of sysexits.h: try again. Slurm's `RequeueExit` and a Job's `podFailurePolicy` can name it."""
+"""The exit status EX_TEMPFAIL of sysexits.h: try again.
+
+Slurm's `RequeueExit` and a Job's `podFailurePolicy` can name it.
+"""
 
 _CLOSED = b"\0"  # no signal has this number
 
@@ -46,17 +51,25 @@ class Preemption:
         os.set_blocking(self._tell, False)
         self._before = {each: signal.signal(each, _ignore) for each in signals}
         self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
-        os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
+        os.register_at_fork(
+            before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget
+        )
         threading.Thread(target=self._listen, name="zero_fn.preemption", daemon=True).start()
 
     @property
     def is_told(self) -> bool:
-        """Whether this rank has got a signal. Other ranks may not have; `is_due` is what they all know."""
+        """Whether this rank has got a signal.
+
+        Other ranks may not have; `is_due` is what they all know.
+        """
         return self._told.is_set()
 
     def is_due(self) -> bool:
-        """Whether to save and leave: any rank had got a signal when it called this in the step before. The same answer on
-        every rank. All ranks call it, once a step; a collective of 1 byte, for which the next call waits.
+        """Whether to save and leave: any rank had got a signal when it
+        called this in the step before.
+
+        The same answer on every rank. All ranks call it, once a step; a collective of 1 byte,
+        for which the next call waits.
 
         Raises:
             LostRankError: A rank has ended, or did not call.
@@ -104,12 +117,16 @@ class Preemption:
             if number[0] in self._before:
                 self._told.set()
         if self._within_s is not None and not self._closed.wait(self._within_s):
-            os.write(2, f"zero_fn: told to leave {self._within_s:g} s ago, and not done: ends now\n".encode())
+            text = f"zero_fn: told to leave {self._within_s:g} s ago, and not done: ends now\n"
+            os.write(2, text.encode())
             os._exit(REQUEUE)
 
 
 def preemption(*signals: signal.Signals, within_s: float | None = None) -> Preemption:
-    """Listens for the signal by which a system takes a machine back, so that the run saves and leaves. All ranks call it.
+    """Listens for the signal by which a system takes a machine back,
+    so that the run saves and leaves.
+
+    All ranks call it.
 
         preemption = zf.preemption(within_s=25)
         for step in range(step, steps):
@@ -118,24 +135,32 @@ def preemption(*signals: signal.Signals, within_s: float | None = None) -> Preem
                 zf.save(f"runs/a/step-{step:06d}", model, optimizer)
                 preemption.leave()  # exit status 75: start me again
 
-    One rank that gets the signal is enough. Ranks learn of it one step later, at the same step. Slurm (`--signal=TERM@120`:
-    120 s before the limit), Kubernetes and clouds send SIGTERM first and kill later; torchrun passes it on, kills ranks 30 s
-    later, and ends with status 1, whatever they ended with.
+    One rank that gets the signal is enough. Ranks learn of it one step later, at the same step.
+    Slurm (`--signal=TERM@120`: 120 s before the limit), Kubernetes and clouds send SIGTERM first
+    and kill later; torchrun passes it on, kills ranks 30 s later, and ends with status 1, whatever
+    they ended with.
 
     Communicates: makes a process group of all ranks.
 
     Args:
         *signals: Those to listen for; SIGTERM if none is given.
-        within_s: Seconds after which a rank that was told ends with status 75, wherever it is. The checkpoint is then the one
-            before. None: it may take as long as the system lets it.
+        within_s: Seconds after which a rank that was told ends with status 75, wherever it is. The
+            checkpoint is then the one before. None: it may take as long as the system lets it.
 
     Raises:
         StateError: This is not the main thread, to which Python gives signals.
         LayoutError: `within_s` is not positive.
     """
     if threading.current_thread() is not threading.main_thread():
-        fix = "call it in the main thread of each rank (a function of Ray Train runs in another; Ray restarts lost workers)"
-        raise StateError("Signals come to the main thread only.", here=threading.current_thread().name, fix=fix)
+        fix = (
+            "call it in the main thread of each rank (a function of Ray Train runs in another; "
+            "Ray restarts lost workers)"
+        )
+        raise StateError(
+            "Signals come to the main thread only.", here=threading.current_thread().name, fix=fix
+        )
     if within_s is not None and not within_s > 0:
-        raise LayoutError("No rank can save in no time.", within_s=within_s, fix="seconds, or None: within_s=25")
+        raise LayoutError(
+            "No rank can save in no time.", within_s=within_s, fix="seconds, or None: within_s=25"
+        )
     return Preemption(signals or (signal.SIGTERM,), within_s)

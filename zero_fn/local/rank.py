@@ -14,6 +14,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -36,29 +37,36 @@ class Report:
     pickled: bytes
     traceback: str = ""
     guilt: tuple[bool, float] = (True, 0.0)
-    """For an exception: whether it is a `LostRankError`, and when it was raised. The report with the least is to blame."""
+    """For an exception: whether it is a `LostRankError`, and when it was raised.
+
+    The report with the least is to blame.
+    """
 
 
 def live(connection: Connection, rank: int, n: int, outputs: tuple[str, str]) -> None:
     """Runs functions as one of n ranks until the connection ends, and sends a `Report` on each.
 
-    A message is a pickled function with its arguments, and whether it is the last one. The files `outputs` take what the rank
-    writes to stdout and to stderr; on SIGUSR1 it writes the stacks of its threads to the second.
+    A message is a pickled function with its arguments, and whether it is the last one. The files
+    `outputs` take what the rank writes to stdout and to stderr; on SIGUSR1 it writes the stacks of
+    its threads to the second.
     """
     global place
     place = rank, n
-    os.setpgid(0, 0)  # Ctrl-C reaches the parent only, and processes that the rank starts can be killed with it
+    # Ctrl-C reaches the parent only, and processes that the rank starts can be killed with it.
+    os.setpgid(0, 0)
     gc.freeze()  # modules of the server are never garbage: collections need not look at them
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for fd, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
     # By line, which may end with the "\r" of a progress bar.
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    lines: dict[str, Any] = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
+    sys.stdout = open(1, "w", closefd=False, **lines)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, **lines)  # noqa: SIM115
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     is_last = False
-    # After its last function a rank stays a while, so that its messages arrive. A peer that still waits then gets an error.
+    # After its last function a rank stays a while, so that its messages arrive.
+    # A peer that still waits then gets an error.
     while connection.poll(_LINGER_S if is_last else None):
         try:
             message, is_last = connection.recv()
@@ -72,7 +80,8 @@ def live(connection: Connection, rank: int, n: int, outputs: tuple[str, str]) ->
 
 
 def _end_with_parent() -> None:
-    """Waits until the parent has ended, however it did, then kills the rank and the processes that it started."""
+    """Waits until the parent has ended, however it did, then kills the rank and
+    the processes that it started."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank has been started by somebody"
     parent.join()
@@ -84,13 +93,17 @@ def _perform(message: bytes, is_last: bool) -> Report:
         fn, args, kwargs = pickle.loads(message)
         value = fn(*args, **kwargs)
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()  # a rank that leaves with kernels in flight would break collectives of its peers
+            # A rank that leaves with kernels in flight would break collectives of its peers.
+            torch.cuda.synchronize()
         report = Report(True, dumps(value, "What a rank returned"))
         if is_last:
-            threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as Python does at its end
+            # Joins threads, as Python does at its end.
+            threading._shutdown()  # type: ignore[attr-defined]
         return report
     except SystemExit:
         raise
     except BaseException as error:
         guilt = isinstance(error, LostRankError), time.monotonic()
-        return Report(False, dumps_exception(error), "".join(traceback.format_exception(error)), guilt)
+        return Report(
+            False, dumps_exception(error), "".join(traceback.format_exception(error)), guilt
+        )

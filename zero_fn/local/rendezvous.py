@@ -1,9 +1,11 @@
-"""Where ranks meet before there is a process group: a TCP store, in a part of it that no earlier start has used.
+"""Where ranks meet before there is a process group: a TCP store,
+in a part of it that no earlier start has used.
 
-[Note: the store outlives ranks] torchrun keeps one store for all its starts, and the addresses of killed ranks stay in it.
-Its variables do not say which start this is: the number of restarts is that of one host, and a host that came later counts
-anew. So rank 0 puts a fresh word into the store, under which every rank says hello, and once all have, answers each hello. A
-rank that has read the word of an earlier start gets no answer, and reads again.
+[Note: the store outlives ranks] torchrun keeps one store for all its starts, and the addresses of
+killed ranks stay in it. Its variables do not say which start this is: the number of restarts is
+that of one host, and a host that came later counts anew. So rank 0 puts a fresh word into the
+store, under which every rank says hello, and once all have, answers each hello. A rank that has
+read the word of an earlier start gets no answer, and reads again.
 """
 
 from __future__ import annotations
@@ -52,12 +54,16 @@ def meet(address: str, port: int, rank: int, ranks: int, launcher: str, timeout_
         at=f"{address}:{port}, by {launcher}",
         why=why,
         waited=f"{timeout_s:g} s",
-        fix="start all ranks within timeout_s; MASTER_ADDR is the host of rank 0, and MASTER_PORT is free there",
+        fix="start all ranks within timeout_s; MASTER_ADDR is the host of rank 0, "
+        "and MASTER_PORT is free there",
     )
 
 
 def _answer_all(store: Store, ranks: int, end: float) -> str:
-    """Rank 0: waits for every hello, and answers it. Returns the word of this start, or which ranks are missing."""
+    """Rank 0: waits for every hello, and answers it.
+
+    Returns the word of this start, or which ranks are missing.
+    """
     word = os.urandom(8).hex()
     store.set("zero_fn/start", word)
     hellos = {rank: f"{word}/hello/{rank}" for rank in range(1, ranks)}

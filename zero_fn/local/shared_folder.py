@@ -1,11 +1,13 @@
-"""A folder in the shared memory of this host, which outlives a process that is killed, and no launcher.
+"""A folder in the shared memory of this host, which outlives a process
+that is killed, and no launcher.
 
 /dev/shm/zero_fn-0123456789abcdef/   of one user: mode 0700
-    users       each process that uses the folder has a shared lock on it, which ends with the process
+    users       each process that uses the folder has a shared lock on it,
+                which ends with the process
     launcher    the parent of the process that came last, and when it was started
     writer      locked by the process that makes the copies of a run (`claim`)
-    keeper      locked by a small process (`folder_keeper.py`): it removes the folder once no process uses it and the
-                launcher has ended, or ten minutes have passed
+    keeper      locked by a small process (`folder_keeper.py`): it removes the folder once no
+                process uses it and the launcher has ended, or ten minutes have passed
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _PREFIX = "zero_fn-"
 
 
 def host_name() -> str:
-    """What is equal for processes that share memory, and for no others: the kernel, and what is mounted for it."""
+    """What is equal for processes that share memory, and for no others:
+    the kernel, and what is mounted for it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with suppress(OSError):
         return f"{boot.read_text().strip()}/{os.stat(ROOT).st_dev}"
@@ -46,10 +49,14 @@ class SharedFolder:
     """A folder that is used by this process until `close`, or its end."""
 
     _users = _writer = -1
-    _writers: ClassVar[WeakValueDictionary[Path, SharedFolder]] = WeakValueDictionary()  # in this process
+    # Folders in use by this process.
+    _writers: ClassVar[WeakValueDictionary[Path, SharedFolder]] = WeakValueDictionary()
 
     def __init__(self, word: str) -> None:
-        """Makes the folder, unless there is one. Folders that others have left without a keeper are removed."""
+        """Makes the folder, unless there is one.
+
+        Folders that others have left without a keeper are removed.
+        """
         self.path = self.path_of(word)
         _sweep()
         while True:
@@ -68,7 +75,8 @@ class SharedFolder:
                 raise FileNotFoundError
             written = self.path / f"launcher-{os.getpid()}"
             launcher, when = os.getppid(), folder_keeper.started(os.getppid())
-            written.write_text(f"{launcher} {when}" if when else "0 0")  # 0: one that cannot be seen
+            # 0: a launcher that cannot be seen.
+            written.write_text(f"{launcher} {when}" if when else "0 0")
             written.replace(self.path / "launcher")
             _start_keeper(self.path)
         except BaseException:
@@ -83,13 +91,15 @@ class SharedFolder:
         return ROOT / f"{_PREFIX}{word}"
 
     def claim(self, *, locks: bool) -> bool:
-        """Becomes its writer until `leave`; False if there is one, in this process or, with `locks`, in another."""
+        """Becomes its writer until `leave`; False if there is one,
+        in this process or, with `locks`, in another."""
         if self.path in self._writers:
             return False
         if locks:
             writer = os.open(self.path / "writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.lockf(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children that outlive this process do not hold it
+                # Children that outlive this process do not hold it.
+                fcntl.lockf(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(writer)
                 return False
@@ -122,7 +132,8 @@ def _require_own(path: Path) -> None:
                 "A folder in shared memory is not of this user alone.",
                 path=path,
                 why="another user could read what is in it, or has made it",
-                fix=f"rm -r {path}; or remove the file .mirror beside the checkpoints, so that another name is drawn",
+                fix=f"rm -r {path}; or remove the file .mirror beside the checkpoints, "
+                "so that another name is drawn",
             )
 
 
@@ -136,14 +147,16 @@ def _start_keeper(folder: Path) -> None:
         command = [sys.executable, "-I", "-S", folder_keeper.__file__, str(folder)]
         none = subprocess.DEVNULL
         pipes: dict[str, Any] = {"stdin": none, "stdout": none, "stderr": none, "pass_fds": [lock]}
-        own = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}  # it is no rank
+        # Nothing of the variables of a rank: the keeper is none.
+        own = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         subprocess.run(command, **pipes, env=own, cwd="/", start_new_session=True, check=True)
     finally:
         os.close(lock)
 
 
 def _sweep() -> None:
-    """Removes folders of this user that neither a process uses nor a keeper keeps: it was killed, too."""
+    """Removes folders of this user that neither a process uses nor a keeper keeps:
+    it was killed, too."""
     for path in ROOT.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             found = path.lstat()
