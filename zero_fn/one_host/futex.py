@@ -1,7 +1,7 @@
 """Sleeping until a word of shared memory changes: futex(2) of Linux, called through libc.
 
-One process writes the word, others wait for it. The kernel looks at the word before it puts a process to sleep, so no change
-is missed, and both calls are full memory barriers.
+One process writes the word, others wait for it. The kernel looks at the word before it puts a
+process to sleep, so no change is missed, and both calls are full memory barriers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _SYSCALLS = {"x86_64": 202, "aarch64": 98}
 
 _machine = platform.machine()
 _number = _SYSCALLS.get(_machine)
-_keeps_order = _machine == "x86_64"  # stores are seen in their order, and loads are not moved past them
+# Stores are seen in their order, and loads are not moved past them.
+_keeps_order = _machine == "x86_64"
 
 
 class _Timespec(ctypes.Structure):
@@ -37,8 +38,11 @@ def has_futexes() -> bool:
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
-    """Sleeps until `wake` is called for the word at `address`, or for `seconds`. Does not sleep if the low 32 bits of the
-    word differ from those of `seen`. May return early, so the caller looks at the word again."""
+    """Sleeps until `wake` is called for the word at `address`, or for `seconds`.
+
+    Does not sleep if the low 32 bits of the word differ from those of `seen`. May return early, so
+    the caller looks at the word again.
+    """
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     word = ctypes.c_uint32(seen & _WORD)
     _sleeping(_number, ctypes.c_void_p(address), _WAIT, word, ctypes.byref(limit), None, 0)
@@ -50,6 +54,7 @@ def wake(address: ctypes.c_void_p) -> None:
 
 
 def fence(address: ctypes.c_void_p) -> None:
-    """A memory barrier: all processes see reads and writes before it as done before those after it."""
+    """A memory barrier: all processes see reads and writes before it
+    as done before those after it."""
     if not _keeps_order:
         _brief(_number, address, _WAKE, 0, None, None, 0)

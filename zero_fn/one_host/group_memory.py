@@ -1,10 +1,10 @@
 """The shared memory of a process group whose ranks are on one host: their arenas and mailboxes.
 
-All transports of a group share it. So their operations are one sequence, and ranks at collectives of two different models are
-found like ranks at two collectives of one.
+All transports of a group share it. So their operations are one sequence, and ranks at collectives
+of two different models are found like ranks at two collectives of one.
 
-[Note: children] A process that a rank forks (a worker of a `DataLoader`) has the same memory and copies of all objects. If
-the child drops these or ends, nothing may happen to the rank.
+[Note: children] A process that a rank forks (a worker of a `DataLoader`) has the same memory and
+copies of all objects. If the child drops these or ends, nothing may happen to the rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["Shared", "shared_by"]
 
 
 class Shared:
-    """This rank's arena, and the arenas of the other ranks of a group and the mailboxes with them, by rank."""
+    """This rank's arena, and the arenas of the other ranks of a group and the
+    mailboxes with them, by rank."""
 
     def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
         self.arena = arena
@@ -37,7 +38,8 @@ class Shared:
         self._sent = [0] * CHANNELS
         self._headers = self._users = 0
         self._pid = os.getpid()
-        weakref.finalize(self, _leave, list(boxes.values()), self._pid).atexit = False  # peers see that a process ends
+        # Peers see that a process ends.
+        weakref.finalize(self, _leave, list(boxes.values()), self._pid).atexit = False
 
     def used_by(self, transport: object) -> None:
         """Notes a user. When the last one is gone, the pages of the arena go back to the system."""
@@ -45,7 +47,9 @@ class Shared:
         weakref.finalize(transport, self._unused).atexit = False
 
     def write(self, channel: int, nbytes: int) -> tuple[int, int, int]:
-        """Takes a block for the next message. Returns the number of its header, its number in the channel, and the block.
+        """Takes a block for the next message.
+
+        Returns the number of its header, its number in the channel, and the block.
 
         Raises:
             TierError: The arena has no room. Peers are told that this rank sends nothing more.
@@ -81,8 +85,11 @@ class Shared:
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, Shared | None] = WeakKeyDictionary()
 
 
-def shared_by(group: dist.ProcessGroup, rank: int, size: int, transport: Transport) -> Shared | None:
-    """The shared memory of a group; None if any rank cannot map the memory of any other, watch its process, or use futexes.
+def shared_by(
+    group: dist.ProcessGroup, rank: int, size: int, transport: Transport
+) -> Shared | None:
+    """The shared memory of a group; None if any rank cannot map the memory of any other,
+    watch its process, or use futexes.
 
     The first call for a group is a collective, over `transport`.
     """
@@ -94,7 +101,8 @@ def shared_by(group: dist.ProcessGroup, rank: int, size: int, transport: Transpo
 def _map_all(rank: int, size: int, transport: Transport) -> Shared | None:
     try:
         arena = Arena(box_nbytes(size)) if are_mailboxes_available() else None
-    except (AttributeError, OSError, ValueError, OverflowError):  # this system has no memfd, or no room
+    except (AttributeError, OSError, ValueError, OverflowError):
+        # This system has no memfd, or no room.
         arena = None
     try:
         return _mapped(arena, rank, size, transport)

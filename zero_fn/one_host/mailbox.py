@@ -1,19 +1,21 @@
 """Headers of messages between two ranks of one host, through shared memory.
 
-In its arena each rank has a box for each peer, into which only this rank writes: a ring of headers, the number of headers
-written, and how many of the peer's it has read. A rank that waits for a header sleeps in the kernel until the peer's number
-changes.
+In its arena each rank has a box for each peer, into which only this rank writes: a ring of headers,
+the number of headers written, and how many of the peer's it has read. A rank that waits for a
+header sleeps in the kernel until the peer's number changes.
 
-[Note: no thread] gloo receives a header in a thread of its own, which polls while the peer is late. With as many ranks as
-cores, polling takes processor time from the very rank that is waited for: an eighth of a step. Waiting here takes none, and a
-header takes 3 us instead of 100.
+[Note: no thread] gloo receives a header in a thread of its own, which polls while the peer is late.
+With as many ranks as cores, polling takes processor time from the very rank that is waited for: an
+eighth of a step. Waiting here takes none, and a header takes 3 us instead of 100.
 
-[Note: lost at once] Every `_SLICE_S` seconds a wait looks whether the process of the peer has ended (by its pidfd), and
-whether the peer has given up. Headers that the peer wrote before are still read. A rank that gives up writes which rank it
-lost, or which ranks are at different collectives, and ranks that read it give up with the same: so all blame the same rank.
+[Note: lost at once] Every `_SLICE_S` seconds a wait looks whether the process of the peer has ended
+(by its pidfd), and whether the peer has given up. Headers that the peer wrote before are still
+read. A rank that gives up writes which rank it lost, or which ranks are at different collectives,
+and ranks that read it give up with the same: so all blame the same rank.
 
-[Note: interrupts] Ctrl-C may come between any two calls. So what was read is told before it is forgotten, and may be told
-twice: a message that is never told would keep the block of every later one in the arena of the peer.
+[Note: interrupts] Ctrl-C may come between any two calls. So what was read is told before it is
+forgotten, and may be told twice: a message that is never told would keep the block of every later
+one in the arena of the peer.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ CHANNELS = 3  # messages of one channel may be read before earlier messages of a
 _SLOTS = 256  # headers in a ring: so many may be written before the peer takes the first
 _SLICE_S = 0.05
 _LINE = ALIGNMENT_NBYTES // WORD_NBYTES
-_WRITTEN, _GONE, _TAKEN, _SLOTS_START = 0, 1, _LINE, 2 * _LINE  # words of a box; after _TAKEN messages read, by channel
+# Words of a box: written, gone, and the messages read by channel; then the slots.
+_WRITTEN, _GONE, _TAKEN, _SLOTS_START = 0, 1, _LINE, 2 * _LINE
 _BOX = _SLOTS_START + 2 * _SLOTS
 
 
@@ -45,15 +48,22 @@ def are_mailboxes_available() -> bool:
 
 
 def box_nbytes(size: int) -> int:
-    """Bytes of the boxes of a rank for `size` ranks. They begin at byte `ALIGNMENT_NBYTES` of its arena."""
+    """Bytes of the boxes of a rank for `size` ranks.
+
+    They begin at byte `ALIGNMENT_NBYTES` of its arena.
+    """
     return size * _BOX * WORD_NBYTES
 
 
 class Mailbox:
-    """Headers, of two numbers each, to and from one peer. Both ranks count theirs from 0, and header k answers header k."""
+    """Headers, of two numbers each, to and from one peer.
+
+    Both ranks count theirs from 0, and header k answers header k.
+    """
 
     def __init__(self, own: Mapped, rank: int, peer: Mapped, source: int, pid: int) -> None:
-        """Opens the boxes of this rank (`own`, `rank`) and of a peer (`peer`, `source`, `pid`) for each other.
+        """Opens the boxes of this rank (`own`, `rank`) and of a peer (`peer`,
+        `source`, `pid`) for each other.
 
         Raises:
             OSError: The process of the peer cannot be watched.
@@ -105,7 +115,10 @@ class Mailbox:
         return self._arrived.pop(number)
 
     def acknowledge(self, channel: int, number: int) -> None:
-        """Tells the peer that its message of this number in a channel was read. May be called again, and out of order."""
+        """Tells the peer that its message of this number in a channel was read.
+
+        May be called again, and out of order.
+        """
         early, place = self._read_early[channel], self._out + _TAKEN + 1 + channel
         fence(self._bell)
         if number >= self._own[place]:
@@ -115,7 +128,10 @@ class Mailbox:
             early.discard(count)
 
     def drop(self, number: int, channel: int, number_in_channel: int) -> None:
-        """Counts a message as read that this rank will never ask for. The peer need not have written it yet."""
+        """Counts a message as read that this rank will never ask for.
+
+        The peer need not have written it yet.
+        """
         self.acknowledge(channel, number_in_channel)
         if number >= self._taken:
             self._unwanted.add(number)
@@ -132,7 +148,10 @@ class Mailbox:
             wake(self._bell)
 
     def _receive(self, number: int) -> bool:
-        """Takes the headers that have come. Returns whether the one of this number has come, now or before."""
+        """Takes the headers that have come.
+
+        Returns whether the one of this number has come, now or before.
+        """
         written = self._theirs[self._in + _WRITTEN]
         if self._own[self._out + _TAKEN] < written:
             fence(self._bell)
@@ -153,11 +172,15 @@ class Mailbox:
         while not self._receive(number):
             wait(self._rung, self._taken, min(_SLICE_S, max(end_s - time.monotonic(), 0)))
             loss = self._loss(end_s)
-            if loss is not None and not self._receive(number):  # the peer may have written the header before it left
+            # The peer may have written the header before it left.
+            if loss is not None and not self._receive(number):
                 raise loss
 
     def _make_room(self) -> None:
-        """Waits until the peer has taken a header. The peer may wait for the same, so this rank takes those that came."""
+        """Waits until the peer has taken a header.
+
+        The peer may wait for the same, so this rank takes those that came.
+        """
         end_s = time.monotonic() + deadline()
         while self._written - self._theirs[self._in + _TAKEN] >= _SLOTS:
             self._receive(self._taken)
@@ -178,7 +201,8 @@ class Mailbox:
         return None
 
 
-# The reason for which a rank gave up, as a number other than 0: a kind in the low 3 bits, above it one or two ranks.
+# The reason for which a rank gave up, as a number other than 0:
+# a kind in the low 3 bits, above it one or two ranks.
 _UNTOLD, _CLOSED, _LATE, _OUT_OF_STEP = 1, 2, 3, 4
 _RANK_BITS = 24
 

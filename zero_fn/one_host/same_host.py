@@ -1,11 +1,13 @@
 """Direct exchange through shared memory, for ranks of one host.
 
-[Note: a copy is the limit] A rank writes the pieces that its peers need into its arena, and a header of two numbers into the
-mailbox of each peer. The peer copies from the arena, or adds. So a piece is copied once in and once out, an all-gather writes
-its piece once for all peers, and a reduce-scatter needs no memory to receive in.
+[Note: a copy is the limit] A rank writes the pieces that its peers need into its arena, and a
+header of two numbers into the mailbox of each peer. The peer copies from the arena, or adds. So a
+piece is copied once in and once out, an all-gather writes its piece once for all peers, and a
+reduce-scatter needs no memory to receive in.
 
-[Note: in step] All operations on a process group share one sequence of headers, and a header carries the mark of its
-operation. If two ranks are at different operations, both find out at once, before they use a byte of the other's.
+[Note: in step] All operations on a process group share one sequence of headers, and a header
+carries the mark of its operation. If two ranks are at different operations, both find out at once,
+before they use a byte of the other's.
 
 If any rank cannot map the arena of any other, all ranks use gloo.
 """
@@ -20,7 +22,16 @@ from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
 from zero_fn.one_host.group_memory import Shared, shared_by
-from zero_fn.transport.direct_exchange import CONTROL, GATHER, REDUCE, TO_ALL, Exchange, GatherPlan, ReducePlan, flat
+from zero_fn.transport.direct_exchange import (
+    CONTROL,
+    GATHER,
+    REDUCE,
+    TO_ALL,
+    Exchange,
+    GatherPlan,
+    ReducePlan,
+    flat,
+)
 from zero_fn.transport.line import Work
 from zero_fn.transport.segment import ByRank
 from zero_fn.transport.waiting import Failure, OutOfStep
@@ -35,7 +46,8 @@ _Parts = Mapping[int | None, list[list[Tensor]]]
 
 
 class SameHost(Exchange):
-    """`Exchange` through shared memory, if all ranks of the group can map that of all others; else over gloo."""
+    """`Exchange` through shared memory, if all ranks of the group can map that
+    of all others; else over gloo."""
 
     def reduce_scatter(
         self, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor], mark: int = 0
@@ -50,17 +62,27 @@ class SameHost(Exchange):
             return Work(nbytes=message.nbytes)
         return Work(finish=self._add, kept=(message, plan, rows, buffers), nbytes=message.nbytes)
 
-    def _add(self, message: _Message, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    def _add(
+        self, message: _Message, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> None:
         try:
-            plan.add(rows, buffers, {source: message.read(source, plan.kinds) for _, source in self._peers})
+            plan.add(
+                rows,
+                buffers,
+                {source: message.read(source, plan.kinds) for _, source in self._peers},
+            )
         finally:
             message.close()
 
-    def all_to_all(self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0) -> Work:
+    def all_to_all(
+        self, sends: ByRank, places: ByRank, device: torch.device, mark: int = 0
+    ) -> Work:
         shared = self._shared
         if shared is None:
             return super().all_to_all(sends, places, device, mark)
-        parts: _Parts = {peer: [[tensor.detach()] for tensor in sends[peer]] for peer, _ in self._peers}
+        parts: _Parts = {
+            peer: [[tensor.detach()] for tensor in sends[peer]] for peer, _ in self._peers
+        }
         message = _Message(self, shared, TO_ALL, mark, parts)
         if message.is_answered:  # as in reduce_scatter
             self._fill(message, places)
@@ -72,7 +94,10 @@ class SameHost(Exchange):
             for _, source in self._peers:
                 into = [place.detach() for place in places[source]]
                 arrived = message.read(source, [(place.dtype, place.numel()) for place in into])
-                copy(into, [piece.view(place.shape) for piece, place in zip(arrived, into, strict=True)])
+                copy(
+                    into,
+                    [piece.view(place.shape) for piece, place in zip(arrived, into, strict=True)],
+                )
         finally:
             message.close()
 
@@ -91,13 +116,21 @@ class SameHost(Exchange):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether bytes move through shared memory. A collective, if it is the first use of the group."""
+        """Whether bytes move through shared memory.
+
+        A collective, if it is the first use of the group.
+        """
         return self._shared is not None
 
     @cached_property
     def _shared(self) -> Shared | None:
-        """The shared memory of the group, or None. The first use of the first transport of a group is a collective."""
-        shared = shared_by(self._group, self._rank, self._size, Exchange(self._group, self._rank, self._size))
+        """The shared memory of the group, or None.
+
+        The first use of the first transport of a group is a collective.
+        """
+        shared = shared_by(
+            self._group, self._rank, self._size, Exchange(self._group, self._rank, self._size)
+        )
         if shared is not None:
             shared.used_by(self)
         return shared
@@ -106,7 +139,9 @@ class SameHost(Exchange):
 class _Message:
     """One message of this rank to its peers, and the messages of the peers that answer it."""
 
-    def __init__(self, transport: SameHost, shared: Shared, direction: int, mark: int, parts: _Parts) -> None:
+    def __init__(
+        self, transport: SameHost, shared: Shared, direction: int, mark: int, parts: _Parts
+    ) -> None:
         """Writes the message, and tells the peers where it is. `mark`: [Note: in step].
 
         Raises:
@@ -138,7 +173,10 @@ class _Message:
             self._shared.boxes[source].drop(self._header, *self._place)
 
     def read(self, source: int, kinds: list[tuple[torch.dtype, int]]) -> list[Tensor]:
-        """The runs that a peer sent, of these dtypes and elements, as tensors in its arena, valid until `close`. Waits.
+        """The runs that a peer sent, of these dtypes and elements,
+        as tensors in its arena, valid until `close`.
+
+        Waits.
 
         Raises:
             OutOfStep: The peer was at another operation.
