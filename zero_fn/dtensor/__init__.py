@@ -1,1 +1,2 @@
-"""Operations of DTensor that are refused over resting tensors, because torch gets them wrong without a word."""
+"""Operations of DTensor that are refused over resting tensors,
+because torch gets them wrong without a word."""

@@ -1,39 +1,47 @@
-"""Operations on resting tensors for which DTensor silently gives a wrong result: each is refused or mended.
+"""Operations on resting tensors for which DTensor silently gives a wrong result:
+each is refused or mended.
 
-This is the only file that changes what operations of torch do. `ROWS` says which operations, when, and why. A row leaves
-when torch does its operation right; `tests/units/runtime/test_refused.py` checks that torch alone is still wrong. What torch
-itself refuses has no row, but for what libraries write. The rows look at DTensors on a mesh that was given to a transform:
-parameters, gradients, optimizer states, and what is computed from them. Other tensors pass through, at 3 us for each
+This is the only file that changes what operations of torch do. `ROWS` says which operations, when,
+and why. A row leaves when torch does its operation right; `tests/units/runtime/test_refused.py`
+checks that torch alone is still wrong. What torch itself refuses has no row, but for what libraries
+write. The rows look at DTensors on a mesh that was given to a transform: parameters, gradients,
+optimizer states, and what is computed from them. Other tensors pass through, at 3 us for each
 operation in the table.
 
-[Note: copies] A view along a dim that is cut (`weight[0]`) is a view of a copy that DTensor gathers. Reading the copy is
-right; what is written into it would be lost. So the local tensor of such a view refuses to be written.
+[Note: copies] A view along a dim that is cut (`weight[0]`) is a view of a copy that DTensor
+gathers. Reading the copy is right; what is written into it would be lost. So the local tensor of
+such a view refuses to be written.
 
-[Note: parts that are no terms] Along a dim that is cut each rank has a norm, or an `any`, of its own part. These parts are
-not terms of a sum, but DTensor treats them so: `p.norm(dim=0).sum()` adds up norms of shards. So the parts are brought
-together at once.
+[Note: parts that are no terms] Along a dim that is cut each rank has a norm, or an `any`, of its
+own part. These parts are not terms of a sum, but DTensor treats them so: `p.norm(dim=0).sum()` adds
+up norms of shards. So the parts are brought together at once.
 
-[Note: whole tensors in a forward] DTensor takes the gradient of `weight.full_tensor()` to be equal on every rank. In a
-forward it is not, as each rank has other inputs. So `full_tensor()` of a trained parameter is refused while a forward runs;
-also inside `module.forward(x)` called in place of `module(x)`, which enters no unit.
+[Note: whole tensors in a forward] DTensor takes the gradient of `weight.full_tensor()` to be equal
+on every rank. In a forward it is not, as each rank has other inputs. So `full_tensor()` of a
+trained parameter is refused while a forward runs; also inside `module.forward(x)` called in place
+of `module(x)`, which enters no unit.
 
-[Note: files] safetensors writes a tensor from the address of its storage, and a DTensor has none: torch would say "invalid
-python storage". Asked for are `untyped_storage().data_ptr()` and then, as that raises, `storage()`. The first is torch's own
-too, and stays; `storage()` of a DTensor is called by nobody else.
+[Note: files] safetensors writes a tensor from the address of its storage, and a DTensor has none:
+torch would say "invalid python storage". Asked for are `untyped_storage().data_ptr()` and then, as
+that raises, `storage()`. The first is torch's own too, and stays; `storage()` of a DTensor is
+called by nobody else.
 
-[Note: lists of both kinds] Averages of parameters and buffers (torch's `AveragedModel`, timm's `ModelEmaV3`) take them in one
-call of a `_foreach` operation, which torch refuses. So DTensors and plain tensors get a call each.
+[Note: lists of both kinds] Averages of parameters and buffers (torch's `AveragedModel`, timm's
+`ModelEmaV3`) take them in one call of a `_foreach` operation, which torch refuses. So DTensors and
+plain tensors get a call each.
 
-[Note: sums that are written] `p.norm().clamp_(min=eps)`: torch refuses, as the value of a sum over ranks is known once it is
-brought together. So the tensor is made whole in its place, if no other tensor has its memory.
+[Note: sums that are written] `p.norm().clamp_(min=eps)`: torch refuses, as the value of a sum over
+ranks is known once it is brought together. So the tensor is made whole in its place, if no other
+tensor has its memory.
 
-[Note: assigned values] torch puts what is assigned to the `.data` of a DTensor beside the local tensor, which nobody reads
-then. So the local tensor becomes a copy of the values, in memory of its own: what was taken from `.data` before keeps the old
-ones. The next forward takes the memory over, as it does after `module.to()`.
+[Note: assigned values] torch puts what is assigned to the `.data` of a DTensor beside the local
+tensor, which nobody reads then. So the local tensor becomes a copy of the values, in memory of its
+own: what was taken from `.data` before keeps the old ones. The next forward takes the memory over,
+as it does after `module.to()`.
 
-[Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one another. So they tell one
-another first whether a disk has failed. DTensor has no handlers for redistributions, so the function that does them is
-replaced.
+[Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one
+another. So they tell one another first whether a disk has failed. DTensor has no handlers for
+redistributions, so the function that does them is replaced.
 """
 
 from __future__ import annotations
@@ -70,8 +78,13 @@ __all__ = ["ROWS", "Row", "note_mesh"]
 _aten = torch.ops.aten
 _MEAN = 1  # the number of reduction="mean" in losses of aten
 _ALONE = 2  # references to a storage that one tensor has, while it is asked for
-_EDIT_WHOLES = "edit whole parameters: with zf.unsharded(model, writeback=True), torch.no_grad(): ..."
-_ADAPTERS = "before the transform, or with zf.unsharded(base, writeback=True): model = get_peft_model(base, config)"
+_EDIT_WHOLES = (
+    "edit whole parameters: with zf.unsharded(model, writeback=True), torch.no_grad(): ..."
+)
+_ADAPTERS = (
+    "before the transform, or with zf.unsharded(base, writeback=True): "
+    "model = get_peft_model(base, config)"
+)
 
 
 class Call(NamedTuple):
@@ -89,14 +102,17 @@ class Call(NamedTuple):
 
 
 Mend = Callable[[Call, Callable[..., Any]], object]
-"""Takes a call, and a function that does the operation as the rows below this one and torch do it, with any arguments."""
+"""Takes a call, and a function that does the operation as the rows below this one and torch do it,
+with any arguments."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Operations that torch does wrong with resting tensors, when, and the refusal or the right result."""
+    """Operations that torch does wrong with resting tensors, when,
+    and the refusal or the right result."""
 
-    names: str  # overloads ("sum.dim_IntList"), or names that stand for all their overloads ("bernoulli")
+    # Overloads ("sum.dim_IntList"), or names that stand for all their overloads ("bernoulli").
+    names: str
     when: Callable[[Call], bool]  # whether the result of a call would be wrong
     why: str  # what torch does wrong
     fix: str = ""  # what to write instead; empty if the row mends the operation
@@ -108,7 +124,11 @@ class Row:
 def _cut(tensor: DTensor) -> list[int]:
     """The mesh axes over which a tensor is cut."""
     sizes = tensor.device_mesh.shape
-    return [axis for axis, p in enumerate(tensor.placements) if getattr(p, "dim", None) is not None and sizes[axis] > 1]
+    return [
+        axis
+        for axis, p in enumerate(tensor.placements)
+        if getattr(p, "dim", None) is not None and sizes[axis] > 1
+    ]
 
 
 def _partial(tensor: DTensor) -> list[int]:
@@ -126,20 +146,25 @@ def _is_any_cut(call: Call) -> bool:
 
 def _whole(tensor: DTensor, axes: Sequence[int]) -> DTensor:
     """The tensor, whole along some axes, outside autograd."""
-    wanted = [Replicate() if i in axes else placement for i, placement in enumerate(tensor.placements)]
+    wanted = [
+        Replicate() if i in axes else placement for i, placement in enumerate(tensor.placements)
+    ]
     with torch.no_grad():
         return detached(tensor).redistribute(placements=wanted)
 
 
-# -- when torch would be wrong, and the right result ------------------------------------------------------------------
+# -- when torch would be wrong, and the right result -----------------------------------------------
 
 
 def _draws_alike(call: Call) -> bool:
     knows_offsets = (
-        call.ours[0].device_mesh.device_type != "cpu" and call.operation in DTensor._op_dispatcher._random_ops
+        call.ours[0].device_mesh.device_type != "cpu"
+        and call.operation in DTensor._op_dispatcher._random_ops
     )
     is_off = call.named("train") is False or call.named("training") is False
-    return not (knows_offsets or is_off) and any(_cut(t) and not local_of(t).is_meta for t in call.ours)
+    return not (knows_offsets or is_off) and any(
+        _cut(t) and not local_of(t).is_meta for t in call.ours
+    )
 
 
 def _is_mean(call: Call) -> bool:
@@ -151,14 +176,17 @@ def _stacks_plain(call: Call) -> bool:
 
 
 def _refuse_mixed(call: Call, _: Callable[..., Any]) -> NoReturn:
-    """Raises before `clip_grad_norm_` clips anything: it would raise at the first plain gradient, after it has clipped
-    others."""
+    """Raises before `clip_grad_norm_` clips anything: it would raise at the first plain gradient,
+    after it has clipped others."""
     summary = "Gradients of a transformed model and of a plain one cannot share a norm."
     raise PlacementError(summary, why=_NORMS.why, fix=_NORMS.fix)
 
 
 def _meets_plain(call: Call) -> bool:
-    return any(isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.requires_grad for arg in call.args)
+    return any(
+        isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.requires_grad
+        for arg in call.args
+    )
 
 
 def _has_plain_positions(call: Call) -> bool:
@@ -168,7 +196,10 @@ def _has_plain_positions(call: Call) -> bool:
 def _refuse_positions(call: Call, go_on: Callable[..., Any]) -> NoReturn:
     tensor = f"{list(call.ours[0].shape)}  {', '.join(map(str, call.ours[0].placements))}"
     raise ShardedAccessError(
-        "A resting tensor was read at plain positions.", tensor=tensor, why=_POSITIONS.why, fix=_POSITIONS.fix
+        "A resting tensor was read at plain positions.",
+        tensor=tensor,
+        why=_POSITIONS.why,
+        fix=_POSITIONS.fix,
     )
 
 
@@ -209,7 +240,8 @@ def _brought_together(call: Call, go_on: Callable[..., Any]) -> Any:
     """The result, reduced at once. [Note: parts that are no terms]"""
     found = go_on(*call.args, **call.kwargs)
     if found.is_floating_point() and not found.ndim:
-        return found  # a norm over all dims, whose parts DTensor reduces rightly: `clip_grad_norm_` uses it
+        # A norm over all dims, whose parts DTensor reduces rightly: `clip_grad_norm_` uses it.
+        return found
     return _whole(found, _partial(found))
 
 
@@ -230,7 +262,9 @@ def _written_whole(call: Call, go_on: Callable[..., Any]) -> Any:
 
 def _are_mixed(call: Call) -> bool:
     """Whether some rows of a call over lists are of DTensors, and others of plain tensors."""
-    kinds = [[isinstance(tensor, DTensor) for tensor in arg] for arg in call.args if _is_tensors(arg)]
+    kinds = [
+        [isinstance(tensor, DTensor) for tensor in arg] for arg in call.args if _is_tensors(arg)
+    ]
     return len(set(kinds[0])) > 1 and all(kind == kinds[0] for kind in kinds)
 
 
@@ -265,7 +299,8 @@ def _is_sum_of_norms(call: Call) -> bool:
 
 def _is_extreme(call: Call) -> bool:
     return any(
-        getattr(call.ours[0].placements[axis], "reduce_op", "") in {"max", "min"} for axis in _partial(call.ours[0])
+        getattr(call.ours[0].placements[axis], "reduce_op", "") in {"max", "min"}
+        for axis in _partial(call.ours[0])
     )
 
 
@@ -294,7 +329,9 @@ def _may_be_empty(tensor: DTensor) -> bool:
     """Whether some rank may hold nothing of a tensor; the answer is the same on every rank."""
     shards = prod(tensor.device_mesh.size(axis) for axis in _cut(tensor))
     # Only of fewer rows than this does `torch.chunk` make fewer chunks than it was asked for.
-    return bool(tensor.numel()) and any(tensor.shape[dim] < shards * shards for dim in _dims_cut(tensor))
+    return bool(tensor.numel()) and any(
+        tensor.shape[dim] < shards * shards for dim in _dims_cut(tensor)
+    )
 
 
 def _has_no_least(call: Call) -> bool:
@@ -303,8 +340,11 @@ def _has_no_least(call: Call) -> bool:
 
 
 def _is_cut_view(call: Call) -> bool:
-    """Whether a tensor that is cut is viewed. What a forward computes is left out, as it is read and seldom written; so are
-    views that a compiler traces."""
+    """Whether a tensor that is cut is viewed.
+
+    What a forward computes is left out, as it is read and seldom written;
+    so are views that a compiler traces.
+    """
     (tensor,) = call.ours
     is_computed = torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf
     return bool(_cut(tensor)) and not is_computed and TracingContext.try_get() is None
@@ -332,23 +372,35 @@ def _viewed_whole(call: Call, go_on: Callable[..., Any]) -> Any:
     """The view, of the tensor made whole where torch has no view of the shards."""
     try:
         return go_on(*call.args, **call.kwargs)
-    except RuntimeError:  # on every rank, before anything is sent, unless the view is none of a plain tensor either
+    except RuntimeError:
+        # It comes on every rank, before anything is sent, unless a plain
+        # tensor has no such view either.
         tensor, size = call.args
         torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(size)
         return go_on(_whole(tensor, _cut(tensor)), size)
 
 
 def _is_thin_beside_other(call: Call) -> bool:
-    """Whether a tensor that is cut along a dim of one element is written with one of its shape that lies elsewhere."""
+    """Whether a tensor that is cut along a dim of one element is written with one of
+    its shape that lies elsewhere."""
     tensor, other = call.args[:2]
-    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or other.placements == tensor.placements:
+    if (
+        not isinstance(tensor, DTensor)
+        or not isinstance(other, DTensor)
+        or other.placements == tensor.placements
+    ):
         return False
     return other.shape == tensor.shape and any(tensor.shape[dim] == 1 for dim in _dims_cut(tensor))
 
 
 def _with_other_alike(call: Call, go_on: Callable[..., Any]) -> Any:
     tensor, other = call.args[:2]
-    return go_on(tensor, detached(other).redistribute(placements=tensor.placements), *call.args[2:], **call.kwargs)
+    return go_on(
+        tensor,
+        detached(other).redistribute(placements=tensor.placements),
+        *call.args[2:],
+        **call.kwargs,
+    )
 
 
 def _is_in_tiers(call: Call) -> bool:
@@ -360,11 +412,14 @@ def _agreed(call: Call, go_on: Callable[..., Any]) -> Any:
     mesh = call.ours[0].device_mesh
     act = "The norm of" if "norm" in _name(call.operation) else "Scaling"
     what = f"{act} {'a gradient' if isinstance(call.args[0], Tensor) else 'gradients'}"
-    return done_over(axes_of(mesh, range(mesh.ndim), what), partial(go_on, *call.args, **call.kwargs), what)
+    return done_over(
+        axes_of(mesh, range(mesh.ndim), what), partial(go_on, *call.args, **call.kwargs), what
+    )
 
 
 class Copied(Tensor):
-    """The local tensor of a view of a gathered copy: read as a plain tensor, it refuses to be written. [Note: copies]"""
+    """The local tensor of a view of a gathered copy: read as a plain tensor,
+    it refuses to be written. [Note: copies]"""
 
     plain: Tensor
 
@@ -385,11 +440,17 @@ class Copied(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         written = written_by(func, args, kwargs)
-        if any(isinstance(leaf, Copied) and id(leaf) in written for leaf in tree_leaves((args, kwargs))):
+        if any(
+            isinstance(leaf, Copied) and id(leaf) in written for leaf in tree_leaves((args, kwargs))
+        ):
             raise ShardedAccessError(
-                f"{_name(func)} of a view of a resting tensor, along a dim that is cut.", why=_VIEWS.why, fix=_VIEWS.fix
+                f"{_name(func)} of a view of a resting tensor, along a dim that is cut.",
+                why=_VIEWS.why,
+                fix=_VIEWS.fix,
             )
-        given, named = tree_map(lambda leaf: leaf.plain if isinstance(leaf, Copied) else leaf, (args, kwargs))
+        given, named = tree_map(
+            lambda leaf: leaf.plain if isinstance(leaf, Copied) else leaf, (args, kwargs)
+        )
         found = func(*given, **named)
         return tree_map(Copied, found) if func.is_view else found
 
@@ -409,11 +470,12 @@ class Copied(Tensor):
         return self.plain.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def _operations(names: str) -> tuple[Any, ...]:
-    """The operations of a row: of "sum.dim_IntList amax", one overload of `sum` and all of `amax`."""
+    """The operations of a row: of "sum.dim_IntList amax",
+    one overload of `sum` and all of `amax`."""
     found: list[Any] = []
     for name in names.split():
         packet, _, overload = name.partition(".")
@@ -425,8 +487,10 @@ def _operations(names: str) -> tuple[Any, ...]:
 _VIEWS = Row(
     "select.int slice.Tensor split.Tensor split_with_sizes.default diagonal.default view.default",
     when=_is_cut_view,
-    why="it is a view of a copy that was gathered: what is written into it does not reach the shards",
-    fix=f"{_EDIT_WHOLES}; gradients and states: t.mul_(distribute_tensor(mask, t.device_mesh, t.placements))",
+    why="it is a view of a copy that was gathered: "
+    "what is written into it does not reach the shards",
+    fix=f"{_EDIT_WHOLES}; gradients and states: t.mul_(distribute_tensor(mask, "
+    "t.device_mesh, t.placements))",
     mend=_read_only,
 )
 
@@ -434,7 +498,8 @@ _POSITIONS = Row(
     "index.Tensor",
     when=_has_plain_positions,
     why="torch takes positions that are placed as it is, and plain ones are not",
-    fix=f"p.full_tensor()[positions]; adapters that copy rows of their base (trainable_token_indices): {_ADAPTERS}",
+    fix="p.full_tensor()[positions]; adapters that copy rows of their base "
+    f"(trainable_token_indices): {_ADAPTERS}",
     mend=_refuse_positions,
 )
 
@@ -442,23 +507,30 @@ _NORMS = Row(
     "stack.default _foreach_norm.Scalar",
     when=_stacks_plain,
     why="a plain gradient may differ between ranks, and nothing tells whether it does",
-    fix="transform the other model too: zf.replicate(model, mesh['dp']); or combine the norms of both yourself and call "
-    "clip_grads_with_norm_(parameters, max_norm, total) for each",
+    fix="transform the other model too: zf.replicate(model, mesh['dp']); or combine the norms of "
+    "both yourself and call clip_grads_with_norm_(parameters, max_norm, total) for each",
     mend=_refuse_mixed,
 )
 
 ROWS = (
     Row(
-        "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ bernoulli multinomial rand_like randn_like "
-        "randint_like native_dropout rrelu_with_noise",
+        "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ bernoulli "
+        "multinomial rand_like randn_like randint_like native_dropout rrelu_with_noise",
         when=_draws_alike,
         why="each rank would draw the same numbers for its own part",
-        fix=f"zf.materialize(model, device) from meta; {_EDIT_WHOLES}; noise of a whole tensor, with one seed everywhere: "
-        "distribute_tensor(torch.randn(t.shape), t.device_mesh, t.placements)",
+        fix=f"zf.materialize(model, device) from meta; {_EDIT_WHOLES}; noise of a whole tensor, "
+        "with one seed everywhere: distribute_tensor(torch.randn(t.shape), t.device_mesh, "
+        "t.placements)",
     ),
-    Row("eye.m_out", when=_is_any_cut, why="ranks with fewer rows would get another diagonal", fix=_EDIT_WHOLES),
     Row(
-        "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
+        "eye.m_out",
+        when=_is_any_cut,
+        why="ranks with fewer rows would get another diagonal",
+        fix=_EDIT_WHOLES,
+    ),
+    Row(
+        "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
+        "binary_cross_entropy_with_logits",
         when=_is_mean,
         why="its gradient would be divided by the elements of a part, not of the whole",
         fix="divide the sum: F.mse_loss(p, anchor, reduction='sum') / p.numel()",
@@ -466,7 +538,8 @@ ROWS = (
     Row(
         "aminmax.default",
         when=_keeps_all_dims,
-        why="torch would look for the least and the greatest element in the part of this rank alone",
+        why="torch would look for the least and the greatest element in "
+        "the part of this rank alone",
         fix="p.amin(dims, keepdim=True), p.amax(dims, keepdim=True) with all dims",
     ),
     Row(
@@ -479,8 +552,8 @@ ROWS = (
         "add.Tensor sub.Tensor mul.Tensor div.Tensor",
         when=_meets_plain,
         why="in backward the plain tensor beside it would be given a gradient in shards",
-        fix="loss + penalty.full_tensor(), or two backwards: loss.backward(); penalty.backward(); adapters that read their "
-        f"base (DoRA): {_ADAPTERS}",
+        fix="loss + penalty.full_tensor(), or two backwards: loss.backward(); penalty.backward(); "
+        f"adapters that read their base (DoRA): {_ADAPTERS}",
     ),
     _POSITIONS,
     _NORMS,
@@ -493,7 +566,8 @@ ROWS = (
     Row(
         "sum.dim_IntList mean.dim amax.default amin.default",
         when=_has_no_dims,
-        why="an empty list of dims means all dims, also in the backward of p.amax() and p.norm(inf); torch takes it for none",
+        why="an empty list of dims means all dims, "
+        "also in the backward of p.amax() and p.norm(inf); torch takes it for none",
         mend=_with_all_dims,
     ),
     Row(
@@ -518,20 +592,23 @@ ROWS = (
     Row(
         "linalg_vector_norm.default",
         when=_is_extreme,
-        why="the greatest of p.max() and the like is looked for among magnitudes, so a negative one loses its sign first",
+        why="the greatest of p.max() and the like is looked for among magnitudes, "
+        "so a negative one loses its sign first",
         mend=_of_reduced,
     ),
     Row(
-        "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul _foreach_mul_ _foreach_div _foreach_div_ "
-        "_foreach_lerp _foreach_lerp_ _foreach_copy_.default _foreach_addcmul_ _foreach_addcdiv_",
+        "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul _foreach_mul_ "
+        "_foreach_div _foreach_div_ _foreach_lerp _foreach_lerp_ _foreach_copy_.default "
+        "_foreach_addcmul_ _foreach_addcdiv_",
         when=_are_mixed,
-        why="torch refuses lists of plain tensors and DTensors, such as buffers and parameters that are averaged",
+        why="torch refuses lists of plain tensors and DTensors, "
+        "such as buffers and parameters that are averaged",
         mend=_apart,
     ),
     Row("_foreach_copy_.default", when=bool, why="torch has it not", mend=_one_by_one),
     Row(
-        "clamp_.default clamp_min_.default clamp_max_.default add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor sqrt_.default "
-        "pow_.Scalar reciprocal_.default",
+        "clamp_.default clamp_min_.default clamp_max_.default add_.Tensor sub_.Tensor mul_.Tensor "
+        "div_.Tensor sqrt_.default pow_.Scalar reciprocal_.default",
         when=_is_written_sum,
         why="torch refuses to write into a norm or a sum over shards, as adaptive clipping does",
         mend=_written_whole,
@@ -551,35 +628,40 @@ ROWS = (
         until="2.12",
     ),
     Row(
-        "_foreach_norm.Scalar linalg_vector_norm.default amax.default amin.default max.default min.default argmax.default "
-        "argmin.default",
+        "_foreach_norm.Scalar linalg_vector_norm.default amax.default amin.default max.default "
+        "min.default argmax.default argmin.default",
         when=_has_no_least,
-        why="ranks that hold nothing of a tensor raise that it has no greatest element, and the others wait for them",
+        why="ranks that hold nothing of a tensor raise that it has no greatest element, "
+        "and the others wait for them",
         mend=_of_wholes,
     ),
     _VIEWS,
     Row(
         "view.default _unsafe_view.default",
         when=_may_not_flatten,
-        why="torch refuses p.view(-1) of rows that the ranks do not divide, as L-BFGS and parameters_to_vector write",
+        why="torch refuses p.view(-1) of rows that the ranks do not divide, "
+        "as L-BFGS and parameters_to_vector write",
         mend=_viewed_whole,
     ),
     Row(
         "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor copy_.default",
         when=_is_thin_beside_other,
-        why="torch takes a dim of one element for one that is broadcast, and refuses: L-BFGS adds parts of a flat tensor",
+        why="torch takes a dim of one element for one that is broadcast, and refuses: "
+        "L-BFGS adds parts of a flat tensor",
         mend=_with_other_alike,
     ),
     Row(
-        "_foreach_norm.Scalar linalg_vector_norm.default _foreach_mul_.Tensor _foreach_mul_.Scalar mul_.Tensor",
+        "_foreach_norm.Scalar linalg_vector_norm.default _foreach_mul_.Tensor "
+        "_foreach_mul_.Scalar mul_.Tensor",
         when=_is_in_tiers,
-        why="ranks whose disk is well would wait for one that has raised, up to the deadline of their group",
+        why="ranks whose disk is well would wait for one that has raised, "
+        "up to the deadline of their group",
         mend=_agreed,
     ),
 )
 """The rows, in order: a row gets the calls that the rows above it let through."""
 
-# -- how they are put in place ----------------------------------------------------------------------------------------
+# -- how they are put in place ---------------------------------------------------------------------
 
 _meshes: set[DeviceMesh] = set()
 _rows: dict[Any, list[Row]] = {}
@@ -620,7 +702,12 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
 def _from_row(first: int, operation: Any, /, *args: Any, **kwargs: Any) -> object:
     """Does an operation as the rows from this number on say, and otherwise as torch does."""
     given = (*args, *kwargs.values()) if kwargs else args
-    call = Call(operation, args, kwargs, [tensor for arg in given for tensor in _listed(arg) if _is_ours(tensor)])
+    call = Call(
+        operation,
+        args,
+        kwargs,
+        [tensor for arg in given for tensor in _listed(arg) if _is_ours(tensor)],
+    )
     if call.ours:
         for number, row in enumerate(_rows[operation][first:], first):
             if row.when(call):
@@ -629,8 +716,8 @@ def _from_row(first: int, operation: Any, /, *args: Any, **kwargs: Any) -> objec
                 return row.mend(call, partial(_from_row, number + 1, operation))
     if operation in _before:
         return _before[operation](operation, args, kwargs)
-    # What follows is DTensor's own way. The table is asked for once: a forward that another thread opens or closes meanwhile
-    # puts another one there.
+    # What follows is DTensor's own way. The table is asked for once: a forward that another thread
+    # opens or closes meanwhile puts another one there.
     table = _table()
     table.pop(operation, None)
     try:
@@ -643,7 +730,8 @@ def _refusal(row: Row, call: Call) -> ShardedAccessError:
     tensor = call.ours[0]
     placements = ", ".join(map(str, tensor.placements))
     return ShardedAccessError(
-        f"{_name(call.operation)} of a resting tensor: torch would give a wrong result without an error.",
+        f"{_name(call.operation)} of a resting tensor: "
+        "torch would give a wrong result without an error.",
         tensor=f"{list(tensor.shape)}, {placements} over {axes_text(tensor.device_mesh)}",
         why=row.why,
         fix=row.fix,
@@ -669,32 +757,42 @@ def _table() -> dict[Any, Callable[..., Any]]:
 @cache  # reading a schema takes longer than the rest
 def _arguments_of(operation: Any) -> dict[str, tuple[int, object]]:
     """The position and the default of each argument."""
-    return {argument.name: (at, argument.default_value) for at, argument in enumerate(operation._schema.arguments)}
+    return {
+        argument.name: (at, argument.default_value)
+        for at, argument in enumerate(operation._schema.arguments)
+    }
 
 
-# -- whole tensors in a forward ----------------------------------------------------------------------------------------
+# -- whole tensors in a forward --------------------------------------------------------------------
 
 _stock_method = DTensor.redistribute
 
 
 def _redistribute_outside_forwards(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Stands in for `DTensor.redistribute`, and refuses some calls in a forward. [Note: whole tensors in a forward]"""
+    """Stands in for `DTensor.redistribute`, and refuses some calls in a forward.
+    [Note: whole tensors in a forward]"""
     slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
     unit: Any = slot.owner() if slot is not None else None
-    if slot is not None and unit is not None and (run_of(unit).is_forward_open or _is_past_call(run_of(unit))):
+    if (
+        slot is not None
+        and unit is not None
+        and (run_of(unit).is_forward_open or _is_past_call(run_of(unit)))
+    ):
         raise ShardedAccessError(
-            f"{slot.fqn!r} was made whole by hand in a forward, where its gradient would be that of one rank.",
+            f"{slot.fqn!r} was made whole by hand in a forward, "
+            "where its gradient would be that of one rank.",
             parameter=slot,
             unit=unit.name or "root",
-            fix="read it under its name, where it is whole while its unit runs: call the module that owns it, as module(x) "
-            "and not as module.forward(x), or put both modules in one unit (units=); or with torch.no_grad() if no gradient "
-            "is wanted",
+            fix="read it under its name, where it is whole while its unit runs: call the module "
+            "that owns it, as module(x) and not as module.forward(x), or put both modules in one "
+            "unit (units=); or with torch.no_grad() if no gradient is wanted",
         )
     return _stock_method(self, *args, **kwargs)
 
 
 def _is_past_call(run: Run) -> bool:
-    """Whether the `forward` of a module of the transformed model is on the stack, called past its `__call__`."""
+    """Whether the `forward` of a module of the transformed model is on the stack,
+    called past its `__call__`."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -715,7 +813,7 @@ def _members(run: Run) -> Iterator[nn.Module]:
             yield from anchor.modules()
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 _stock_storage: Callable[[DTensor], object] = DTensor.storage
 
@@ -726,11 +824,14 @@ def _no_storage(self: DTensor) -> object:
         return _stock_storage(self)
     slot = slot_of(self)
     raise ShardedAccessError(
-        "A resting tensor has no memory that a file could be written from: this rank holds a part of it.",
-        tensor=slot if slot is not None else f"{list(self.shape)}  {', '.join(map(str, self.placements))}",
-        fix="on all ranks: zf.save_pretrained(model, folder), zf.save(folder, model), or a ZeroTrainer's save_model(); or "
-        "whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which rank 0 "
-        "saves",
+        "A resting tensor has no memory that a file could be written from: "
+        "this rank holds a part of it.",
+        tensor=slot
+        if slot is not None
+        else f"{list(self.shape)}  {', '.join(map(str, self.placements))}",
+        fix="on all ranks: zf.save_pretrained(model, folder), zf.save(folder, model), or a "
+        "ZeroTrainer's save_model(); or whole = get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which rank 0 saves",
     )
 
 
@@ -738,7 +839,8 @@ _stock_share: Callable[[DTensor], DTensor] = DTensor.share_memory_
 
 
 def _share_nothing(self: DTensor) -> DTensor:
-    """`model.share_memory()`: torch would read the storage that a DTensor has not, and die of SIGSEGV."""
+    """`model.share_memory()`: torch would read the storage that a DTensor has not,
+    and die of SIGSEGV."""
     if not _is_ours(self):
         return _stock_share(self)
     raise ShardedAccessError(
@@ -749,7 +851,7 @@ def _share_nothing(self: DTensor) -> DTensor:
     )
 
 
-# -- `.data` ----------------------------------------------------------------------------------------------------------
+# -- `.data` ---------------------------------------------------------------------------------------
 
 _data: Any = DTensor.data
 
@@ -770,22 +872,31 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
         raise PlacementError(
             "The `.data` of a tensor that rests in a tier cannot be assigned."
             if is_away
-            else "`.data` of a resting tensor was assigned a tensor of another shape, dtype, device or mesh.",
-            tensor=slot if slot is not None else f"{_short(self.dtype)}{list(self.shape)} on {self.device}",
+            else (
+                "`.data` of a resting tensor was assigned a tensor of another shape, dtype, "
+                "device or mesh."
+            ),
+            tensor=slot
+            if slot is not None
+            else f"{_short(self.dtype)}{list(self.shape)} on {self.device}",
             value=f"{_short(value.dtype)}{list(value.shape)} on {value.device}",
             why="what was taken from `.data` before has its place there; nothing was changed"
             if is_away
             else "its unit is cut, gathered and reduced as it is; nothing was changed",
             fix="with torch.no_grad(): p.copy_(values)"
             if is_away
-            else "a whole tensor of its shape, dtype and device, or a DTensor on its mesh; to cast or to move: "
-            "module.to(...); other shapes before the transform",
+            else (
+                "a whole tensor of its shape, dtype and device, or a DTensor on its mesh; "
+                "to cast or to move: module.to(...); other shapes before the transform"
+            ),
         )
     with torch.inference_mode(False), torch.no_grad():
         if not isinstance(value, DTensor):
             value = cut_alike(value, self)
         values = local_of(detached(value).redistribute(placements=self.placements))
-        room = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=values.device)
+        room = torch.empty_strided(
+            local.shape, local.stride(), dtype=local.dtype, device=values.device
+        )
         self._local_tensor = room.copy_(in_memory(values))
     slot = slot_of(self)
     unit = unit_of(slot)
@@ -795,14 +906,16 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
 
 
 def _assign_plain_data(self: nn.Parameter, value: Tensor) -> None:
-    """`plain.data = resting`: the parameter would be a tensor without memory, and whoever reads it die of SIGSEGV."""
+    """`plain.data = resting`: the parameter would be a tensor without memory,
+    and whoever reads it die of SIGSEGV."""
     if _is_ours(value):
         raise PlacementError(
             "`.data` of a plain parameter was assigned a resting tensor.",
             parameter=f"{_short(self.dtype)}{list(self.shape)}",
             value=f"{list(value.shape)}  {', '.join(map(str, value.placements))}",
             why="it would have no memory; nothing was changed",
-            fix=f"p.data = value.full_tensor(); adapters that begin as parts of their base (OLoRA, PiSSA): {_ADAPTERS}",
+            fix="p.data = value.full_tensor(); adapters that begin as parts of their base (OLoRA, "
+            f"PiSSA): {_ADAPTERS}",
         )
     _data.__set__(self, value)
 
@@ -811,24 +924,38 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# -- text -------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def _format(self: DTensor, spec: str) -> str:
-    """`f"{norm:.3f}"`, which torch knows for plain tensors only. Reads the value, as `item()` does."""
+    """`f"{norm:.3f}"`, which torch knows for plain tensors only.
+
+    Reads the value, as `item()` does.
+    """
     return format(self.item(), spec) if spec and not self.ndim else object.__format__(self, spec)
 
 
-# -- tiers ------------------------------------------------------------------------------------------------------------
+# -- tiers -----------------------------------------------------------------------------------------
 
 _stock = _redistribute.redistribute_local_tensor
 
 
-def _redistributed(local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any) -> Tensor:
-    """Reads a tensor that is in a tier, and redistributes it. Ranks along the axes that cut it read together; along other
-    axes each rank has what it needs, and one may be alone in asking."""
+def _redistributed(
+    local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
+) -> Tensor:
+    """Reads a tensor that is in a tier, and redistributes it.
+
+    Ranks along the axes that cut it read together; along other axes each rank has what it needs,
+    and one may be alone in asking.
+    """
     if isinstance(local_tensor, TierTensor) and current_spec.placements != target_spec.placements:
-        cut = [axis for axis, placement in enumerate(current_spec.placements) if not placement.is_replicate()]
+        cut = [
+            axis
+            for axis, placement in enumerate(current_spec.placements)
+            if not placement.is_replicate()
+        ]
         what = "Reading a tensor to redistribute it"
-        local_tensor = done_over(axes_of(current_spec.mesh, cut, what), partial(in_memory, local_tensor), what)
+        local_tensor = done_over(
+            axes_of(current_spec.mesh, cut, what), partial(in_memory, local_tensor), what
+        )
     return _stock(local_tensor, current_spec, target_spec, **options)
