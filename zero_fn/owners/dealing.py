@@ -1,7 +1,9 @@
-"""Which rank owns which tensor, and which tensors travel together: arithmetic on shapes, the same on every rank.
+"""Which rank owns which tensor, and which tensors travel together:
+arithmetic on shapes, the same on every rank.
 
-The most expensive tensor goes to the rank with the least to do, then the next one (longest processing time first). What a
-rank owns is cut into batches of bounded bytes; the first batches of all ranks travel together, then the second ones, ...
+The most expensive tensor goes to the rank with the least to do, then the next one (longest
+processing time first). What a rank owns is cut into batches of bounded bytes; the first batches of
+all ranks travel together, then the second ones, ...
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Cost = Callable[[Tensor], float]
 
 
 def cost_of(parameter: Tensor) -> float:
-    """What a step of a tensor costs: of a matrix, or a stack of them, elements times the shorter side, as its products do."""
+    """What a step of a tensor costs: of a matrix, or a stack of them,
+    elements times the shorter side, as its products do."""
     sides = parameter.shape[-2:]
     return parameter.numel() * min(sides) if len(sides) == 2 else parameter.numel()
 
@@ -42,16 +45,20 @@ class Dealt:
     @cached_property
     def is_mine(self) -> bool:
         """Whether this rank is the owner."""
-        return all(leg.axis.rank == rank for leg, rank in zip(self.route.legs, self.owner, strict=True))
+        return all(
+            leg.axis.rank == rank for leg, rank in zip(self.route.legs, self.owner, strict=True)
+        )
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for all of it, laid out as the parameter."""
         parameter, device = self.parameter, local_of(self.parameter).device
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device=device)
+        return torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device=device
+        )
 
     def is_on_way(self, after: int) -> bool:
-        """Whether the part that this rank holds has come the way of the legs after this number: along them, this rank is
-        where the owner is."""
+        """Whether the part that this rank holds has come the way of the legs after this number:
+        along them, this rank is where the owner is."""
         return all(
             leg.axis.rank == rank
             for leg, rank in zip(self.route.legs[after + 1 :], self.owner[after + 1 :], strict=True)
@@ -59,7 +66,10 @@ class Dealt:
 
 
 class Dealing:
-    """Owners of tensors, of which more may come. Tensors of one mesh are balanced over its ranks."""
+    """Owners of tensors, of which more may come.
+
+    Tensors of one mesh are balanced over its ranks.
+    """
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
@@ -69,7 +79,8 @@ class Dealing:
         """Gives each tensor an owner; those that rest on no mesh are left out."""
         dealt: list[Dealt] = []
         resting = [
-            (self._cost(each) if each.requires_grad else 0.0, each, mesh, route_of(each))  # which may refuse it
+            # `route_of` may refuse the tensor.
+            (self._cost(each) if each.requires_grad else 0.0, each, mesh, route_of(each))
             for each in parameters
             if (mesh := mesh_of(each)) is not None
         ]
@@ -90,10 +101,11 @@ def _ranks_of(mesh: DeviceMesh, number: int, route: Route) -> tuple[int, ...]:
 
 
 def batches(dealt: Sequence[Dealt], nbytes: int) -> list[list[Dealt]]:
-    """What travels together: tensors that go the same ways, of each owner at most as many as have `nbytes` bytes of values
-    and gradients, or one."""
+    """What travels together: tensors that go the same ways, of each owner at most as many as have
+    `nbytes` bytes of values and gradients, or one."""
     found: dict[tuple[object, int], list[Dealt]] = {}
-    filled: dict[tuple[object, int], tuple[int, int]] = {}  # of each owner: which batch is open, and its bytes
+    # The open batch of each owner, and its bytes.
+    filled: dict[tuple[object, int], tuple[int, int]] = {}
     for each in dealt:
         family = each.route.family
         own = 2 * prod(each.route.shape) * each.parameter.dtype.itemsize

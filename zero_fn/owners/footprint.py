@@ -1,4 +1,5 @@
-"""Bytes that an optimizer takes on this rank, and bytes that its step sends and moves: arithmetic on owners and ways."""
+"""Bytes that an optimizer takes on this rank, and bytes that its step sends and moves:
+arithmetic on owners and ways."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ __all__ = ["footprint_of"]
 
 
 def _sent_of(optimizer: ByOwner) -> Counter[str]:
-    """Bytes that this rank sends in a step of all parameters that require gradients, by the name of the axis."""
+    """Bytes that this rank sends in a step of all parameters that require gradients,
+    by the name of the axis."""
     found = Counter[str]()
     for each in filter(None, map(optimizer.owner_of, _trained(optimizer))):
         slot, itemsize = slot_of(each.parameter), each.parameter.dtype.itemsize
@@ -40,7 +42,10 @@ def _sent_of(optimizer: ByOwner) -> Counter[str]:
 
 
 def footprint_of(optimizer: ByOwner) -> Footprint:
-    """The bytes that its states take on this rank, that a step sends, and moves from and to tiers. Takes no memory."""
+    """The bytes that its states take on this rank, that a step sends, and moves from and to tiers.
+
+    Takes no memory.
+    """
     found, largest = Footprint(sent=_sent_of(optimizer)), Counter[Tier]()
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for parameter in _trained(optimizer):
@@ -49,11 +54,17 @@ def footprint_of(optimizer: ByOwner) -> Footprint:
         _add_moved(found, parameter)
         if dealt is not None and not dealt.is_mine:
             continue
-        known = optimizer.state.get(parameter) or kept_of(optimizer.inner, group_of[id(parameter)], parameter)
+        known = optimizer.state.get(parameter) or kept_of(
+            optimizer.inner, group_of[id(parameter)], parameter
+        )
         tensors = [leaf for leaf in tree_leaves(dict(known)) if isinstance(leaf, Tensor)]
         forms = [Form(leaf.numel(), leaf.dtype) for leaf in tensors if leaf.numel() > 1]
         tier = optimizer.tier_of(parameter)
-        nbytes = record_nbytes(forms) if tier is not None else sum(form.numel * form.dtype.itemsize for form in forms)
+        nbytes = (
+            record_nbytes(forms)
+            if tier is not None
+            else sum(form.numel * form.dtype.itemsize for form in forms)
+        )
         if tier is None or not is_away(tier, device_type):
             found.states_nbytes += nbytes
             continue
@@ -69,12 +80,16 @@ def footprint_of(optimizer: ByOwner) -> Footprint:
 
 
 def _add_moved(found: Footprint, parameter: Tensor) -> None:
-    """Adds what a step moves of a parameter and its gradient, if they rest on a disk: each is read as a whole, and what is
-    written is read before, as other tensors may lie beside it."""
+    """Adds what a step moves of a parameter and its gradient, if they rest on a disk: each is read
+    as a whole, and what is written is read before, as other tensors may lie beside it."""
     slot, place = slot_of(parameter), place_of(parameter)
     if slot is None or place is None:
         return
-    own = [parcel.nbytes for parcel in place.parcels if any(piece.parameter == place.number for piece in parcel.pieces)]
+    own = [
+        parcel.nbytes
+        for parcel in place.parcels
+        if any(piece.parameter == place.number for piece in parcel.pieces)
+    ]
     for tier, times in ((slot.home.tiers.params, (2, 1)), (slot.home.tiers.grads, (1, 0))):
         if tier is not None and not isinstance(tier, Cpu):
             found.read[tier] += times[0] * sum(own)

@@ -38,50 +38,60 @@ __all__ = ["ByOwner", "by_owner"]
 BATCH_NBYTES = 64 << 20
 
 
-def by_owner(optimizer: Optimizer, *, cost: Cost | None = None, batch: int | str = BATCH_NBYTES) -> ByOwner:
-    """Lets any optimizer step sharded parameters: each tensor is stepped whole, by one rank, its owner.
+def by_owner(
+    optimizer: Optimizer, *, cost: Cost | None = None, batch: int | str = BATCH_NBYTES
+) -> ByOwner:
+    """Lets any optimizer step sharded parameters: each tensor is stepped whole,
+    by one rank, its owner.
 
         muon = zf.by_owner(torch.optim.Muon(matrices, lr=0.02))
 
-    The updates are those of replicas, to the bit, at every stage and number of ranks. In a step the shards of gradients and
-    values travel to the owner. The optimizer's own `step` runs there on plain whole tensors, and new values travel back.
-    States rest whole at the owner, 1/n of them on each rank. Tensors go in batches: while one is stepped, the next arrives
-    and the one before leaves. Memory beside the states: two and a half batches, and up to two more for messages between
-    ranks that share no memory.
+    The updates are those of replicas, to the bit, at every stage and number of ranks. In a step the
+    shards of gradients and values travel to the owner. The optimizer's own `step` runs there on
+    plain whole tensors, and new values travel back. States rest whole at the owner, 1/n of them on
+    each rank. Tensors go in batches: while one is stepped, the next arrives and the one before
+    leaves. Memory beside the states: two and a half batches, and up to two more for messages
+    between ranks that share no memory.
 
-    Where all ranks hold a whole parameter (`zf.replicate`), it has an owner, too: only its new values travel. Parameters of
-    no transform are stepped by every rank, as without `by_owner`.
+    Where all ranks hold a whole parameter (`zf.replicate`), it has an owner, too: only its new
+    values travel. Parameters of no transform are stepped by every rank, as without `by_owner`.
 
-    Communicates, in a step, with Ψ elements of b bytes over n ranks that cut them: 3 Ψ b (n-1)/n² bytes from each rank. Over
-    several axes, that along each of them. `state_dict` and `load_state_dict` send all states, `zf.save` and `zf.load` none.
+    Communicates, in a step, with Ψ elements of b bytes over n ranks that cut them: 3 Ψ b (n-1)/n²
+    bytes from each rank. Over several axes, that along each of them. `state_dict` and
+    `load_state_dict` send all states, `zf.save` and `zf.load` none.
 
     Args:
-        optimizer: Any that steps each parameter from its own value, gradient, states and options, and keeps its states in
-            `state[parameter]`. This is tried on two small parameters. Its parameters are those of the model after the last
-            transform. States that it has are moved. All ranks have the same parameters in the same order.
-        cost: What a step of a parameter costs, by which owners are chosen: a function of the parameter. None: elements times
-            the shorter side of a matrix or of a stack of them (Newton-Schulz, Shampoo), elements of any other tensor.
-        batch: Bytes of values and gradients that an owner takes at a time, as a number or as text ("64MiB").
+        optimizer: Any that steps each parameter from its own value, gradient, states and options,
+            and keeps its states in `state[parameter]`. This is tried on two small parameters. Its
+            parameters are those of the model after the last transform. States that it has are
+            moved. All ranks have the same parameters in the same order.
+        cost: What a step of a parameter costs, by which owners are chosen: a function of the
+            parameter. None: elements times the shorter side of a matrix or of a stack of them
+            (Newton-Schulz, Shampoo), elements of any other tensor.
+        batch: Bytes of values and gradients that an owner takes at a time,
+            as a number or as text ("64MiB").
 
     Returns:
-        An optimizer over the same `param_groups`; step this one. `state_dict()`, which all ranks call, is that of a stock
-        optimizer. To step, save or load `optimizer` itself raises.
+        An optimizer over the same `param_groups`; step this one. `state_dict()`, which all ranks
+        call, is that of a stock optimizer. To step, save or load `optimizer` itself raises.
 
     Raises:
-        PlacementError: The optimizer computes a step of one parameter from others, or cannot step one alone (it wants a
-            closure), or a parameter is neither sharded nor replicated. Nothing was moved.
+        PlacementError: The optimizer computes a step of one parameter from others, or cannot step
+            one alone (it wants a closure), or a parameter is neither sharded nor replicated.
+            Nothing was moved.
         StateError: The optimizer was streamed already, or given to `by_owner` before.
         DisagreementError: Ranks have different parameters.
 
     Source:
-        An owner for each matrix, the longest processing time first: Megatron-LM's layer-wise Muon, 2026; for Shampoo Anil
-        et al. 2020, arXiv:2002.09018, section 4.
+        An owner for each matrix, the longest processing time first: Megatron-LM's layer-wise Muon,
+        2026; for Shampoo Anil et al. 2020, arXiv:2002.09018, section 4.
     """
     if isinstance(optimizer, Streamed | ByOwner):
         verb = "streamed" if isinstance(optimizer, Streamed) else "stepped by owners"
         raise StateError(
             f"by_owner was given an optimizer that is {verb} already.",
-            fix="zf.by_owner(torch.optim.Muon(...)); with states in another tier zf.streamed(zf.by_owner(...), tier)",
+            fix="zf.by_owner(torch.optim.Muon(...)); "
+            "with states in another tier zf.streamed(zf.by_owner(...), tier)",
         )
     require_not_streamed(optimizer)
     require_independent(optimizer, optimizer.param_groups)
@@ -92,27 +102,39 @@ def by_owner(optimizer: Optimizer, *, cost: Cost | None = None, batch: int | str
 
 
 class ByOwner(Optimizer):
-    """An optimizer whose parameters are stepped whole, each by its owner. Made by `by_owner`; used as any optimizer.
+    """An optimizer whose parameters are stepped whole, each by its owner.
+
+    Made by `by_owner`; used as any optimizer.
 
     Attributes:
-        inner: The optimizer that was given to `by_owner`, whose arithmetic is used. It can no longer be used itself.
-        state: The states by parameter: whole ones of those that this rank owns, and nothing of the others.
-        failed: Why the last step stopped half-way; None if it did not. What loads states sets it to None.
+        inner: The optimizer that was given to `by_owner`, whose arithmetic is used.
+            It can no longer be used itself.
+        state: The states by parameter: whole ones of those that this rank owns,
+            and nothing of the others.
+        failed: Why the last step stopped half-way; None if it did not.
+            What loads states sets it to None.
     """
 
     inner: Optimizer
     state: defaultdict[Tensor, dict[str, Any]]
     steps_wholes = True  # not shards
-    takes_from_tiers = False  # parameters that rest there: once the optimizer was given to `streamed`
+    # Whether it steps parameters that rest in tiers: once the optimizer was given to `streamed`.
+    takes_from_tiers = False
 
     def __init__(self, inner: Optimizer, cost: Cost, nbytes: int) -> None:
-        shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
-        self.__setstate__({"inner": inner, "defaults": inner.defaults, "state": defaultdict(dict), **shared})
+        shared = {
+            name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")
+        }
+        self.__setstate__(
+            {"inner": inner, "defaults": inner.defaults, "state": defaultdict(dict), **shared}
+        )
         self._dealing = Dealing(cost)
         self._nbytes = nbytes
         self._lines = LinesByAxis()
-        self._dealt: dict[int, Dealt] = {}  # by the identity of the parameter, in the order of dealing
-        # Of the last step: the parameters that had gradients, what travelled together, and a text that says so.
+        # Owners by the identity of the parameter, in the order of dealing.
+        self._dealt: dict[int, Dealt] = {}
+        # Of the last step: the parameters that had gradients,
+        # what travelled together, and a text that says so.
         self._plan: tuple[list[int], list[list[Dealt]], str] | None = None
         self.failed: str | None = None
         self._tier: Tier | None = None
@@ -121,7 +143,7 @@ class ByOwner(Optimizer):
         self._take(inner.state)
         hand_over(inner, "by_owner")  # last: one that is refused stays as it was
 
-    # -- what looks like any optimizer ----------------------------------------------------------------------------
+    # -- what looks like any optimizer -------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -133,7 +155,10 @@ class ByOwner(Optimizer):
         own = sum(each.is_mine for each in self._dealt.values())
         kind = type(self.inner).__name__
         where = "".join(f"; {shelf}" for shelf in self._shelves.values())
-        return f"ByOwner ({kind}, this rank owns {own} of {len(self._dealt)} tensors{where})\n{self.inner!r}"
+        return (
+            f"ByOwner ({kind}, this rank owns {own} of {len(self._dealt)} "
+            f"tensors{where})\n{self.inner!r}"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -164,18 +189,23 @@ class ByOwner(Optimizer):
         return {tier: shelf.nbytes for tier, shelf in self._shelves.items()}
 
     def with_states_in(self, tier: Tier | None, **options: object) -> ByOwner:
-        """Moves the states to another tier, at their owners. `zf.streamed(optimizer, tier)` calls it.
+        """Moves the states to another tier, at their owners.
+
+        `zf.streamed(optimizer, tier)` calls it.
 
         Raises:
-            PlacementError: An option other than the tier was given, which streamed whole tensors do not have.
+            PlacementError: An option other than the tier was given,
+                which streamed whole tensors do not have.
             TierError: The tier has no room.
             StorageError: The path takes no files, or the disk failed.
         """
         homes = [slot.home for slot in map(slot_of, self._parameters()) if slot is not None]
         if options or any(home.tiers.fraction != 1 for home in homes if tier is None):
             raise PlacementError(
-                f"zf.streamed(zf.by_owner(...)) takes a tier alone, and got {', '.join(options) or 'fraction'}.",
-                why="each tensor is stepped whole, and in the step; its states pass through a buffer of their size",
+                "zf.streamed(zf.by_owner(...)) takes a tier alone, "
+                f"and got {', '.join(options) or 'fraction'}.",
+                why="each tensor is stepped whole, and in the step; "
+                "its states pass through a buffer of their size",
                 fix="zf.streamed(zf.by_owner(optimizer), tier)",
             )
         before = self._tier, self.takes_from_tiers
@@ -199,20 +229,28 @@ class ByOwner(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """All states and groups in the format of `inner`, on every rank: states of the shape of a sharded parameter are
-        sharded alike. All ranks call it; it sends the states from their owners.
+        """All states and groups in the format of `inner`, on every rank: states of the shape of a
+        sharded parameter are sharded alike.
+
+        All ranks call it; it sends the states from their owners.
 
         Raises:
             StateError: An earlier step failed half-way.
         """
         self.require_whole("state_dict")
-        states = {**self.state, **states_on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes)}
-        states = {each: states[each] for each in self._parameters() if each in states}  # in the same order on all ranks
+        states = {
+            **self.state,
+            **states_on_all_ranks([*self._dealt.values()], self.state, self._lines, self._nbytes),
+        }
+        # States in the same order on all ranks.
+        states = {each: states[each] for each in self._parameters() if each in states}
         return stand_in(self.inner, self.param_groups, defaultdict(dict, states)).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads states and groups, as `inner` would: shards or whole tensors. All ranks call it; shards travel to the owners.
-        An optimizer whose step has failed may step again afterwards, unless ranks have lost one another.
+        """Loads states and groups, as `inner` would: shards or whole tensors.
+
+        All ranks call it; shards travel to the owners. An optimizer whose step has failed may step
+        again afterwards, unless ranks have lost one another.
 
         Raises:
             CheckpointError: A state is the shard of another rank.
@@ -241,7 +279,8 @@ class ByOwner(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._deal()
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
+        # A scheduler built on the inner one looks for it.
+        self.inner._opt_called = True  # type: ignore[attr-defined]
         plain: list[Owned] = []
         present: list[int] = []
         for parameter in self._parameters():
@@ -259,7 +298,10 @@ class ByOwner(Optimizer):
         try:
             if not travelling:  # others may have gradients
                 self._lines.agree(
-                    dict.fromkeys(leg.axis for each in self._dealt.values() for leg in each.route.legs), check
+                    dict.fromkeys(
+                        leg.axis for each in self._dealt.values() for leg in each.route.legs
+                    ),
+                    check,
                 )
             step_batches(travelling, arithmetic, self._lines, check)
             if plain:
@@ -269,15 +311,17 @@ class ByOwner(Optimizer):
                 shelf.finish()
         except BaseException as error:
             self.failed = f"{type(error).__name__} in the last step"
-            if isinstance(error, Exception):  # others wait; after Ctrl-C, which all get, ranks may go on
+            # Other ranks wait; after Ctrl-C, which all get, they may go on.
+            if isinstance(error, Exception):
                 self._lines.give_up()
             raise
         for each in self._dealt.values():
             if each.parameter.grad is not None:
-                self.state.setdefault(each.parameter, {})  # of another owner: torch asks whether any rank has stepped
+                # A parameter of another owner, too: torch asks whether any rank has stepped.
+                self.state.setdefault(each.parameter, {})
         return loss
 
-    # -- owners -----------------------------------------------------------------------------------------------------
+    # -- owners ------------------------------------------------------------------------------------
 
     def _deal(self) -> None:
         """Gives owners to parameters that have none."""
@@ -287,11 +331,17 @@ class ByOwner(Optimizer):
             self._plan = None
 
     def _plan_of(self, present: list[int]) -> tuple[list[list[Dealt]], str]:
-        """What travels together in a step of these parameters, and a text that must be the same on all ranks."""
+        """What travels together in a step of these parameters,
+        and a text that must be the same on all ranks."""
         if self._plan is None or self._plan[0] != present:
             chosen = set(present)
-            travelling = batches([each for key, each in self._dealt.items() if key in chosen], self._nbytes)
-            rows = [[(each.route.shape, each.parameter.dtype, each.number) for each in batch] for batch in travelling]
+            travelling = batches(
+                [each for key, each in self._dealt.items() if key in chosen], self._nbytes
+            )
+            rows = [
+                [(each.route.shape, each.parameter.dtype, each.number) for each in batch]
+                for batch in travelling
+            ]
             self._plan = present, travelling, f"{crc32(repr(rows).encode()):08x}"
         return self._plan[1:]
 
@@ -303,16 +353,27 @@ class ByOwner(Optimizer):
                 slot = slot_of(parameter)
                 for name, value in own.items():
                     if slot is not None and slot.spec is not None and isinstance(value, DTensor):
-                        require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
+                        require_own_shard(
+                            f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh
+                        )
 
         states = {parameter: as_kept(parameter, own) for parameter, own in states.items()}
         if states:
-            on_all_ranks(meshes_of(self._parameters()), require_own, "Loading the states of an optimizer")
+            on_all_ranks(
+                meshes_of(self._parameters()), require_own, "Loading the states of an optimizer"
+            )
         moved = on_owners([*self._dealt.values()], states, self._lines, self._nbytes)
-        self.state = self._rested({parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()})
+        self.state = self._rested(
+            {parameter: moved.get(parameter, dict(own)) for parameter, own in states.items()}
+        )
 
-    def _rested(self, states: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
-        """States where they are to rest; the ones that are given stay. All ranks call it; an error on one comes on all."""
+    def _rested(
+        self, states: Mapping[Tensor, dict[str, Any]]
+    ) -> defaultdict[Tensor, dict[str, Any]]:
+        """States where they are to rest; the ones that are given stay.
+
+        All ranks call it; an error on one comes on all.
+        """
         found = defaultdict[Tensor, dict[str, Any]](dict, states)
 
         def put() -> None:
@@ -327,7 +388,9 @@ class ByOwner(Optimizer):
             # On new shelves: the places of the states before would never be given back.
             before, self._shelves = self._shelves, {}
             try:
-                on_all_ranks(meshes_of(self._parameters()), put, "Moving the states of an optimizer")
+                on_all_ranks(
+                    meshes_of(self._parameters()), put, "Moving the states of an optimizer"
+                )
             except BaseException:
                 self._shelves = before
                 raise

@@ -1,11 +1,13 @@
-"""How one tensor travels between the ranks that hold it and its owner: one leg for each axis of its mesh.
+"""How one tensor travels between the ranks that hold it and its owner:
+one leg for each axis of its mesh.
 
                leg over 'dp'              leg over 'tp'
     a shard  ---------------->  more rows  ---------------->  the whole, on one rank
     a shard  <----------------  more rows  <----------------
 
-The axis that cuts a tensor last is the first on the way to the owner. Axes that do not cut it come before all of these: the
-ranks along them hold the same, so nothing travels to the owner, and its new values travel to all of them at the end.
+The axis that cuts a tensor last is the first on the way to the owner. Axes that do not cut it come
+before all of these: the ranks along them hold the same, so nothing travels to the owner, and its
+new values travel to all of them at the end.
 """
 
 from __future__ import annotations
@@ -31,12 +33,17 @@ class AxisLeg:
     """One axis on the way of a tensor."""
 
     axis: Axis
-    layout: ShardLayout | None  # how it cuts what the axes before have left; None: its ranks hold the same
+    # How it cuts what the axes before have left; None: its ranks hold the same.
+    layout: ShardLayout | None
     numel: int  # of what they have left
 
     def rows(self, whole: Tensor, rank: int) -> Tensor:
         """What a rank of the axis holds of what the axes before have left, as a view."""
-        return whole if self.layout is None else whole.narrow(self.layout.dim, *self.layout.owned_rows(rank))
+        return (
+            whole
+            if self.layout is None
+            else whole.narrow(self.layout.dim, *self.layout.owned_rows(rank))
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class Route:
 
     @property
     def family(self) -> tuple[tuple[Axis, bool], ...]:
-        """What the tensors of one message have in common: the axes of their legs, and whether each cuts."""
+        """What the tensors of one message have in common: the axes of their legs,
+        and whether each cuts."""
         return tuple((leg.axis, leg.layout is None) for leg in self.legs)
 
     @property
@@ -59,7 +67,9 @@ class Route:
 
     def local_shape(self, count: int) -> tuple[int, ...]:
         """The shape of what this rank holds once the first `count` legs have cut it."""
-        layouts = [(leg.layout, leg.axis.rank) for leg in self.legs[:count] if leg.layout is not None]
+        layouts = [
+            (leg.layout, leg.axis.rank) for leg in self.legs[:count] if leg.layout is not None
+        ]
         return layouts[-1][0].local_shape(layouts[-1][1]) if layouts else self.shape
 
     def uncut(self, shape: Sequence[int]) -> Route:
@@ -72,7 +82,8 @@ def route_of(parameter: Tensor) -> Route:
     """The way of a parameter that rests on a mesh.
 
     Raises:
-        PlacementError: It is neither sharded nor replicated, or sharded by others in an order that cannot be read off it.
+        PlacementError: It is neither sharded nor replicated,
+            or sharded by others in an order that cannot be read off it.
     """
     slot, spec = slot_of(parameter), spec_of(parameter)
     assert spec is not None, "a plain tensor has no way"
@@ -82,7 +93,11 @@ def route_of(parameter: Tensor) -> Route:
     for axis, placement in _placements_of(model):
         layout = None
         if type(placement) is Shard:
-            layout = ShardLayout(left, (placement.dim, *(d for d in range(len(left)) if d != placement.dim)), axis.size)
+            layout = ShardLayout(
+                left,
+                (placement.dim, *(d for d in range(len(left)) if d != placement.dim)),
+                axis.size,
+            )
         elif type(placement) is not Replicate:
             raise PlacementError(
                 "A parameter is neither sharded nor replicated, and has no owner.",
@@ -105,4 +120,6 @@ def _placements_of(spec: DTensorSpec | None) -> list[tuple[Axis, object]]:
         return []
     mesh, names = spec.mesh, spec.mesh.mesh_dim_names
     parts = [mesh[names[dim]] if names and mesh.ndim > 1 else mesh for dim in range(mesh.ndim)]
-    return list(zip([mesh_axis(part, verb="by_owner") for part in parts], spec.placements, strict=True))
+    return list(
+        zip([mesh_axis(part, verb="by_owner") for part in parts], spec.placements, strict=True)
+    )

@@ -1,7 +1,9 @@
-"""States of whole tensors in another tier: a record for each tensor, brought into memory when it is stepped.
+"""States of whole tensors in another tier: a record for each tensor,
+brought into memory when it is stepped.
 
-A state at rest is a `TierTensor`, which whoever reads it fetches. A step fetches the states of the next tensor while it
-computes one, and writes those of the one before. On the host they are used where they lie.
+A state at rest is a `TierTensor`, which whoever reads it fetches. A step fetches the states of the
+next tensor while it computes one, and writes those of the one before. On the host they are used
+where they lie.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from zero_fn.values.tiers import Tier, bytes_text
 __all__ = ["STAGINGS", "Shelf"]
 
 STAGINGS = 3
-"""Buffers before a disk: of the tensor that is stepped, of the next one, and of the one that is being written."""
+"""Buffers before a disk: of the tensor that is stepped, of the next one,
+and of the one that is being written."""
 
 
 class Shelf:
@@ -70,24 +73,42 @@ class Shelf:
         return found
 
     def keep(self, earlier: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-        """States at rest, after a step, in the room of the earlier ones if they have the same form. Begins to write them."""
+        """States at rest, after a step, in the room of the earlier ones if they have the same form.
+
+        Begins to write them.
+        """
         leaves, form = tree_flatten(dict(states))
         large = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 1]
         rooms = [leaf for leaf in tree_leaves(dict(earlier)) if isinstance(leaf, TierTensor)]
         if not large:
             return dict(states)
-        if [(each.shape, each.dtype) for each in rooms] != [(each.shape, each.dtype) for each in large]:
+        if [(each.shape, each.dtype) for each in rooms] != [
+            (each.shape, each.dtype) for each in large
+        ]:
             rooms = self._rooms_for(large)
         record = rooms[0].record
-        values = {room.number: flat_in(value, room.stride()) for room, value in zip(rooms, large, strict=True)}
+        values = {
+            room.number: flat_in(value, room.stride())
+            for room, value in zip(rooms, large, strict=True)
+        }
         if _is_in_place(record):
-            first = {number: record.shelf.borrow(record.place + record.starts[number], 1) for number in values}
-            values = {number: value for number, value in values.items() if value.data_ptr() != first[number].data_ptr()}
+            first = {
+                number: record.shelf.borrow(record.place + record.starts[number], 1)
+                for number in values
+            }
+            values = {
+                number: value
+                for number, value in values.items()
+                if value.data_ptr() != first[number].data_ptr()
+            }
         self.finish()
         record.begin_writing(values)
         self._writing = record
         resting = iter(rooms)
-        at_rest = [next(resting) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf for leaf in leaves]
+        at_rest = [
+            next(resting) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
+            for leaf in leaves
+        ]
         return dict(tree_unflatten(at_rest, form))
 
     def finish(self) -> None:
@@ -103,11 +124,16 @@ class Shelf:
         (place,) = self._storage.reserve([nbytes])
         self._storage.stage(nbytes, STAGINGS)
         record = Record(self._storage, forms, values[0].device, place)
-        return [TierTensor(record, at, value.shape, dense_stride(value)) for at, value in enumerate(values)]
+        return [
+            TierTensor(record, at, value.shape, dense_stride(value))
+            for at, value in enumerate(values)
+        ]
 
 
 def _record_of(states: Mapping[str, Any]) -> Record | None:
-    return next((leaf.record for leaf in tree_leaves(dict(states)) if isinstance(leaf, TierTensor)), None)
+    return next(
+        (leaf.record for leaf in tree_leaves(dict(states)) if isinstance(leaf, TierTensor)), None
+    )
 
 
 def _is_in_place(record: Record) -> bool:

@@ -1,7 +1,9 @@
-"""The states of all tensors, from their owners to all ranks and back: for `state_dict` and `load_state_dict`.
+"""The states of all tensors, from their owners to all ranks and back:
+for `state_dict` and `load_state_dict`.
 
-A state of the shape of its parameter becomes a DTensor that is cut as the parameter is, as a stock optimizer has it. Any
-other tensor becomes whole on every rank. What is not a tensor, or has one element, is told with the names.
+A state of the shape of its parameter becomes a DTensor that is cut as the parameter is, as a stock
+optimizer has it. Any other tensor becomes whole on every rank. What is not a tensor, or has one
+element, is told with the names.
 """
 
 from __future__ import annotations
@@ -39,16 +41,26 @@ class _Large:
 
 
 def states_on_all_ranks(
-    dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: LinesByAxis, nbytes: int
+    dealt: Sequence[Dealt],
+    states: Mapping[Tensor, Mapping[str, Any]],
+    lines: LinesByAxis,
+    nbytes: int,
 ) -> dict[Tensor, dict[str, Any]]:
     """The states of these tensors as every rank is to have them. All ranks call it."""
-    said = {at: tree_map(_form_of, states.get(each.parameter, {})) for at, each in enumerate(dealt) if each.is_mine}
+    said = {
+        at: tree_map(_form_of, states.get(each.parameter, {}))
+        for at, each in enumerate(dealt)
+        if each.is_mine
+    }
     for mesh in dict.fromkeys(mesh_of(each.parameter) for each in dealt):
         assert mesh is not None, "a plain parameter has no owner"
-        said |= _told(mesh, {at: own for at, own in said.items() if mesh_of(dealt[at].parameter) == mesh})
+        said |= _told(
+            mesh, {at: own for at, own in said.items() if mesh_of(dealt[at].parameter) == mesh}
+        )
     numbers, found = {id(each): at for at, each in enumerate(dealt)}, dict[Tensor, dict[str, Any]]()
     for batch in batches([each for at, each in enumerate(dealt) if said.get(at)], nbytes):
-        carried: dict[bool, list[Carried]] = {True: [], False: []}  # by whether they have the shape of their parameters
+        # States by whether they have the shape of their parameters.
+        carried: dict[bool, list[Carried]] = {True: [], False: []}
         for each in batch:
             form = said[numbers[id(each)]]
             values = states[each.parameter] if each.is_mine else form
@@ -57,7 +69,11 @@ def states_on_all_ranks(
                 if not isinstance(form, _Large):
                     return form
                 follows = form.shape == each.route.shape
-                parcel = _leaving(each if follows else replace(each, route=each.route.uncut(form.shape)), form, value)
+                parcel = _leaving(
+                    each if follows else replace(each, route=each.route.uncut(form.shape)),
+                    form,
+                    value,
+                )
                 carried[follows].append(parcel)
                 return _shown(each.parameter, parcel.part) if follows else parcel.part
 
@@ -68,7 +84,11 @@ def states_on_all_ranks(
 
 
 def _form_of(value: Any) -> Any:
-    return _Large(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.numel() > 1 else value
+    return (
+        _Large(tuple(value.shape), value.dtype)
+        if isinstance(value, Tensor) and value.numel() > 1
+        else value
+    )
 
 
 def _told(mesh: DeviceMesh, said: dict[int, Any]) -> dict[int, Any]:
@@ -85,7 +105,11 @@ def _leaving(dealt: Dealt, form: _Large, value: Any) -> Carried:
     local = local_of(dealt.parameter)
     own = in_memory(value).to(local.device) if dealt.is_mine else None
     if not dealt.route.is_cut:
-        part = torch.empty(form.shape, dtype=form.dtype, device=local.device) if own is None else own.clone()
+        part = (
+            torch.empty(form.shape, dtype=form.dtype, device=local.device)
+            if own is None
+            else own.clone()
+        )
         return Carried(dealt, part, None)
     part = torch.empty_strided(local.shape, local.stride(), dtype=form.dtype, device=local.device)
     return Carried(dealt, part, own)
@@ -97,21 +121,35 @@ def _shown(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def on_owners(
-    dealt: Sequence[Dealt], states: Mapping[Tensor, Mapping[str, Any]], lines: LinesByAxis, nbytes: int
+    dealt: Sequence[Dealt],
+    states: Mapping[Tensor, Mapping[str, Any]],
+    lines: LinesByAxis,
+    nbytes: int,
 ) -> dict[Tensor, dict[str, Any]]:
-    """The states of the tensors that this rank owns, whole. All ranks call it, with DTensors and whole tensors."""
+    """The states of the tensors that this rank owns, whole.
+
+    All ranks call it, with DTensors and whole tensors.
+    """
     found: dict[Tensor, dict[str, Any]] = {}
     for batch in batches([each for each in dealt if states.get(each.parameter)], nbytes):
         carried: list[Carried] = []
         for each in batch:
 
             def arriving(value: Any, each: Dealt = each, carried: list[Carried] = carried) -> Any:
-                if isinstance(value, DTensor) and value.placements != getattr(each.parameter, "placements", None):
+                if isinstance(value, DTensor) and value.placements != getattr(
+                    each.parameter, "placements", None
+                ):
                     value = value.full_tensor()
                 if isinstance(value, DTensor) and each.route.is_cut:
-                    carried.append(Carried(each, local_of(value), each.whole(value.dtype) if each.is_mine else None))
+                    carried.append(
+                        Carried(
+                            each, local_of(value), each.whole(value.dtype) if each.is_mine else None
+                        )
+                    )
                     return carried[-1].whole
-                return local_of(value).clone() if isinstance(value, Tensor) and each.is_mine else value
+                return (
+                    local_of(value).clone() if isinstance(value, Tensor) and each.is_mine else value
+                )
 
             own = tree_map(arriving, dict(states[each.parameter]))
             found[each.parameter] = own if each.is_mine else {}

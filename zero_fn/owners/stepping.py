@@ -1,12 +1,13 @@
-"""A step: batches of whole tensors arrive at their owners, are stepped by the optimizer itself, and leave again.
+"""A step: batches of whole tensors arrive at their owners,
+are stepped by the optimizer itself, and leave again.
 
     arriving    gradients and values of the next batch
     stepped     this batch, by the optimizer's own `step`, on plain whole tensors
     leaving     new values of the batch before
 
-[Note: several calls for one step] The optimizer's `step` is called for each batch. Options that it changes, such as a count
-of steps in a group, begin each call as they were, and have their new values after the last one. A rank without a tensor calls
-it, too, without parameters.
+[Note: several calls for one step] The optimizer's `step` is called for each batch. Options that it
+changes, such as a count of steps in a group, begin each call as they were, and have their new
+values after the last one. A rank without a tensor calls it, too, without parameters.
 """
 
 from __future__ import annotations
@@ -46,17 +47,24 @@ class Owned(NamedTuple):
 class Arithmetic:
     """The arithmetic of an optimizer in one step of the user. [Note: several calls for one step]"""
 
-    def __init__(self, inner: Optimizer, states: States, shelf_of: Callable[[Tensor], Shelf | None]) -> None:
+    def __init__(
+        self, inner: Optimizer, states: States, shelf_of: Callable[[Tensor], Shelf | None]
+    ) -> None:
         self._inner = inner
         self._states = states
         self._shelf_of = shelf_of
-        self._group_of = {id(p): number for number, group in enumerate(inner.param_groups) for p in group["params"]}
+        self._group_of = {
+            id(p): number
+            for number, group in enumerate(inner.param_groups)
+            for p in group["params"]
+        }
         # What the calls have changed: of the attributes of the optimizer, and of each group.
         self._changed: list[dict[str, Any]] = [{} for _ in range(1 + len(inner.param_groups))]
         self._is_begun = False
 
     def step(self, owned: Sequence[Owned]) -> None:
-        """Steps some parameters: together those whose states are in memory, and one after the other those in a tier."""
+        """Steps some parameters: together those whose states are in memory,
+        and one after the other those in a tier."""
         rests = [(each, self._shelf_of(each.parameter)) for each in owned]
         here = [each for each, shelf in rests if shelf is None]
         away = [(each, shelf) for each, shelf in rests if shelf is not None]
@@ -79,7 +87,9 @@ class Arithmetic:
             known, widened = dict(self._states.get(parameter, {})), None
             if rounding_of(parameter) is not None:
                 widened = Widened(parameter, value, known, Numbering.of_whole(value))
-            piece = nn.Parameter(value if widened is None else widened.values, requires_grad=parameter.requires_grad)
+            piece = nn.Parameter(
+                value if widened is None else widened.values, requires_grad=parameter.requires_grad
+            )
             vars(piece).update(attributes_of(parameter))
             piece.grad = grad.to(piece.dtype)
             groups[self._group_of[id(parameter)]]["params"].append(piece)
@@ -90,7 +100,9 @@ class Arithmetic:
         stepping = stand_in(inner, groups, state)
         attributes = dict(vars(stepping))
         for own in (vars(stepping), *groups):  # what a step changes in place is a copy
-            own.update({name: value.clone() for name, value in own.items() if isinstance(value, Tensor)})
+            own.update(
+                {name: value.clone() for name, value in own.items() if isinstance(value, Tensor)}
+            )
         raw_step(stepping)
         for (parameter, value, _), (piece, widened) in zip(owned, pieces, strict=True):
             self._states[parameter] = state.get(piece, {})
@@ -99,7 +111,10 @@ class Arithmetic:
             elif piece.data_ptr() != value.data_ptr():  # the step has given it other memory
                 value.copy_(piece)
         for found, before, after in zip(
-            self._changed, [attributes, *options], [vars(stepping), *stepping.param_groups], strict=True
+            self._changed,
+            [attributes, *options],
+            [vars(stepping), *stepping.param_groups],
+            strict=True,
         ):
             found |= _changes(before, after)
         self._is_begun = True
@@ -108,10 +123,16 @@ class Arithmetic:
         """Takes over the options that the calls have changed."""
         if not self._is_begun:
             self.step(())
-        for target, changes in zip([vars(self._inner), *self._inner.param_groups], self._changed, strict=True):
+        for target, changes in zip(
+            [vars(self._inner), *self._inner.param_groups], self._changed, strict=True
+        ):
             for name, value in changes.items():
                 own = target.get(name)
-                if isinstance(value, Tensor) and isinstance(own, Tensor) and own.shape == value.shape:
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(own, Tensor)
+                    and own.shape == value.shape
+                ):
                     own.copy_(value)
                 else:
                     target[name] = value
@@ -119,11 +140,20 @@ class Arithmetic:
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     own = ("params", "param_groups", "state")
-    return {name: value for name, value in after.items() if name not in own and before.get(name, own) is not value}
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in own and before.get(name, own) is not value
+    }
 
 
-def step_batches(batches: Sequence[Sequence[Dealt]], arithmetic: Arithmetic, lines: LinesByAxis, check: str) -> None:
-    """Steps all tensors of some batches. All ranks call it with the same ones; `check` is a text that must agree."""
+def step_batches(
+    batches: Sequence[Sequence[Dealt]], arithmetic: Arithmetic, lines: LinesByAxis, check: str
+) -> None:
+    """Steps all tensors of some batches.
+
+    All ranks call it with the same ones; `check` is a text that must agree.
+    """
     begun = (_Batch(batch, lines, check) for batch in batches)  # each as it is asked for
     arriving, leaving = next(begun, None), None
     while arriving is not None:
@@ -157,9 +187,12 @@ class _Batch:
             self._values.append(Carried(each, value, whole_value))
             grads.append(Carried(each, grad, whole_grad))
             if each.is_mine:
-                if whole_grad is None:  # the step may write into it, and it is to stay the same on all ranks
+                # The step may write into it, and it is to stay the same on all ranks.
+                if whole_grad is None:
                     whole_grad = each.whole(grad.dtype).copy_(grad)
-                self.owned.append(Owned(parameter, value if whole_value is None else whole_value, whole_grad))
+                self.owned.append(
+                    Owned(parameter, value if whole_value is None else whole_value, whole_grad)
+                )
         self.trip = Trip(collected([*grads, *self._values], lines, check))
 
     def leave(self, lines: LinesByAxis) -> Trip:

@@ -1,7 +1,8 @@
 """Tensors on their way: their parts to the owners, and whole ones back to all that hold parts.
 
-[Note: leg by leg] Along each axis all ranks exchange what they have. A rank takes part for a tensor if it is where the owner
-is along the axes that were passed before. So two axes move each element twice, and the slow one no more than it would alone.
+[Note: leg by leg] Along each axis all ranks exchange what they have. A rank takes part for a tensor
+if it is where the owner is along the axes that were passed before. So two axes move each element
+twice, and the slow one no more than it would alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Carried(NamedTuple):
 
     dealt: Dealt
     part: Tensor  # what this rank holds, or is to hold
-    whole: Tensor | None  # on the owner: memory for all of it; None elsewhere, and where the part is all of it
+    # Memory for the whole on its owner; None elsewhere, and where the part is all of it.
+    whole: Tensor | None
 
 
 class LinesByAxis:
@@ -42,9 +44,15 @@ class LinesByAxis:
         return line
 
     def agree(self, axes: Iterable[Axis], check: str) -> None:
-        """Requires that all ranks along these axes are at the same text, for a step in which nothing travels. Waits."""
+        """Requires that all ranks along these axes are at the same text,
+        for a step in which nothing travels.
+
+        Waits.
+        """
         for line in map(self.over, axes):
-            line.any(torch.zeros(1, dtype=torch.uint8, device=line.device), "gradients", check=check).wait()
+            line.any(
+                torch.zeros(1, dtype=torch.uint8, device=line.device), "gradients", check=check
+            ).wait()
 
     def give_up(self) -> None:
         """Tells all ranks that this one sends nothing more."""
@@ -53,7 +61,10 @@ class LinesByAxis:
 
 
 def collected(carried: Sequence[Carried], lines: LinesByAxis, check: str = "") -> Iterator[Work]:
-    """The legs of the ways to the owners. Ways of one family; `part` is only read, `whole` is filled on the owner."""
+    """The legs of the ways to the owners.
+
+    Ways of one family; `part` is only read, `whole` is filled on the owner.
+    """
     if not carried:
         return
     held: list[Tensor] = [parcel.part for parcel in carried]
@@ -79,14 +90,20 @@ def collected(carried: Sequence[Carried], lines: LinesByAxis, check: str = "") -
             for rank in range(axis.size):
                 if rank != owner:
                     places[rank].append(leg.rows(room, rank))
-        yield lines.over(axis).all_to_all(sends, places, numel, "gradients to their owners", check=check)
+        yield lines.over(axis).all_to_all(
+            sends, places, numel, "gradients to their owners", check=check
+        )
 
 
-def spread(carried: Sequence[Carried], lines: LinesByAxis, what: str = "new values", check: str = "") -> Iterator[Work]:
+def spread(
+    carried: Sequence[Carried], lines: LinesByAxis, what: str = "new values", check: str = ""
+) -> Iterator[Work]:
     """The legs of the ways back. Ways of one family; `part` is filled on every rank."""
     if not carried:
         return
-    held: list[Tensor] = [parcel.part if parcel.whole is None else parcel.whole for parcel in carried]
+    held: list[Tensor] = [
+        parcel.part if parcel.whole is None else parcel.whole for parcel in carried
+    ]
     last = len(carried[0].dealt.route.legs) - 1
     for number in range(last + 1):
         axis = carried[0].dealt.route.legs[number].axis
@@ -106,7 +123,9 @@ def spread(carried: Sequence[Carried], lines: LinesByAxis, what: str = "new valu
             else:
                 room = part
                 if number < last:
-                    room = torch.empty(dealt.route.local_shape(number + 1), dtype=part.dtype, device=part.device)
+                    room = torch.empty(
+                        dealt.route.local_shape(number + 1), dtype=part.dtype, device=part.device
+                    )
                 places[owner].append(room)
                 held[at] = room
         yield lines.over(axis).all_to_all(sends, places, numel, f"{what} from owners", check=check)
