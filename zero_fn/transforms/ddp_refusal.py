@@ -1,7 +1,7 @@
 """`DistributedDataParallel` around a transformed module: both would reduce its gradients.
 
-Trainers wrap whatever module they are given. DDP asks the module, by an attribute, which parameters to leave alone; what
-stands there answers with an error, in place of one from deep inside torch.
+Trainers wrap whatever module they are given. DDP asks the module, by an attribute, which parameters
+to leave alone; what stands there answers with an error, in place of one from deep inside torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["refuse_ddp"]
 
 
 def refuse_ddp(module: nn.Module) -> None:
-    """Lets `DistributedDataParallel(module)` raise a StateError on every rank, before it communicates."""
+    """Lets `DistributedDataParallel(module)` raise a StateError on every rank,
+    before it communicates."""
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = _Refusing()
 
 
@@ -25,6 +26,7 @@ class _Refusing:
         raise StateError(
             "A transformed module was wrapped in DistributedDataParallel.",
             why="the transform reduces its gradients, and so would the wrapper",
-            fix="train the transformed module itself; trainers that do are ZeroTrainer (zero_fn.integrations.transformers), "
-            "ZeroAccelerator (.accelerate) and ZeroStrategy (.lightning)",
+            fix="train the transformed module itself; trainers that do are ZeroTrainer "
+            "(zero_fn.integrations.transformers), ZeroAccelerator (.accelerate) and ZeroStrategy "
+            "(.lightning)",
         )

@@ -1,4 +1,5 @@
-"""A model and its optimizer leave the memory of the device for a while, and come back to the bit."""
+"""A model and its optimizer leave the memory of the device for a while,
+and come back to the bit."""
 
 from __future__ import annotations
 
@@ -33,17 +34,20 @@ _absent: WeakSet[nn.Module] = WeakSet()  # modules that are evicted now
 
 
 def evict(module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier) -> Evicted:
-    """Moves parameters, gradients and optimizer states to host memory, and frees theirs until they are restored.
+    """Moves parameters, gradients and optimizer states to host memory,
+    and frees theirs until they are restored.
 
         evicted = zf.evict(model, optimizer, to=zf.cpu())
         rollouts = generate()                   # another model has the memory
         evicted.restore()
 
-    Everything comes back to the bit, to the same parameters and the same optimizer. Until then forwards, steps and state
-    dicts raise, plain parameters show NaN, and gradients are None. Buffers of modules stay. A streamed optimizer keeps its
-    states where they are. Of a model on the CPU nothing is moved, because host memory is where it is.
+    Everything comes back to the bit, to the same parameters and the same optimizer. Until then
+    forwards, steps and state dicts raise, plain parameters show NaN, and gradients are None.
+    Buffers of modules stay. A streamed optimizer keeps its states where they are. Of a model on the
+    CPU nothing is moved, because host memory is where it is.
 
-    Communicates a byte per rank, by which all ranks learn that one has failed. All ranks call it together.
+    Communicates a byte per rank, by which all ranks learn that one has failed.
+    All ranks call it together.
 
     Args:
         module: Any module, transformed or not.
@@ -63,8 +67,9 @@ def evict(module: nn.Module, optimizer: Optimizers | None = None, *, to: Tier) -
         raise LayoutError(
             "evict moves to host memory only.",
             to=to,
-            fix="zf.evict(model, optimizer, to=zf.cpu()); for a disk, zf.save(path, model, optimizer) before the model is "
-            "deleted, and zf.load(path, model, optimizer) into a new one",
+            fix="zf.evict(model, optimizer, to=zf.cpu()); for a disk, zf.save(path, model, "
+            "optimizer) before the model is deleted, and zf.load(path, model, optimizer) into "
+            "a new one",
         )
     if any(part in _absent for part in module.modules()):
         raise StateError(
@@ -92,7 +97,10 @@ class _Leaving:
 
 
 class Evicted:
-    """A model and its optimizer that `evict` moved out of memory, until `restore()`. Printed, it says where they are."""
+    """A model and its optimizer that `evict` moved out of memory, until `restore()`.
+
+    Printed, it says where they are.
+    """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], tier: Cpu) -> None:
         self._module = module
@@ -105,7 +113,9 @@ class Evicted:
         self._hooks: list[Any] = []
         self._copies: list[Tensor] = []  # in host memory, one for each
         if self._held:
-            self._copies = on_all_ranks(meshes_of(module.parameters()), self._copied, "Evicting a model")
+            self._copies = on_all_ranks(
+                meshes_of(module.parameters()), self._copied, "Evicting a model"
+            )
             self._release()
         self._guard()
 
@@ -118,7 +128,9 @@ class Evicted:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Moves everything back to its device, and frees the host memory. Call it once, on all ranks together.
+        """Moves everything back to its device, and frees the host memory.
+
+        Call it once, on all ranks together.
 
         Communicates a byte per rank, by which all ranks learn that one has failed.
 
@@ -132,7 +144,9 @@ class Evicted:
                 fix="evicted = zf.evict(model, optimizer, to=...) again, and restore that",
             )
         if self._held:
-            tensors = on_all_ranks(meshes_of(self._module.parameters()), self._brought, "Restoring a model")
+            tensors = on_all_ranks(
+                meshes_of(self._module.parameters()), self._brought, "Restoring a model"
+            )
             for held, tensor in zip(self._held, tensors, strict=True):
                 held.put(tensor)
             for unit in self._units:
@@ -152,13 +166,17 @@ class Evicted:
         for earlier, later in at_same_address(local for _, local in named):
             raise PlacementError(
                 f"{named[earlier][0]} and {named[later][0]} share memory.",
-                why="they would come back apart, and an edit of one would no longer be an edit of the other",
+                why="they would come back apart, and an edit of one would no "
+                "longer be an edit of the other",
                 fix="clone one of them; or tie parameters as one: decoder.weight = encoder.weight",
             )
         flats = [bytes_of(held.local) for held in self._held]
         *begins, total = aligned_offsets([flat.numel() for flat in flats], 1)
         room = Slab(total, self._tier, "evicted tensors").memory
-        return [room[begin : begin + flat.numel()].copy_(flat) for begin, flat in zip(begins, flats, strict=True)]
+        return [
+            room[begin : begin + flat.numel()].copy_(flat)
+            for begin, flat in zip(begins, flats, strict=True)
+        ]
 
     def _release(self) -> None:
         for held in reversed(self._held):  # gradients before their parameters
@@ -195,7 +213,8 @@ class Evicted:
 
 
 def _held_by(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[_Leaving]:
-    """What leaves, parameters first; of the optimizers the states of more than one element, which are worth moving."""
+    """What leaves, parameters first; of the optimizers the states of more than one element,
+    which are worth moving."""
     for name, parameter in module.named_parameters():
         if _leaves(parameter):
             local = local_of(parameter)
@@ -203,19 +222,33 @@ def _held_by(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[_Le
             yield _Leaving(name, local, absent, partial(set_local, parameter))
     for parameter in module.parameters():
         if parameter.grad is not None and _leaves(parameter.grad):
-            yield _Leaving("", local_of(parameter.grad), None, _setter(parameter.__setattr__, "grad", parameter.grad))
+            yield _Leaving(
+                "",
+                local_of(parameter.grad),
+                None,
+                _setter(parameter.__setattr__, "grad", parameter.grad),
+            )
     for states in [states for optimizer in optimizers for states in optimizer.state.values()]:
         for name in states:
             value = states.get(name)  # None if a streamed optimizer has it in a tier
             if isinstance(value, Tensor) and value.numel() > 1 and _leaves(value):
                 local = local_of(value)
-                yield _Leaving(f"a state {name!r}", local, _on_meta(local), _setter(states.__setitem__, name, value))
+                yield _Leaving(
+                    f"a state {name!r}",
+                    local,
+                    _on_meta(local),
+                    _setter(states.__setitem__, name, value),
+                )
 
 
-def _setter(set_: Callable[[str, Any], object], name: str, tensor: Tensor) -> Callable[[Tensor | None], object]:
+def _setter(
+    set_: Callable[[str, Any], object], name: str, tensor: Tensor
+) -> Callable[[Tensor | None], object]:
     """Sets a gradient or a state by its name, on the spec of the tensor that is there."""
     spec = tensor._spec if isinstance(tensor, DTensor) else None
-    return lambda local: set_(name, local if local is None or spec is None else on_spec(local, spec))
+    return lambda local: set_(
+        name, local if local is None or spec is None else on_spec(local, spec)
+    )
 
 
 def _leaves(tensor: Tensor) -> bool:
@@ -229,5 +262,8 @@ def _on_meta(local: Tensor) -> Tensor:
 
 
 def _no_values(local: Tensor) -> Tensor:
-    """One NaN in place of all elements: to read them gives nothing that looks right, to write them raises."""
-    return local.new_full((), nan if local.is_floating_point() or local.is_complex() else 0).expand(local.shape)
+    """One NaN in place of all elements: to read them gives nothing that looks right,
+    to write them raises."""
+    return local.new_full((), nan if local.is_floating_point() or local.is_complex() else 0).expand(
+        local.shape
+    )

@@ -1,7 +1,9 @@
-"""Parameters of tensor subclasses as the plain tensors that they are made of: quantized weights, float8 training.
+"""Parameters of tensor subclasses as the plain tensors that they are made of:
+quantized weights, float8 training.
 
-A tensor subclass is rebuilt from its parts whenever its name is read, by torch's own parametrization. The parts are ordinary
-parameters: every transform shards, offloads, counts and saves them as any other.
+A tensor subclass is rebuilt from its parts whenever its name is read, by torch's own
+parametrization. The parts are ordinary parameters: every transform shards, offloads, counts and
+saves them as any other.
 """
 
 from __future__ import annotations
@@ -29,27 +31,33 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def flatten_subclasses(module: M) -> M:
-    """Replaces each parameter of a tensor subclass (quantized, float8) by the plain tensors that it is made of.
+    """Replaces each parameter of a tensor subclass (quantized, float8)
+    by the plain tensors that it is made of.
 
-        quantize_(model, Int8WeightOnlyConfig())  # of torchao: frozen weights, below adapters that are trained
+        quantize_(model, Int8WeightOnlyConfig())  # of torchao: frozen weights,
+                                                  below adapters that are trained
         model = zf.shard_params(zf.flatten_subclasses(model), mesh["dp"])
 
-        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))  # or: trained
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)  # or: trained
+        convert_to_float8_training(model, config=config)
         model = zf.shard_params(zf.flatten_subclasses(model), mesh["dp"])
 
-    Other transforms cut plain memory, and refuse tensor subclasses. The parts are plain: an int8 weight rests as int8 values
-    and their scales, 1/n of each on a rank, and they are gathered together. The old name still gives a tensor of the
-    subclass, made by `__tensor_unflatten__` each time it is read. Numbers are those of `module`, to the bit. `precision`
-    after it leaves the parts of frozen parameters in their dtypes.
+    Other transforms cut plain memory, and refuse tensor subclasses. The parts are plain: an int8
+    weight rests as int8 values and their scales, 1/n of each on a rank, and they are gathered
+    together. The old name still gives a tensor of the subclass, made by `__tensor_unflatten__` each
+    time it is read. Numbers are those of `module`, to the bit. `precision` after it leaves the
+    parts of frozen parameters in their dtypes.
 
-    Names: the parts of `layer.weight` are `layer.parametrizations.weight.original0`, `original1` and so on, in the order of
-    `__tensor_flatten__`: in `named_parameters`, `state_dict` and checkpoints. The class of a module with such a
-    parameter becomes a subclass of what it was, as with `torch.nn.utils.parametrize`.
+    Names: the parts of `layer.weight` are `layer.parametrizations.weight.original0`, `original1`
+    and so on, in the order of `__tensor_flatten__`: in `named_parameters`, `state_dict` and
+    checkpoints. The class of a module with such a parameter becomes a subclass of what it was, as
+    with `torch.nn.utils.parametrize`.
 
-    A trained parameter must be made of one tensor of its own shape and dtype, which the optimizer updates. If its class has
-    `fsdp_pre_all_gather` and `fsdp_post_all_gather`, the extensions of FSDP2, then `shard_params` over one axis sends what
-    these say (float8 weights: one byte an element), where all ranks have as many rows and parameters rest in memory of the
-    device. Otherwise, and in `plan` before the first gather, the plain tensor is sent.
+    A trained parameter must be made of one tensor of its own shape and dtype, which the optimizer
+    updates. If its class has `fsdp_pre_all_gather` and `fsdp_post_all_gather`, the extensions of
+    FSDP2, then `shard_params` over one axis sends what these say (float8 weights: one byte an
+    element), where all ranks have as many rows and parameters rest in memory of the device.
+    Otherwise, and in `plan` before the first gather, the plain tensor is sent.
 
     Communicates nothing.
 
@@ -57,11 +65,13 @@ def flatten_subclasses(module: M) -> M:
         module: A module that no other transform returned.
 
     Returns:
-        A new module with the outputs of `module`, which is unchanged. The two share the memory of parameters until the next
-        transform. Without parameters of subclasses the new module is a plain copy.
+        A new module with the outputs of `module`, which is unchanged. The two share the memory
+        of parameters until the next transform. Without parameters of subclasses the new module
+        is a plain copy.
 
     Raises:
-        PlacementError: A class does not say what it is made of, or a trained parameter is made of several tensors.
+        PlacementError: A class does not say what it is made of,
+            or a trained parameter is made of several tensors.
         StateError: A transform came first.
         LayoutError: The module cannot be copied; see `shard_params`.
     """
@@ -93,7 +103,8 @@ def flatten_subclasses(module: M) -> M:
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether a parameter is part of a frozen tensor of a subclass, which says what dtype it has."""
+    """Whether a parameter is part of a frozen tensor of a subclass,
+    which says what dtype it has."""
     return hasattr(parameter, _PART)
 
 
@@ -104,7 +115,8 @@ class _Rebuilt(nn.Module):
         """Looks at what a parameter is made of.
 
         Raises:
-            PlacementError: Its class does not say what it is made of, or it is trained and made of several tensors.
+            PlacementError: Its class does not say what it is made of,
+                or it is trained and made of several tensors.
         """
         super().__init__()
         whole: Any = named.parameter
@@ -117,8 +129,8 @@ class _Rebuilt(nn.Module):
                 named,
                 kind,
                 "not of a class with __tensor_flatten__",
-                "quantise with torchao: quantize_(model, Int8WeightOnlyConfig()), to_nf4(weight); or take plain values: "
-                "nn.Parameter(weight.dequantize())",
+                "quantise with torchao: quantize_(model, Int8WeightOnlyConfig()), to_nf4(weight); "
+                "or take plain values: nn.Parameter(weight.dequantize())",
             )
         self._kind: Any = type(whole)
         self._size = whole.size()
@@ -130,8 +142,13 @@ class _Rebuilt(nn.Module):
         self.extension: Extension | None = None
         if is_trained:
             first: Tensor = getattr(whole, self._names[0])
-            if len(self._names) > 1 or (first.shape, first.dtype) != (named.parameter.shape, named.parameter.dtype):
-                raise _refused(named, kind, "trained, and not made of one tensor of its shape and dtype")
+            if len(self._names) > 1 or (first.shape, first.dtype) != (
+                named.parameter.shape,
+                named.parameter.dtype,
+            ):
+                raise _refused(
+                    named, kind, "trained, and not made of one tensor of its shape and dtype"
+                )
             self.extension = Extension(self._kind, self._names[0], self._context)
 
     def right_inverse(self, whole: Any) -> tuple[Tensor, ...]:
@@ -141,10 +158,14 @@ class _Rebuilt(nn.Module):
     def forward(self, *parts: Tensor) -> Tensor:
         """The tensor that is made of some parts; no memory is copied."""
         if self.extension is not None:
-            trained: Tensor = parts[0] if is_product(parts[0]) else _Rebuild.apply(parts[0], self.extension)  # type: ignore[no-untyped-call]
-            return trained
+            if is_product(parts[0]):
+                return parts[0]
+            rebuilt: Tensor = _Rebuild.apply(parts[0], self.extension)  # type: ignore[no-untyped-call]
+            return rebuilt
         inner = dict(zip(self._names, parts, strict=True))
-        whole: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        whole: Tensor = self._kind.__tensor_unflatten__(
+            inner, self._context, self._size, self._stride
+        )
         return whole
 
 
@@ -163,12 +184,18 @@ class _Rebuild(torch.autograd.Function):
         return getattr(grad, extension.part) if isinstance(grad, extension.kind) else grad, None
 
 
-_FREEZE = "freeze it: parameter.requires_grad_(False); or train plain values: nn.Parameter(weight.dequantize())"
+_FREEZE = (
+    "freeze it: parameter.requires_grad_(False); or train plain values: "
+    "nn.Parameter(weight.dequantize())"
+)
 
 
-def _refused(named: NamedParameter, kind: type | None, reason: str, fix: str = _FREEZE) -> PlacementError:
+def _refused(
+    named: NamedParameter, kind: type | None, reason: str, fix: str = _FREEZE
+) -> PlacementError:
     return PlacementError(
         f"{named.fqn!r} cannot be kept as plain tensors: it is {reason}.",
-        parameter=f"{kind.__qualname__ if kind is not None else None}  {list(named.parameter.shape)}",
+        parameter=f"{kind.__qualname__ if kind is not None else None}  "
+        f"{list(named.parameter.shape)}",
         fix=fix,
     )

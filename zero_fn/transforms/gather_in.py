@@ -21,21 +21,24 @@ def gather_in(module: M, *methods: str) -> M:
 
         model = zf.gather_in(model, "encode", "decoder.generate")
 
-    Only a method that reads weights itself (`x @ self.weight`) needs this. One that calls modules, or `self(x)`, works as
-    it is. An undeclared method meets this rank's shard, and torch raises ("got mixed torch.Tensor and DTensor"). The unit
-    (wrap group) of the module is gathered while the method runs, and its gradients are reduced as those of `forward`.
+    Only a method that reads weights itself (`x @ self.weight`) needs this. One that calls modules,
+    or `self(x)`, works as it is. An undeclared method meets this rank's shard, and torch raises
+    ("got mixed torch.Tensor and DTensor"). The unit (wrap group) of the module is gathered while
+    the method runs, and its gradients are reduced as those of `forward`.
 
     Communicates: in each call, what `forward` of the same unit does. All ranks call the method.
 
     Args:
         module: Any module, transformed or not; before or after the other transforms.
-        *methods: Names of methods of the module, or of modules inside it as `name.of.module.method`.
+        *methods: Names of methods of the module, or of modules inside
+            it as `name.of.module.method`.
 
     Returns:
         A new module with the type and the parameter names of `module`, which is unchanged.
 
     Raises:
-        LayoutError: There is no such method; or it is a generator or a coroutine, whose body runs after it has returned.
+        LayoutError: There is no such method; or it is a generator or a coroutine,
+            whose body runs after it has returned.
         StateError: `module` is running, or was donated.
     """
     for name in methods:
@@ -47,16 +50,24 @@ def gather_in(module: M, *methods: str) -> M:
 def _require_method(module: nn.Module, name: str) -> None:
     path, _, attribute = name.rpartition(".")
     modules = dict(module.named_modules())
-    method = inspect.getattr_static(type(modules[path]), attribute, None) if path in modules else None
+    method = (
+        inspect.getattr_static(type(modules[path]), attribute, None) if path in modules else None
+    )
     if not inspect.isfunction(method):
         raise LayoutError(
             f"There is no method {name!r}.",
             module=type(module).__name__,
-            fix="name methods of its class, or of modules inside it: zf.gather_in(model, 'encode', 'decoder.generate')",
+            fix="name methods of its class, or of modules inside it: zf.gather_in(model, "
+            "'encode', 'decoder.generate')",
         )
-    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+    if (
+        inspect.isgeneratorfunction(method)
+        or inspect.iscoroutinefunction(method)
+        or inspect.isasyncgenfunction(method)
+    ):
         raise LayoutError(
             f"{name!r} runs after it has returned, when its unit is no longer gathered.",
             module=type(module).__name__,
-            fix=f"collect the results in {attribute} and return them, or read weights inside `with zf.unsharded(model):`",
+            fix=f"collect the results in {attribute} and return them, "
+            "or read weights inside `with zf.unsharded(model):`",
         )

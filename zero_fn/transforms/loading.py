@@ -1,9 +1,10 @@
 """What `load_state_dict` and `state_dict` of a transformed module check.
 
 `load_state_dict` takes whole tensors, which are sharded, and writes nothing unless everything fits.
-A pre-hook of every module checks all entries at and below it. So whichever module `load_state_dict` is called on, its own
-hook sees every entry before torch copies the first. The next forward compares over ranks what whole tensors were loaded.
-Communicates only for entries that are sharded in another way than the parameter: an all-gather each.
+A pre-hook of every module checks all entries at and below it. So whichever module `load_state_dict`
+is called on, its own hook sees every entry before torch copies the first. The next forward compares
+over ranks what whole tensors were loaded. Communicates only for entries that are sharded in another
+way than the parameter: an all-gather each.
 """
 
 from __future__ import annotations
@@ -33,20 +34,29 @@ __all__ = ["check_entries"]
 
 
 def check_entries(module: nn.Module) -> None:
-    """Lets `load_state_dict` of this module take whole tensors beside DTensors and refuse what does not fit. Does nothing the
-    second time."""
+    """Lets `load_state_dict` of this module take whole tensors beside DTensors
+    and refuse what does not fit.
+
+    Does nothing the second time.
+    """
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", hook) is _before_load for hook in hooks):
         module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
 
 
 def _before_load(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: object,
 ) -> None:
     for unit in units_of(module):
         run_of(unit).recover()
         unit.follow_moved()  # of a deep copy that did not run yet
-    for name, child in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+    for name, child in module.named_modules(
+        prefix=prefix.removesuffix("."), remove_duplicate=False
+    ):
         if isinstance(child, Tiled):
             _split(child, state_dict, f"{name}.".lstrip("."))
     for key, own in _tensors(module, prefix):
@@ -68,7 +78,9 @@ def _split(tiled: Tiled, state_dict: dict[str, Any], prefix: str) -> None:
 
 def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers at and below a module, by key."""
-    for name, child in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+    for name, child in module.named_modules(
+        prefix=prefix.removesuffix("."), remove_duplicate=False
+    ):
         if child is not module and _rewrites_entries(child):
             continue  # its own hook comes after whatever rewrites its entries
         for attribute, own in (*child._parameters.items(), *child._buffers.items()):
@@ -107,8 +119,8 @@ def _require_fit(key: str, own: Tensor, entry: Tensor) -> None:
 
 
 def _require_assignable(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Refuses tensors that cannot take the place of a parameter (`assign=True`): they are cut as the parameter is, and a tied
-    parameter takes one."""
+    """Refuses tensors that cannot take the place of a parameter (`assign=True`): they are cut as
+    the parameter is, and a tied parameter takes one."""
     first: dict[int, tuple[str, Tensor]] = {}
     for key, own in _tensors(module, prefix):
         entry = state_dict.get(key)
@@ -117,14 +129,16 @@ def _require_assignable(module: nn.Module, state_dict: dict[str, Any], prefix: s
         kind = subclass_of(entry)
         if kind is not None:
             raise CheckpointError(
-                f"{key} would be assigned a {kind.__name__}, and no shard of it would be one: nothing was loaded.",
+                f"{key} would be assigned a {kind.__name__}, "
+                "and no shard of it would be one: nothing was loaded.",
                 state_dict=f"{kind.__module__}.{kind.__qualname__}  {list(entry.shape)}",
                 fix="load plain values: {k: v.dequantize() for k, v in state_dict.items()}",
             )
         known, other = first.setdefault(id(own), (key, entry))
         if not _holds_the_same(entry, other):
             raise CheckpointError(
-                f"{known} and {key} are one parameter, and the state_dict has a value for each: nothing was loaded.",
+                f"{known} and {key} are one parameter, "
+                "and the state_dict has a value for each: nothing was loaded.",
                 why="a transformed parameter stays tied, so that one of the values would be lost",
                 fix="load one of them under both names; or untie before the transform: "
                 "decoder.weight = nn.Parameter(decoder.weight.detach().clone())",
@@ -132,12 +146,21 @@ def _require_assignable(module: nn.Module, state_dict: dict[str, Any], prefix: s
 
 
 def _holds_the_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two entries have the same values. A collective where they are sharded, and not in the same memory."""
+    """Whether two entries have the same values.
+
+    A collective where they are sharded, and not in the same memory.
+    """
     local, other_local = local_of(one), local_of(other)
     is_same_memory = local.untyped_storage()._cdata == other_local.untyped_storage()._cdata
-    if one is other or (is_same_memory and local.storage_offset() == other_local.storage_offset()) or one.is_meta:
+    if (
+        one is other
+        or (is_same_memory and local.storage_offset() == other_local.storage_offset())
+        or one.is_meta
+    ):
         return True
-    wholes = [entry.full_tensor() if isinstance(entry, DTensor) else entry for entry in (one, other)]
+    wholes = [
+        entry.full_tensor() if isinstance(entry, DTensor) else entry for entry in (one, other)
+    ]
     return torch.equal(*wholes)
 
 
@@ -146,7 +169,8 @@ def _mismatch(key: str, entry: Tensor, shape: tuple[int, ...]) -> CheckpointErro
         f"size mismatch for {key}: nothing was loaded.",
         state_dict=list(entry.shape),
         model=list(shape),
-        fix="build the model with the sizes of the checkpoint, or drop the entry and load with strict=False",
+        fix="build the model with the sizes of the checkpoint, "
+        "or drop the entry and load with strict=False",
     )
 
 
@@ -164,7 +188,8 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
         if unit is not None:
             unit.generation += 1
             run_of(unit).note_loaded()
-        if not slot.full_shape and tuple(entry.shape) == (1,):  # the form of scalars in old checkpoints
+        # The form of scalars in old checkpoints.
+        if not slot.full_shape and tuple(entry.shape) == (1,):
             entry = entry[0]
         if slot.spec is not None and tuple(entry.shape) == slot.full_shape:
             if isinstance(entry, DTensor):

@@ -1,11 +1,13 @@
-"""Activations that wait for their backward in another tier (P_a+cpu of ZeRO-R, and its sequel on a disk).
+"""Activations that wait for their backward in another tier (P_a+cpu of ZeRO-R,
+and its sequel on a disk).
 
-A tensor leaves when its forward has run and comes back when it is computed again. What was parked last comes back first, so
-taking one begins to fetch the one parked before it. On an accelerator, copies run on a stream of their own
-(`side_stream.py`).
+A tensor leaves when its forward has run and comes back when it is computed again. What was parked
+last comes back first, so taking one begins to fetch the one parked before it. On an accelerator,
+copies run on a stream of their own (`side_stream.py`).
 
-[Note: two copies] A tensor on the device is kept until its copy is done. The host issues all layers before a busy device has
-computed the first of them, so the device would keep the inputs of all. So the host waits until at most two copies are left.
+[Note: two copies] A tensor on the device is kept until its copy is done. The host issues all layers
+before a busy device has computed the first of them, so the device would keep the inputs of all. So
+the host waits until at most two copies are left.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a+cpu).
 """
@@ -40,10 +42,13 @@ class Parking:
         if self.tier is None or not is_away(self.tier, tensor.device.type) or not tensor.numel():
             return Parked(tensor)
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            tensor = tensor.contiguous()  # dense ones keep their strides: a kernel may round differently on others
+            # Dense tensors keep their strides: a kernel may round differently on others.
+            tensor = tensor.contiguous()
         if self._store is None:
             self._store = _Activations(self.tier, "activations")
-        parked = (_OnHost if isinstance(self.tier, Cpu) else _ParkedAway)(self._store, tensor, self._last)
+        parked = (_OnHost if isinstance(self.tier, Cpu) else _ParkedAway)(
+            self._store, tensor, self._last
+        )
         self._last = weakref.ref(parked)
         return parked
 
@@ -76,7 +81,8 @@ class _Activations(Store):
         self._ends: tuple[deque[torch.Event], deque[torch.Event]] = deque(), deque()
 
     def copy(self, to: Tensor, source: Tensor, *, after: torch.Event | None = None) -> torch.Event:
-        """Begins a copy into host memory, or from it, when one at most is under way. [Note: two copies]"""
+        """Begins a copy into host memory, or from it, when one at most is under way.
+        [Note: two copies]"""
         is_there = source.device.type == "cpu"
         ends = self._ends[is_there]
         if len(ends) == 2:
@@ -95,7 +101,9 @@ class _ParkedAway(Parked):
     place = -1
     is_stored = False
 
-    def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
+    def __init__(
+        self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]
+    ) -> None:
         self._store = store
         self._before = before
         self.nbytes = tensor.nbytes
@@ -140,7 +148,10 @@ class _OnHost(_ParkedAway):
     def fetch(self) -> None:
         if self._arriving is None:
             tensor = self._empty()
-            self._arriving = tensor, self._store.copy(bytes_of(tensor), self._memory, after=self._there)
+            self._arriving = (
+                tensor,
+                self._store.copy(bytes_of(tensor), self._memory, after=self._there),
+            )
 
     def _put(self, content: Tensor, memory: Tensor) -> None:
         self._memory = memory

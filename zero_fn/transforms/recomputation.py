@@ -1,8 +1,10 @@
-"""Activation checkpoints: a module whose forward runs again in backward, from inputs that may be cut over a mesh axis.
+"""Activation checkpoints: a module whose forward runs again in backward,
+from inputs that may be cut over a mesh axis.
 
-torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the backward. The first forward
-reads whole inputs. Then each rank of the axis keeps its part, 1/n of the elements; the recomputation gathers the parts. A
-part, or a whole input, may wait in another tier. (offloaded_activations.py)
+torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the
+backward. The first forward reads whole inputs. Then each rank of the axis keeps its part, 1/n of
+the elements; the recomputation gathers the parts. A part, or a whole input, may wait in another
+tier. (offloaded_activations.py)
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a, partitioned activation checkpointing).
 """
@@ -37,11 +39,17 @@ class Recomputed:
     """Stands in place of `module.forward`, and keeps only the inputs for the backward."""
 
     def __init__(
-        self, module: nn.Module, name: str, own: Callable[..., Any] | None, transport: Line | None, parking: Parking
+        self,
+        module: nn.Module,
+        name: str,
+        own: Callable[..., Any] | None,
+        transport: Line | None,
+        parking: Parking,
     ) -> None:
         self._module = weakref.ref(module)
         self.name = name
-        self.own = own  # the forward that the module had in its `__dict__` before; None if there was none
+        # The forward that the module had in its `__dict__` before; None if there was none.
+        self.own = own
         self._transport = transport
         self._parking = parking
         self._has_agreed = transport is None
@@ -75,7 +83,8 @@ class Recomputed:
 
         # The empty tensor tells the checkpoint the device, whose random state it restores.
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0))
-        # Inputs that stay are kept by torch, which refuses those that were changed in place meanwhile.
+        # Inputs that stay are kept by torch, which refuses those that
+        # were changed in place meanwhile.
         others = [None if at in whole else leaf for at, leaf in enumerate(leaves)]
         outputs = checkpoint(run, torch.empty(0, device=first.device), *others, use_reentrant=False)
         try:
@@ -88,7 +97,9 @@ class Recomputed:
 
     def _lets_go(self, leaf: object) -> bool:
         """Whether an input does not stay as it is until the backward."""
-        return _may_be_cut(leaf) and (self._transport is not None or is_away(self._parking.tier, leaf.device.type))
+        return _may_be_cut(leaf) and (
+            self._transport is not None or is_away(self._parking.tier, leaf.device.type)
+        )
 
     def _let_go(self, at: int, leaf: Tensor) -> _Kept:
         """Drops the parts of an input that other ranks keep, and parks the part of this one."""
@@ -99,9 +110,11 @@ class Recomputed:
         return _Kept(at, leaf.shape, leaf.requires_grad, self._parking.park(own))
 
     def _bring_back(self, kept: Sequence[_Kept], leaves: list[Any]) -> None:
-        """Puts inputs that were let go among the others, as leaves: the graph of a recomputation is read, never run."""
+        """Puts inputs that were let go among the others, as leaves:
+        the graph of a recomputation is read, never run."""
         segments = []
-        for at, shape, requires_grad, parked in reversed(kept):  # what was parked last comes back first
+        # What was parked last comes back first.
+        for at, shape, requires_grad, parked in reversed(kept):
             value, numel = parked.take(), shape.numel()
             if self._transport is not None:
                 piece = -(-numel // self._transport.size)
@@ -114,14 +127,16 @@ class Recomputed:
             self._transport.all_gather(segments, f"inputs of {self.name!r}").wait()
 
     def _tell_others(self) -> None:
-        """Ends the collectives of other ranks, which would wait for this one: its disk or memory failed."""
+        """Ends the collectives of other ranks, which would wait for this one:
+        its disk or memory failed."""
         module = self._module()
         units = units_of(module) if module is not None else []
         for run in {unit.run for unit in units}:
             run.transport.give_up()
 
     def _require_equal(self, leaves: list[Any]) -> None:
-        """Refuses inputs that differ between ranks: they would be gathered from parts of different tensors."""
+        """Refuses inputs that differ between ranks: they would be gathered
+        from parts of different tensors."""
         assert self._transport is not None
         cut = [leaf for leaf in leaves if _may_be_cut(leaf)]
         agree(
@@ -132,7 +147,8 @@ class Recomputed:
                 for i, x in enumerate(cut)
             ],
             why="each rank would keep a part of another tensor",
-            fix='partition= takes an axis along which activations are equal: mesh["tp"], not the data axis',
+            fix="partition= takes an axis along which activations are equal: "
+            'mesh["tp"], not the data axis',
         )
         self._has_agreed = True
 
@@ -140,7 +156,9 @@ class Recomputed:
         module = copy.deepcopy(self._module(), memo)
         assert module is not None
         parking = copy.deepcopy(self._parking, memo)
-        twin = Recomputed(module, self.name, copy.deepcopy(self.own, memo), self._transport, parking)
+        twin = Recomputed(
+            module, self.name, copy.deepcopy(self.own, memo), self._transport, parking
+        )
         memo[id(self)] = twin
         return twin
 
@@ -155,5 +173,12 @@ class _Kept(NamedTuple):
 
 
 def _may_be_cut(leaf: object) -> TypeGuard[Tensor]:
-    """Whether an input is cut and parked. Parameters are not, as they are no activations; nor DTensors, which are placed."""
-    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and leaf.is_floating_point()
+    """Whether an input is cut and parked.
+
+    Parameters are not, as they are no activations; nor DTensors, which are placed.
+    """
+    return (
+        isinstance(leaf, Tensor)
+        and not isinstance(leaf, nn.Parameter | DTensor)
+        and leaf.is_floating_point()
+    )

@@ -13,7 +13,8 @@ from zero_fn.values.units import NamedParameter
 __all__ = ["Where", "selected"]
 
 Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
-"""Patterns of parameter names (`"layers.*.weight"`), or a predicate of name and parameter; None: every parameter."""
+"""Patterns of parameter names (`"layers.*.weight"`),
+or a predicate of name and parameter; None: every parameter."""
 
 
 def selected(named: Sequence[NamedParameter], where: Where) -> list[NamedParameter]:
@@ -41,7 +42,8 @@ def selected(named: Sequence[NamedParameter], where: Where) -> list[NamedParamet
         raise LayoutError(
             "where= selects no parameter.",
             where=where if not callable(where) else getattr(where, "__name__", where),
-            parameters=", ".join(parameter.fqn for parameter in named[:6]) + (", ..." if len(named) > 6 else ""),
+            parameters=", ".join(parameter.fqn for parameter in named[:6])
+            + (", ..." if len(named) > 6 else ""),
             fix="match parameter names as named_parameters() gives them: where='layers.*'",
         )
     return chosen

@@ -1,8 +1,9 @@
 """Copies a module with other parameters in place of its own: how every transform makes its result.
 
-The copy is `copy.deepcopy` with a memo in which each parameter stands for itself, so names, ties, plain Python lists of
-children, bound hooks and parametrizations survive, and no parameter is copied. Then the units of the copy are built: each
-cuts its shards from the old parameters into memory of its own and registers resting parameters.
+The copy is `copy.deepcopy` with a memo in which each parameter stands for itself, so names, ties,
+plain Python lists of children, bound hooks and parametrizations survive, and no parameter is
+copied. Then the units of the copy are built: each cuts its shards from the old parameters into
+memory of its own and registers resting parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.module_edits import watch_modules
 from zero_fn.runtime.optimizers import watch_optimizers
 from zero_fn.runtime.registry import doors_below, methods_of, require_idle, units_of
-from zero_fn.runtime.replaced_parameters import Replacement, call_site, note_replacement, replacement_of
+from zero_fn.runtime.replaced_parameters import (
+    Replacement,
+    call_site,
+    note_replacement,
+    replacement_of,
+)
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of, slot_of
 from zero_fn.runtime.unit import Unit, unit_of
@@ -70,7 +76,11 @@ def _assignment_of(module: nn.Module) -> Assignment:
     anchors: list[str] = []
     for name, run in runs.values():
         root = run.root()
-        path = next((path for path, child in root.named_modules() if child is module), "") if root is not None else ""
+        path = (
+            next((path for path, child in root.named_modules() if child is module), "")
+            if root is not None
+            else ""
+        )
         if path:  # the module is a part of what was transformed
             joined = joined.join(run.assignment.of_part(path, _named_outside(module, path)))
             continue
@@ -80,16 +90,25 @@ def _assignment_of(module: nn.Module) -> Assignment:
             below = replace(below, anchors=None)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
-        outside = [name for name in anchors_of(module, None) if not any(_inside(name, root) for root in anchors)]
+        outside = [
+            name
+            for name in anchors_of(module, None)
+            if not any(_inside(name, root) for root in anchors)
+        ]
         chosen = {*outside, *anchors}
-        joined = joined.join(Assignment(anchors=tuple(name for name, _ in module.named_modules() if name in chosen)))
+        joined = joined.join(
+            Assignment(anchors=tuple(name for name, _ in module.named_modules() if name in chosen))
+        )
     return joined
 
 
 def _named_outside(part: nn.Module, path: str) -> dict[str, str]:
-    """Names in a part of tied parameters whose first name is outside the part, by that first name."""
+    """Names in a part of tied parameters whose first name is outside the part,
+    by that first name."""
     slots = ((name, slot_of(parameter)) for name, parameter in part.named_parameters())
-    return {slot.fqn: name for name, slot in slots if slot is not None and not _inside(slot.fqn, path)}
+    return {
+        slot.fqn: name for name, slot in slots if slot is not None and not _inside(slot.fqn, path)
+    }
 
 
 def _anchor_names(prefix: str, run: Run) -> list[str]:
@@ -111,14 +130,18 @@ def substitute(
 ) -> M:
     """A copy of `module` whose parameters rest as earlier transforms and `request` say together.
 
-    `module` is unchanged unless donated. `prepare` sees the copy before its units are made: it has the forwards that the
-    module's author gave it. Without `reserves` no room is made in other tiers: for a module on `meta` that is only planned.
+    `module` is unchanged unless donated. `prepare` sees the copy before its units are made: it has
+    the forwards that the module's author gave it. Without `reserves` no room is made in other
+    tiers: for a module on `meta` that is only planned.
 
     Raises:
-        LayoutError: A part of the module cannot be copied; or `CUDA_DEVICE_MAX_CONNECTIONS` is 1, on CUDA.
+        LayoutError: A part of the module cannot be copied;
+            or `CUDA_DEVICE_MAX_CONNECTIONS` is 1, on CUDA.
         LayoutError, UnitError, MeshError: The request contradicts an earlier transform.
-        MeshError, PlacementError: A parameter is a DTensor that does not fit the axes; see `grid_of`.
-        StateError: A forward, backward or `accumulate` of the module is still open; or the module was donated.
+        MeshError, PlacementError: A parameter is a DTensor that does not
+            fit the axes; see `grid_of`.
+        StateError: A forward, backward or `accumulate` of the module is still open;
+            or the module was donated.
     """
     assignment = _assignment_of(module).join(request)
     named, grid = _checked(module, assignment, verb)
@@ -143,10 +166,16 @@ def substitute(
     return twin
 
 
-def _checked(module: nn.Module, assignment: Assignment, verb: str) -> tuple[list[NamedParameter], Grid]:
-    """The parameters of a module that can be transformed, at rest, and its axes. Raises as `substitute`."""
+def _checked(
+    module: nn.Module, assignment: Assignment, verb: str
+) -> tuple[list[NamedParameter], Grid]:
+    """The parameters of a module that can be transformed, at rest, and its axes.
+
+    Raises as `substitute`.
+    """
     _require_streams(
-        {axis.device_type for axis in assignment.axes} | {each.device.type for each in module.parameters()}
+        {axis.device_type for axis in assignment.axes}
+        | {each.device.type for each in module.parameters()}
     )
     units = units_of(module)
     require_idle(units, verb)
@@ -158,7 +187,11 @@ def _checked(module: nn.Module, assignment: Assignment, verb: str) -> tuple[list
     _require_own_memory(named)
     _require_buffers_apart(module, named)
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in named)
-    grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.stages)
+    grid = grid_of(
+        assignment.axes,
+        {fqn: model for fqn, model in models if model is not None},
+        assignment.stages,
+    )
     if grid.mesh is not None:
         note_mesh(grid.mesh)
     return named, grid
@@ -167,9 +200,11 @@ def _checked(module: nn.Module, assignment: Assignment, verb: str) -> tuple[list
 def _units_made(
     twin: nn.Module, named: Sequence[NamedParameter], anchors: Sequence[str], run: Run, grid: Grid
 ) -> list[tuple[Unit, list[NamedParameter]]]:
-    """The units of a copy, without memory, each with the old parameters that it takes the place of."""
+    """The units of a copy, without memory, each with the old
+    parameters that it takes the place of."""
     assignment, modules = run.assignment, dict(twin.named_modules())
-    tiles = (name for name, child in modules.items() if is_tile(child))  # units, whatever `units=` chose
+    # Tiles are units, whatever `units=` chose.
+    tiles = (name for name, child in modules.items() if is_tile(child))
     wanted = {"", *anchors, *tiles, *assignment.outputs}
     members: dict[str, list[NamedParameter]] = {name: [] for name in modules if name in wanted}
     for parameter in named:
@@ -202,13 +237,16 @@ def _filled(
         for parameter, slot in zip(chosen, unit.slots, strict=True):
             carry_over(parameter.parameter, slot.parameter, memo)
             if donate:
-                donors.release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
+                # Released before the note: this changes the tensor by which a replacement is found.
+                donors.release(parameter.parameter)
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
     by_name = {unit.name: unit for unit, _ in units}
     for path in assignment.methods:
         name, _, attribute = path.rpartition(".")
         if name in modules:
-            method = Method(modules[name], by_name[innermost_common(by_name, [name])], attribute=attribute)
+            method = Method(
+                modules[name], by_name[innermost_common(by_name, [name])], attribute=attribute
+            )
             modules[name].__dict__[attribute] = method
     for child in twin.modules():
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
@@ -219,11 +257,16 @@ def _filled(
 
 
 def _require_streams(device_types: set[str]) -> None:
-    """Refuses a CUDA whose streams share one queue. It reads the variable when it starts, so it is too late to change it."""
+    """Refuses a CUDA whose streams share one queue.
+
+    It reads the variable when it starts, so it is too late to change it.
+    """
     if "cuda" in device_types and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise LayoutError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: nothing on the device would run beside the computation.",
-            why="all streams share one queue, so collectives and copies wait for what was issued before them",
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: nothing on the device would "
+            "run beside the computation.",
+            why="all streams share one queue, so collectives and copies wait for "
+            "what was issued before them",
             fix="unset it before the process starts, or set it to 8 (as without it) or more",
         )
 
@@ -242,8 +285,11 @@ def _unit_of(
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
         home, stages = assignment.home(parameter.fqn), assignment.stages(parameter.fqn)
         slot = Slot(parameter.fqn, places, home, source, grid, stages)
-        if slot.extension is not None:  # the parameter of a list of parametrizations, which a module holds
-            slot.extension = slot.extension.held_by(modules[parameter.places[0][0].rpartition(".parametrizations.")[0]])
+        # A parameter in a list of parametrizations, which a module holds.
+        if slot.extension is not None:
+            slot.extension = slot.extension.held_by(
+                modules[parameter.places[0][0].rpartition(".parametrizations.")[0]]
+            )
         slots.append(slot)
     unit = Unit(anchor, len(run.units), run)
     unit.hold(slots)
@@ -251,15 +297,26 @@ def _unit_of(
     return unit
 
 
-def reserve(run: Run, site: str, units: Sequence[Unit] | None = None, *, on_meta: bool = False) -> None:
-    """Makes room in other tiers for all units, or some, before anything moves; if a rank cannot, every rank raises. What is
-    on `meta` gets room when it gets values, which is `on_meta`. On torch's fake process group, whose ranks are pretended, no
-    room is made: that is a plan for another machine."""
+def reserve(
+    run: Run, site: str, units: Sequence[Unit] | None = None, *, on_meta: bool = False
+) -> None:
+    """Makes room in other tiers for all units, or some, before anything moves;
+    if a rank cannot, every rank raises.
+
+    What is on `meta` gets room when it gets values, which is `on_meta`. On torch's fake process
+    group, whose ranks are pretended, no room is made: that is a plan for another machine.
+    """
     if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
-    groups = [group for unit in (run.live_units() if units is None else units) for group in unit.memory.groups]
-    for group in groups if on_meta else [each for each in groups if each.kind.device.type != "meta"]:
+    groups = [
+        group
+        for unit in (run.live_units() if units is None else units)
+        for group in unit.memory.groups
+    ]
+    for group in (
+        groups if on_meta else [each for each in groups if each.kind.device.type != "meta"]
+    ):
         for what, forms in (*group.forms_away(), *group.codes_away()):
             if run.offloaded.files is None or what[0] != "parameters":
                 records.setdefault(what, []).append(forms)
@@ -300,7 +357,8 @@ def move_buffers(root: nn.Module, device_type: str) -> None:
 
 
 def _note_ties(run: Run, units: Sequence[Unit], modules: dict[str, nn.Module]) -> None:
-    """For each unit, notes the units around it with a parameter that a module inside it holds, too: ties."""
+    """For each unit, notes the units around it with a parameter that a
+    module inside it holds, too: ties."""
     names = {id(module): name for name, module in modules.items()}
     for unit in units:
         inside = f"{unit.name}." if unit.name else ""
@@ -314,19 +372,25 @@ def _note_ties(run: Run, units: Sequence[Unit], modules: dict[str, nn.Module]) -
 
 
 class _Wholes:
-    """Whole values of parameters that earlier transforms cut in another way than the new one does, of one unit at a time."""
+    """Whole values of parameters that earlier transforms cut in another way than the new one does,
+    of one unit at a time."""
 
     def __init__(self) -> None:
         self._unit: Unit | None = None
         self._wholes: dict[Slot, Tensor] = {}
 
     def of(self, source: Tensor) -> Tensor:
-        """The whole values of a resting parameter. Communicates an all-gather of its unit the first time; waits."""
+        """The whole values of a resting parameter.
+
+        Communicates an all-gather of its unit the first time; waits.
+        """
         slot = slot_of(source)
         unit = unit_of(slot)
         assert slot is not None and unit is not None, "a resting parameter has no unit"
         if source.is_meta:
-            return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")
+            return torch.empty_strided(
+                slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta"
+            )
         if unit is not self._unit:
             self._unit = unit
             self._wholes = dict(zip(unit.slots, unit.memory.wholes(), strict=True))
@@ -334,9 +398,12 @@ class _Wholes:
 
 
 def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
-    """Attaches the hooks that gather a unit to its anchor, and to every module that holds one of its parameters."""
+    """Attaches the hooks that gather a unit to its anchor,
+    and to every module that holds one of its parameters."""
     computes = {
-        slot.kind.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
+        slot.kind.compute_dtype
+        for slot in unit.slots
+        if slot.home.compute is not None and slot.dtype.is_floating_point
     }
     compute = computes.pop() if len(computes) == 1 else None
     attach(Door(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
@@ -347,47 +414,74 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
 
 
 def _require_untouched_ties(named: list[NamedParameter]) -> None:
-    """Refuses a module of which another model took a part in an earlier transform: a copy would untie the two.
+    """Refuses a module of which another model took a part in an earlier transform:
+    a copy would untie the two.
 
     If all parameters were taken, the caller wants another model like that one.
     """
-    trained = [(parameter.fqn, parameter.parameter) for parameter in named if parameter.parameter.requires_grad]
+    trained = [
+        (parameter.fqn, parameter.parameter)
+        for parameter in named
+        if parameter.parameter.requires_grad
+    ]
     earlier = [(fqn, replacement_of(parameter)) for fqn, parameter in trained]
-    replaced = [(fqn, found) for fqn, found in earlier if found is not None and found.parameter() is not None]
+    replaced = [
+        (fqn, found)
+        for fqn, found in earlier
+        if found is not None and found.parameter() is not None
+    ]
     if replaced and len(replaced) < len(trained):
         fqn, found = replaced[0]
         raise PlacementError(
-            f"{fqn!r} belongs to a model that was transformed already, and other parameters do not.",
+            f"{fqn!r} belongs to a model that was transformed already, "
+            "and other parameters do not.",
             parameter=fqn,
             replaced=f"{found.site}, as {found.fqn!r}",
-            why="a transform copies the module: what both models share would become two copies, trained apart",
-            fix="to share it, transform one module that holds both: zf.shard_params(nn.ModuleDict({'actor': actor, 'critic': "
-            "critic}), axis); to have two, copy first: copy.deepcopy(module); or del the transformed model",
+            why="a transform copies the module: what both models share would become two copies, "
+            "trained apart",
+            fix="to share it, transform one module that holds both: "
+            "zf.shard_params(nn.ModuleDict({'actor': actor, 'critic': critic}), axis); to have "
+            "two, copy first: copy.deepcopy(module); or del the transformed model",
         )
 
 
 def _require_own_memory(named: list[NamedParameter]) -> None:
-    """Refuses parameters that begin at the same address without being one parameter: their shards would not share memory."""
+    """Refuses parameters that begin at the same address without being one parameter:
+    their shards would not share memory."""
     held = [(parameter, local_of(parameter.parameter)) for parameter in named]
-    held = [(parameter, local) for parameter, local in held if not isinstance(local, TierTensor) and not local.is_meta]
+    held = [
+        (parameter, local)
+        for parameter, local in held
+        if not isinstance(local, TierTensor) and not local.is_meta
+    ]
     for earlier, later in at_same_address(local for _, local in held):
         other, parameter = held[earlier][0], held[later][0]
         if other.parameter.requires_grad or parameter.parameter.requires_grad:
             raise PlacementError(
                 f"{other.fqn!r} and {parameter.fqn!r} share memory without being one parameter.",
                 parameter=parameter.fqn,
-                why="an edit of one is an edit of the other, and their shards would not share memory",
-                fix="tie them as one parameter: decoder.weight = encoder.weight; or clone the values of one",
+                why="an edit of one is an edit of the other, "
+                "and their shards would not share memory",
+                fix="tie them as one parameter: decoder.weight = encoder.weight; "
+                "or clone the values of one",
             )
 
 
 def _require_buffers_apart(module: nn.Module, named: list[NamedParameter]) -> None:
-    """Refuses buffers in the memory of a trained parameter, which moves to other memory: they would not follow."""
+    """Refuses buffers in the memory of a trained parameter,
+    which moves to other memory: they would not follow."""
     trained: dict[int, list[tuple[NamedParameter, range]]] = {}
     for parameter in named:
         local = local_of(parameter.parameter)
-        if parameter.parameter.requires_grad and type(local) is Tensor and not local.is_meta and local.numel():
-            trained.setdefault(local.untyped_storage().data_ptr(), []).append((parameter, _addresses(local)))
+        if (
+            parameter.parameter.requires_grad
+            and type(local) is Tensor
+            and not local.is_meta
+            and local.numel()
+        ):
+            trained.setdefault(local.untyped_storage().data_ptr(), []).append(
+                (parameter, _addresses(local))
+            )
     for name, buffer in module.named_buffers():
         if type(buffer) is not Tensor or buffer.is_meta or not buffer.numel():
             continue
@@ -397,8 +491,10 @@ def _require_buffers_apart(module: nn.Module, named: list[NamedParameter]) -> No
                 raise PlacementError(
                     f"The buffer {name!r} lies in the memory of {parameter.fqn!r}.",
                     parameter=parameter.fqn,
-                    why="the buffer would keep its present values, while the parameter is trained in memory of its own",
-                    fix=f"register a clone, if that is meant; or read {parameter.fqn} in place of the buffer",
+                    why="the buffer would keep its present values, "
+                    "while the parameter is trained in memory of its own",
+                    fix="register a clone, if that is meant; "
+                    f"or read {parameter.fqn} in place of the buffer",
                 )
 
 
@@ -407,16 +503,20 @@ def _addresses(tensor: Tensor) -> range:
 
 
 def copied(module: M, parameters: list[NamedParameter]) -> tuple[M, dict[int, Any]]:
-    """A deep copy that shares the parameters and enters no units; and the copies, by the `id` of what was copied."""
+    """A deep copy that shares the parameters and enters no units; and the copies,
+    by the `id` of what was copied."""
     memo: dict[int, Any] = {id(named.parameter): named.parameter for named in parameters}
     memo.update((id(door), door) for _, door in doors_below(module))
     memo.update((id(method), method) for method in methods_of(module))
-    memo.update((id(group), group) for group in _world.pg_map)  # handles: `self.group = mesh.get_group("sp")`
+    # Handles: `self.group = mesh.get_group("sp")`.
+    memo.update((id(group), group) for group in _world.pg_map)
     for child in module.modules():
         for value in vars(child).values():
-            if isinstance(value, Tensor) and not value.is_leaf:  # derived, and derived again before the next forward
+            # A derived tensor, which is derived again before the next forward.
+            if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach()
-    kept = {**memo, **{id(child): child for child in module.modules()}}  # so that `_uncopyable` looks at one attribute
+    # The children are kept, so that `_uncopyable` looks at one attribute.
+    kept = {**memo, **{id(child): child for child in module.modules()}}
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
@@ -425,7 +525,8 @@ def copied(module: M, parameters: list[NamedParameter]) -> tuple[M, dict[int, An
             "A transform returns a copy of the module, and this one cannot be copied.",
             attribute=path,
             error=f"{type(error).__name__}: {error}",
-            fix=f"remove or replace {path}, or give its class a __deepcopy__ that returns self to share it",
+            fix=f"remove or replace {path}, or give its class a __deepcopy__ that "
+            "returns self to share it",
         ) from error
     for child in twin.modules():
         detach(child)
@@ -434,7 +535,11 @@ def copied(module: M, parameters: list[NamedParameter]) -> tuple[M, dict[int, An
             if isinstance(value, Method):
                 del child.__dict__[attribute]
     follow_forwards(twin, memo)
-    refuse_captured(twin, {id(child): name for name, child in module.named_modules() if id(child) in memo}, parameters)
+    refuse_captured(
+        twin,
+        {id(child): name for name, child in module.named_modules() if id(child) in memo},
+        parameters,
+    )
     return twin, memo
 
 
@@ -444,7 +549,9 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
         for attribute, value in child.__dict__.items():
             if attribute == "_modules":
                 continue
-            items = value.items() if attribute in ("_parameters", "_buffers") else [(attribute, value)]
+            items = (
+                value.items() if attribute in ("_parameters", "_buffers") else [(attribute, value)]
+            )
             for key, item in items:
                 try:
                     copy.deepcopy(item, dict(memo))
@@ -464,8 +571,10 @@ def carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> No
 
 
 def _note_initial(pairs: Sequence[tuple[Slot, NamedParameter]]) -> None:
-    """Notes the digests by which ranks compare initial values. After an earlier transform they are those of before: shards
-    differ by design."""
+    """Notes the digests by which ranks compare initial values.
+
+    After an earlier transform they are those of before: shards differ by design.
+    """
     fresh = []
     for slot, named in pairs:
         known = slot_of(named.parameter)
@@ -478,7 +587,8 @@ def _note_initial(pairs: Sequence[tuple[Slot, NamedParameter]]) -> None:
 
 
 class _Donors:
-    """Frees the memory of donated parameters: that of each, or, after an earlier transform, that of its whole unit."""
+    """Frees the memory of donated parameters: that of each, or,
+    after an earlier transform, that of its whole unit."""
 
     def __init__(self) -> None:
         self._released: set[Slot] = set()
@@ -503,7 +613,8 @@ class Donated:
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise StateError(
-            "This module was donated: its parameters live on in the module that the transform returned.",
+            "This module was donated: its parameters live on in the module "
+            "that the transform returned.",
             donated=self._site,
             fix="use the returned module, or leave out donate=True",
         )

@@ -1,4 +1,5 @@
-"""Whole parameters outside forward (`unsharded`), and telling the runtime that shards were edited (`refresh`)."""
+"""Whole parameters outside forward (`unsharded`), and telling the runtime that
+shards were edited (`refresh`)."""
 
 from __future__ import annotations
 
@@ -24,31 +25,34 @@ __all__ = ["refresh", "unsharded"]
 
 @uncompiled
 def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
-    """Makes the parameters of modules whole, plain tensors inside the block (as FSDP's `summon_full_params`).
+    """Makes the parameters of modules whole, plain tensors inside the block (as
+    FSDP's `summon_full_params`).
 
         with zf.unsharded(model.head):
             nearest = (x @ model.head.weight.detach().T).argmax(-1)
 
-    Inside, `named_parameters()` and `state_dict()` give whole plain parameters in the dtype at rest, and forwards use them
-    without communication. They are copies. Without `writeback`, edits are dropped when the block ends. They cannot train: a
-    backward that reaches one raises; `zf.accumulate(model, unshard=True)` is the block in which whole parameters train. A
-    parameter that tensor parallelism placed is a DTensor on its model axes.
+    Inside, `named_parameters()` and `state_dict()` give whole plain parameters in the dtype at
+    rest, and forwards use them without communication. They are copies. Without `writeback`, edits
+    are dropped when the block ends. They cannot train: a backward that reaches one raises;
+    `zf.accumulate(model, unshard=True)` is the block in which whole parameters train. A parameter
+    that tensor parallelism placed is a DTensor on its model axes.
 
-    Communicates: one all-gather of every unit (wrap group) of the modules, and with `writeback` 16 bytes to each peer; before
-    the first forward what that compares over ranks. All ranks enter and leave together, and inside send nothing.
+    Communicates: one all-gather of every unit (wrap group) of the modules, and with `writeback` 16
+    bytes to each peer; before the first forward what that compares over ranks. All ranks enter and
+    leave together, and inside send nothing.
 
     Args:
-        *modules: Transformed modules, or modules inside them. The whole unit of each is gathered. Parts without parameters
-            are passed over.
-        writeback: Put edits back into the shards at the end. Every rank must have made the same edits. Whether a parameter is
-            trained (`requires_grad`) is kept, too.
+        *modules: Transformed modules, or modules inside them. The whole unit of each is gathered.
+            Parts without parameters are passed over.
+        writeback: Put edits back into the shards at the end. Every rank must have made the same
+            edits. Whether a parameter is trained (`requires_grad`) is kept, too.
 
     Returns:
         A context manager.
 
     Raises:
-        StateError: A module was not transformed, or its unit is running, accumulating, or open in another block. In backward:
-            a gradient reached a whole parameter.
+        StateError: A module was not transformed, or its unit is running, accumulating, or open in
+            another block. In backward: a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
     return opened(_unsharded, modules, writeback=writeback)
@@ -96,14 +100,17 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
 
 
 def _refuse_gradient(slot: Slot, whole: Tensor) -> None:
-    """Called by autograd: a whole parameter was used outside the forward of a transformed module."""
+    """Called by autograd: a whole parameter was used outside the
+    forward of a transformed module."""
     whole.grad = None
     raise StateError(
         f"A backward reached the whole parameter {slot.fqn!r} of an unsharded() block.",
         parameter=slot,
-        why="its gradient would be dropped with the whole parameter, which is a copy, and not be reduced over ranks",
-        fix="with zf.accumulate(model, unshard=True): forward, loss and backward inside it; or read the parameter in a "
-        "method that gathers: model = zf.gather_in(model, 'method'); or with torch.no_grad() if no gradient is wanted",
+        why="its gradient would be dropped with the whole parameter, which is a copy, "
+        "and not be reduced over ranks",
+        fix="with zf.accumulate(model, unshard=True): forward, loss and backward inside it; or "
+        "read the parameter in a method that gathers: model = zf.gather_in(model, 'method'); or "
+        "with torch.no_grad() if no gradient is wanted",
     )
 
 
@@ -133,16 +140,18 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
                 for slot, each in zip(unit.slots, digests, strict=True)
             ],
             why="each rank would keep its part of another tensor; nothing was written",
-            fix="make the same edit on every rank (same seed), or broadcast the edited tensor first",
+            fix="make the same edit on every rank (same seed), "
+            "or broadcast the edited tensor first",
         )
 
 
 def refresh(module: nn.Module) -> None:
     """Tells zero_fn that shards were edited or replaced outside an optimizer.
 
-    Gathered copies are dropped. Parameters that `.to()`, `to_empty()` or `load_state_dict(assign=True)` moved to other
-    memory are taken over. A backward of an earlier forward is refused. The next forward does the first two by itself; call
-    this to meet errors at once, or between a forward and its backward. Communicates nothing.
+    Gathered copies are dropped. Parameters that `.to()`, `to_empty()` or
+    `load_state_dict(assign=True)` moved to other memory are taken over. A backward of an earlier
+    forward is refused. The next forward does the first two by itself; call this to meet errors at
+    once, or between a forward and its backward. Communicates nothing.
 
     Args:
         module: A transformed module.
