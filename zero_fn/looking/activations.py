@@ -1,9 +1,11 @@
-"""Bytes of activations and floating-point operations of a forward and backward, found without running them.
+"""Bytes of activations and floating-point operations of a forward and backward,
+found without running them.
 
-The model runs on fake tensors, which have shapes and no values, so any size runs on any machine. The most bytes that are
-alive at one moment beside parameters and their gradients are the activations: what autograd keeps, and what operations need
-in between. A few layers run, and with them all others are known (`repeated`). Attention runs as torch's fused kernel of the
-CPU, which keeps what the one of an accelerator does.
+The model runs on fake tensors, which have shapes and no values, so any size runs on any machine.
+The most bytes that are alive at one moment beside parameters and their gradients are the
+activations: what autograd keeps, and what operations need in between. A few layers run, and with
+them all others are known (`repeated`). Attention runs as torch's fused kernel of the CPU, which
+keeps what the one of an accelerator does.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ __all__ = ["Compute", "activations_of", "live_bytes"]
 
 _SDPA = "_scaled_dot_product_flash_attention"
 _FORMULAS = dict(flop_registry) | {
-    getattr(torch.ops.aten, f"{_SDPA}_for_cpu{way}"): flop_registry[getattr(torch.ops.aten, f"{_SDPA}{way}")]
+    getattr(torch.ops.aten, f"{_SDPA}_for_cpu{way}"): flop_registry[
+        getattr(torch.ops.aten, f"{_SDPA}{way}")
+    ]
     for way in ("", "_backward")
 }
-"""Of operations, also of attention on the CPU those that torch has for accelerators: what is masked counts, too."""
+"""Of operations, also of attention on the CPU those that torch has for accelerators:
+what is masked counts, too."""
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 """Arguments of a forward, by name or in order."""
@@ -43,16 +48,25 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Of a forward and backward of one microbatch: the most bytes at one moment, and floating-point operations."""
+    """Of a forward and backward of one microbatch: the most bytes at one moment,
+    and floating-point operations."""
 
     nbytes: int
     flops: float
 
 
 def activations_of(
-    module: nn.Module, inputs: Inputs, dtype: torch.dtype, stacks: Sequence[Stack], *, recompute: bool
+    module: nn.Module,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    stacks: Sequence[Stack],
+    *,
+    recompute: bool,
 ) -> Compute:
-    """What a module on `meta` needs where it computes in a dtype. `recompute`: repeated blocks are checkpointed."""
+    """What a module on `meta` needs where it computes in a dtype.
+
+    `recompute`: repeated blocks are checkpointed.
+    """
 
     def of_few(depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:
         few = on_meta(module)
@@ -61,7 +75,9 @@ def activations_of(
             few, given = _faked(few, dtype), tree_map_only(Tensor, _fake, inputs)
             for name in list(repeated_blocks(few)) if recompute else ():
                 block = few.get_submodule(name)
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+                block.forward = partial(
+                    checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+                )
             return live_bytes(few, given)
 
     found = of_all_layers(of_few, stacks)
@@ -69,7 +85,8 @@ def activations_of(
 
 
 def live_bytes(module: nn.Module, inputs: Inputs) -> dict[str, float]:
-    """Runs a forward and backward; "nbytes": the most bytes alive beside what was before; "flops"."""
+    """Runs a forward and backward; "nbytes": the most bytes alive
+    beside what was before; "flops"."""
     known = [*module.parameters(), *module.buffers(), *tree_leaves(inputs)]
     live = _Live(tensor.untyped_storage() for tensor in known if isinstance(tensor, Tensor))
     for parameter in module.parameters():
@@ -81,7 +98,8 @@ def live_bytes(module: nn.Module, inputs: Inputs) -> dict[str, float]:
 
 
 def loss_of(output: object) -> Tensor:
-    """The loss of a model of Hugging Face; of another, the sum of the first tensor that it returns."""
+    """The loss of a model of Hugging Face; of another, the sum of the
+    first tensor that it returns."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -94,7 +112,10 @@ def _forget(parameter: Tensor) -> None:
 
 @contextmanager
 def _without_dropout_of_attention() -> Iterator[None]:
-    """With it torch has no fused kernel on the CPU, while accelerators have one. Modes of torch are off in recomputation."""
+    """With it torch has no fused kernel on the CPU, while accelerators have one.
+
+    Modes of torch are off in recomputation.
+    """
     attention: Any = nn.functional.scaled_dot_product_attention
 
     def fused(*given: Any, **named: Any) -> Any:
@@ -110,8 +131,9 @@ def _without_dropout_of_attention() -> Iterator[None]:
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of storages that operations make, while these live, and the operations that torch has a formula for.
-    (torch's `FlopCounterMode` keeps activations of checkpointed layers alive.)"""
+    """Counts bytes of storages that operations make, while these live, and the operations
+    that torch has a formula for. (torch's `FlopCounterMode` keeps activations of
+    checkpointed layers alive.)"""
 
     def __init__(self, known: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,10 +149,17 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = func(*args, **(kwargs or {}))
         if (formula := _FORMULAS.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=found)
-        elif is_grouped:  # each row is in one group, and meets one expert: of the two counts the larger has all of them
-            self.flops += 2 * min(found.numel() * args[0].shape[-1], args[0].numel() * args[1].shape[-1])
+        elif is_grouped:
+            # Each row is in one group, and meets one expert: of the two
+            # counts the larger has all of them.
+            self.flops += 2 * min(
+                found.numel() * args[0].shape[-1], args[0].numel() * args[1].shape[-1]
+            )
         for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage()) not in self._seen
+            ):
                 self._seen.add(storage)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._freed, storage.nbytes())

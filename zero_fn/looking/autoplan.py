@@ -1,20 +1,26 @@
-"""`autoplan`: the stage and the tiers that fit a budget of memory and take the least predicted time.
+"""`autoplan`: the stage and the tiers that fit a budget of memory and
+take the least predicted time.
 
-Each stage is tried with nothing in a tier, then with the optimizer states there, then also the gradients, then also the
-parameters. Of two tiers (the host beside an accelerator, and a disk) the nearer never holds what is used less often. From the
-bytes that `plan` counts these are predicted:
+Each stage is tried with nothing in a tier, then with the optimizer states there, then also the
+gradients, then also the parameters. Of two tiers (the host beside an accelerator, and a disk) the
+nearer never holds what is used less often. From the bytes that `plan` counts these are predicted:
 
-    memory      bytes at rest and in flight, plus activations; with all buffers where the host is the device
+    memory      bytes at rest and in flight, plus activations; with all buffers where the host is
+                the device
     collectives bytes sent / speed of the axis + collectives * its latency
-    fetches     bytes that forward and backward read and write on the disk / its speeds    reads and writes share the disk
-    optimizer   N (2 k + 12) / speed of memory, k bytes of state for each of N elements    param and states read and written,
-    disk        bytes that the optimizer reads and writes on the disk / its speeds         gradient read
+    fetches     bytes that forward and backward read and write on the disk / its speeds; reads and
+                writes share the disk
+    optimizer   N (2 k + 12) / speed of memory, k bytes of state for each of N elements: param and
+                states read and written, gradient read
+    disk        bytes that the optimizer reads and writes on the disk / its speeds
     link        the larger of bytes to the accelerator / that speed and bytes from it / that speed
 
 The seconds of a step are those of the forward and backward, and those of the optimizer:
 
-    on a CPU           max(compute + collectives, disk)  +  max(optimizer, disk)        collectives need the cores, too
+    on a CPU           max(compute + collectives, disk)  +  max(optimizer, disk)
     on an accelerator  max(compute, collectives, link, disk)  +  max(optimizer, link, disk)
+
+On a CPU collectives need the cores, too.
 """
 
 from __future__ import annotations
@@ -47,19 +53,39 @@ from zero_fn.streamed.pieces import Planner
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 from zero_fn.values.mesh import Axis, mesh_axis
-from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, Tiers, bytes_text, is_accelerator, nbytes_of_text
+from zero_fn.values.tiers import (
+    IN_MEMORY,
+    Cpu,
+    Nvme,
+    Tier,
+    Tiers,
+    bytes_text,
+    is_accelerator,
+    nbytes_of_text,
+)
 
 __all__ = ["Proposal", "Proposals", "autoplan"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_TRANSFORMS: tuple[Callable[..., Any], ...] = (replicate, shard_optimizer, shard_grads, shard_params)
+_TRANSFORMS: tuple[Callable[..., Any], ...] = (
+    replicate,
+    shard_optimizer,
+    shard_grads,
+    shard_params,
+)
 STAGES = {transform.__name__: transform for transform in _TRANSFORMS}
 
 
 def _staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, Any]) -> M:
-    """A module in one of the stages. Options that only other stages have (`persist_below=`, for replicas) are left out."""
-    own, known = inspect.signature(STAGES[transform]).parameters, inspect.signature(shard_params).parameters
+    """A module in one of the stages.
+
+    Options that only other stages have (`persist_below=`, for replicas) are left out.
+    """
+    own, known = (
+        inspect.signature(STAGES[transform]).parameters,
+        inspect.signature(shard_params).parameters,
+    )
     taken = {name: value for name, value in options.items() if name in own or name not in known}
     placed: M = STAGES[transform](module, mesh, **taken)
     return placed
@@ -67,7 +93,8 @@ def _staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One transform with its tiers, and the bytes and seconds that `autoplan` predicts for it on this rank.
+    """One transform with its tiers, and the bytes and seconds that `autoplan`
+    predicts for it on this rank.
 
     Attributes:
         transform: Name of the sharding transform.
@@ -76,10 +103,12 @@ class Proposal:
         held: Bytes at rest in memory and in tiers, with their padding and all buffers of tiers.
         in_flight: Most bytes of gathered units and whole gradients at one moment of a step.
         fits: Whether it fits the budget and the limits of the tiers.
-        compute_s, collectives_s: Seconds of computation, and of collectives, in a forward and backward.
-        fetch_s, fetch_link_s: Seconds for which the disk, and the link to an accelerator, move parameters and gradients in
-            these.
-        optimizer_s, disk_s, link_s: Seconds of an optimizer's step in memory, on the disk, and on the link.
+        compute_s, collectives_s: Seconds of computation, and of collectives,
+            in a forward and backward.
+        fetch_s, fetch_link_s: Seconds for which the disk, and the link to an accelerator, move
+            parameters and gradients in these.
+        optimizer_s, disk_s, link_s: Seconds of an optimizer's step in memory,
+            on the disk, and on the link.
     """
 
     transform: str
@@ -98,7 +127,10 @@ class Proposal:
 
     @property
     def nbytes(self) -> int:
-        """Most bytes of device memory in a step, without activations. If the device is the host, with buffers."""
+        """Most bytes of device memory in a step, without activations.
+
+        If the device is the host, with buffers.
+        """
         return self.held.by_memory(self.device_type)[0] + self.in_flight
 
     @property
@@ -109,7 +141,11 @@ class Proposal:
     @property
     def disk(self) -> int:
         """Bytes on a disk."""
-        return sum(self.held.tiers.get(str(tier), 0) for tier in set(self._kinds.values()) if isinstance(tier, Nvme))
+        return sum(
+            self.held.tiers.get(str(tier), 0)
+            for tier in set(self._kinds.values())
+            if isinstance(tier, Nvme)
+        )
 
     @property
     def step_s(self) -> float:
@@ -122,8 +158,13 @@ class Proposal:
     @property
     def bound(self) -> str:
         """What takes longest in a step, such as "collectives"."""
-        parts = {name: getattr(self, f"{name}_s") for name in ("compute", "collectives", "optimizer")}
-        parts |= {"disk": max(self.fetch_s, self.disk_s), "link": max(self.fetch_link_s, self.link_s)}
+        parts = {
+            name: getattr(self, f"{name}_s") for name in ("compute", "collectives", "optimizer")
+        }
+        parts |= {
+            "disk": max(self.fetch_s, self.disk_s),
+            "link": max(self.fetch_link_s, self.link_s),
+        }
         return max(parts, key=lambda name: parts[name])
 
     @property
@@ -138,35 +179,47 @@ class Proposal:
         for kind, tier in self._kinds.items():
             found.setdefault(tier, []).append(kind)
         words = (
-            f"{', '.join(kinds)} on {'disk' if isinstance(tier, Nvme) else 'host'}" for tier, kinds in found.items()
+            f"{', '.join(kinds)} on {'disk' if isinstance(tier, Nvme) else 'host'}"
+            for tier, kinds in found.items()
         )
         return ", ".join(words) or "nothing"
 
     @property
     def _kinds(self) -> dict[str, Tier]:
-        rows = (("parameters", self.tiers.params), ("gradients", self.tiers.grads), ("states", self.tiers.optim))
+        rows = (
+            ("parameters", self.tiers.params),
+            ("gradients", self.tiers.grads),
+            ("states", self.tiers.optim),
+        )
         return {kind: tier for kind, tier in rows if tier is not None}
 
     def place(self, module: M, mesh: DeviceMesh, **options: Any) -> M:
-        """Applies the proposal to a module: the sharding transform, and `offload` if something is offloaded.
+        """Applies the proposal to a module: the sharding transform,
+        and `offload` if something is offloaded.
 
         Args:
             module: The module that was planned, or one like it.
             mesh: The axis that it was planned for.
-            **options: Options of the sharding transform: those that `autoplan` was given, and `donate=`.
+            **options: Options of the sharding transform: those that
+                `autoplan` was given, and `donate=`.
 
         Returns:
-            A new module; see the transforms. If `tier` is not None, give the optimizer of its parameters to `zf.streamed`.
+            A new module; see the transforms. If `tier` is not None, give the optimizer of its
+            parameters to `zf.streamed`.
         """
         placed, tiers = _staged(self.transform, module, mesh, options), self.tiers
         if tiers.optim is None:
             return placed
-        return offload(placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, donate=True)
+        return offload(
+            placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, donate=True
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """All combinations that `autoplan` tried: first those that fit, the fastest first. Printable as a table.
+    """All combinations that `autoplan` tried: first those that fit, the fastest first.
+
+    Printable as a table.
 
     Attributes:
         budget: The budget that `autoplan` was given, in bytes.
@@ -182,12 +235,36 @@ class Proposals:
         return self.all[0]
 
     def __str__(self) -> str:
-        header = ("transform", "elsewhere", "memory MB", "in flight", "host MB", "disk MB", "step ms", "bound by", "")
+        header = (
+            "transform",
+            "elsewhere",
+            "memory MB",
+            "in flight",
+            "host MB",
+            "disk MB",
+            "step ms",
+            "bound by",
+            "",
+        )
         rows: list[tuple[str, ...]] = [header]
         for each in self.all:
-            sizes = (each.nbytes / 1e6, each.in_flight / 1e6, each.host / 1e6, each.disk / 1e6, each.step_s * 1e3)
+            sizes = (
+                each.nbytes / 1e6,
+                each.in_flight / 1e6,
+                each.host / 1e6,
+                each.disk / 1e6,
+                each.step_s * 1e3,
+            )
             numbers = (f"{size:,.1f}" for size in sizes)
-            rows.append((each.transform, each.away, *numbers, each.bound, "" if each.fits else "does not fit"))
+            rows.append(
+                (
+                    each.transform,
+                    each.away,
+                    *numbers,
+                    each.bound,
+                    "" if each.fits else "does not fit",
+                )
+            )
         lines = table(rows, right=range(2, 7))
         tiers = {str(proposal.tier) for proposal in self.all if proposal.tier is not None}
         where = "".join(f", and {tier}" for tier in sorted(tiers))
@@ -213,7 +290,8 @@ def autoplan(
     compute_s: float = 0.0,
     **options: Any,
 ) -> Proposals:
-    """Predicts memory and step time of every stage, with more and more of the training state on a disk or on the host.
+    """Predicts memory and step time of every stage, with more and more of the training
+    state on a disk or on the host.
 
         links = zf.measure_links(mesh["dp"], path="/local_nvme")
         found = zf.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
@@ -222,41 +300,50 @@ def autoplan(
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         optimizer = optimizer if found.best.tier is None else zf.streamed(optimizer)
 
-    Communicates a few numbers over `mesh`, which all its ranks must call this for: each prediction is the largest of all
-    ranks, so all decide alike. On torch's fake process group nothing is communicated.
+    Communicates a few numbers over `mesh`, which all its ranks must call this for: each prediction
+    is the largest of all ranks, so all decide alike. On torch's fake process group nothing is
+    communicated.
 
     Args:
-        module: Any module that is neither sharded nor offloaded yet, `zf.precision(model)` for one; on `meta` too. No memory
-            is taken for it.
+        module: Any module that is neither sharded nor offloaded yet, `zf.precision(model)` for one;
+            on `meta` too. No memory is taken for it.
         mesh: One axis, `mesh["dp"]`.
         budget: Bytes of memory of the device per rank, as a number or as text.
         links: Speeds, of `measure_links` over the same axis.
-        tier: Where states of the optimizer, gradients and parameters may rest: `zf.nvme(path)`; beside an accelerator also
-            `zf.cpu()`, or both: `(zf.cpu(limit="100GiB"), zf.nvme(path))`. A rank has at most `limit=` bytes there in all,
-            those of host buffers included.
-        optimizer: A function that makes the optimizer from parameters, whose states are counted; left out, AdamW.
+        tier: Where states of the optimizer, gradients and parameters may rest: `zf.nvme(path)`;
+            beside an accelerator also `zf.cpu()`, or both:
+            `(zf.cpu(limit="100GiB"), zf.nvme(path))`. A rank has at most `limit=` bytes there in
+            all, those of host buffers included.
+        optimizer: A function that makes the optimizer from parameters,
+            whose states are counted; left out, AdamW.
         activations: Bytes of activations, as a number or as text: zero_fn cannot predict them.
         compute_s: Seconds of a forward and backward on one rank; the same in every stage.
         **options: Of the sharding transforms: `units=`, `persist_below=`.
 
     Returns:
-        All combinations, first those that fit, the fastest first. Of equally fast ones the lower stage comes first, then the
-        one with less in tiers.
+        All combinations, first those that fit, the fastest first. Of equally fast ones the lower
+        stage comes first, then the one with less in tiers.
 
     Raises:
-        TierError: No combination fits; or `links` lacks the speed of a disk or an accelerator that is needed; or `tier` is
-            the memory that the model computes in, or more than one of a kind.
+        TierError: No combination fits; or `links` lacks the speed of a disk or an
+            accelerator that is needed; or `tier` is the memory that the model computes in,
+            or more than one of a kind.
         StateError: `module` is sharded or offloaded already.
         MeshError: `mesh` is not one axis, or not the one that was measured.
         PlacementError: `tier` is given, and the optimizer does not treat every element alone.
     """
     axis = mesh_axis(mesh, verb="autoplan")
     units = units_of(module)
-    if any(unit.run.transport.axes or slot.home.tiers != IN_MEMORY for unit in units for slot in unit.slots):
+    if any(
+        unit.run.transport.axes or slot.home.tiers != IN_MEMORY
+        for unit in units
+        for slot in unit.slots
+    ):
         raise StateError(
             "autoplan takes a module that is neither sharded nor offloaded.",
             got="a module that rests sharded or replicated over an axis, or in a tier",
-            fix="call autoplan before those transforms; zf.plan(model) predicts what this one holds and sends",
+            fix="call autoplan before those transforms; "
+            "zf.plan(model) predicts what this one holds and sends",
         )
     if axis.size > 1 and axis.name not in links.sent:
         raise MeshError(
@@ -272,22 +359,30 @@ def autoplan(
         ways = [
             (transform, chosen, {**numbers, "compute_s": compute_s})
             for transform in STAGES
-            for chosen, numbers in predicted(_staged(transform, bare, mesh, options), tiers, optimizer, links)
+            for chosen, numbers in predicted(
+                _staged(transform, bare, mesh, options), tiers, optimizer, links
+            )
         ]
     # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.
     if axis.size > 1 and axis.backend != "fake":
         own = [number for *_, numbers in ways for number in numbers.values()]
         largest = iter(of_all_ranks(axis, own, "predictions of autoplan").amax(0).tolist())
-        ways = [(transform, chosen, {name: next(largest) for name in names}) for transform, chosen, names in ways]
+        ways = [
+            (transform, chosen, {name: next(largest) for name in names})
+            for transform, chosen, names in ways
+        ]
     proposals = [proposal_of(*way, axis.device_type, tiers, room) for way in ways]
-    proposals.sort(key=lambda proposal: (not proposal.fits, proposal.step_s))  # of equal ones the earlier stays first
+    # Of equal proposals the earlier stays first.
+    proposals.sort(key=lambda proposal: (not proposal.fits, proposal.step_s))
     if not proposals[0].fits:
         least = min(proposals, key=lambda proposal: _excess(proposal, room))
         takes = {"memory": least.nbytes, "host": least.host, "disk": least.disk}
         raise TierError(
             f"No placement fits {bytes_text(room)} of memory per rank.",
             nearest=f"{least.transform}, {least.away} elsewhere" if tiers else least.transform,
-            takes=", ".join(f"{where} {bytes_text(taken)}" for where, taken in takes.items() if taken),
+            takes=", ".join(
+                f"{where} {bytes_text(taken)}" for where, taken in takes.items() if taken
+            ),
             **({"tiers": ", ".join(map(str, tiers))} if tiers else {}),
             ranks=axis.size,
             fix="more ranks, more memory, smaller units (units=...)"
@@ -298,7 +393,8 @@ def autoplan(
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Python's garbage collector would look at the layouts of a large model again and again: a quarter of the time."""
+    """Python's garbage collector would look at the layouts of a large model again and again:
+    a quarter of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -317,7 +413,8 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
         raise TierError(
             "autoplan looks at one tier of each kind.",
             tier=", ".join(map(str, given)),
-            fix="tier=zf.nvme('/disk0', '/disk1') for several disks, tier=(zf.cpu(), zf.nvme('/local_nvme')) for both kinds",
+            fix="tier=zf.nvme('/disk0', '/disk1') for several disks, tier=(zf.cpu(), "
+            "zf.nvme('/local_nvme')) for both kinds",
         )
     if hosts and not is_accelerator(axis.device_type):
         raise TierError(
@@ -327,7 +424,9 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
             fix="leave zf.cpu() out; budget= says how many bytes of host memory a rank may use",
         )
     needed = ["disk_read", "disk_write"] if disks else []
-    needed += ["device_memory", "to_device", "from_device"] if is_accelerator(axis.device_type) else []
+    needed += (
+        ["device_memory", "to_device", "from_device"] if is_accelerator(axis.device_type) else []
+    )
     missing = [name for name in needed if getattr(links, name) is None]
     if missing:
         paths = disks[0].paths if disks else ()
@@ -337,14 +436,18 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
             axis=axis,
             **({"tier": disks[0]} if disks else {}),
             missing=", ".join(missing),
-            fix=f'links = zf.measure_links(mesh["{axis.name}"]{path}), on the machine that will train',
+            fix=f'links = zf.measure_links(mesh["{axis.name}"]{path}), '
+            "on the machine that will train",
         )
     return [*hosts, *disks]
 
 
 def _choices(tiers: Sequence[Tier]) -> Iterator[Tiers]:
-    """All choices of tiers in which parameters are no farther than gradients, and these no farther than states. The first has
-    nothing in a tier."""
+    """All choices of tiers in which parameters are no farther than gradients,
+    and these no farther than states.
+
+    The first has nothing in a tier.
+    """
     places: tuple[Tier | None, ...] = (None, *tiers)
     for optim, grads, params in product(range(len(places)), repeat=3):
         if params <= grads <= optim:
@@ -363,13 +466,18 @@ def predicted(
     states, units, stock = 0, units_of(placed), optimizer(placed.parameters())
     for chosen in _choices(tiers):
         _rest_in(chosen, units)
-        planned, without = plan(placed, stock, backwards=backwards), plan(placed, backwards=backwards)
+        planned, without = (
+            plan(placed, stock, backwards=backwards),
+            plan(placed, backwards=backwards),
+        )
         held, padding = planned.held, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
         touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)
         is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
-        latency = sum(count * links.latency.get(along, 0.0) for along, count in planned.collectives.items())
+        latency = sum(
+            count * links.latency.get(along, 0.0) for along, count in planned.collectives.items()
+        )
         fetch_s, both_s = (_disk_s(found, tiers, links) for found in (without, planned))
         yield (
             chosen,
@@ -386,7 +494,8 @@ def predicted(
                 "latency": latency,
                 "fetch_s": fetch_s,
                 "fetch_link_s": _link_s(without.link, links),
-                "optimizer_s": touched / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
+                "optimizer_s": touched
+                / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
                 "disk_s": both_s - fetch_s,
                 "link_s": _link_s(Link(*map(sub, planned.link, without.link)), links),
             },
@@ -394,7 +503,8 @@ def predicted(
 
 
 def _rest_in(tiers: Tiers, units: Sequence[Unit]) -> None:
-    """Lets what units on `meta` have rest in these tiers, as `offload` would, in place: only layouts are made anew."""
+    """Lets what units on `meta` have rest in these tiers, as `offload` would,
+    in place: only layouts are made anew."""
 
     for unit in units:
         for group in unit.memory.groups:
@@ -409,12 +519,17 @@ def _rest_in(tiers: Tiers, units: Sequence[Unit]) -> None:
 def _disk_s(planned: Plan, tiers: Sequence[Tier], links: LinkSpeeds) -> float:
     """Seconds that the disk is busy in a step; 0 without a disk."""
     moved = [planned.moved.get(str(tier), (0, 0)) for tier in tiers if isinstance(tier, Nvme)]
-    return sum(read / (links.disk_read or 1.0) + written / (links.disk_write or 1.0) for read, written in moved)
+    return sum(
+        read / (links.disk_read or 1.0) + written / (links.disk_write or 1.0)
+        for read, written in moved
+    )
 
 
 def _link_s(link: Link, links: LinkSpeeds) -> float:
     """Seconds that the link needs for so many bytes, both ways at once."""
-    return max(link.to_device / (links.to_device or 1.0), link.from_device / (links.from_device or 1.0))
+    return max(
+        link.to_device / (links.to_device or 1.0), link.from_device / (links.from_device or 1.0)
+    )
 
 
 def proposal_of(
@@ -434,10 +549,17 @@ def proposal_of(
 
 
 def _excess(proposal: Proposal, room: int) -> float:
-    """The largest part that a proposal takes of the memory, or of the limit of a tier; above 1 it does not fit."""
-    tiers = {tier for tier in (proposal.tiers.params, proposal.tiers.grads, proposal.tiers.optim) if tier is not None}
+    """The largest part that a proposal takes of the memory,
+    or of the limit of a tier; above 1 it does not fit."""
+    tiers = {
+        tier
+        for tier in (proposal.tiers.params, proposal.tiers.grads, proposal.tiers.optim)
+        if tier is not None
+    }
     taken = ((tier, proposal.host if isinstance(tier, Cpu) else proposal.disk) for tier in tiers)
-    limited = (nbytes / tier.limit_nbytes for tier, nbytes in taken if tier.limit_nbytes is not None)
+    limited = (
+        nbytes / tier.limit_nbytes for tier, nbytes in taken if tier.limit_nbytes is not None
+    )
     return max(proposal.nbytes / room if room > 0 else inf, *limited, 0.0)
 
 
@@ -445,7 +567,9 @@ def on_meta(module: nn.Module) -> nn.Module:
     """A copy without memory: parameters and buffers of the same shapes on `meta`."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(module, memo)

@@ -1,4 +1,5 @@
-"""The stages, tiers and meshes that a model could be trained with on some ranks of a machine that need not be there."""
+"""The stages, tiers and meshes that a model could be trained with on some ranks of a
+machine that need not be there."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_fn.errors import ConfigError
 from zero_fn.looking.activations import Compute, activations_of
-from zero_fn.looking.autoplan import STAGES, Proposal, on_meta, predicted, proposal_of, without_collecting
+from zero_fn.looking.autoplan import (
+    STAGES,
+    Proposal,
+    on_meta,
+    predicted,
+    proposal_of,
+    without_collecting,
+)
 from zero_fn.looking.links import LinkSpeeds
 from zero_fn.looking.machines import Machine
 from zero_fn.looking.models import PlannedModel
@@ -29,7 +37,15 @@ from zero_fn.transforms.shard import shard_grads, shard_params
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 from zero_fn.values.units import repeated_blocks
 
-__all__ = ["Configuration", "Mesh", "Training", "compute_of", "configurations", "pretended", "shapes_of"]
+__all__ = [
+    "Configuration",
+    "Mesh",
+    "Training",
+    "compute_of",
+    "configurations",
+    "pretended",
+    "shapes_of",
+]
 
 Mesh = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
@@ -45,7 +61,8 @@ class Training:
     Attributes:
         ranks: Devices, of which each has one rank.
         machine: What they are.
-        reserved: Bytes of a device that are left to its driver, to NCCL, and to gaps of torch's allocator.
+        reserved: Bytes of a device that are left to its driver, to NCCL,
+            and to gaps of torch's allocator.
         host, disk: Bytes that a node has for tiers; None: it has no such tier.
         computes_in: Dtype of forward and backward; parameters rest in float32.
         states_in_8_bits: The states of Adam rest in 8 bits, not in float32.
@@ -64,12 +81,15 @@ class Training:
     utilisation: float = 0.5
 
     def tiers(self) -> list[Tier]:
-        """The tiers, with the part of each that one rank has; none for thousands of ranks, whose memory is enough."""
+        """The tiers, with the part of each that one rank has;
+        none for thousands of ranks, whose memory is enough."""
         if self.ranks > _MOST_WITH_TIERS:
             return []
         shared = min(self.ranks, self.machine.per_node)
         found: list[Tier] = [] if self.host is None else [cpu(limit=self.host // shared)]
-        return found if self.disk is None else [*found, nvme("/local_nvme", limit=self.disk // shared)]
+        return (
+            found if self.disk is None else [*found, nvme("/local_nvme", limit=self.disk // shared)]
+        )
 
     def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer | Planner:
         """AdamW, or how `states8bit` cuts its states."""
@@ -80,7 +100,9 @@ class Training:
     def flops(self) -> float:
         """Floating-point operations per second that are attained."""
         device = self.machine.device
-        return self.utilisation * (device.flops32 if self.computes_in == torch.float32 else device.flops16)
+        return self.utilisation * (
+            device.flops32 if self.computes_in == torch.float32 else device.flops16
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +155,9 @@ class Configuration:
 def pretended(ranks: int) -> Iterator[None]:
     """torch's fake process group of so many ranks, of which this is the first."""
     if dist.is_initialized():
-        raise ConfigError("Ranks cannot be pretended beside a process group.", fix="plan in a process of its own")
+        raise ConfigError(
+            "Ranks cannot be pretended beside a process group.", fix="plan in a process of its own"
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -142,7 +166,8 @@ def pretended(ranks: int) -> Iterator[None]:
 
 
 def shapes_of(ranks: int, per_node: int) -> list[Mesh]:
-    """One axis of all ranks, and the meshes of two in which groups of whole nodes hold a model together."""
+    """One axis of all ranks, and the meshes of two in which groups of whole
+    nodes hold a model together."""
     shapes: list[Mesh] = [(("dp", ranks),)]
     inner = per_node
     while inner < ranks:
@@ -155,7 +180,8 @@ def shapes_of(ranks: int, per_node: int) -> list[Mesh]:
 _Placed = Callable[..., nn.Module]
 
 _OVER_ONE: dict[str, _Placed] = {
-    name: lambda module, mesh, transform=transform: transform(module, mesh["dp"]) for name, transform in STAGES.items()
+    name: lambda module, mesh, transform=transform: transform(module, mesh["dp"])
+    for name, transform in STAGES.items()
 }
 _OVER_TWO: dict[str, _Placed] = {
     "hybrid": hybrid,
@@ -173,11 +199,17 @@ def _placements_of(mesh: Mesh) -> dict[str, _Placed]:
 
 
 def configurations(
-    model: PlannedModel, training: Training, compute: Sequence[Compute | None], meshes: Sequence[Mesh]
+    model: PlannedModel,
+    training: Training,
+    compute: Sequence[Compute | None],
+    meshes: Sequence[Mesh],
 ) -> list[Configuration]:
-    """For each placement along each mesh, with and without checkpoints of activations, the tiers of the fastest step that
-    fits, or of the one that exceeds least. Those that fit come first, and of these the fastest. Tiers are tried where the
-    memory of the device is too small without."""
+    """For each placement along each mesh, with and without checkpoints of activations, the tiers of
+    the fastest step that fits, or of the one that exceeds least.
+
+    Those that fit come first, and of these the fastest. Tiers are tried where the memory of the
+    device is too small without.
+    """
     found: list[Configuration] = []
     stacks = stacks_of(model.module)
 
@@ -195,13 +227,21 @@ def configurations(
             devices = DeviceMesh("cuda", shape, mesh_dim_names=tuple(name for name, _ in mesh))
             for name, place in _placements_of(mesh).items():
                 ways = _Ways(
-                    bare, stacks, partial(place, mesh=devices), training, training.machine.links(*_apart(mesh))
+                    bare,
+                    stacks,
+                    partial(place, mesh=devices),
+                    training,
+                    training.machine.links(*_apart(mesh)),
                 )
                 for recompute, needed in enumerate(compute):
                     if needed is not None:
                         best, numbers = ways.best(name, needed)
                         moved = int(numbers["sent"]), numbers["latency"]
-                        found.append(Configuration(mesh, best, bool(recompute), needed.nbytes, *moved, tokens))
+                        found.append(
+                            Configuration(
+                                mesh, best, bool(recompute), needed.nbytes, *moved, tokens
+                            )
+                        )
     return sorted(found, key=lambda each: (not each.proposal.fits, each.proposal.step_s))
 
 
@@ -210,7 +250,8 @@ class _Ways:
 
     def __init__(
         self,
-        bare: Callable[[tuple[tuple[Stack, int], ...]], nn.Module],  # with so many layers of each stack
+        # The model with so many layers of each stack.
+        bare: Callable[[tuple[tuple[Stack, int], ...]], nn.Module],
         stacks: Sequence[Stack],
         place: Callable[[nn.Module], nn.Module],
         training: Training,
@@ -225,16 +266,25 @@ class _Ways:
     def _of_few(self, depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:
         return next(self._predicted(self._bare(tuple(depths)), ()))[1]
 
-    def _predicted(self, module: nn.Module, tiers: Sequence[Tier]) -> Iterator[tuple[Tiers, dict[str, float]]]:
+    def _predicted(
+        self, module: nn.Module, tiers: Sequence[Tier]
+    ) -> Iterator[tuple[Tiers, dict[str, float]]]:
         training = self._training
-        return predicted(self._place(module), tiers, training.optimizer, self._links, backwards=training.microbatches)
+        return predicted(
+            self._place(module),
+            tiers,
+            training.optimizer,
+            self._links,
+            backwards=training.microbatches,
+        )
 
     @cached_property
     def _all(self) -> list[tuple[Tiers, dict[str, float]]]:
         return list(self._predicted(self._bare(()), self._training.tiers()))
 
     def best(self, name: str, needed: Compute) -> tuple[Proposal, Mapping[str, float]]:
-        """With so many activations: what fits and is fastest, or exceeds least; and all numbers of it."""
+        """With so many activations: what fits and is fastest,
+        or exceeds least; and all numbers of it."""
         training, tiers = self._training, self._training.tiers()
         room = training.machine.device.memory - training.reserved - needed.nbytes
         seconds = {"compute_s": training.microbatches * needed.flops / training.flops}
@@ -243,13 +293,18 @@ class _Ways:
             ways: Sequence[tuple[Tiers, dict[str, float]]], tiers: Sequence[Tier]
         ) -> tuple[Proposal, Mapping[str, float]]:
             found = [
-                (proposal_of(name, chosen, numbers | seconds, "cuda", tiers, room), numbers) for chosen, numbers in ways
+                (proposal_of(name, chosen, numbers | seconds, "cuda", tiers, room), numbers)
+                for chosen, numbers in ways
             ]
             return min(found, key=lambda each: _order(each[0], room))
 
         found = of(self._in_memory, ())
         # Nothing in a tier makes a step faster, nor what is in flight less.
-        return found if found[0].fits or found[0].in_flight > room or not tiers else of(self._all, tiers)
+        return (
+            found
+            if found[0].fits or found[0].in_flight > room or not tiers
+            else of(self._all, tiers)
+        )
 
 
 def _order(proposal: Proposal, room: int) -> tuple[bool, float]:
@@ -266,10 +321,14 @@ def _apart(mesh: Mesh) -> list[tuple[str, int, int]]:
 
 
 def compute_of(model: PlannedModel, training: Training) -> list[Compute | None]:
-    """What a microbatch needs without and with checkpoints of repeated blocks. None: there are none. Without inputs nothing
-    is known."""
+    """What a microbatch needs without and with checkpoints of repeated blocks.
+
+    None: there are none. Without inputs nothing is known.
+    """
     if model.inputs is None:
         return [_NO_ACTIVATIONS, None]
-    needed = partial(activations_of, model.module, model.inputs, training.computes_in, stacks_of(model.module))
+    needed = partial(
+        activations_of, model.module, model.inputs, training.computes_in, stacks_of(model.module)
+    )
     has_blocks = next(repeated_blocks(model.module), None) is not None
     return [needed(recompute=False), needed(recompute=True) if has_blocks else None]

@@ -22,7 +22,8 @@ from zero_fn.values.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Description", "UnitRow", "describe", "home_of"]
 
-_OWN = ", the device's own"  # how a row's tier ends that was asked for and is where the device computes
+# End of a row's tier that was asked for and is where the device computes.
+_OWN = ", the device's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,14 @@ class UnitRow:
         parameters: Number of parameters.
         elements: Number of elements of the whole parameters, together.
         shard_elements: Number of elements that this rank holds between uses.
-        padding_nbytes: Bytes of padding on this rank, from alignment and uneven cuts; of all the unit, on its first row.
-        placement: Placements of parameters, gradients and optimizer states, in this order: `R` is whole, `S(dim)` sharded.
-        tier: Where they rest: the type of the device, or the tiers that `offload` gave parameters, gradients and states.
-        dtypes: The dtypes of the parameters at rest, of the computation, and of gradient sums; also of gradients at rest, if
-            that is another one than of parameters.
+        padding_nbytes: Bytes of padding on this rank, from alignment and uneven cuts;
+            of all the unit, on its first row.
+        placement: Placements of parameters, gradients and optimizer states, in this order:
+            `R` is whole, `S(dim)` sharded.
+        tier: Where they rest: the type of the device, or the tiers that `offload` gave parameters,
+            gradients and states.
+        dtypes: The dtypes of the parameters at rest, of the computation, and of gradient sums; also
+            of gradients at rest, if that is another one than of parameters.
         frozen: Number of parameters that are not trained.
     """
 
@@ -70,7 +74,17 @@ class Description:
     legs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        header = ("unit", "params", "elements", "here", "padding B", "P G O", "tier", "rest/compute/sum", "frozen")
+        header = (
+            "unit",
+            "params",
+            "elements",
+            "here",
+            "padding B",
+            "P G O",
+            "tier",
+            "rest/compute/sum",
+            "frozen",
+        )
         rows = [header] + [
             (
                 row.unit,
@@ -88,11 +102,16 @@ class Description:
         lines = table(rows, right={1, 2, 3, 4, 8})
         if any(row.tier.endswith(_OWN) for row in self.rows):
             lines.append("cpu() is the device's own memory: nothing is copied")
-        return "\n".join([f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else []), *self.legs])
+        return "\n".join(
+            [f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else []), *self.legs]
+        )
 
 
-def describe(module: nn.Module, optimizer: Optimizers | None = None, *, legs: bool = False) -> Description:
-    """Lists the units of a transformed module: elements, dtypes, and where parameters, gradients and optimizer states rest.
+def describe(
+    module: nn.Module, optimizer: Optimizers | None = None, *, legs: bool = False
+) -> Description:
+    """Lists the units of a transformed module: elements, dtypes, and where parameters,
+    gradients and optimizer states rest.
 
         print(zf.describe(model))
 
@@ -100,8 +119,10 @@ def describe(module: nn.Module, optimizer: Optimizers | None = None, *, legs: bo
 
     Args:
         module: A transformed module.
-        optimizer: Its optimizer, or a sequence of them. A line below the table says where states of streamed ones rest.
-        legs: Whether to list, below the table, how parameters come from rest to whole (up) and gradients
+        optimizer: Its optimizer, or a sequence of them. A line below the table says where
+            states of streamed ones rest.
+        legs: Whether to list, below the table, how parameters come from
+            rest to whole (up) and gradients
             to rest (down). `->` is a copy, a cast or coding on this rank, `==axis==>` a collective.
 
     Returns:
@@ -117,18 +138,25 @@ def describe(module: nn.Module, optimizer: Optimizers | None = None, *, legs: bo
         unit.follow_moved()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
-            kinds.setdefault((_placement(slot), _tier(slot), dtypes_text(slot.kind)), []).append(slot)
+            kinds.setdefault((_placement(slot), _tier(slot), dtypes_text(slot.kind)), []).append(
+                slot
+            )
         padding = sum(padding_nbytes(unit))
         for (placement, tier, dtypes), slots in kinds.items():
             elements = sum(slot.path.numel for slot in slots)
             here = sum(slot.path.local_numel for slot in slots)
             frozen = sum(not slot.parameter.requires_grad for slot in slots)
             name = unit.name or "root"
-            rows.append(UnitRow(name, len(slots), elements, here, padding, placement, tier, dtypes, frozen))
+            rows.append(
+                UnitRow(name, len(slots), elements, here, padding, placement, tier, dtypes, frozen)
+            )
             padding = 0
             if legs:
                 slot, kind = slots[0], slots[0].kind
-                ways += [f"{name} up: {_way(slot, kind.up)}", f"{name} down: {_way(slot, kind.down)}"]
+                ways += [
+                    f"{name} up: {_way(slot, kind.up)}",
+                    f"{name} down: {_way(slot, kind.down)}",
+                ]
     own = [each for each in members_of(optimizer) if isinstance(each, Streamed | ByOwner)]
     states = "\n".join(repr(each).partition("\n")[0] for each in own) or None
     return Description(", ".join(map(str, axes)) or "none", tuple(rows), states, tuple(ways))
@@ -148,13 +176,15 @@ def _way(slot: Slot, legs: Sequence[Leg]) -> str:
 
 
 def home_of(slot: Slot, tiers: Tiers) -> str:
-    """Where a parameter rests, in words that are those of any other that rests alike, over axes of the same names."""
+    """Where a parameter rests, in words that are those of any other that rests alike,
+    over axes of the same names."""
     stages = " and ".join(f"stage {int(hop.stage)} over {hop.axis}" for hop in slot.path.hops)
     return f"{stages}, rest/compute/sum {dtypes_text(slot.kind)}, {str(tiers) or 'on the device'}"
 
 
 def _placement(slot: Slot) -> str:
-    """P G O on the data axis; on each of several, by name; and on the model axes, where the parameter does not change."""
+    """P G O on the data axis; on each of several, by name; and on the model axes,
+    where the parameter does not change."""
     cut = "R" if slot.path.cut is None else f"S({slot.path.cut.dim})"
     states = (Stage.PARAMS, Stage.GRADS, Stage.OPTIMIZER)
     found = []

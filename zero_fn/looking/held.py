@@ -33,8 +33,10 @@ class Held:
         parameters: Bytes of parameters between uses, and of gathered copies that are kept.
         gradients: Bytes of `.grad`, and of local sums that are not reduced yet.
         optimizer: Bytes of optimizer states in the memory of the device; step counts are left out.
-        buffers: Bytes of staging buffers in host memory, through which offloaded parameters, gradients and states pass.
-        tiers: Bytes of files and host memory that offloaded parameters, gradients and states take, by tier, in whole pages.
+        buffers: Bytes of staging buffers in host memory, through which offloaded parameters,
+            gradients and states pass.
+        tiers: Bytes of files and host memory that offloaded parameters,
+            gradients and states take, by tier, in whole pages.
     """
 
     parameters: int
@@ -50,21 +52,31 @@ class Held:
 
     @property
     def on_host(self) -> int:
-        """Bytes of host memory in use beside an accelerator: `buffers`, and what was offloaded to `zf.cpu()`."""
-        return self.buffers + sum(nbytes for tier, nbytes in self.tiers.items() if tier.startswith("cpu("))
+        """Bytes of host memory in use beside an accelerator: `buffers`,
+        and what was offloaded to `zf.cpu()`."""
+        return self.buffers + sum(
+            nbytes for tier, nbytes in self.tiers.items() if tier.startswith("cpu(")
+        )
 
     @property
     def total(self) -> int:
-        """Bytes in the memory of the device and in `buffers`. What was offloaded to host memory or disks is not counted."""
+        """Bytes in the memory of the device and in `buffers`.
+
+        What was offloaded to host memory or disks is not counted.
+        """
         return self.on_device + self.buffers
 
     def by_memory(self, device_type: str) -> tuple[int, int]:
-        """Bytes in the memory of a device of this type, and in host memory beside it. For the CPU all is in the first."""
+        """Bytes in the memory of a device of this type, and in host memory beside it.
+
+        For the CPU all is in the first.
+        """
         return (self.on_device, self.on_host) if is_accelerator(device_type) else (self.total, 0)
 
 
 def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
-    """Counts the bytes that parameters, gradients and optimizer states take on this rank now, each storage once.
+    """Counts the bytes that parameters, gradients and optimizer states take on this rank now,
+    each storage once.
 
     Buffers of the module and activations are not counted. Communicates nothing.
 
@@ -77,7 +89,8 @@ def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
     """
     parameters = [local_of(parameter) for parameter in module.parameters()]
     grads = [parameter.grad for parameter in module.parameters()]
-    grads = [grad.earlier if isinstance(grad, PendingGradient) else grad for grad in grads]  # inside `accumulate`
+    # Gradients inside `accumulate` are those from before it.
+    grads = [grad.earlier if isinstance(grad, PendingGradient) else grad for grad in grads]
     gradients = [local_of(grad) for grad in grads if grad is not None]
     buffers: list[torch.UntypedStorage] = []
     for unit in units_of(module):
@@ -89,7 +102,11 @@ def held(module: nn.Module, optimizer: Optimizers | None = None) -> Held:
         parameters += memory.buffers if memory is not None else ()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
         buffers += unit.gradients.memory().held()
-    shelves = [shelf for run in {unit.run for unit in units_of(module)} for _, shelf in run.offloaded.shelves()]
+    shelves = [
+        shelf
+        for run in {unit.run for unit in units_of(module)}
+        for _, shelf in run.offloaded.shelves()
+    ]
     tiers = Counter[str]()
     for shelf in shelves:
         tiers[str(shelf if isinstance(shelf, StoredFiles) else shelf.tier)] += shelf.nbytes
@@ -120,13 +137,23 @@ def _states(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
             for name in state:
                 value = state.get(name)  # None if a streamed optimizer has it in a tier
                 if name != "step":
-                    yield from (local_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+                    yield from (
+                        local_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
+                    )
 
 
 def _nbytes(tensors: Iterable[Tensor], buffers: Iterable[torch.UntypedStorage] = ()) -> int:
-    """Bytes of the memory behind tensors, and of buffers. Storages may overlap: one may be a range of another."""
-    storages = [*buffers, *(t.untyped_storage() for t in tensors if not (t.is_meta or isinstance(t, TierTensor)))]
-    ranges = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
+    """Bytes of the memory behind tensors, and of buffers.
+
+    Storages may overlap: one may be a range of another.
+    """
+    storages = [
+        *buffers,
+        *(t.untyped_storage() for t in tensors if not (t.is_meta or isinstance(t, TierTensor))),
+    ]
+    ranges = sorted(
+        (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages
+    )
     total = reached = 0
     for start, end in ranges:
         total += max(end - max(start, reached), 0)

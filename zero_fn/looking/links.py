@@ -29,15 +29,21 @@ __all__ = ["LinkSpeeds", "measure_links", "of_all_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """Speeds in bytes per second, those of the slowest rank while all ranks work at once. Returned by `measure_links`.
+    """Speeds in bytes per second, those of the slowest rank while all ranks work at once.
+
+    Returned by `measure_links`.
 
     Attributes:
-        memory: Speed of host memory: bytes read and written by an operation in place, with all threads of the rank.
+        memory: Speed of host memory: bytes read and written by an operation in place,
+            with all threads of the rank.
         disk_read, disk_write: Speeds of the disk behind `path`; None if no path was given.
         sent: Speed at which a rank sends in collectives, by the name of the axis.
-        to_device, from_device: Speeds of copies between pinned host memory and the accelerator; None without one.
-        device_memory: Speed of the accelerator's memory, measured as `memory` is; None without an accelerator.
-        latency: Seconds that a collective takes beside those of its bytes, by the name of the axis; of others none.
+        to_device, from_device: Speeds of copies between pinned host memory and the
+            accelerator; None without one.
+        device_memory: Speed of the accelerator's memory, measured as `memory` is;
+            None without an accelerator.
+        latency: Seconds that a collective takes beside those of its bytes,
+            by the name of the axis; of others none.
 
     Measurements of an accelerator were tested on a pretended one only.
     """
@@ -78,7 +84,10 @@ class LinkSpeeds:
             ("memory of the device", self.device_memory),
         ]
         lines = [f"{name:<20} {speed / 1e9:8.2f} GB/s" for name, speed in rows if speed is not None]
-        lines += [f"{f'latency along {name!r}':<20} {seconds * 1e6:8.2f} us" for name, seconds in self.latency.items()]
+        lines += [
+            f"{f'latency along {name!r}':<20} {seconds * 1e6:8.2f} us"
+            for name, seconds in self.latency.items()
+        ]
         return "\n".join(lines)
 
 
@@ -87,20 +96,27 @@ Paths = str | Sequence[str]
 
 
 def measure_links(
-    mesh: DeviceMesh | None = None, *, path: Paths | None = None, nbytes: int | str = "64MiB", rounds: int = 5
+    mesh: DeviceMesh | None = None,
+    *,
+    path: Paths | None = None,
+    nbytes: int | str = "64MiB",
+    rounds: int = 5,
 ) -> LinkSpeeds:
-    """Measures the memory, a disk, the collectives of an axis and the accelerator's link, each as the library uses it.
+    """Measures the memory, a disk, the collectives of an axis and the accelerator's link,
+    each as the library uses it.
 
-    All ranks of the axis measure at the same time, as in training, so ranks that share a disk or a link share its speed.
-    Speeds are medians, and depend on how busy the machine is now.
+    All ranks of the axis measure at the same time, as in training, so ranks that share a disk or a
+    link share its speed. Speeds are medians, and depend on how busy the machine is now.
 
-    Communicates, over `mesh`: `rounds + 1` all-gathers and reduce-scatters of `nbytes`, as many small ones, and some numbers.
+    Communicates, over `mesh`: `rounds + 1` all-gathers and reduce-scatters of `nbytes`, as many
+    small ones, and some numbers.
 
     Args:
         mesh: One axis, `mesh["dp"]`, all ranks of which must call this; None for a process alone.
-        path: A folder of the disk to measure, or folders of several disks that are used as one tier. `nbytes` are written to
-            files without a name there, and read back.
-        nbytes: Bytes to move each time, as a number or as text. Four times as many are taken in memory.
+        path: A folder of the disk to measure, or folders of several disks that are used as one
+            tier. `nbytes` are written to files without a name there, and read back.
+        nbytes: Bytes to move each time, as a number or as text.
+            Four times as many are taken in memory.
         rounds: How often each measurement is repeated, after a first that does not count.
 
     Returns:
@@ -120,14 +136,22 @@ def measure_links(
         disk = done_over(axes, partial(_disk_speeds, path, size, rounds), "Measuring a disk")
     there = _device_speeds(device, size, rounds) if device is not None else (0.0, 0.0, 0.0)
     memory, *others = _least(axis, [memory, *disk, *there])
-    disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in others)
+    disk_read, disk_write, to_device, from_device, device_memory = (
+        speed or None for speed in others
+    )
     sent: dict[str, float] = {}
     latency: dict[str, float] = {}
     if axis is not None and axis.size > 1:
-        small_s, large_s = (_collective_s(axis, numel, rounds) for numel in (1, max(size // 4 // axis.size, 1)))
-        speed, negative = _least(axis, [max(size // axis.size, 4) * (axis.size - 1) / large_s, -small_s])
+        small_s, large_s = (
+            _collective_s(axis, numel, rounds) for numel in (1, max(size // 4 // axis.size, 1))
+        )
+        speed, negative = _least(
+            axis, [max(size // axis.size, 4) * (axis.size - 1) / large_s, -small_s]
+        )
         sent[axis.name], latency[axis.name] = speed, -negative
-    return LinkSpeeds(memory, disk_read, disk_write, sent, to_device, from_device, device_memory, latency)
+    return LinkSpeeds(
+        memory, disk_read, disk_write, sent, to_device, from_device, device_memory, latency
+    )
 
 
 def of_all_ranks(axis: Axis, numbers: Sequence[float], what: str) -> Tensor:
@@ -154,8 +178,8 @@ def _median_s(run: Callable[[], None], rounds: int) -> float:
 
 
 def _memory_speed(device: torch.device | None, size: int, rounds: int) -> float:
-    """The speed of a device's memory, or of the host's, over as many tensors as an optimizer has for a parameter: one alone
-    might fit a cache."""
+    """The speed of a device's memory, or of the host's, over as many tensors as an optimizer has
+    for a parameter: one alone might fit a cache."""
     values = torch.ones(4, size // 4, device=device)
 
     def in_place() -> None:
@@ -178,7 +202,8 @@ def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
 
 
 def _collective_s(axis: Axis, piece_numel: int, rounds: int) -> float:
-    """Seconds of a collective, the mean of an all-gather and a reduce-scatter, in which each piece has so many elements."""
+    """Seconds of a collective, the mean of an all-gather and a reduce-scatter,
+    in which each piece has so many elements."""
     links, numel = line_over([axis]), piece_numel * axis.size
     whole, out = torch.ones(2, numel, device=axis.device_type)
     segment = Segment(whole, numel, piece_numel)
@@ -197,7 +222,11 @@ def _collective_s(axis: Axis, piece_numel: int, rounds: int) -> float:
 def _accelerator(axis: Axis | None) -> torch.device | None:
     """The accelerator of the axis; without an axis, that of the process."""
     if axis is not None:
-        return torch.empty(0, device=axis.device_type).device if is_accelerator(axis.device_type) else None
+        return (
+            torch.empty(0, device=axis.device_type).device
+            if is_accelerator(axis.device_type)
+            else None
+        )
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 

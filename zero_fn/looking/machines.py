@@ -1,13 +1,15 @@
 """Presets of accelerators and what lies between them, for predictions without a machine.
 
-Speeds are those of data sheets, one way; `ATTAINED` of each is what real copies and collectives get, by rule of thumb.
-No prediction was compared with a measurement on an accelerator.
+Speeds are those of data sheets, one way; `ATTAINED` of each is what real copies and collectives
+get, by rule of thumb. No prediction was compared with a measurement on an accelerator.
 
-A collective over n ranks on m nodes is the ring that NCCL makes: its bytes pass the slowest link, and its latency is
+A collective over n ranks on m nodes is the ring that NCCL makes:
+its bytes pass the slowest link, and its latency is
 
     8.4 us + (n - m) * (3.4 us by NVLink, 5.7 us by PCIe) + (m - 1) * 14 us
 
-or, where each node has one rank of the axis, the less of that and NCCL's PAT: 8 us + log2(m) * 4 us + m * 2.8 us.
+or, where each node has one rank of the axis, the less of that and NCCL's PAT:
+8 us + log2(m) * 4 us + m * 2.8 us.
 
 Source: NCCL, src/graph/tuning.cc: base and hardware latencies of the protocol Simple.
 """
@@ -26,7 +28,10 @@ ATTAINED = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator. Bytes, floating-point operations of dense matrices per second, and bytes per second one way."""
+    """An accelerator.
+
+    Bytes, floating-point operations of dense matrices per second, and bytes per second one way.
+    """
 
     memory: int
     flops16: float
@@ -64,7 +69,10 @@ class Machine:
     measured: LinkSpeeds | None = None  # takes the place of what was measured, for each rank
 
     def links(self, *axes: tuple[str, int, int]) -> LinkSpeeds:
-        """Speeds of a rank. `axes`: of each the name, the ranks on it, and how far apart neighbours on it are."""
+        """Speeds of a rank.
+
+        `axes`: of each the name, the ranks on it, and how far apart neighbours on it are.
+        """
         found, device = self.measured, self.device
         to_device = ATTAINED * device.to_host
         sent, latency = {}, {}
@@ -83,7 +91,8 @@ class Machine:
         )
 
     def _along(self, size: int, apart: int) -> tuple[float, float]:
-        """Of an axis the bytes per second that a rank sends along it, and the seconds of a collective without bytes."""
+        """Of an axis the bytes per second that a rank sends along it,
+        and the seconds of a collective without bytes."""
         together = min(size, max(self.per_node // apart, 1))  # its ranks on one node
         nodes, found = -(-size // together), self.measured
         near = ATTAINED * (self.device.to_peers or self.device.to_host)

@@ -1,4 +1,5 @@
-"""`python -m zero_fn links`: measures memory, disks, and what lies between ranks, of this machine or of those of torchrun.
+"""`python -m zero_fn links`: measures memory, disks, and what lies between ranks,
+of this machine or of those of torchrun.
 
     python -m zero_fn links --path /local_nvme --out links.json
     torchrun --nproc-per-node 8 -m zero_fn links --path /local_nvme --out links.json
@@ -36,18 +37,34 @@ _LEAST_NBYTES, _MOST_NBYTES, _ROUNDS = 8 << 20, 64 << 20, 5
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints. Returns 0; 1 and the error if something cannot be measured; 130 after Ctrl-C."""
+    """Measures and prints.
+
+    Returns 0; 1 and the error if something cannot be measured; 130 after Ctrl-C.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m zero_fn links",
-        description="Measures how fast bytes move: in memory, to and from disks, between ranks, to and from accelerators. "
-        "Under torchrun its ranks measure, else ranks that this command starts. No file is left but that of --out.",
+        description="Measures how fast bytes move: in memory, to and from disks, between ranks, "
+        "to and from accelerators. Under torchrun its ranks measure, else ranks that this "
+        "command starts. No file is left but that of --out.",
     )
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     add = parser.add_argument
-    add("--path", action="append", default=[], metavar="DIR", help="a folder of a disk; may be repeated")
-    add("--seconds", type=float, default=20.0, help="about how long it takes (default: %(default)s)")
+    add(
+        "--path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder of a disk; may be repeated",
+    )
+    add(
+        "--seconds", type=float, default=20.0, help="about how long it takes (default: %(default)s)"
+    )
     add("--ranks", type=int, default=devices or 2, help="ranks to start (default: %(default)s)")
-    add("--axis", default="dp", help="the mesh axis that zf.autoplan is asked for (default: %(default)s)")
+    add(
+        "--axis",
+        default="dp",
+        help="the mesh axis that zf.autoplan is asked for (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print JSON, in bytes and bytes per second")
     add("--out", metavar="FILE", help="write that JSON to a file, which zf.LinkSpeeds.read reads")
     options = parser.parse_args(arguments)
@@ -69,8 +86,11 @@ def _run(options: argparse.Namespace, rank: int) -> None:
     disks = []
     if rank == 0:
         if options.out:
-            SpillFile(os.path.dirname(options.out) or ".", "--out").close()  # an error now, not at the end
-        disks = [sweep(path, options.seconds / 2 / len(options.path), ranks) for path in options.path]
+            # The folder is tried now, so that an error does not come at the end.
+            SpillFile(os.path.dirname(options.out) or ".", "--out").close()
+        disks = [
+            sweep(path, options.seconds / 2 / len(options.path), ranks) for path in options.path
+        ]
     how = options.axis, options.path, options.seconds / 5
     if is_launched:
         give_groups_one_thread()
@@ -89,9 +109,12 @@ def _run(options: argparse.Namespace, rank: int) -> None:
 
 
 def _measured(name: str, paths: Sequence[str], seconds: float) -> tuple[LinkSpeeds, str, int]:
-    """On each rank: speeds in about so many seconds, what moves bytes between ranks, and the threads of a rank."""
+    """On each rank: speeds in about so many seconds, what moves bytes between ranks,
+    and the threads of a rank."""
     local, kind = int(os.environ["LOCAL_RANK"]), "cpu"
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= int(
+        os.environ["LOCAL_WORLD_SIZE"]
+    ):
         torch.accelerator.set_device_index(local)
         kind = str(torch.accelerator.current_accelerator())
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=(name,))[name]
@@ -99,7 +122,11 @@ def _measured(name: str, paths: Sequence[str], seconds: float) -> tuple[LinkSpee
     first = measure_links(mesh, path=path, nbytes=_LEAST_NBYTES, rounds=1)
     # Seconds for each byte of a round.
     each = (
-        sum(1 / speed for speed in (first.disk_read, first.disk_write, *2 * [*first.sent.values()]) if speed)
+        sum(
+            1 / speed
+            for speed in (first.disk_read, first.disk_write, *2 * [*first.sent.values()])
+            if speed
+        )
         + 8 / first.memory
     )
     nbytes = int(min(max(seconds / each / (_ROUNDS + 1), _LEAST_NBYTES), _MOST_NBYTES))
@@ -107,4 +134,8 @@ def _measured(name: str, paths: Sequence[str], seconds: float) -> tuple[LinkSpee
     transport = open_transport(axis := mesh_axis(mesh, verb="links"))
     is_shared = isinstance(transport, SameHost) and transport.shares_memory
     between = "shared memory" if is_shared else axis.backend if axis.size > 1 else "nothing"
-    return measure_links(mesh, path=path, nbytes=nbytes, rounds=rounds), between, torch.get_num_threads()
+    return (
+        measure_links(mesh, path=path, nbytes=nbytes, rounds=rounds),
+        between,
+        torch.get_num_threads(),
+    )

@@ -1,4 +1,5 @@
-"""A model to plan for, on `meta`: from a `config.json` of Hugging Face, from `module:function`, or of a well-known shape."""
+"""A model to plan for, on `meta`: from a `config.json` of Hugging Face,
+from `module:function`, or of a well-known shape."""
 
 from __future__ import annotations
 
@@ -21,18 +22,25 @@ __all__ = ["SHAPES", "PlannedModel", "model_of"]
 
 _LLAMA = {"model_type": "llama", "vocab_size": 32000}
 SHAPES: dict[str, dict[str, Any]] = {
-    "7B": _LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "13B": _LLAMA | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "30B": _LLAMA | {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52},
-    "70B": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-                     "num_key_value_heads": 8},
-    "175B": {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 4096},
-    "405B": _LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
-                      "num_key_value_heads": 8, "vocab_size": 128256},
-    "8x22B": {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
-              "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 32768},
+    "7B": _LLAMA | {"hidden_size": 4096, "intermediate_size": 11008,
+                    "num_hidden_layers": 32, "num_attention_heads": 32},
+    "13B": _LLAMA | {"hidden_size": 5120, "intermediate_size": 13824,
+                     "num_hidden_layers": 40, "num_attention_heads": 40},
+    "30B": _LLAMA | {"hidden_size": 6656, "intermediate_size": 17920,
+                     "num_hidden_layers": 60, "num_attention_heads": 52},
+    "70B": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672,
+                     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+    "175B": {"model_type": "gpt2", "n_embd": 12288,
+             "n_layer": 96, "n_head": 96, "n_positions": 4096},
+    "405B": _LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "vocab_size": 128256,
+                      "num_hidden_layers": 126, "num_attention_heads": 128,
+                      "num_key_value_heads": 8},
+    "8x22B": {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384,
+              "num_hidden_layers": 56, "num_attention_heads": 48, "num_key_value_heads": 8,
+              "vocab_size": 32768},
 }  # fmt: skip
-"""Configs of transformers: LLaMA 7B, 13B and 33B, Llama 2 70B, GPT-3, Llama 3.1 405B, Mixtral 8x22B."""
+"""Configs of transformers: LLaMA 7B, 13B and 33B, Llama 2 70B, GPT-3,
+Llama 3.1 405B, Mixtral 8x22B."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class PlannedModel:
     """A model on `meta`, and how a program gets it."""
 
     module: nn.Module
-    inputs: Mapping[str, Any] | tuple[Any, ...] | None  # of one microbatch, on `meta`; None if nobody said
+    # Inputs of one microbatch, on `meta`; None if nobody said.
+    inputs: Mapping[str, Any] | tuple[Any, ...] | None
     tokens: int  # of one microbatch; 0 if nobody said
     imports: str  # a line of Python,
     source: str  # and those after it that make `model` on `meta`
@@ -50,8 +59,8 @@ def model_of(what: str, sequence: int, microbatch: int) -> PlannedModel:
     """The model that a word of a command line means.
 
     Args:
-        what: A `config.json`, or a folder with one; `module:function`, which returns a module, or a module and the arguments
-            of its forward, and is called on `meta`; or a name of `SHAPES`.
+        what: A `config.json`, or a folder with one; `module:function`, which returns a module, or a
+            module and the arguments of its forward, and is called on `meta`; or a name of `SHAPES`.
         sequence: Tokens of a sequence of a language model.
         microbatch: Sequences of a microbatch.
 
@@ -75,7 +84,8 @@ def model_of(what: str, sequence: int, microbatch: int) -> PlannedModel:
         raise ConfigError(
             f"The model {what!r} cannot be made on `meta`.",
             why=f"{type(error).__name__}: {error}",
-            fix="a config.json of transformers, or module:function that makes the model under torch.device('meta')",
+            fix="a config.json of transformers, or module:function that makes the model "
+            "under torch.device('meta')",
         ) from error
     raise ConfigError(
         f"There is no model {what!r}.",
@@ -85,12 +95,15 @@ def model_of(what: str, sequence: int, microbatch: int) -> PlannedModel:
     )
 
 
-def _of_config(config: Mapping[str, Any], sequence: int, microbatch: int, source: str) -> PlannedModel:
+def _of_config(
+    config: Mapping[str, Any], sequence: int, microbatch: int, source: str
+) -> PlannedModel:
     if "model_type" not in config:
         raise ConfigError(
             "The config of a model has no model_type.",
             has=", ".join(sorted(config)),
-            fix='the config.json of a model of transformers, which has "model_type": "llama" or another',
+            fix="the config.json of a model of transformers, "
+            'which has "model_type": "llama" or another',
         )
     try:
         import transformers
@@ -103,7 +116,9 @@ def _of_config(config: Mapping[str, Any], sequence: int, microbatch: int, source
     made = transformers.AutoConfig.for_model(**{**config, "use_cache": False})
     names = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
     maker: Any = (
-        getattr(transformers, names[0])._from_config if names else transformers.AutoModelForCausalLM.from_config
+        getattr(transformers, names[0])._from_config
+        if names
+        else transformers.AutoModelForCausalLM.from_config
     )
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,7 +130,11 @@ def _of_config(config: Mapping[str, Any], sequence: int, microbatch: int, source
     has_tokens = hasattr(module, "get_input_embeddings") and module.main_input_name == "input_ids"
     inputs = {"input_ids": tokens, "labels": tokens} if has_tokens else None
     return PlannedModel(
-        module.train(), inputs, tokens.numel() if has_tokens else 0, f"from transformers import {classes}", lines
+        module.train(),
+        inputs,
+        tokens.numel() if has_tokens else 0,
+        f"from transformers import {classes}",
+        lines,
     )
 
 
@@ -131,11 +150,22 @@ def _of_function(what: str) -> PlannedModel:
     module, given = found if isinstance(found, tuple) else (found, None)
     if not isinstance(module, nn.Module):
         raise ConfigError(
-            f"{what} returns no module.", got=type(module).__name__, fix="return model, or (model, inputs)"
+            f"{what} returns no module.",
+            got=type(module).__name__,
+            fix="return model, or (model, inputs)",
         )
     inputs = given if given is None or isinstance(given, Mapping | tuple) else (given,)
-    leaves = [] if inputs is None else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
-    tokens = next((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()), 0)
+    leaves = (
+        [] if inputs is None else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    )
+    tokens = next(
+        (
+            leaf.numel()
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        ),
+        0,
+    )
     left = "model" if given is None else "model, _"
     lines = f'with torch.device("meta"):\n    {left} = {attribute}()'
     return PlannedModel(module, inputs, tokens, f"from {name} import {attribute}", lines)

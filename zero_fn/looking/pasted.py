@@ -29,12 +29,17 @@ def program_of(found: Configuration, model: PlannedModel, training: Training) ->
     computed = "model" if training.computes_in == torch.float32 else "zf.precision(model)"
     placed = {
         "hybrid": f"zf.hybrid({computed}, mesh)",
-        "shard_params, shard_grads outer": f'zf.shard_grads(zf.shard_params({computed}, mesh["inner"]), mesh["outer"])',
+        "shard_params, shard_grads outer": (
+            f'zf.shard_grads(zf.shard_params({computed}, mesh["inner"]), mesh["outer"])'
+        ),
     }.get(found.proposal.transform, f'zf.{found.proposal.transform}({computed}, mesh["dp"])')
     tiers = found.proposal.tiers
     away = {"params": tiers.params, "grads": tiers.grads, "optim": tiers.optim}
     given = ", ".join(f"{name}={_made(tier)}" for name, tier in away.items() if tier is not None)
-    nodes, each = max(training.ranks // training.machine.per_node, 1), min(training.ranks, training.machine.per_node)
+    nodes, each = (
+        max(training.ranks // training.machine.per_node, 1),
+        min(training.ranks, training.machine.per_node),
+    )
     optimizer = "torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"
     if training.states_in_8_bits:
         optimizer = f"zf.states8bit({optimizer})"
@@ -53,7 +58,8 @@ def program_of(found: Configuration, model: PlannedModel, training: Training) ->
         f"model = {placed}",
         *([f"model = zf.offload(model, {given})"] if given else []),
         *(["model = zf.checkpoint_activations(model)"] if found.recompute else []),
-        "model = zf.materialize(model)  # new values; zf.load_pretrained(model, folder) has those of a folder",
+        "model = zf.materialize(model)  "
+        "# new values; zf.load_pretrained(model, folder) has those of a folder",
         f"optimizer = {optimizer}",
     ]
     return "\n".join(lines)
@@ -67,9 +73,14 @@ def deepspeed_of(found: Configuration, training: Training, microbatch: int) -> d
     """A config that DeepSpeed and `zf.from_deepspeed` take; or why there is none."""
     tiers, stage = found.proposal.tiers, _STAGE_OF.get(found.proposal.transform)
     if stage is None:
-        return "DeepSpeed has it as MiCS, which zf.from_deepspeed does not take: zf.hybrid(model, mesh)"
+        return (
+            "DeepSpeed has it as MiCS, which zf.from_deepspeed does not take: "
+            "zf.hybrid(model, mesh)"
+        )
     if training.states_in_8_bits:
-        return "DeepSpeed has no optimizer of its own with states in 8 bits: zf.states8bit(optimizer)"
+        return (
+            "DeepSpeed has no optimizer of its own with states in 8 bits: zf.states8bit(optimizer)"
+        )
     if stage == 0 and tiers.optim is not None:
         return "DeepSpeed offloads nothing at stage 0"
     if tiers.params is not None and stage < 3:

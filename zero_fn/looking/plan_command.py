@@ -1,4 +1,5 @@
-"""`python -m zero_fn plan`: which stages, tiers and meshes a model fits, how long a step takes, and the code for it.
+"""`python -m zero_fn plan`: which stages, tiers and meshes a model fits,
+how long a step takes, and the code for it.
 
     python -m zero_fn plan config.json --ranks 64
     python -m zero_fn plan 70B --ranks 8 --device h100 --host 2TB --disk 8TB --html plan.html
@@ -21,7 +22,13 @@ import torch
 
 from zero_fn.errors import ConfigError, ZeroError
 from zero_fn.looking.activations import Compute
-from zero_fn.looking.configurations import Configuration, Training, compute_of, configurations, shapes_of
+from zero_fn.looking.configurations import (
+    Configuration,
+    Training,
+    compute_of,
+    configurations,
+    shapes_of,
+)
 from zero_fn.looking.links import LinkSpeeds
 from zero_fn.looking.machines import DEVICES, Machine
 from zero_fn.looking.models import SHAPES, model_of
@@ -68,30 +75,116 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m zero_fn plan",
-        description="What a model needs before it starts: the stages, tiers and meshes that fit, bytes of each rank, the "
-        "predicted seconds of a step, and the code. No device is needed.",
+        description="What a model needs before it starts: the stages, tiers and meshes that fit, "
+        "bytes of each rank, the predicted seconds of a step, and the code. No device is needed.",
         epilog=f"Devices: {', '.join(DEVICES)}.",
     )
     add = parser.add_argument
-    add("model", help=f"config.json of Hugging Face, or its folder; module:function; or one of {', '.join(SHAPES)}")
+    add(
+        "model",
+        help="config.json of Hugging Face, or its folder; module:function; "
+        f"or one of {', '.join(SHAPES)}",
+    )
     add("--ranks", type=int, default=8, help="devices in all (default: %(default)s)")
     add("--per-node", type=int, default=8, help="devices of a node (default: %(default)s)")
-    add("--device", choices=DEVICES, default="h100", metavar="NAME", help="what they are (default: %(default)s)")
-    add("--memory", metavar="SIZE", help="memory of a device, such as 80GB (default: that of --device)")
-    add("--reserve", metavar="SIZE", default="3GB", help="of it for the driver, NCCL, gaps (default: %(default)s)")
-    add("--host", metavar="SIZE", help="memory of a node for tiers (default: 2TB); 0 for none", default="2TB")
-    add("--disk", metavar="SIZE", help="NVMe of a node for tiers, such as 8TB (default: none)", default="0")
-    add("--network", type=float, default=400, metavar="GBIT", help="Gbit/s of a network card (default: %(default)s)")
-    add("--cards", type=int, metavar="N", help="network cards of a node (default: one for each device)")
-    add("--links", metavar="FILE", help="speeds that `python -m zero_fn links --out FILE` measured on the machine")
-    add("--sequence", type=int, default=4096, metavar="TOKENS", help="tokens of a sequence (default: %(default)s)")
-    add("--microbatch", type=int, default=1, metavar="N", help="sequences of a microbatch (default: %(default)s)")
-    add("--microbatches", type=int, default=1, metavar="N", help="microbatches of a step (default: %(default)s)")
-    add("--precision", choices=("bf16", "fp32"), default="bf16", help="what it computes in (default: %(default)s)")
-    add("--states", choices=("fp32", "8bit"), default="fp32", help="states of AdamW (default: %(default)s)")
-    add("--utilisation", type=float, default=0.5, help="part of the peak that is attained (default: %(default)s)")
-    add("--usd-per-hour", type=float, metavar="USD", help="price of a device: adds the cost of 1e9 tokens")
-    add("--scale", action="store_true", help=f"also fewer ranks, from 8 on (from {_SCALE_FROM} ranks on: always)")
+    add(
+        "--device",
+        choices=DEVICES,
+        default="h100",
+        metavar="NAME",
+        help="what they are (default: %(default)s)",
+    )
+    add(
+        "--memory",
+        metavar="SIZE",
+        help="memory of a device, such as 80GB (default: that of --device)",
+    )
+    add(
+        "--reserve",
+        metavar="SIZE",
+        default="3GB",
+        help="of it for the driver, NCCL, gaps (default: %(default)s)",
+    )
+    add(
+        "--host",
+        metavar="SIZE",
+        help="memory of a node for tiers (default: 2TB); 0 for none",
+        default="2TB",
+    )
+    add(
+        "--disk",
+        metavar="SIZE",
+        help="NVMe of a node for tiers, such as 8TB (default: none)",
+        default="0",
+    )
+    add(
+        "--network",
+        type=float,
+        default=400,
+        metavar="GBIT",
+        help="Gbit/s of a network card (default: %(default)s)",
+    )
+    add(
+        "--cards",
+        type=int,
+        metavar="N",
+        help="network cards of a node (default: one for each device)",
+    )
+    add(
+        "--links",
+        metavar="FILE",
+        help="speeds that `python -m zero_fn links --out FILE` measured on the machine",
+    )
+    add(
+        "--sequence",
+        type=int,
+        default=4096,
+        metavar="TOKENS",
+        help="tokens of a sequence (default: %(default)s)",
+    )
+    add(
+        "--microbatch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences of a microbatch (default: %(default)s)",
+    )
+    add(
+        "--microbatches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="microbatches of a step (default: %(default)s)",
+    )
+    add(
+        "--precision",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="what it computes in (default: %(default)s)",
+    )
+    add(
+        "--states",
+        choices=("fp32", "8bit"),
+        default="fp32",
+        help="states of AdamW (default: %(default)s)",
+    )
+    add(
+        "--utilisation",
+        type=float,
+        default=0.5,
+        help="part of the peak that is attained (default: %(default)s)",
+    )
+    add(
+        "--usd-per-hour",
+        type=float,
+        metavar="USD",
+        help="price of a device: adds the cost of 1e9 tokens",
+    )
+    add(
+        "--scale",
+        action="store_true",
+        help=f"also fewer ranks, from 8 on (from {_SCALE_FROM} ranks on: always)",
+    )
     add("--all", action="store_true", help="show what does not fit, too")
     add("--json", action="store_true", help="print JSON, in bytes and seconds")
     add("--html", metavar="FILE", help="write a page with pictures that needs no network")
@@ -112,14 +205,25 @@ def _planned_of(options: argparse.Namespace) -> Found:
     """Plans.
 
     Raises:
-        ConfigError: There is no such model, or it cannot be run on fake tensors; or an option makes no sense.
+        ConfigError: There is no such model, or it cannot be run on fake tensors;
+            or an option makes no sense.
     """
-    counts = options.ranks, options.per_node, options.sequence, options.microbatch, options.microbatches
+    counts = (
+        options.ranks,
+        options.per_node,
+        options.sequence,
+        options.microbatch,
+        options.microbatches,
+    )
     cards = options.per_node if options.cards is None else options.cards
     if min(*counts, cards) < 1 or not 0 < options.utilisation <= 1 or options.network <= 0:
         raise ConfigError(
             "A number of the command line is too small or too large.",
-            got=" ".join(f"{name}={value}" for name, value in vars(options).items() if isinstance(value, int | float)),
+            got=" ".join(
+                f"{name}={value}"
+                for name, value in vars(options).items()
+                if isinstance(value, int | float)
+            ),
             fix="counts of at least 1, a utilisation above 0 and at most 1, a network above 0",
         )
     if options.ranks > options.per_node and options.ranks % options.per_node:
@@ -135,22 +239,32 @@ def _planned_of(options: argparse.Namespace) -> Found:
     try:
         compute = compute_of(model, training)
     except Exception as error:  # whatever code of a model raises
-        notes.append(f"activations are not counted: on fake tensors the model raises {type(error).__name__}: {error}")
+        notes.append(
+            "activations are not counted: on fake tensors the model raises "
+            f"{type(error).__name__}: {error}"
+        )
     if model.inputs is None:
-        notes.append("activations are not counted: nobody said what goes in; return (model, inputs)")
+        notes.append(
+            "activations are not counted: nobody said what goes in; return (model, inputs)"
+        )
     rows = configurations(model, training, compute, shapes_of(options.ranks, options.per_node))
     is_scaled = options.scale or options.ranks >= _SCALE_FROM
     scaled = scale(model, training, compute, rank_counts(options.ranks)) if is_scaled else []
     numel = sum(parameter.numel() for parameter in model.module.parameters())
     title = (
-        f"{options.model}: {numel / 1e9:,.2f} B parameters on {options.ranks:,} x {options.device}, {options.precision}"
+        f"{options.model}: {numel / 1e9:,.2f} B parameters on {options.ranks:,} x "
+        f"{options.device}, {options.precision}"
     )
     notes.append(
-        f"a device has {_gb(training.machine.device.memory)} GB, of which {_gb(training.reserved)} GB are left to others; "
-        f"{options.microbatches} x {model.tokens:,} tokens a rank and step; speeds "
+        f"a device has {_gb(training.machine.device.memory)} GB, of which {_gb(training.reserved)} "
+        f"GB are left to others; {options.microbatches} x {model.tokens:,} tokens a rank and "
+        "step; speeds "
         + (f"of {options.links}" if options.links else "of data sheets, of which 0.8 is attained")
     )
-    pasted = program_of(rows[0], model, training), deepspeed_of(rows[0], training, options.microbatch)
+    pasted = (
+        program_of(rows[0], model, training),
+        deepspeed_of(rows[0], training, options.microbatch),
+    )
     return Found(title, notes, training.machine.device.memory, rows, scaled, *pasted)
 
 
@@ -160,7 +274,9 @@ def _training_of(options: argparse.Namespace) -> Training:
         device = replace(device, memory=nbytes_of_text(options.memory, "--memory"))
     cards = options.per_node if options.cards is None else options.cards
     measured = LinkSpeeds.read(options.links) if options.links else None
-    machine = Machine(device, options.per_node, cards * options.network / 8 * 1e9, measured=measured)
+    machine = Machine(
+        device, options.per_node, cards * options.network / 8 * 1e9, measured=measured
+    )
     host, disk = (
         None if size == "0" else nbytes_of_text(size, name)
         for name, size in (("--host", options.host), ("--disk", options.disk))
@@ -189,7 +305,16 @@ def _shown(rows: Sequence[Configuration], options: argparse.Namespace) -> Sequen
 def _rows(rows: Sequence[Configuration], options: argparse.Namespace) -> list[tuple[str, ...]]:
     """The table, with its header."""
     usd = options.usd_per_hour
-    header = ["mesh", "placement", "elsewhere", "recompute", "at rest GB", "in flight", "activations", "of device"]
+    header = [
+        "mesh",
+        "placement",
+        "elsewhere",
+        "recompute",
+        "at rest GB",
+        "in flight",
+        "activations",
+        "of device",
+    ]
     header += [
         "host GB",
         "disk GB",
@@ -212,8 +337,18 @@ def _rows(rows: Sequence[Configuration], options: argparse.Namespace) -> list[tu
             each.disk,
             row.sent,
         ]
-        cells = [row.mesh_text, each.transform, each.away, "yes" if row.recompute else "", *map(_gb, numbers)]
-        cells += [f"{each.step_s:,.3f}", each.bound, f"{row.tokens_per_second:,.0f}" if row.tokens else "-"]
+        cells = [
+            row.mesh_text,
+            each.transform,
+            each.away,
+            "yes" if row.recompute else "",
+            *map(_gb, numbers),
+        ]
+        cells += [
+            f"{each.step_s:,.3f}",
+            each.bound,
+            f"{row.tokens_per_second:,.0f}" if row.tokens else "-",
+        ]
         if usd:
             cells.append(f"{row.usd_per_billion_tokens(usd):,.0f}" if row.tokens else "-")
         found.append((*cells, "" if each.fits else "does not fit"))
@@ -221,7 +356,18 @@ def _rows(rows: Sequence[Configuration], options: argparse.Namespace) -> list[tu
 
 
 def _scale_rows(rows: Sequence[ScaleRow]) -> list[tuple[str, ...]]:
-    header = ("ranks", "sent GB", "padding", "latency s", "step s", "of device", "best", "step s", "of device", "files")
+    header = (
+        "ranks",
+        "sent GB",
+        "padding",
+        "latency s",
+        "step s",
+        "of device",
+        "best",
+        "step s",
+        "of device",
+        "files",
+    )
     found: list[tuple[str, ...]] = [header]
     for row in rows:
         one, best = row.one, row.best
@@ -232,8 +378,18 @@ def _scale_rows(rows: Sequence[ScaleRow]) -> list[tuple[str, ...]]:
             f"{one.latency:,.2f}",
             f"{one.proposal.step_s:,.2f}",
         ]
-        shape = f"{best.proposal.transform} over {best.mesh_text}" if best.proposal.fits else "nothing fits"
-        cells += [_gb(one.nbytes), shape, f"{best.proposal.step_s:,.2f}", _gb(best.nbytes), f"{row.files:,}"]
+        shape = (
+            f"{best.proposal.transform} over {best.mesh_text}"
+            if best.proposal.fits
+            else "nothing fits"
+        )
+        cells += [
+            _gb(one.nbytes),
+            shape,
+            f"{best.proposal.step_s:,.2f}",
+            _gb(best.nbytes),
+            f"{row.files:,}",
+        ]
         found.append(tuple(cells))
     return found
 
@@ -244,12 +400,31 @@ def _text(found: Found, options: argparse.Namespace) -> str:
     lines += [] if fits else ["Nothing fits. Nearest:"]
     lines += table(_rows(_shown(found.rows, options), options), right=range(4, 12))
     if not fits:
-        lines += ["", "fix: more ranks, --host or --disk, a smaller --microbatch or --sequence, --states 8bit"]
+        lines += [
+            "",
+            "fix: more ranks, --host or --disk, a smaller --microbatch or --sequence, "
+            "--states 8bit",
+        ]
     if found.scale:
         lines += ["", "On more ranks, ZeRO-3 over one axis; and the best mesh:"]
-        lines += [*table(_scale_rows(found.scale), right=(0, 1, 2, 3, 4, 5, 7, 8, 9)), *first_to_bite(found.scale)]
-    lines += ["", "The first row as a program:", "", found.program, "", "... and as a config of DeepSpeed:", ""]
-    lines.append(found.deepspeed if isinstance(found.deepspeed, str) else json.dumps(found.deepspeed, indent=2))
+        lines += [
+            *table(_scale_rows(found.scale), right=(0, 1, 2, 3, 4, 5, 7, 8, 9)),
+            *first_to_bite(found.scale),
+        ]
+    lines += [
+        "",
+        "The first row as a program:",
+        "",
+        found.program,
+        "",
+        "... and as a config of DeepSpeed:",
+        "",
+    ]
+    lines.append(
+        found.deepspeed
+        if isinstance(found.deepspeed, str)
+        else json.dumps(found.deepspeed, indent=2)
+    )
     return "\n".join(lines)
 
 
@@ -277,7 +452,11 @@ def _data(found: Found, options: argparse.Namespace) -> dict[str, Any]:
 
 def _numbers(row: Configuration, options: argparse.Namespace) -> dict[str, Any]:
     each = row.proposal
-    priced = {"usd_per_1e9_tokens": row.usd_per_billion_tokens(options.usd_per_hour)} if options.usd_per_hour else {}
+    priced = (
+        {"usd_per_1e9_tokens": row.usd_per_billion_tokens(options.usd_per_hour)}
+        if options.usd_per_hour
+        else {}
+    )
     return {
         "mesh": dict(row.mesh),
         "placement": each.transform,

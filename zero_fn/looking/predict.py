@@ -1,6 +1,7 @@
 """`plan(model)`: predicts bytes that a real step can be measured against.
 
-With Ψ elements, n ranks, and per element b bytes at rest, c bytes in compute and k bytes of optimizer states, a rank holds:
+With Ψ elements, n ranks, and per element b bytes at rest, c bytes in compute and k bytes of
+optimizer states, a rank holds:
 
     home       parameters                     gradients    optimizer
     NOTHING    Ψ b          (+ Ψ c if cast)   Ψ b          Ψ k
@@ -8,12 +9,14 @@ With Ψ elements, n ranks, and per element b bytes at rest, c bytes in compute a
     GRADS      Ψ c          (+ Ψ/n b if cast) Ψ/n b        Ψ/n k
     PARAMS     Ψ/n b                          Ψ/n b        Ψ/n k
 
-In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n. An all-gather sends this
-rank's shard to n - 1 peers, a reduce-scatter sends each peer its piece: each sends (n - 1)/n Ψ b bytes.
+In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n.
+An all-gather sends this rank's shard to n - 1 peers, a reduce-scatter sends each peer its piece:
+each sends (n - 1)/n Ψ b bytes.
 
-State that rests in another tier takes no memory of the device, and whole pages of the tier for each unit. For each disk there
-is a staging buffer of host memory for parameters and one for gradients, as large as the largest unit; beside an accelerator
-there are two of each. Gathered parameters that stay in memory between uses are not in flight: they count as held.
+State that rests in another tier takes no memory of the device, and whole pages of the tier for each
+unit. For each disk there is a staging buffer of host memory for parameters and one for gradients,
+as large as the largest unit; beside an accelerator there are two of each. Gathered parameters that
+stay in memory between uses are not in flight: they count as held.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
 """
@@ -49,7 +52,17 @@ from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
 from zero_fn.streamed.pieces import Planner
 from zero_fn.tiers.parcels import planned_parcels, record_nbytes, staged_nbytes
 from zero_fn.values.chained_optimizer import Optimizers, members_of
-from zero_fn.values.schedule import Enter, Exit, Fetch, Reshard, Settle, Trace, Unshard, Use, forward_schedule
+from zero_fn.values.schedule import (
+    Enter,
+    Exit,
+    Fetch,
+    Reshard,
+    Settle,
+    Trace,
+    Unshard,
+    Use,
+    forward_schedule,
+)
 from zero_fn.values.tiers import Cpu, Shelved, is_accelerator
 from zero_fn.values.wire import Wire
 
@@ -65,25 +78,29 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `plan` predicts for this rank: bytes held, in flight, sent and moved. Printable as a table.
+    """What `plan` predicts for this rank: bytes held, in flight, sent and moved.
+
+    Printable as a table.
 
     Attributes:
         device_type: Type of the device that computes, such as "cuda".
-        held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers (formulas:
-            `zero_fn.looking.predict`).
+        held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers
+            (formulas: `zero_fn.looking.predict`).
         padding: Bytes that uneven shards and alignment add to `held`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: Bytes sent per step, by the name of the data axis.
-        moved: Bytes read and written per step, by tier; see `Moved`. Optimizer states are counted if an optimizer was given,
-            as the mean of two steps in a row, since a step begins with the chunks that the last step left in buffers.
+        moved: Bytes read and written per step, by tier; see `Moved`. Optimizer states are counted
+            if an optimizer was given, as the mean of two steps in a row, since a step begins with
+            the chunks that the last step left in buffers.
         link: Bytes per step that cross the link between the host and an accelerator.
-        collectives: Collectives of parameters and gradients per step, by the name of the data axis: one for each unit and
-            move, where all parameters of a unit travel together.
-        in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, on top of
-            `held`; or of gradients that a stock optimizer gets in another dtype than they rest in.
-        mirror_nbytes: With `mirror=True`, bytes that this rank writes into shared memory for a copy (`zf.mirror`). While one
-            is made, the one before it is there, too. With several hosts as many go to the next one for each copy, and as
-            many come from another.
+        collectives: Collectives of parameters and gradients per step, by the name of the data axis:
+            one for each unit and move, where all parameters of a unit travel together.
+        in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of
+            a step, on top of `held`; or of gradients that a stock optimizer gets in another dtype
+            than they rest in.
+        mirror_nbytes: With `mirror=True`, bytes that this rank writes into shared memory for a copy
+            (`zf.mirror`). While one is made, the one before it is there, too. With several hosts as
+            many go to the next one for each copy, and as many come from another.
     """
 
     device_type: str
@@ -99,18 +116,26 @@ class Plan:
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes of device memory that training state takes at one moment of a step: held, padding and in flight. If the
-        device is the host, buffers are included."""
+        """Most bytes of device memory that training state takes at one moment of a step:
+        held, padding and in flight.
+
+        If the device is the host, buffers are included.
+        """
         return self.held.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """Beside an accelerator, bytes of host memory that training state takes: offloaded states, and buffers."""
+        """Beside an accelerator, bytes of host memory that training state takes:
+        offloaded states, and buffers."""
         return self.held.by_memory(self.device_type)[1]
 
     def __str__(self) -> str:
         rows = [
-            (name, getattr(self.held, name), f"  + {getattr(self.padding, name) / 1e6:.3f} MB padding")
+            (
+                name,
+                getattr(self.held, name),
+                f"  + {getattr(self.padding, name) / 1e6:.3f} MB padding",
+            )
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
         if self.held.buffers:
@@ -129,9 +154,13 @@ class Plan:
             there, back = self.link
             rows.append(("link", there, f" to the device, {back / 1e6:.3f} MB from it per step"))
         if self.mirror_nbytes:
-            rows.append(("mirror", self.mirror_nbytes, " a copy in shared memory, and to the next host"))
+            rows.append(
+                ("mirror", self.mirror_nbytes, " a copy in shared memory, and to the next host")
+            )
         if len(self.sent_by_axis) > 1:
-            rows += [("  along", nbytes, f" {name!r}") for name, nbytes in self.sent_by_axis.items()]
+            rows += [
+                ("  along", nbytes, f" {name!r}") for name, nbytes in self.sent_by_axis.items()
+            ]
         return "\n".join(f"{name:<10} {nbytes / 1e6:10.3f} MB{more}" for name, nbytes, more in rows)
 
 
@@ -143,29 +172,38 @@ def plan(
     backwards: int = 1,
     mirror: bool = False,
 ) -> Plan:
-    """Predicts the bytes that this rank holds, sends, and moves from and to other tiers. Communicates nothing.
+    """Predicts the bytes that this rank holds, sends, and moves from and to other tiers.
+
+    Communicates nothing.
 
     Args:
-        module: A transformed module, also on `meta`. The device is that of its mesh; without a mesh, the CPU.
-        optimizer: The optimizer of its parameters, or a sequence of them: its states, and the buffers of a streamed one, are
-            counted. If a state of a parameter is offloaded, a stock one is counted as `zf.streamed(optimizer)` would be.
-        optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the default) for Adam in
-            float32, 4 for SGD with momentum. Buffers are then not counted.
+        module: A transformed module, also on `meta`. The device is that of its mesh;
+            without a mesh, the CPU.
+        optimizer: The optimizer of its parameters, or a sequence of them: its states, and the
+            buffers of a streamed one, are counted. If a state of a parameter is offloaded, a stock
+            one is counted as `zf.streamed(optimizer)` would be.
+        optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the
+            default) for Adam in float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Number of backwards inside `accumulate` per step.
         mirror: Whether copies are kept in shared memory (`zf.mirror`).
 
     Returns:
-        A `Plan`. The schedule is the one that was recorded in a forward; before the first forward, units run in registration
-        order. Inputs of the module are taken to need no gradients, and every parameter that requires a gradient to get one.
-        Bytes that `clip_grad_norm_`, `state_dict` and other reads beside the step move are not counted.
+        A `Plan`. The schedule is the one that was recorded in a forward; before the first forward,
+        units run in registration order. Inputs of the module are taken to need no gradients, and
+        every parameter that requires a gradient to get one. Bytes that `clip_grad_norm_`,
+        `state_dict` and other reads beside the step move are not counted.
 
     Raises:
-        StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
+        StateError: `module` was not transformed, or both an optimizer and its
+            bytes per element were given.
         LayoutError: Parameters would travel as differences (`zf.delta4`), and no rank keeps any.
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
     units = units_of(module)
-    runs = list({id(unit.run): run_of(unit) for unit in units}.values()) or runs_of(module, verb="plan")  # raises
+    # `runs_of` raises.
+    runs = list({id(unit.run): run_of(unit) for unit in units}.values()) or runs_of(
+        module, verb="plan"
+    )
     if optimizer is not None and optimizer_nbytes_per_element is not None:
         raise StateError(
             "plan() was given an optimizer and bytes per element of another one.",
@@ -176,9 +214,13 @@ def plan(
     groups = [group for unit in units for group in unit.memory.groups]
     for group in groups:
         require_held(group)
-    device_type = next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
+    device_type = next(
+        (group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu"
+    )
     per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
-    held = _at_rest(groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else None)
+    held = _at_rest(
+        groups, device_type, optimizer_nbytes_per_element=per_element if optimizer is None else None
+    )
     found, sent, collectives, in_flight_nbytes = Footprint(), Counter[str](), Counter[str](), 0
     optimizers = (optimizer,) if isinstance(optimizer, Planner) else members_of(optimizer)
     for each in optimizers:
@@ -189,7 +231,8 @@ def plan(
         in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads
         for unit in run.live_units():
             times = gathers[unit.index]
-            # Gradients of several uses or backwards are summed before they travel, in the dtype of the sum.
+            # Gradients of several uses or backwards are summed before they travel,
+            # in the dtype of the sum.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
             collectives += _collectives(unit, times_gathered=times)
             for group in unit.memory.groups:
@@ -205,22 +248,37 @@ def plan(
             held,
             optimizer=held.optimizer + found.states_nbytes,
             buffers=held.buffers + found.buffers_nbytes,
-            tiers=dict(Counter(held.tiers) + Counter({str(tier): nbytes for tier, nbytes in found.tiers.items()})),
+            tiers=dict(
+                Counter(held.tiers)
+                + Counter({str(tier): nbytes for tier, nbytes in found.tiers.items()})
+            ),
         ),
-        padding=Held(sum(parameters for parameters, _ in paddings), sum(gradients for _, gradients in paddings), 0),
+        padding=Held(
+            sum(parameters for parameters, _ in paddings),
+            sum(gradients for _, gradients in paddings),
+            0,
+        ),
         sent_nbytes=sent.total(),
         sent_by_axis=dict(sent),
         in_flight_nbytes=in_flight_nbytes,
-        moved={str(tier): Moved(found.read[tier], found.written[tier]) for tier in found.read | found.written},
+        moved={
+            str(tier): Moved(found.read[tier], found.written[tier])
+            for tier in found.read | found.written
+        },
         link=found.link,
         collectives=dict(collectives),
-        mirror_nbytes=_copied_nbytes(groups, per_element if optimizer is None else found) if mirror else 0,
+        mirror_nbytes=_copied_nbytes(groups, per_element if optimizer is None else found)
+        if mirror
+        else 0,
     )
 
 
 def _copied_nbytes(groups: Sequence[Group], states: int | Footprint) -> int:
-    """Bytes of parameters and states of which this rank makes a copy: each element is copied by one of those that hold it.
-    `states` are bytes an element, or what the optimizer takes."""
+    """Bytes of parameters and states of which this rank makes a copy:
+    each element is copied by one of those that hold it.
+
+    `states` are bytes an element, or what the optimizer takes.
+    """
     copied = trained = trained_own = in_states = 0
     for ordinal, slot in enumerate(slot for group in groups for slot in group.slots):
         itemsize, holding = slot.parameter.dtype.itemsize, holding_of(slot.parameter)
@@ -237,8 +295,8 @@ def _copied_nbytes(groups: Sequence[Group], states: int | Footprint) -> int:
 
 
 def _widened_nbytes(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> int:
-    """Bytes of the gradients of a group that a step of stock optimizers (none: of any) gets in the dtype of their parameters,
-    if they rest in another one."""
+    """Bytes of the gradients of a group that a step of stock optimizers (none: of any) gets in the
+    dtype of their parameters, if they rest in another one."""
     slots = [slot for unit in units for slot in unit.slots]
     if any(slot.kind.must_be_streamed or slot.kind.rounding is not None for slot in slots):
         return 0  # it is counted as streamed
@@ -247,13 +305,18 @@ def _widened_nbytes(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> i
         for slot in slots
         if slot.kind.gradient_dtype != slot.dtype and slot.parameter.requires_grad
     }
-    groups = [map(id, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [
+        map(id, group["params"]) for optimizer in optimizers for group in optimizer.param_groups
+    ]
     groups = groups if optimizers else [map(int, nbytes)]
     return max((sum(nbytes.get(each, 0) for each in group) for group in groups), default=0)
 
 
-def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_element: int | None) -> Held:
-    """Bytes that this rank holds between backward and `zero_grad`, without padding and buffers of a streamed optimizer."""
+def _at_rest(
+    groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_element: int | None
+) -> Held:
+    """Bytes that this rank holds between backward and `zero_grad`,
+    without padding and buffers of a streamed optimizer."""
     parameters = gradients = optimizer = 0
     tiers, largest = Counter[str](), dict[Shelved, int]()
     for group in groups:
@@ -271,7 +334,11 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
             parameters += kind.resting_nbytes(slot.path)
             if not slot.parameter.requires_grad:
                 continue
-            gradients += 0 if kind.is_gradient_away else slot.path.gradient_numel * kind.gradient_dtype.itemsize
+            gradients += (
+                0
+                if kind.is_gradient_away
+                else slot.path.gradient_numel * kind.gradient_dtype.itemsize
+            )
             per_element = optimizer_nbytes_per_element
             if per_element is not None:
                 per_element += sum(dtype.itemsize for _, dtype in kept_beside(slot.parameter))
@@ -285,15 +352,21 @@ def _at_rest(groups: Sequence[Group], device_type: str, *, optimizer_nbytes_per_
 
 
 def _in_files(group: Group) -> tuple[StoredFiles, int] | None:
-    """The files of others in which parameters rest, and the bytes that are read there; None if they rest elsewhere."""
+    """The files of others in which parameters rest, and the bytes that are read there;
+    None if they rest elsewhere."""
     record = group.record
-    return (record.shelf, record.nbytes) if record is not None and isinstance(record.shelf, StoredFiles) else None
+    return (
+        (record.shelf, record.nbytes)
+        if record is not None and isinstance(record.shelf, StoredFiles)
+        else None
+    )
 
 
 def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
     """Bytes that this rank sends in a step for the parameters of a group, by the name of the axis.
 
-    Of two axes the first carries as many bytes as one axis alone would; the second carries this rank's piece on the first.
+    Of two axes the first carries as many bytes as one axis alone would;
+    the second carries this rank's piece on the first.
     """
     total, kind = Counter[str](), group.kind
     for slot in group.slots:
@@ -326,7 +399,8 @@ class _Cut(NamedTuple):
 def _along(slot: Slot, legs: Sequence[Leg]) -> Iterator[tuple[Leg, Hop, _Cut]]:
     """The legs along axes of a parameter with elements."""
     numel, cuts = slot.path.numel, list[_Cut]()
-    row = slot.path.row_numel if slot.kind.scatter is not None else 1  # no part of one is alone on a rank
+    # No part of a row is alone on a rank.
+    row = slot.path.row_numel if slot.kind.scatter is not None else 1
     for hop in slot.path.hops if numel else ():
         piece = hop.piece_of(numel, row)
         own = min(piece, numel - min(hop.axis.rank * piece, numel))
@@ -345,7 +419,8 @@ def _nbytes(leg: Leg, slot: Slot, numel: int) -> int:
 
 
 def _collectives(unit: Unit, *, times_gathered: int) -> Counter[str]:
-    """How many collectives move the parameters and gradients of a unit in a step, by the name of the axis."""
+    """How many collectives move the parameters and gradients of a unit in a step,
+    by the name of the axis."""
     most = dict[tuple[str, Spot | None], int]()
     for slot in unit.slots:
         for leg, hop, _ in _along(slot, slot.kind.up):
@@ -360,8 +435,11 @@ def _collectives(unit: Unit, *, times_gathered: int) -> Counter[str]:
 
 
 def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
-    """Adds what forward and backward move from and to tiers: for each gather parameters, or their compute copies; gradients
-    once. Beside an accelerator both cross the link to the host."""
+    """Adds what forward and backward move from and to tiers: for each gather parameters, or their
+    compute copies; gradients once.
+
+    Beside an accelerator both cross the link to the host.
+    """
     kind, away = group.kind, dict(group.forms_away())
     codes = group.codes_away()
     for (_, tier), forms in codes:
@@ -375,7 +453,8 @@ def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
             for parcel in planned_parcels(tuple(forms)):
                 some = [trained[piece.parameter] for piece in parcel.pieces]
                 found.written[tier] += parcel.nbytes if any(some) else 0
-                found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # frozen ones in the same pages
+                # Gradients of frozen parameters lie in the same pages.
+                found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0
         elif not codes and (what == "compute copies" or not has_copies):
             place, nbytes = _in_files(group) or (tier, record_nbytes(forms))
             found.read[place] += times_gathered * nbytes
@@ -384,8 +463,13 @@ def _add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
         dtype = kind.compute_dtype if has_copies else kind.dtype
         coded = sum(form.numel for _, forms in codes for form in forms)  # bytes
         there = times_gathered * (coded or sum(numels) * dtype.itemsize) if kind.is_away else 0
-        back = sum(n for n, flag in zip(numels, trained, strict=True) if flag) * kind.gradient_dtype.itemsize
-        found.link = Link(found.link[0] + there, found.link[1] + (back if kind.is_gradient_away else 0))
+        back = (
+            sum(n for n, flag in zip(numels, trained, strict=True) if flag)
+            * kind.gradient_dtype.itemsize
+        )
+        found.link = Link(
+            found.link[0] + there, found.link[1] + (back if kind.is_gradient_away else 0)
+        )
 
 
 class _Walk(NamedTuple):
@@ -393,16 +477,22 @@ class _Walk(NamedTuple):
 
     gathers: Counter[int]
     uses: Counter[int]  # in a forward
-    in_flight_nbytes: int  # most of gathered parameters and whole gradients on this rank at one moment
+    # Most of gathered parameters and whole gradients on this rank at one moment.
+    in_flight_nbytes: int
 
 
 def _walk(run: Run, *, backwards: int) -> _Walk:
-    """Counts along the schedule of the longest forward that was recorded and of its backward. Before the first forward it is
-    the schedule of units that run in registration order. Of several backwards, gradients stay whole until the last."""
+    """Counts along the schedule of the longest forward that was recorded and of its backward.
+
+    Before the first forward it is the schedule of units that run in registration order. Of several
+    backwards, gradients stay whole until the last.
+    """
     units = {unit.index: unit for unit in run.live_units()}
     trained = frozenset(index for index, unit in units.items() if unit.gradients.are_wanted)
     recorded = (trace for (_, grad), (trace, _) in run.recorded.items() if grad)
-    trace = max(recorded, key=len, default=None) or _nested_trace({index: unit.name for index, unit in units.items()})
+    trace = max(recorded, key=len, default=None) or _nested_trace(
+        {index: unit.name for index, unit in units.items()}
+    )
     forward = run.ahead(forward_schedule(trace, keeps_last=True))
     reduced = trained if backwards == 1 else frozenset()
     backward = Script(_way_back(trace, trained), reduced, ahead=run.ahead).events
@@ -412,17 +502,23 @@ def _walk(run: Run, *, backwards: int) -> _Walk:
     landing: set[int] = set()  # those that a disk is being read into
     pending: set[int] = set()
     peak = 0
-    gathered_nbytes = {index: sum(map(_gathered_nbytes, unit.memory.groups)) for index, unit in units.items()}
+    gathered_nbytes = {
+        index: sum(map(_gathered_nbytes, unit.memory.groups)) for index, unit in units.items()
+    }
     gradient_nbytes = {index: _gradient_nbytes(unit) for index, unit in units.items()}
     for events, in_forward in ((forward, True), (backward, False)) * backwards:
         for event in events:
             if isinstance(event, Unshard):
-                gathers[event.unit] += units[event.unit].memory.is_transient and event.unit not in gathered
+                gathers[event.unit] += (
+                    units[event.unit].memory.is_transient and event.unit not in gathered
+                )
                 gathered.add(event.unit)
                 landing.discard(event.unit)
             elif isinstance(event, Fetch) and units[event.unit].memory.landing_nbytes:
                 landing.add(event.unit)
-            elif isinstance(event, Reshard) and not (in_forward and units[event.unit].memory.reshards_after_backward):
+            elif isinstance(event, Reshard) and not (
+                in_forward and units[event.unit].memory.reshards_after_backward
+            ):
                 gathered.discard(event.unit)
             elif isinstance(event, Enter) and not in_forward:
                 pending.add(event.use.unit)
@@ -442,19 +538,25 @@ def _gathered_nbytes(group: Group) -> int:
 
 
 def _gradient_nbytes(unit: Unit) -> int:
-    """Bytes of the whole gradients of a unit, from the backward that makes them until they are reduced; of those that travel
-    in a format, also of the records that this rank sends, and of as many that come."""
+    """Bytes of the whole gradients of a unit, from the backward that makes them until they are
+    reduced; of those that travel in a format, also of the records that this rank sends, and of as
+    many that come."""
     total = 0
     for slot in unit.slots:
         if slot.parameter.requires_grad:
             numel, scatter = slot.path.numel, slot.kind.scatter
             total += numel * slot.kind.compute_dtype.itemsize
-            total += 2 * scatter.records(slot.path.row_numel).nbytes_of(numel) if scatter is not None else 0
+            total += (
+                2 * scatter.records(slot.path.row_numel).nbytes_of(numel)
+                if scatter is not None
+                else 0
+            )
     return total
 
 
 def _way_back(trace: Trace, trained: Set[int]) -> Trace:
-    """The part of a forward that its backward runs through: the uses that end after the first trained unit has begun."""
+    """The part of a forward that its backward runs through:
+    the uses that end after the first trained unit has begun."""
     begun = False
     uses: set[Use] = set()
     for bracket in trace:
@@ -465,7 +567,8 @@ def _way_back(trace: Trace, trained: Set[int]) -> Trace:
 
 
 def _nested_trace(units: Mapping[int, str]) -> Trace:
-    """The trace of a model whose units run in order, the root first, each inside the unit whose name begins its own."""
+    """The trace of a model whose units run in order, the root first,
+    each inside the unit whose name begins its own."""
     trace: list[Enter | Exit] = []
     around: list[int] = []
     for unit, name in units.items():

@@ -1,4 +1,5 @@
-"""Layers of a model that repeat, so that what is true of a few of them tells what is true of all."""
+"""Layers of a model that repeat, so that what is true of a few of
+them tells what is true of all."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ __all__ = ["Stack", "cut_to", "of_all_layers", "stacks_of"]
 _FEW = 3
 
 Stack = tuple[str, int, int]
-"""The name of a `ModuleList`, and of layers in it that are equal the number of the first, and how many they are."""
+"""The name of a `ModuleList`, and of layers in it that are equal the number of the first,
+and how many they are."""
 
 
 def stacks_of(module: nn.Module) -> list[Stack]:
-    """The runs of at least two layers with parameters of equal names, shapes and dtypes, and of equal classes."""
+    """The runs of at least two layers with parameters of equal names,
+    shapes and dtypes, and of equal classes."""
     found: list[Stack] = []
     for parent, _ in groupby(repeated_blocks(module), lambda name: name.rpartition(".")[0]):
         blocks = module.get_submodule(parent)
@@ -33,7 +36,9 @@ def stacks_of(module: nn.Module) -> list[Stack]:
 
 
 def _likeness(block: nn.Module) -> object:
-    return type(block), [(n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()]
+    return type(block), [
+        (n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()
+    ]
 
 
 def cut_to(module: nn.Module, depths: Sequence[tuple[Stack, int]]) -> None:
@@ -48,8 +53,11 @@ def cut_to(module: nn.Module, depths: Sequence[tuple[Stack, int]]) -> None:
 def of_all_layers(
     numbers: Callable[[Sequence[tuple[Stack, int]]], Mapping[str, float]], stacks: Sequence[Stack]
 ) -> dict[str, float]:
-    """What `numbers` would give for all layers, from a few of them: right for numbers to which each layer of a stack adds
-    the same, once there are three. `numbers` is given how many layers each stack has."""
+    """What `numbers` would give for all layers, from a few of them: right for numbers to which each
+    layer of a stack adds the same, once there are three.
+
+    `numbers` is given how many layers each stack has.
+    """
     few = [(stack, min(stack[2], _FEW)) for stack in stacks]
     base = numbers(few)
     found = dict(base)

@@ -1,4 +1,5 @@
-"""What becomes of a step on more and more ranks: where padding and latency begin to cost, and what answers."""
+"""What becomes of a step on more and more ranks: where padding and latency
+begin to cost, and what answers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from zero_fn.looking.models import PlannedModel
 
 __all__ = ["ScaleRow", "first_to_bite", "rank_counts", "scale"]
 
-_FILES_OF_A_RANK = 3  # of a checkpoint: what it has written, its parameters, its states (docs/checkpoint-format.md)
+# Files of a checkpoint: what the rank has written, its parameters, its states
+# (docs/checkpoint-format.md).
+_FILES_OF_A_RANK = 3
 _MESSAGES_OF_A_RANK = 4  # of a save: two to rank 0, and two back, of 640 bytes
 _MANY_FILES = 100_000
 _LARGE_BATCH = 4e6  # tokens
@@ -47,15 +50,26 @@ def rank_counts(ranks: int) -> list[int]:
 def scale(
     model: PlannedModel, training: Training, compute: Sequence[Compute | None], ranks: Sequence[int]
 ) -> list[ScaleRow]:
-    """A row for each number of ranks, with nothing in a tier and the same microbatches on each rank."""
+    """A row for each number of ranks, with nothing in a tier and the
+    same microbatches on each rank."""
     found: list[ScaleRow] = []
     meshes = [mesh for count in ranks for mesh in shapes_of(count, training.machine.per_node)]
     every = configurations(model, replace(training, host=None, disk=None), compute, meshes)
     for count in ranks:
         rows = [row for row in every if row.ranks == count]
-        one = min((row for row in rows if row.proposal.transform == "shard_params"), key=lambda row: row.nbytes)
+        one = min(
+            (row for row in rows if row.proposal.transform == "shard_params"),
+            key=lambda row: row.nbytes,
+        )
         found.append(
-            ScaleRow(count, one, rows[0], 0.0, 1 + _FILES_OF_A_RANK * count, _MESSAGES_OF_A_RANK * (count - 1))
+            ScaleRow(
+                count,
+                one,
+                rows[0],
+                0.0,
+                1 + _FILES_OF_A_RANK * count,
+                _MESSAGES_OF_A_RANK * (count - 1),
+            )
         )
     # What each would send to infinitely many ranks: the least of these has no padding.
     wholes = [row.one.sent * row.ranks / (row.ranks - 1) if row.ranks > 1 else inf for row in found]
@@ -69,21 +83,33 @@ def first_to_bite(rows: Sequence[ScaleRow]) -> Iterator[str]:
     """Sentences: from how many ranks on something costs more than it should, in this order."""
     tokens = next((row for row in rows if row.one.tokens > _LARGE_BATCH), None)
     if tokens:
-        yield f"batch: from {tokens.ranks:,} ranks on a step has more than 4 million tokens, whatever the mesh"
+        yield (
+            f"batch: from {tokens.ranks:,} ranks on a step has more than 4 million tokens, "
+            "whatever the mesh"
+        )
     latency = next(
         (
             row.one
             for row in rows
-            if row.one.proposal.bound == "collectives" and row.one.latency > 0.1 * row.one.proposal.step_s
+            if row.one.proposal.bound == "collectives"
+            and row.one.latency > 0.1 * row.one.proposal.step_s
         ),
         None,
     )
     if latency:
         share, ranks = latency.latency / latency.proposal.step_s, latency.mesh[0][1]
-        yield f"latency: from {ranks:,} ranks on a step of ZeRO-3 over one axis waits for it, {share:.0%} of the step or more"
+        yield (
+            f"latency: from {ranks:,} ranks on a step of ZeRO-3 over one axis waits for it, "
+            f"{share:.0%} of the step or more"
+        )
     padding = next((row for row in rows if row.padding > 0.05), None)
     if padding:
-        yield f"padding: from {padding.ranks:,} ranks on ZeRO-3 over one axis sends {padding.padding:.0%} more, or more"
+        yield (
+            f"padding: from {padding.ranks:,} ranks on ZeRO-3 over one axis sends "
+            f"{padding.padding:.0%} more, or more"
+        )
     files = next((row for row in rows if row.files > _MANY_FILES), None)
     if files:
-        yield f"files: from {files.ranks:,} ranks on a checkpoint has {files.files:,} files, or more"
+        yield (
+            f"files: from {files.ranks:,} ranks on a checkpoint has {files.files:,} files, or more"
+        )

@@ -8,8 +8,10 @@ __all__ = ["table"]
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int]) -> list[str]:
-    """One line a row, columns two spaces apart, without spaces at the end. Rows are of equal length; columns with the numbers
-    in `right` are aligned to the right."""
+    """One line a row, columns two spaces apart, without spaces at the end.
+
+    Rows are of equal length; columns with the numbers in `right` are aligned to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
