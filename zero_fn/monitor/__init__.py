@@ -18,4 +18,15 @@ from zero_fn.monitor.sink_of import sink_of
 from zero_fn.monitor.tensorboard import TensorBoard
 from zero_fn.monitor.wandb import WandB
 
-__all__ = ["Comet", "Csv", "JsonLines", "MLflow", "Numbers", "Prometheus", "Sink", "TensorBoard", "WandB", "sink_of"]
+__all__ = [
+    "Comet",
+    "Csv",
+    "JsonLines",
+    "MLflow",
+    "Numbers",
+    "Prometheus",
+    "Sink",
+    "TensorBoard",
+    "WandB",
+    "sink_of",
+]

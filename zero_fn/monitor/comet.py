@@ -10,11 +10,13 @@ __all__ = ["Comet"]
 
 
 class Comet(Outlet):
-    """Metrics of the running experiment of Comet, or of a new one; named as by `flat`, sent by threads of its library.
+    """Metrics of the running experiment of Comet, or of a new one; named as by `flat`,
+    sent by threads of its library.
 
     Args:
         project: Its project.
-        **options: Others of `comet_ml.start`: `experiment_key=` of an experiment that goes on, `online=False`.
+        **options: Others of `comet_ml.start`: `experiment_key=` of an experiment
+            that goes on, `online=False`.
 
     Raises:
         ConfigError: The package comet_ml is not installed.

@@ -14,10 +14,12 @@ __all__ = ["JsonLines"]
 
 
 class JsonLines(Outlet):
-    """Lines of a file, each an object: `step`, `time` (seconds since 1970), and the numbers, named as by `flat`.
+    """Lines of a file, each an object: `step`, `time` (seconds since 1970),
+    and the numbers, named as by `flat`.
 
-    A run that is started again goes on in its file; steps since the checkpoint are in it twice. JSON has no numbers that are
-    not finite: they are the texts "NaN", "Infinity" and "-Infinity", which Python, pandas and JavaScript turn into numbers.
+    A run that is started again goes on in its file; steps since the checkpoint are in it twice.
+    JSON has no numbers that are not finite: they are the texts "NaN", "Infinity" and "-Infinity",
+    which Python, pandas and JavaScript turn into numbers.
 
     Args:
         path: The file. Folders above it are made.
@@ -31,7 +33,9 @@ class JsonLines(Outlet):
         super().__init__(str(path))
 
     def _write(self, step: int, numbers: Numbers) -> None:
-        row = {"step": step, "time": round(time.time(), 3)} | {name: _plain(x) for name, x in flat(numbers).items()}
+        row = {"step": step, "time": round(time.time(), 3)} | {
+            name: _plain(x) for name, x in flat(numbers).items()
+        }
         self._lines.append(json.dumps(row, allow_nan=False))
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A text file of whole lines (CSV, JSON lines): readable at every moment, after a crash and on a full disk, too."""
+"""A text file of whole lines (CSV, JSON lines): readable at every moment,
+after a crash and on a full disk, too."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ __all__ = ["WholeLines"]
 
 
 class WholeLines:
-    """Appends lines to a file, each by one write. In a file that is there, a last line that a crash tore is cut off.
+    """Appends lines to a file, each by one write.
+
+    In a file that is there, a last line that a crash tore is cut off.
 
     Raises:
         ConfigError: The file cannot be opened.
@@ -49,7 +52,8 @@ class WholeLines:
             raise
 
     def replace_first(self, line: str) -> None:
-        """Replaces the first line, in a copy that takes the place of the file; or raises OSError and changes nothing."""
+        """Replaces the first line, in a copy that takes the place of the file;
+        or raises OSError and changes nothing."""
         copy = self.path.with_name(f".{self.path.name}.new")
         try:
             with open(copy, "wb") as new:

@@ -20,8 +20,11 @@ _CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memo
 
 
 def memory_numbers(device_type: str, held: Held, paths: Iterable[str]) -> dict[str, float]:
-    """`memory_bytes`, `memory_limit_bytes` and `memory_free_bytes` of the host, of an accelerator and of disks with these
-    `paths`. Free is what this process may still take."""
+    """`memory_bytes`, `memory_limit_bytes` and `memory_free_bytes` of the host, of an accelerator
+    and of disks with these `paths`.
+
+    Free is what this process may still take.
+    """
     found: dict[str, float] = {}
 
     def note(tier: str, used: float, limit: float, free: float) -> None:

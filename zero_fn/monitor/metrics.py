@@ -1,4 +1,5 @@
-"""`metrics`: the numbers of a run while it goes on, for sinks; and what to do when a step goes wrong."""
+"""`metrics`: the numbers of a run while it goes on, for sinks;
+and what to do when a step goes wrong."""
 
 from __future__ import annotations
 
@@ -50,10 +51,11 @@ class Metrics:
 
     Attributes:
         steps: How many calls of `step` there were, and the steps before that `metrics` was told of.
-        skipped: How many of them the optimizer did not make, as of the last report: its step was skipped, here or by a
-            `GradScaler`.
+        skipped: How many of them the optimizer did not make, as of the last report: its step was
+            skipped, here or by a `GradScaler`.
         spikes: What went wrong, the last hundred.
-        loaded: Of the last checkpoint that a spike has loaded, what `zf.load` returned; None if none has.
+        loaded: Of the last checkpoint that a spike has loaded,
+            what `zf.load` returned; None if none has.
     """
 
     def __init__(
@@ -109,15 +111,18 @@ class Metrics:
         Args:
             loss: Of this rank; the mean over ranks is reported.
             tokens, samples: Of this step on this rank.
-            grad_norm: The norm of all gradients, of a clipping; else it is measured in the steps that are reported.
+            grad_norm: The norm of all gradients, of a clipping;
+                else it is measured in the steps that are reported.
             scaler: A `torch.amp.GradScaler`, whose scale is reported.
 
         Returns:
-            The numbers, which the sinks have got as well, by their names for Prometheus; empty but every `every` steps. On an
-            accelerator the times are of steps that have ended there: up to two before.
+            The numbers, which the sinks have got as well, by their names for Prometheus; empty but
+            every `every` steps. On an accelerator the times are of steps that have ended there: up
+            to two before.
 
         Raises:
-            CheckpointError, StorageError: A checkpoint could not be loaded after a spike (`on_spike="load"`).
+            CheckpointError, StorageError: A checkpoint could not be loaded after
+                a spike (`on_spike="load"`).
         """
         self.steps += 1
         state = self._state
@@ -148,12 +153,13 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- the watch --------------------------------------------------------------------------------------------------
+    # -- the watch ---------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Gradients are reduced, and an optimizer is about to use them."""
         state = self._state
-        overflow = getattr(optimizer, "found_inf", None)  # of a scaler: a fused step leaves itself out
+        # Set by a scaler: a fused step leaves itself out.
+        overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None:
             others = state.overflows.pop() if state.is_overflow_known else 0
             state.overflows.append(overflow + others)
@@ -162,9 +168,13 @@ class Metrics:
             return
         state.is_stepped, state.norm = True, None
         if self._norm and (self._watch is not None or not (self.steps + 1) % self._every):
-            scale = getattr(optimizer, "grad_scale", None)  # of a scaler: a fused step divides by it
-            state.norm = float(clip_grad_norm(state.parameters(), None)) / (1.0 if scale is None else float(scale))
-        if self._watch is not None and state.norm is not None and not overflow:  # which is what a scaler looks for
+            # Set by a scaler: a fused step divides by it.
+            scale = getattr(optimizer, "grad_scale", None)
+            state.norm = float(clip_grad_norm(state.parameters(), None)) / (
+                1.0 if scale is None else float(scale)
+            )
+        # An overflow is what a scaler looks for.
+        if self._watch is not None and state.norm is not None and not overflow:
             spike = self._watch.look_at(self.steps, "gradient", state.norm, self._line)
             if spike is not None and self._answer(spike) != "report":
                 state.is_dropped = True
@@ -179,12 +189,15 @@ class Metrics:
         if loss is not None:
             found.append(self._watch.look_at(step, "loss", _number(loss)))
         for spike in found:
-            if spike is not None and not (spike.what == "loss" and self.spikes and self.spikes[-1].step == step):
+            if spike is not None and not (
+                spike.what == "loss" and self.spikes and self.spikes[-1].step == step
+            ):
                 self._answer(spike)  # its gradients have told of a loss already
         if self._folder is None:
             return
         loads, state.loads = state.loads, False
-        if Bits(self._line, [loads], "whether to load a checkpoint").read()[0]:  # losses differ between ranks
+        # All ranks decide together, because losses differ between ranks.
+        if Bits(self._line, [loads], "whether to load a checkpoint").read()[0]:
             self.loaded = load(self._folder, state.model, state.optimizer)
             _log.warning("loaded the last checkpoint of %s", self._folder)
 
@@ -199,9 +212,11 @@ class Metrics:
         _log.warning("%s: %s", spike, answer)
         return answer  # type: ignore[no-any-return]
 
-    # -- numbers ----------------------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
 
-    def _found(self, loss: Tensor | float | None, norm: float | None, scaler: Any) -> dict[str, Any]:
+    def _found(
+        self, loss: Tensor | float | None, norm: float | None, scaler: Any
+    ) -> dict[str, Any]:
         state = self._state
         self.skipped += sum(map(bool, state.overflows))  # the host waits for the device here
         state.overflows.clear()
@@ -228,9 +243,15 @@ class _State:
         self.model = model
         self.optimizer = optimizer
         slots = [slot for unit in units_of(model) for slot in unit.slots]
-        self.device_type = next((s.kind.device_type for s in slots if s.kind.device_type != "meta"), "cpu")
-        tiers = [(home.params, home.grads, home.optim) for home in {slot.home.tiers for slot in slots}]
-        self._paths = {path for each in tiers for tier in each if isinstance(tier, Nvme) for path in tier.paths}
+        self.device_type = next(
+            (s.kind.device_type for s in slots if s.kind.device_type != "meta"), "cpu"
+        )
+        tiers = [
+            (home.params, home.grads, home.optim) for home in {slot.home.tiers for slot in slots}
+        ]
+        self._paths = {
+            path for each in tiers for tier in each if isinstance(tier, Nvme) for path in tier.paths
+        }
         self.tally = Tally()
         self._taken = deque[Taken]()
         self.norm: float | None = None
@@ -259,13 +280,20 @@ class _State:
         own = sum(self.tally.beside) / max(1, len(self.tally.beside))
         rank = dist.get_rank() if dist.is_initialized() else 0
         message = struct.pack(
-            "5d", rank, own, nan if loss is None else loss, self.tally.done["tokens"], self.tally.done["samples"]
+            "5d",
+            rank,
+            own,
+            nan if loss is None else loss,
+            self.tally.done["tokens"],
+            self.tally.done["samples"],
         )
         rows = [message]
         if line.size > 1:
             sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(line.device)
             rows = [row.numpy().tobytes() for row in line.exchange(sent, "metrics")]
-        ranks, seconds, losses, tokens, samples = zip(*(struct.unpack("5d", row) for row in rows), strict=True)
+        ranks, seconds, losses, tokens, samples = zip(
+            *(struct.unpack("5d", row) for row in rows), strict=True
+        )
         found = {"ranks": float(len(rows))}
         if loss is not None:
             found["loss"] = sum(losses) / len(losses)
@@ -275,7 +303,10 @@ class _State:
         if len(rows) > 1:
             slowest = max(range(len(rows)), key=seconds.__getitem__)
             others = [each for at, each in enumerate(seconds) if at != slowest]
-            found |= {"slowest_rank": ranks[slowest], "slowest_rank_excess_seconds": seconds[slowest] - median(others)}
+            found |= {
+                "slowest_rank": ranks[slowest],
+                "slowest_rank_excess_seconds": seconds[slowest] - median(others),
+            }
         return found
 
     def report(self) -> dict[str, Any]:
@@ -299,7 +330,8 @@ def metrics(
     checkpoints: str | os.PathLike[str] | None = None,
     step: int = 0,
 ) -> Metrics:
-    """Measures a run while it goes on: loss, norm, seconds of each phase and collective, bytes, memory, the slowest rank.
+    """Measures a run while it goes on: loss, norm, seconds of each phase and collective,
+    bytes, memory, the slowest rank.
 
         with zf.metrics(model, optimizer, sinks=["prometheus:9400", "tensorboard:runs"]) as metrics:
             for batch in loader:
@@ -307,23 +339,30 @@ def metrics(
                 loss.backward(); optimizer.step(); optimizer.zero_grad()
                 metrics.step(loss, tokens=batch.numel())
 
-    The names, and what they mean: `docs/guides/monitoring.md`. It costs some microseconds for each unit and collective.
+    The names, and what they mean: `docs/guides/monitoring.md`.
+    It costs some microseconds for each unit and collective.
 
     Args:
         model: A transformed module.
-        optimizer: The optimizer whose steps are counted; or a sequence of them, of whose steps between two calls of
-            `Metrics.step` the first has the norm measured. With a `GradScaler` call its `unscale_` for each before that.
-        sinks: Where numbers go: words of `zero_fn.monitor.sink_of`, which only ranks that log open; sinks of
-            `zero_fn.monitor`, or any object with `log(step, numbers)`. They are closed at the end.
+        optimizer: The optimizer whose steps are counted; or a sequence of them, of whose steps
+            between two calls of `Metrics.step` the first has the norm measured. With a `GradScaler`
+            call its `unscale_` for each before that.
+        sinks: Where numbers go: words of `zero_fn.monitor.sink_of`, which only ranks that log
+            open; sinks of `zero_fn.monitor`, or any object with `log(step, numbers)`. They are
+            closed at the end.
         every: A report is made once in so many steps.
-        every_rank: Calls the sinks on every rank, not on rank 0 alone: for Prometheus with a target for each rank.
-        norm: Measures the norm of all gradients before the optimizer steps, in steps that are reported: a pass over
-            them, and an all-reduce of a number. False: only what `step(grad_norm=)` is given.
-        on_spike: A watch: the norm is measured in each step, and a loss or gradient that is not finite is told with the unit
-            and the rank where it began, as are a loss, a norm and a step of ten times the median of the last hundred. What
-            is done then: "report" (a warning of the logger "zero_fn", and counted), "skip" (the optimizer makes no step), or
-            "load" (no step, and the last complete checkpoint is loaded), or a function of the `Spike` that says which, alike
-            on every rank. A step that is slow is always only reported. Costs a pass over all gradients as they arrive.
+        every_rank: Calls the sinks on every rank, not on rank 0 alone:
+            for Prometheus with a target for each rank.
+        norm: Measures the norm of all gradients before the optimizer steps, in steps that are
+            reported: a pass over them, and an all-reduce of a number. False: only what
+            `step(grad_norm=)` is given.
+        on_spike: A watch: the norm is measured in each step, and a loss or gradient that is not
+            finite is told with the unit and the rank where it began, as are a loss, a norm and a
+            step of ten times the median of the last hundred. What is done then: "report" (a warning
+            of the logger "zero_fn", and counted), "skip" (the optimizer makes no step), or "load"
+            (no step, and the last complete checkpoint is loaded), or a function of the `Spike` that
+            says which, alike on every rank. A step that is slow is always only reported. Costs a
+            pass over all gradients as they arrive.
         checkpoints: The folder of checkpoints for "load".
         step: Steps that were taken before, of a run that goes on: its numbers go on from there.
 
@@ -332,7 +371,8 @@ def metrics(
 
     Raises:
         StateError: The model was not transformed.
-        LayoutError: `every` is not positive, or `on_spike` is none of the above, or "load" lacks `checkpoints`.
+        LayoutError: `every` is not positive, or `on_spike` is none of the above,
+            or "load" lacks `checkpoints`.
     """
     if every < 1:
         raise LayoutError("every is a number of steps.", got=every, fix="every=10")
@@ -357,6 +397,12 @@ def _number(value: Tensor | float) -> float:
 
 def _require_answer(answer: object, folder: object) -> None:
     if answer not in _ANSWERS:
-        raise LayoutError("on_spike is none of its answers.", got=repr(answer), fix=" or ".join(map(repr, _ANSWERS)))
+        raise LayoutError(
+            "on_spike is none of its answers.",
+            got=repr(answer),
+            fix=" or ".join(map(repr, _ANSWERS)),
+        )
     if answer == "load" and folder is None:
-        raise LayoutError('on_spike="load" lacks a folder.', fix='on_spike="load", checkpoints="runs/a"')
+        raise LayoutError(
+            'on_spike="load" lacks a folder.', fix='on_spike="load", checkpoints="runs/a"'
+        )

@@ -11,7 +11,8 @@ __all__ = ["MLflow"]
 
 
 class MLflow(Outlet):
-    """Metrics of the active run of MLflow, or of a new one; named as by `flat`, sent by threads of its library.
+    """Metrics of the active run of MLflow, or of a new one; named as by `flat`,
+    sent by threads of its library.
 
     Args:
         experiment: The experiment of a new run. `MLFLOW_TRACKING_URI` says where.
@@ -29,14 +30,18 @@ class MLflow(Outlet):
             self._mlflow.set_experiment(experiment)
         self._id = (active or self._mlflow.start_run(**options)).info.run_id
         self._has_sent = False
-        self._client = self._mlflow.MlflowClient()  # log_metrics of the module would wait for the server in each call
+        # `log_metrics` of the module would wait for the server in each call.
+        self._client = self._mlflow.MlflowClient()
         super().__init__("MLflow")
 
     def _write(self, step: int, numbers: Numbers) -> None:
         now = round(1000 * time.time())
-        metrics = [self._mlflow.entities.Metric(name, number, now, step) for name, number in flat(numbers).items()]
-        # The first is waited for: a server that does not answer is an error now, and two threads of the library that make
-        # the same folder of a file store lose what one of them has.
+        metrics = [
+            self._mlflow.entities.Metric(name, number, now, step)
+            for name, number in flat(numbers).items()
+        ]
+        # The first is waited for: a server that does not answer is an error now, and two threads of
+        # the library that make the same folder of a file store lose what one of them has.
         self._client.log_batch(self._id, metrics, synchronous=not self._has_sent)
         self._has_sent = True
 

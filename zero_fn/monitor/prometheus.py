@@ -1,4 +1,5 @@
-"""Numbers for Prometheus, which scrapes a port, or hears of them from a pushgateway or from node_exporter."""
+"""Numbers for Prometheus, which scrapes a port, or hears of them from a
+pushgateway or from node_exporter."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ BUCKETS = [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2, 5)]
 class Prometheus(Outlet):
     """The numbers that were logged last, shown in one of three ways:
 
-        Prometheus(9400)                                             # Prometheus scrapes this port
-        Prometheus(gateway="http://gateway:9091")                    # each log is pushed
-        Prometheus(textfile="/var/lib/node_exporter/zero_fn.prom")   # node_exporter of this machine shows it
+        Prometheus(9400)  # Prometheus scrapes this port
+        Prometheus(gateway="http://gateway:9091")  # each log is pushed
+        Prometheus(textfile="/var/lib/node_exporter/zero_fn.prom")  # node_exporter shows it
 
-    Counters begin at 0 when the process is started again, as `rate` and `increase` expect. A gauge keeps its last value. A
-    gateway that does not answer costs at most 2 s a minute.
+    Counters begin at 0 when the process is started again, as `rate` and `increase` expect. A gauge
+    keeps its last value. A gateway that does not answer costs at most 2 s a minute.
 
     Args:
         port: The port; 0: a free one, which is `sink.port` then.
@@ -37,8 +38,8 @@ class Prometheus(Outlet):
         registry: A registry of prometheus_client, for more metrics.
 
     Raises:
-        ConfigError: The package prometheus-client is not installed, the port is in use, node_exporter would not read the
-            file, or not one way is named.
+        ConfigError: The package prometheus-client is not installed, the port is in use,
+            node_exporter would not read the file, or not one way is named.
     """
 
     def __init__(
@@ -59,12 +60,17 @@ class Prometheus(Outlet):
         self.registry: Any = self._client.CollectorRegistry()
         self._server: Any = None
         if (port is not None) + (gateway is not None) + (textfile is not None) != 1:
-            raise ConfigError("Prometheus takes one of port, gateway and textfile.", fix="Prometheus(9400)")
-        if textfile and not (self._file.endswith(".prom") and os.access(os.path.dirname(self._file) or ".", os.W_OK)):
+            raise ConfigError(
+                "Prometheus takes one of port, gateway and textfile.", fix="Prometheus(9400)"
+            )
+        if textfile and not (
+            self._file.endswith(".prom") and os.access(os.path.dirname(self._file) or ".", os.W_OK)
+        ):
             raise ConfigError(
                 f"node_exporter will not see {textfile}.",
                 why="it reads files named *.prom in the folder --collector.textfile.directory",
-                fix="make the folder, and name a file in it: textfile='/var/lib/node_exporter/zero_fn.prom'",
+                fix="make the folder, and name a file in it: "
+                "textfile='/var/lib/node_exporter/zero_fn.prom'",
             )
         if port is not None:
             try:
@@ -74,7 +80,9 @@ class Prometheus(Outlet):
                     "a process of this machine may have it, such as another rank",
                     "Prometheus(port + local_rank)",
                 )
-                raise ConfigError(f"Port {port} cannot be opened.", error=error, why=why, fix=fix) from error
+                raise ConfigError(
+                    f"Port {port} cannot be opened.", error=error, why=why, fix=fix
+                ) from error
             self.port: int = self._server.server_port
         super().__init__(gateway or self._file or f"port {port}", rest_s=60.0 if gateway else 0.0)
 
@@ -93,7 +101,9 @@ class Prometheus(Outlet):
             else:
                 metric.set(value)
         if self._gateway is not None:
-            self._client.push_to_gateway(self._gateway, "zero_fn", self.registry, self._labels, timeout=2.0)
+            self._client.push_to_gateway(
+                self._gateway, "zero_fn", self.registry, self._labels, timeout=2.0
+            )
         elif self._file:
             self._client.write_to_textfile(self._file, self.registry)
 
@@ -102,7 +112,14 @@ class Prometheus(Outlet):
         name, own = split(key)
         labels = own if self._gateway is not None else self._labels | own
         if name not in self._metrics:
-            unit = next((unit for unit in ("bytes", "seconds") if name.removesuffix("_total").endswith(f"_{unit}")), "")
+            unit = next(
+                (
+                    unit
+                    for unit in ("bytes", "seconds")
+                    if name.removesuffix("_total").endswith(f"_{unit}")
+                ),
+                "",
+            )
             options: dict[str, Any] = {"unit": unit, "registry": self.registry}
             kind = self._client.Counter if name.endswith("_total") else self._client.Gauge
             if is_histogram:

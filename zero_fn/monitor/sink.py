@@ -16,9 +16,12 @@ from zero_fn.errors import ConfigError, warn_once
 __all__ = ["Numbers", "Outlet", "Sink", "flat", "library", "split"]
 
 Numbers = Mapping[str, float | Sequence[float]]
-"""Numbers by their names in Prometheus, with labels as it writes them: `zero_fn_sent_bytes_total{axis="dp"}`. What ends in
-`_total` is a counter, and has the sum since the run began. A sequence has the observations since the last call, for a
-histogram. All else is a gauge."""
+"""Numbers by their names in Prometheus, with labels as it writes them:
+`zero_fn_sent_bytes_total{axis="dp"}`.
+
+What ends in `_total` is a counter, and has the sum since the run began. A sequence has the
+observations since the last call, for a histogram. All else is a gauge.
+"""
 
 _KEY = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"\\\n]*)"')
@@ -52,8 +55,8 @@ def split(key: str) -> tuple[str, dict[str, str]]:
 def flat(numbers: Numbers) -> dict[str, float]:
     """One number for each name, for sinks that know neither labels nor histograms.
 
-    `zero_fn_sent_bytes_total{axis="dp"}` becomes `zero_fn/sent_bytes_total/dp`; a histogram `zero_fn_step_seconds` becomes
-    `zero_fn/step_seconds/mean` and `zero_fn/step_seconds/max`.
+    `zero_fn_sent_bytes_total{axis="dp"}` becomes `zero_fn/sent_bytes_total/dp`; a histogram
+    `zero_fn_step_seconds` becomes `zero_fn/step_seconds/mean` and `zero_fn/step_seconds/max`.
     """
     found = {}
     for key, value in numbers.items():
@@ -71,14 +74,19 @@ def library(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"This sink needs {package}.", error=error, fix=f"pip install {package}") from error
+        raise ConfigError(
+            f"This sink needs {package}.", error=error, fix=f"pip install {package}"
+        ) from error
 
 
 class Outlet(ABC):
-    """A sink of ours. What goes wrong in the world outside costs numbers, never the training, and is told.
+    """A sink of ours.
 
-    A full disk, or a server that does not answer: the numbers of a step are lost, there is one warning for each outlet, and
-    later steps are tried again. A name that cannot be one is a mistake in the program, and raises.
+    What goes wrong in the world outside costs numbers, never the training, and is told.
+
+    A full disk, or a server that does not answer: the numbers of a step are lost, there is one
+    warning for each outlet, and later steps are tried again. A name that cannot be one is a mistake
+    in the program, and raises.
 
     Args:
         where: Where the numbers go, for the warning.
@@ -110,7 +118,8 @@ class Outlet(ABC):
                 f"{type(self).__name__} lost numbers on their way to {self.where}.",
                 step=step,
                 error=repr(error),
-                why="training goes on, and later steps are tried again; this is said once, and `lost` counts on",
+                why="training goes on, and later steps are tried again; "
+                "this is said once, and `lost` counts on",
                 fix="free the disk, or start the server",
             )
 

@@ -20,23 +20,31 @@ __all__ = ["sink_of"]
 def sink_of(text: str) -> Outlet:
     """Makes a sink of a word of a command line, as in `--log tensorboard:runs prometheus:9400`.
 
-    It is `tensorboard`, `csv`, `jsonl`, `prometheus`, `wandb`, `mlflow` or `comet`. After a colon may follow a folder, a
-    file, a port (or the URL of a pushgateway, or a file `*.prom`), or a project. They are opened at once, so only ranks
-    that log make sinks.
+    It is `tensorboard`, `csv`, `jsonl`, `prometheus`, `wandb`, `mlflow` or `comet`. After a colon
+    may follow a folder, a file, a port (or the URL of a pushgateway, or a file `*.prom`), or a
+    project. They are opened at once, so only ranks that log make sinks.
 
     Raises:
         ConfigError: There is no such word, or the sink cannot be made.
     """
     word, _, rest = text.partition(":")
     if word not in _SINKS:
-        raise ConfigError(f"{text!r} is no sink.", words=", ".join(_SINKS), fix="tensorboard:runs, or prometheus:9400")
+        raise ConfigError(
+            f"{text!r} is no sink.",
+            words=", ".join(_SINKS),
+            fix="tensorboard:runs, or prometheus:9400",
+        )
     return _SINKS[word](rest)
 
 
 def _prometheus(rest: str) -> Prometheus:
     if rest.isdecimal() or not rest:
         return Prometheus(int(rest or 9400))
-    return Prometheus(gateway=rest) if rest.startswith(("http:", "https:")) else Prometheus(textfile=rest)
+    return (
+        Prometheus(gateway=rest)
+        if rest.startswith(("http:", "https:"))
+        else Prometheus(textfile=rest)
+    )
 
 
 _SINKS: dict[str, Callable[[str], Outlet]] = {

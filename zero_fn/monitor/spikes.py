@@ -1,8 +1,10 @@
-"""What goes wrong in a step, found before the optimizer uses it: gradients that are not finite, and spikes.
+"""What goes wrong in a step, found before the optimizer uses it:
+gradients that are not finite, and spikes.
 
-[Note: where it began] The first gradient of a backward that is not finite says where: backward goes from the last unit to the
-first, and what is behind a gradient that is not finite is mostly not finite either. Each rank looks at its own, whole
-gradients as they arrive, before ranks sum them up; after that all ranks have what one has brought in.
+[Note: where it began] The first gradient of a backward that is not finite says where: backward goes
+from the last unit to the first, and what is behind a gradient that is not finite is mostly not
+finite either. Each rank looks at its own, whole gradients as they arrive, before ranks sum them up;
+after that all ranks have what one has brought in.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from zero_fn.values.watching import Watch
 __all__ = ["Spike", "Spikes"]
 
 FACTOR = 10.0
-"""A gradient norm, a loss or a step is a spike if it is so many times the median of those before."""
+"""A gradient norm, a loss or a step is a spike if it is so many
+times the median of those before."""
 
 _BEFORE = 100  # how many are compared
 _ENOUGH = 10  # with fewer nothing is a spike
@@ -39,7 +42,8 @@ class Spike:
         what: "gradient" or "loss", or "step", for its seconds.
         value: The norm of all gradients, the loss, or the seconds.
         usual: The median of those before; 0 if there were too few.
-        rank, unit: Where the first gradient was that is not finite; -1 and "" if all gradients of all ranks are finite.
+        rank, unit: Where the first gradient was that is not finite;
+            -1 and "" if all gradients of all ranks are finite.
     """
 
     step: int
@@ -59,7 +63,8 @@ class Spike:
         if not self.is_finite:
             return f"step {self.step}: {self.what} is {self.value}{where}"
         return (
-            f"step {self.step}: {self.what} is {self.value:.3g}, {self.value / self.usual:.0f} times the median{where}"
+            f"step {self.step}: {self.what} is {self.value:.3g}, "
+            f"{self.value / self.usual:.0f} times the median{where}"
         )
 
 
@@ -68,10 +73,14 @@ class Spikes(Watch):
 
     def __init__(self) -> None:
         self._before: dict[str, deque[float]] = {}
-        self._arrived: dict[str, list[Tensor]] = {}  # largest elements of gradients, by unit in the order of arrival
+        # Largest elements of gradients, by unit in the order of arrival.
+        self._arrived: dict[str, list[Tensor]] = {}
 
     def arrived(self, unit: str, grads: Sequence[Tensor | None]) -> None:
-        """Notes the largest element of each gradient. The host does not wait for it. [Note: where it began]"""
+        """Notes the largest element of each gradient.
+
+        The host does not wait for it. [Note: where it began]
+        """
         present = [grad for grad in grads if grad is not None and grad.is_floating_point()]
         if present:
             with torch.no_grad():
@@ -79,8 +88,11 @@ class Spikes(Watch):
                 self._arrived.setdefault(unit or "root", []).append(torch.stack(largest).max())
 
     def look_at(self, step: int, what: str, value: float, line: Line | None = None) -> Spike | None:
-        """What is wrong with a number, if anything is. With a `line` ranks tell one another where it began, if it is not
-        finite: a collective, for which `value` must be the same on all."""
+        """What is wrong with a number, if anything is.
+
+        With a `line` ranks tell one another where it began, if it is not finite: a collective, for
+        which `value` must be the same on all.
+        """
         before = self._before.setdefault(what, deque(maxlen=_BEFORE))
         usual = median(before) if len(before) >= _ENOUGH else 0.0
         if value - value == 0:
@@ -95,13 +107,20 @@ class Spikes(Watch):
 
     def _began(self, line: Line) -> tuple[int, str]:
         units = list(self._arrived)
-        first = next((at for at, unit in enumerate(units) if not _are_finite(self._arrived[unit])), _NOWHERE)
+        first = next(
+            (at for at, unit in enumerate(units) if not _are_finite(self._arrived[unit])), _NOWHERE
+        )
         rank = dist.get_rank() if dist.is_initialized() else 0
         name = units[first].encode()[:_NAME_NBYTES] if first < len(units) else b""
         message = torch.tensor([first, rank], dtype=torch.int64).view(torch.uint8)
         text = torch.frombuffer(bytearray(name.ljust(_NAME_NBYTES)), dtype=torch.uint8)
-        rows = line.exchange(torch.cat([message, text]).to(line.device), "where a gradient is not finite")
-        found = sorted((int(row[:8].view(torch.int64)), int(row[8:16].view(torch.int64)), row[16:]) for row in rows)
+        rows = line.exchange(
+            torch.cat([message, text]).to(line.device), "where a gradient is not finite"
+        )
+        found = sorted(
+            (int(row[:8].view(torch.int64)), int(row[8:16].view(torch.int64)), row[16:])
+            for row in rows
+        )
         first, rank, text = found[0]
         return (rank, text.numpy().tobytes().decode().strip()) if first < _NOWHERE else (-1, "")
 

@@ -60,7 +60,9 @@ class Tally:
                 elif mark.moment is Moment.WAITED:
                     self.seconds[_BY_KIND[each.kind]].append((each.end_ns - each.begin_ns) / 1e9)
         for _, tier, nbytes, is_read in taken.moved:
-            self.totals[f'tier_{"read" if is_read else "written"}_bytes_total{{tier="{tier}"}}'] += nbytes
+            self.totals[
+                f'tier_{"read" if is_read else "written"}_bytes_total{{tier="{tier}"}}'
+            ] += nbytes
 
     @property
     def age_s(self) -> float:
@@ -68,12 +70,19 @@ class Tally:
         return monotonic() - self._since
 
     def report(self) -> dict[str, Any]:
-        """All of it by the names of numbers, without `zero_fn_`; then it begins anew, but for the sums."""
-        found: dict[str, Any] = {f"{name}_seconds": list(each) for name, each in self.seconds.items() if each}
-        found |= self.totals | {f'step_peak_memory_bytes{{tier="{tier}"}}': n for tier, n in self.peaks.items() if n}
+        """All of it by the names of numbers, without `zero_fn_`;
+        then it begins anew, but for the sums."""
+        found: dict[str, Any] = {
+            f"{name}_seconds": list(each) for name, each in self.seconds.items() if each
+        }
+        found |= self.totals | {
+            f'step_peak_memory_bytes{{tier="{tier}"}}': n for tier, n in self.peaks.items() if n
+        }
         for name, total in self.totals.items():
             if name.startswith("tier_"):
-                found[name.replace("_bytes_total", "_bytes_per_second")] = (total - self._before[name]) / self.age_s
+                found[name.replace("_bytes_total", "_bytes_per_second")] = (
+                    total - self._before[name]
+                ) / self.age_s
         self._since = monotonic()
         self._before = Counter(self.totals)
         for each in (self.seconds, self.beside, self.peaks, self.done):

@@ -14,7 +14,8 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard(Outlet):
-    """Scalars, named as by `flat`, and the distributions of histograms: `tensorboard --logdir runs`.
+    """Scalars, named as by `flat`, and the distributions of histograms:
+    `tensorboard --logdir runs`.
 
     Args:
         folder: Where event files are written. A run that is started again names the same.
@@ -29,7 +30,8 @@ class TensorBoard(Outlet):
         super().__init__(os.fspath(folder))
 
     def _write(self, step: int, numbers: Numbers) -> None:
-        # A writer that failed fails for ever, so the next step has a new one, whose file TensorBoard reads after the others.
+        # A writer that failed fails for ever, so the next step has a new one, whose file
+        # TensorBoard reads after the others.
         writer, self._writer = self._writer or self._new_writer(self.where), None
         for name, number in flat(numbers).items():
             writer.add_scalar(name, number, step)

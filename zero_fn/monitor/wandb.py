@@ -10,11 +10,13 @@ __all__ = ["WandB"]
 
 
 class WandB(Outlet):
-    """Metrics of the open run of Weights & Biases, or of a new one; named as by `flat`, sent by a process of its library.
+    """Metrics of the open run of Weights & Biases, or of a new one; named as by `flat`,
+    sent by a process of its library.
 
     Args:
         project: Its project.
-        **options: Others of `wandb.init`: `id=` and `resume=` of a run that goes on, `mode="offline"`.
+        **options: Others of `wandb.init`: `id=` and `resume=` of a run
+            that goes on, `mode="offline"`.
 
     Raises:
         ConfigError: The package wandb is not installed.
