@@ -1,4 +1,5 @@
-"""What the records of all ranks say together: the parts of each step, units, collectives, and the ranks that are slow."""
+"""What the records of all ranks say together: the parts of each step, units, collectives,
+and the ranks that are slow."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Computation in one phase of a unit: seconds a step by rank, the lower quartile of the steps. `idle`: of them."""
+    """Computation in one phase of a unit: seconds a step by rank, the lower quartile of the steps.
+
+    `idle`: of them.
+    """
 
     unit: str
     phase: str
@@ -78,9 +82,10 @@ class CollectiveTimes:
         axis: The name of the data axis; ranks: how many it has.
         count: How often in a step.
         nbytes: Bytes that a rank sends in a step, the mean over ranks.
-        seconds: From when the last rank began to when it was complete, the median; where it was complete before anybody
-            waited, at most.
-        exposed_s: Seconds a step, the mean over ranks, in which a rank waited for it, but for those below.
+        seconds: From when the last rank began to when it was complete, the median; where it was
+            complete before anybody waited, at most.
+        exposed_s: Seconds a step, the mean over ranks, in which a rank waited for it,
+            but for those below.
         waited_s: Seconds a step, the mean over ranks, in which a rank waited for a slower one.
         last_rank: The rank that others waited for longest; -1 if nobody waited.
         slowest_peer: The rank whose messages took longest on the way; -1 where that is not known.
@@ -110,15 +115,18 @@ class CollectiveTimes:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A part of the step that takes longer on one rank than on the others. A rank that is slow in several has several.
+    """A part of the step that takes longer on one rank than on the others.
+
+    A rank that is slow in several has several.
 
     Attributes:
         rank: Its number.
-        seconds: How much longer a step takes there than on the median of the others; of each the lower quartile
-            of the steps, which is what it takes when nothing comes between.
+        seconds: How much longer a step takes there than on the median of the others; of each the
+            lower quartile of the steps, which is what it takes when nothing comes between.
         part: The part of the step.
         unit, phase: The unit where that is, in which phase; "" for what is in none, or in many.
-        waited_s: Seconds a step that the others waited for the rank, the mean over these; for all that it is slow in.
+        waited_s: Seconds a step that the others waited for the rank,
+            the mean over these; for all that it is slow in.
     """
 
     rank: int
@@ -131,13 +139,16 @@ class Slow:
     def __str__(self) -> str:
         where = f"{self.part} in {self.phase} of {self.unit}" if self.unit else self.part
         return (
-            f"rank {self.rank} is slow: {self.seconds * 1e3:.1f} ms a step longer than the others ({where}); "
-            f"they waited {self.waited_s * 1e3:.1f} ms for it"
+            f"rank {self.rank} is slow: {self.seconds * 1e3:.1f} ms a step longer than the others "
+            f"({where}); they waited {self.waited_s * 1e3:.1f} ms for it"
         )
 
 
 def wait_for_last(records: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
-    """For each collective, the rank that began it last, and when. What the others waited until then becomes `waiting`."""
+    """For each collective, the rank that began it last, and when.
+
+    What the others waited until then becomes `waiting`.
+    """
     last: dict[str, tuple[int, int]] = {}
     for record in records:
         for each in record.collectives:
@@ -145,7 +156,9 @@ def wait_for_last(records: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
                 last[each.group] = record.rank, each.begin_ns
     for record in records:
         for number, step in enumerate(record.steps):
-            record.steps[number] = [part for span in step for part in _told_apart(span, record, last)]
+            record.steps[number] = [
+                part for span in step for part in _told_apart(span, record, last)
+            ]
     return last
 
 
@@ -155,7 +168,9 @@ def _told_apart(span: Span, record: RankRecord, last: dict[str, tuple[int, int]]
         end = min(span.end_ns, begin_ns)
         if rank != record.rank and end > span.begin_ns:
             rest = (span.phase, span.unit, span.collective)
-            return Span(span.begin_ns, end, "waiting", *rest), Span(end, span.end_ns, "communication", *rest)
+            return Span(span.begin_ns, end, "waiting", *rest), Span(
+                end, span.end_ns, "communication", *rest
+            )
     return (span,)
 
 
@@ -169,7 +184,11 @@ def steps_of_ranks(records: Sequence[RankRecord]) -> list[StepTimes]:
                 parts[span.part] += span.ns - span.idle_ns
                 parts["idle"] += span.idle_ns
             seconds = (spans[-1].end_ns - spans[0].begin_ns) / 1e9
-            found.append(StepTimes(record.rank, number, seconds, {part: ns / 1e9 for part, ns in parts.items()}))
+            found.append(
+                StepTimes(
+                    record.rank, number, seconds, {part: ns / 1e9 for part, ns in parts.items()}
+                )
+            )
     return found
 
 
@@ -181,7 +200,8 @@ def units_of_ranks(records: Sequence[RankRecord]) -> list[UnitTimes]:
             for span in spans:
                 if span.part == "compute" and span.unit:
                     rows = found.setdefault(
-                        (span.phase, span.unit), [[[0.0] * len(each.steps) for each in records] for _ in range(2)]
+                        (span.phase, span.unit),
+                        [[[0.0] * len(each.steps) for each in records] for _ in range(2)],
                     )
                     for row, ns in zip(rows, (span.ns, span.idle_ns), strict=True):
                         row[place][number] += ns / 1e9
@@ -193,20 +213,27 @@ def units_of_ranks(records: Sequence[RankRecord]) -> list[UnitTimes]:
 
 
 def carried_of(records: Sequence[RankRecord], last: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """By axis, the bytes that a rank sends by the seconds in which a collective of the axis is under way: from when the last
-    rank has begun it. The least of all ranks."""
+    """By axis, the bytes that a rank sends by the seconds in which a collective of the axis is
+    under way: from when the last rank has begun it.
+
+    The least of all ranks.
+    """
     found: dict[str, float] = {}
     for record in records:
         for axis in dict.fromkeys(each.axis for each in record.collectives):
             own = [each for each in record.collectives if each.axis == axis and each.end_ns]
-            busy = _merged((last.get(each.group, (0, each.begin_ns))[1], each.end_ns) for each in own)
+            busy = _merged(
+                (last.get(each.group, (0, each.begin_ns))[1], each.end_ns) for each in own
+            )
             if busy and (nbytes := sum(each.nbytes for each in own)):
                 rate = nbytes / sum(end - begin for begin, end in busy) * 1e9
                 found[axis] = min(rate, found.get(axis, rate))
     return found
 
 
-def collectives_of(records: Sequence[RankRecord], last: dict[str, tuple[int, int]]) -> list[CollectiveTimes]:
+def collectives_of(
+    records: Sequence[RankRecord], last: dict[str, tuple[int, int]]
+) -> list[CollectiveTimes]:
     """The collectives of the steps, by name; the longest first."""
     count = sum(len(record.steps) for record in records)
     several: dict[tuple[str, str], list[Collective]] = defaultdict(list)  # by name and axis
@@ -225,7 +252,11 @@ def collectives_of(records: Sequence[RankRecord], last: dict[str, tuple[int, int
                     for_whom[cause.name, cause.axis][last[cause.group][0]] += span.ns
     rows = []
     for key, all_ in several.items():
-        took = [each.end_ns - last.get(each.group, (0, each.begin_ns))[1] for each in all_ if each.end_ns]
+        took = [
+            each.end_ns - last.get(each.group, (0, each.begin_ns))[1]
+            for each in all_
+            if each.end_ns
+        ]
         rows.append(
             CollectiveTimes(
                 *key,
@@ -252,15 +283,19 @@ def slow_of(
     units: Sequence[UnitTimes],
     last: dict[str, tuple[int, int]],
 ) -> list[Slow]:
-    """Where ranks take longer than the others beside collectives, by a fiftieth of a step at least; the longest first.
+    """Where ranks take longer than the others beside collectives,
+    by a fiftieth of a step at least; the longest first.
 
-    What is slow is not weighed against what is fast: where ranks meet several times in a step, each slow unit makes the
-    others wait, even if these are slower in another.
+    What is slow is not weighed against what is fast: where ranks meet several times in a step, each
+    slow unit makes the others wait, even if these are slower in another.
     """
     if len(records) < 2:
         return []
     least = _SLOWER * median(step.seconds for step in steps)
-    own = {record.rank: _own([step for step in steps if step.rank == record.rank]) for record in records}
+    own = {
+        record.rank: _own([step for step in steps if step.rank == record.rank])
+        for record in records
+    }
     waits = _waits(records, last)
     found = []
     for rank in own:
@@ -276,11 +311,17 @@ def slow_of(
     return sorted(found, key=lambda each: -each.seconds)
 
 
-def _by_unit(units: Sequence[UnitTimes], part: str, ranks: list[int], rank: int) -> list[tuple[float, str, str]]:
+def _by_unit(
+    units: Sequence[UnitTimes], part: str, ranks: list[int], rank: int
+) -> list[tuple[float, str, str]]:
     """How much longer a rank takes in each phase of each unit; the longest first."""
     found = []
     for row in units if part in ("compute", "idle") else ():
-        times = row.idle if part == "idle" else [a - b for a, b in zip(row.seconds, row.idle, strict=True)]
+        times = (
+            row.idle
+            if part == "idle"
+            else [a - b for a, b in zip(row.seconds, row.idle, strict=True)]
+        )
         found.append((_beyond(dict(zip(ranks, times, strict=True)), rank), row.unit, row.phase))
     return sorted(found, reverse=True)
 
@@ -312,8 +353,12 @@ def _beyond(times: dict[int, float], rank: int) -> float:
 
 
 def overlap_of(record: RankRecord) -> float | None:
-    """The part of the time with a collective under way in which this rank computes, as Holistic Trace Analysis defines it:
-    the overlap of communication with computation, by all of communication. None without collectives."""
+    """The part of the time with a collective under way in which this rank computes, as Holistic
+    Trace Analysis defines it: the overlap of communication with computation, by all of
+    communication.
+
+    None without collectives.
+    """
     begin, end = record.steps[0][0].begin_ns, record.steps[-1][-1].end_ns
     moving = _merged((each.begin_ns, each.end_ns) for each in record.collectives if each.end_ns)
     moving = [(max(a, begin), min(b, end)) for a, b in moving if b > begin and a < end]
@@ -321,7 +366,9 @@ def overlap_of(record: RankRecord) -> float | None:
     if not total:
         return None
     computing = _merged(
-        (s.begin_ns, s.end_ns) for s in record.spans if s.part in ("compute", "optimizer") and s.idle_ns < s.ns
+        (s.begin_ns, s.end_ns)
+        for s in record.spans
+        if s.part in ("compute", "optimizer") and s.idle_ns < s.ns
     )
     shared, at = 0, 0
     for a, b in moving:

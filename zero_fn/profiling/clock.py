@@ -1,11 +1,13 @@
-"""What one rank notes while it trains: moments with their times, collectives, bytes that tiers move.
+"""What one rank notes while it trains: moments with their times,
+collectives, bytes that tiers move.
 
-A process has one clock, however many look on: it runs while somebody reads it, and each reader (`zf.profile`, `zf.metrics`)
-has the marks since it began, and its own steps.
+A process has one clock, however many look on: it runs while somebody reads it, and each reader
+(`zf.profile`, `zf.metrics`) has the marks since it began, and its own steps.
 
-On a CPU a moment has the time of the host, and the processor time that the process has used so far: where time passes and
-none is used, the process did not run. On an accelerator each moment is also an event on the stream that computes, whose time
-is read later. Nothing waits for the device while a step runs.
+On a CPU a moment has the time of the host, and the processor time that the process has used so
+far: where time passes and none is used, the process did not run. On an accelerator each moment is
+also an event on the stream that computes, whose time is read later. Nothing waits for the device
+while a step runs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Collective:
 
     name: str  # "all-gather of parameters of unit layers.0"
     kind: str
-    group: str  # its axis, the first rank along it, and the count of the process group: one text on all ranks that take part
+    # Its axis, the first rank along it, and the count of the process group:
+    # one text on all ranks that take part.
+    group: str
     axis: str
     size: int  # ranks
     nbytes: int  # that this rank sends
@@ -48,7 +52,11 @@ class Collective:
 
 
 class Mark(NamedTuple):
-    """A moment. Times are nanoseconds; `device_ns` is the time at which the device came there, by the clock of the host."""
+    """A moment.
+
+    Times are nanoseconds; `device_ns` is the time at which the device came there,
+    by the clock of the host.
+    """
 
     at_ns: int
     cpu_ns: int
@@ -57,7 +65,8 @@ class Mark(NamedTuple):
     collective: Collective | None
     device_ns: int
     resident_nbytes: int = 0  # of the process; 0 where it was not asked
-    allocated: tuple[int, int] | None = None  # where a phase begins on an accelerator: bytes in use; the most so far
+    # Bytes in use on an accelerator where a phase begins, and the most so far.
+    allocated: tuple[int, int] | None = None
     event: Any = None  # on an accelerator, until its time is known
 
 
@@ -65,7 +74,8 @@ class Taken(NamedTuple):
     """What a reader has seen since the last time."""
 
     marks: list[Mark]
-    # Bytes that began to move: after how many marks, of which tier, how many, and whether they were read.
+    # Bytes that began to move: after how many marks, of which tier,
+    # how many, and whether they were read.
     moved: list[tuple[int, str, int, bool]]
 
 
@@ -75,21 +85,27 @@ class Reader:
     def __init__(self, device_type: str, optimizer: Optimizer | None) -> None:
         self.on_device = is_accelerator(device_type)
         self.thread = get_ident()
-        self.saved_at = monotonic()  # when a checkpoint was complete last, or when it began to look on
+        # The time when a checkpoint was complete last, or when this began to look on.
+        self.saved_at = monotonic()
         self.marks: list[Mark] = []  # since the last `take`
         self.moved: list[tuple[int, str, int, bool]] = []
-        self._anchor: tuple[Any, int] = None, 0  # on an accelerator, an event whose time is known, and that time
+        # An event of the accelerator whose time is known, and that time.
+        self._anchor: tuple[Any, int] = None, 0
         if self.on_device:
             stream = torch.accelerator.current_stream()
             _event(stream).synchronize()  # the first one takes longer
-            before_ns = perf_counter_ns()  # as in `note`: what it takes to issue an event is in both
+            # The time before the event, as in `note`: what it takes to issue one is in both.
+            before_ns = perf_counter_ns()
             self._anchor = _event(stream), before_ns
             self._anchor[0].synchronize()
         _clock.tell((*_clock.readers, self))
         self._hooks: list[Any] = []
         if optimizer is not None:
             before = optimizer.register_step_pre_hook(lambda *_: self.note(Moment.OPTIMIZER))
-            self._hooks = [before, optimizer.register_step_post_hook(lambda *_: self.note(Moment.STEPPED))]
+            self._hooks = [
+                before,
+                optimizer.register_step_post_hook(lambda *_: self.note(Moment.STEPPED)),
+            ]
         self.note(Moment.STEPPED)
 
     def note(self, moment: Moment) -> None:
@@ -97,8 +113,10 @@ class Reader:
         _clock.note(moment, readers=(self,))
 
     def take(self) -> Taken:
-        """What was seen since the last time; its last mark is the first of the next time. On an accelerator the times of the
-        device come with `resolve`."""
+        """What was seen since the last time; its last mark is the first of the next time.
+
+        On an accelerator the times of the device come with `resolve`.
+        """
         taken = Taken(self.marks, self.moved)
         self.marks = taken.marks[-1:]
         self.moved = []
@@ -109,12 +127,16 @@ class Reader:
         return not self.on_device or bool(taken.marks[-1].event.query())
 
     def resolve(self, taken: Taken) -> Taken:
-        """Waits until the device has come to the last of these marks, and gives them its times. In the order of `take`."""
+        """Waits until the device has come to the last of these marks, and gives them its times.
+
+        In the order of `take`.
+        """
         if self.on_device:
             taken.marks[-1].event.synchronize()
             event, at_ns = self._anchor
             for number, mark in enumerate(taken.marks):
-                at_ns += round(event.elapsed_time(mark.event) * 1e6)  # from the last: milliseconds in single precision
+                # Time since the last mark: milliseconds in single precision.
+                at_ns += round(event.elapsed_time(mark.event) * 1e6)
                 event, collective = mark.event, mark.collective
                 taken.marks[number] = mark._replace(device_ns=at_ns, event=None)
                 if collective is not None and mark.moment is Moment.ISSUED:
@@ -148,7 +170,8 @@ class _Clock(Watch):
         self._stream: Any = None  # of an accelerator: the one that computes
         self._undo: Callable[[], None] = lambda: None
         self._groups: dict[Any, str] = {}  # how collectives on a line are called
-        self._working: list[tuple[Collective, list[Any]]] = []  # under way, with the works of the backend
+        # Collectives under way, with the works of the backend.
+        self._working: list[tuple[Collective, list[Any]]] = []
 
     def tell(self, readers: tuple[Reader, ...]) -> None:
         """Has these readers from now on: the first starts it, and the last one ends it."""
@@ -167,12 +190,15 @@ class _Clock(Watch):
             self._working.clear()
 
     def _hearing(self, readers: tuple[Reader, ...]) -> tuple[Reader, ...]:
-        """Those that hear this thread: in a backward all, else who began in it. Nobody hears saves in the background, say."""
+        """Those that hear this thread: in a backward all, else who began in it.
+
+        Nobody hears saves in the background, say.
+        """
         if torch._C._current_graph_task_id() != -1:
             return readers
         return tuple(each for each in readers if each.thread == get_ident())
 
-    # -- what the core tells ----------------------------------------------------------------------------------------
+    # -- what the core tells -----------------------------------------------------------------------
 
     def note(
         self,
@@ -199,7 +225,10 @@ class _Clock(Watch):
             event = _event(self._stream)
             if moment in _PHASES:  # peaks are never reset: they are the program's
                 found = torch.accelerator.memory_stats()
-                allocated = found.get("allocated_bytes.all.current", 0), found.get("allocated_bytes.all.peak", 0)
+                allocated = (
+                    found.get("allocated_bytes.all.current", 0),
+                    found.get("allocated_bytes.all.peak", 0),
+                )
         resident = resident_nbytes() if moment in _RESIDENT else 0
         mark = _new(Mark, (now, used, moment, what, collective, now, resident, allocated, event))
         for reader in readers:
@@ -217,7 +246,9 @@ class _Clock(Watch):
             first = min(dist.get_process_group_ranks(line.axes[0].group))
             self._groups[line] = f"{name} from rank {first} #"
         begin_ns = readers[0].marks[-1].at_ns  # that of ISSUE
-        collective = Collective(text, kind, f"{self._groups[line]}{count}", name, line.size, work.nbytes, begin_ns)
+        collective = Collective(
+            text, kind, f"{self._groups[line]}{count}", name, line.size, work.nbytes, begin_ns
+        )
         self.note(Moment.ISSUED, kind, collective, readers)
         finish = work.finish
         if self._on_host and work.works and not work.on_stream:
@@ -229,7 +260,10 @@ class _Clock(Watch):
             collective.end_ns = collective.end_ns or perf_counter_ns()
             self.note(Moment.WAITED, kind, collective, readers)
 
-        waits = [(each if peer is None else _TimedWork(each, peer, collective), peer) for each, peer in work.works]
+        waits = [
+            (each if peer is None else _TimedWork(each, peer, collective), peer)
+            for each, peer in work.works
+        ]
         before = SimpleNamespace(wait=lambda *_: self.note(Moment.WAIT, kind, collective, readers))
         work.works, work.finish = [(before, None), *waits], finished
 
@@ -275,7 +309,10 @@ class _TimedWork:
 
 
 def _has_ended(collective: Collective, works: list[Any], now: int) -> bool:
-    """Whether a collective of the host is complete. Found at the next moment, so its end is known to a moment."""
+    """Whether a collective of the host is complete.
+
+    Found at the next moment, so its end is known to a moment.
+    """
     if not collective.end_ns and all(work.is_completed() for work in works):
         collective.end_ns = now
     return collective.end_ns != 0

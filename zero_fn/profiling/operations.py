@@ -24,7 +24,10 @@ _PEAKS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-"""Operations a second in bfloat16, dense, by what is in the name of a device, as its vendor says. The first counts."""
+"""Operations a second in bfloat16, dense, by what is in the name of a device, as its vendor says.
+
+The first counts.
+"""
 
 _MEASURED: dict[tuple[str, torch.dtype], float] = {}
 
@@ -53,8 +56,11 @@ class Operations(Watch):
 
     @property
     def of_model(self) -> int:
-        """Operations that the model needs: those of forward, and twice as many of backward, or what backward has if that is
-        less (frozen parameters). What is computed again is not counted."""
+        """Operations that the model needs: those of forward, and twice as many of backward, or what
+        backward has if that is less (frozen parameters).
+
+        What is computed again is not counted.
+        """
         return min(self.total, 3 * self.forward)
 
     def note(self, moment: Moment, what: str = "") -> None:
@@ -66,8 +72,8 @@ class Operations(Watch):
 
 
 def peak_of(device_type: str, dtype: torch.dtype) -> float:
-    """Operations a second that a device of this type can do: as its vendor says for 16 bits, or those of a large product of
-    matrices, which is measured once."""
+    """Operations a second that a device of this type can do: as its vendor says for 16 bits, or
+    those of a large product of matrices, which is measured once."""
     name = torch.cuda.get_device_name() if device_type == "cuda" else ""
     known = next((peak for part, peak in _PEAKS.items() if part in name), 0.0)
     if known and dtype.itemsize == 2:

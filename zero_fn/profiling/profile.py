@@ -1,7 +1,8 @@
 """`profile`: where the time, the bytes and the memory of some steps went, on each rank.
 
-Each rank notes what happens (`clock.py`), which gives spans (`spans.py`). At the end rank 0 hears from all (`ranks.py`),
-compares them (`analysis.py`), tells all ranks what it has found, and writes the files (`files.py`).
+Each rank notes what happens (`clock.py`), which gives spans (`spans.py`). At the end rank 0 hears
+from all (`ranks.py`), compares them (`analysis.py`), tells all ranks what it has found, and writes
+the files (`files.py`).
 """
 
 from __future__ import annotations
@@ -44,19 +45,25 @@ __all__ = ["Profile", "profile"]
 
 
 class Profile(Findings):
-    """Some steps of training, as `profile` has seen them. Printable; the same on every rank. Empty until the block has ended.
+    """Some steps of training, as `profile` has seen them.
+
+    Printable; the same on every rank. Empty until the block has ended.
 
     Attributes:
-        steps: Each step of each rank: seconds, and the parts that they consist of. See `zero_fn.profiling.spans`.
+        steps: Each step of each rank: seconds, and the parts that they consist of.
+            See `zero_fn.profiling.spans`.
         units: Computation of each unit, forward and backward: seconds by rank.
-        collectives: What ranks sent one another: count, bytes, seconds, bandwidth, and who was waited for.
-        slow: Which ranks take longer than the others beside collectives, and where, by a fiftieth of a step at least; the
-            longest first, which is `slowest`.
-        overlap: For each rank the part of its communication that runs beside computation; None without communication.
-        memory: Bytes by phase ("at rest", "forward", "backward", "optimizer") and by what: "process" (resident memory of the
-            host, the largest of all ranks), "device" (what its allocator has in use at the end of the phase). Of a device
-            there is also "peak": that of its allocator since the process began or the program reset it, which is never
-            reset here. `planned` beside them is of training state.
+        collectives: What ranks sent one another: count, bytes, seconds,
+            bandwidth, and who was waited for.
+        slow: Which ranks take longer than the others beside collectives, and where, by a fiftieth
+            of a step at least; the longest first, which is `slowest`.
+        overlap: For each rank the part of its communication that runs beside computation;
+            None without communication.
+        memory: Bytes by phase ("at rest", "forward", "backward", "optimizer") and by what:
+            "process" (resident memory of the host, the largest of all ranks), "device" (what its
+            allocator has in use at the end of the phase). Of a device there is also "peak": that of
+            its allocator since the process began or the program reset it, which is never reset
+            here. `planned` beside them is of training state.
         numbers: What is one number: see `docs/guides/profile.md`.
     """
 
@@ -79,8 +86,12 @@ class Profile(Findings):
         groups = [group for unit in units_of(model) for group in unit.memory.groups]
         if not groups:
             runs_of(model, verb="profile")  # raises
-        self._device_type = next((g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu")
-        self._dtype = max(groups, key=lambda g: sum(slot.path.numel for slot in g.slots)).kind.compute_dtype
+        self._device_type = next(
+            (g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu"
+        )
+        self._dtype = max(
+            groups, key=lambda g: sum(slot.path.numel for slot in g.slots)
+        ).kind.compute_dtype
         self._operations = Operations() if flops else None
         self._held = Held(0, 0, 0)
         self._measured = 0
@@ -108,7 +119,8 @@ class Profile(Findings):
             self._operations.close()
 
     def _measure(self) -> None:
-        """Bytes held before a step of the optimizer: of the second, which has states, or else of the first."""
+        """Bytes held before a step of the optimizer: of the second,
+        which has states, or else of the first."""
         if self._measured < 2:
             self._held = held(self._model, self._optimizer)
             self._measured += 1
@@ -130,8 +142,10 @@ class Profile(Findings):
             raise StateError(
                 "A profile has seen no step.",
                 steps_of_this_rank=len(mine.steps),
-                fix="step the optimizer that is given to profile inside the block, on every rank; without one call "
-                "profile.step() after each step" + ("; flops=True counts in the first" if self._operations else ""),
+                fix="step the optimizer that is given to profile inside the block, "
+                "on every rank; without one call "
+                "profile.step() after each step"
+                + ("; flops=True counts in the first" if self._operations else ""),
             )
         vars(self).update(found)
         if self._out is not None and self._ranks.rank == 0:
@@ -154,7 +168,10 @@ class Profile(Findings):
         more, count = record.more, len(record.steps)
         if not count:
             return record
-        sent, planned = Counter[str](), self._planned(more["backwards"], are_accumulated=more["accumulated"])
+        sent, planned = (
+            Counter[str](),
+            self._planned(more["backwards"], are_accumulated=more["accumulated"]),
+        )
         for each in record.collectives:
             sent[each.axis] += each.nbytes if each.kind in PAYLOAD else 0
         more["sent"] = {axis: nbytes / count for axis, nbytes in sent.items() if nbytes}
@@ -188,51 +205,71 @@ def profile(
     flops: bool = False,
     peak: float | None = None,
 ) -> Profile:
-    """Shows where the time of the steps in a block goes, by part, rank, unit and collective; and their bytes and memory.
+    """Shows where the time of the steps in a block goes, by part, rank,
+    unit and collective; and their bytes and memory.
 
-        with zf.profile(model, optimizer, out="profile") as profile:      # some steps, on every rank
+        with zf.profile(model, optimizer, out="profile") as profile:  # some steps, on every rank
             for _ in range(10):
                 train_step()
         print(profile)
 
-    A step ends with `optimizer.step()`. It consists of computation, communication (what runs beside computation is not in
-    it), waiting for slower ranks, waits for tiers, idle time, data loading, the optimizer and the rest, which add up to it.
-    On the CPU these are times of the host; on an accelerator those of the stream that computes, by events.
+    A step ends with `optimizer.step()`. It consists of computation, communication (what runs beside
+    computation is not in it), waiting for slower ranks, waits for tiers, idle time, data loading,
+    the optimizer and the rest, which add up to it. On the CPU these are times of the host; on an
+    accelerator those of the stream that computes, by events.
 
-    Communicates, at the beginning and at the end, over all ranks of the process group, which must all call it: some KB for
-    each step and rank to rank 0, and the result to all. Nothing in between. Without a block that is open it costs nothing.
+    Communicates, at the beginning and at the end, over all ranks of the process group, which must
+    all call it: some KB for each step and rank to rank 0, and the result to all. Nothing in
+    between. Without a block that is open it costs nothing.
 
-    Collectives of others (tensor parallelism, a norm, your own) count as the part in which they are called.
+    Collectives of others (tensor parallelism, a norm, your own)
+    count as the part in which they are called.
 
     Args:
         model: A transformed module, or one that holds some (the stages of a pipeline).
-        optimizer: The optimizer whose steps end a step, stock, `zf.streamed` or `zf.by_owner`; or a sequence of them: a step
-            ends once each has stepped.
-        out: A folder that rank 0 writes into: `trace.json` (Perfetto, chrome://tracing: tracks for each rank, its collectives
-            and its tiers), `timeline.png` (needs matplotlib), `profile.html` (one page, no network), `profile.json`.
+        optimizer: The optimizer whose steps end a step, stock, `zf.streamed` or `zf.by_owner`; or a
+            sequence of them: a step ends once each has stepped.
+        out: A folder that rank 0 writes into: `trace.json` (Perfetto, chrome://tracing: tracks for
+            each rank, its collectives and its tiers), `timeline.png` (needs matplotlib),
+            `profile.html` (one page, no network), `profile.json`.
         tokens: Tokens of a step on one rank, for tokens/s.
-        flops: Counts operations in the first step of the block, by torch's counter. It is slower for that, and not timed.
-        peak: Operations a second that the device can do, for the utilisation. Left out: what its vendor says (A100, H100,
-            H200, B200 in 16 bits), else what a product of matrices reaches, which is measured.
+        flops: Counts operations in the first step of the block, by torch's counter.
+            It is slower for that, and not timed.
+        peak: Operations a second that the device can do, for the utilisation. Left out: what its
+            vendor says (A100, H100, H200, B200 in 16 bits), else what a product of matrices
+            reaches, which is measured.
 
     Returns:
         A `Profile`, which is the context manager.
 
     Raises:
-        StateError: The model was not transformed; or, at the end, on every rank: some rank has made no step.
+        StateError: The model was not transformed; or, at the end,
+            on every rank: some rank has made no step.
         LostRankError: A rank has ended, or does not come to the end of the block.
     """
     return Profile(
-        model, None if optimizer is None else as_one(optimizer), out=out, tokens=tokens, flops=flops, peak=peak
+        model,
+        None if optimizer is None else as_one(optimizer),
+        out=out,
+        tokens=tokens,
+        flops=flops,
+        peak=peak,
     )
 
 
 def _moved(planned: Plan) -> dict[str, float]:
     """Bytes of a step by direction and tier, as they are counted."""
     disks = [moved for tier, moved in planned.moved.items() if tier.startswith("nvme(")]
-    found = {"from nvme": sum(each.read for each in disks), "to nvme": sum(each.written for each in disks)}
+    found = {
+        "from nvme": sum(each.read for each in disks),
+        "to nvme": sum(each.written for each in disks),
+    }
     there, back = planned.link
-    return {name: nbytes for name, nbytes in (found | {"from host": there, "to host": back}).items() if nbytes}
+    return {
+        name: nbytes
+        for name, nbytes in (found | {"from host": there, "to host": back}).items()
+        if nbytes
+    }
 
 
 def _compared(records: list[RankRecord]) -> dict[str, Any]:
@@ -245,22 +282,36 @@ def _compared(records: list[RankRecord]) -> dict[str, Any]:
     phases = dict.fromkeys(phase for row in more for phase in row["phases"])
     plans = [row["planned"] for row in more]
     seconds = median(step.seconds for step in steps)
-    numbers: dict[str, Any] = {"ranks": len(records), "steps": len(records[0].steps), "seconds": seconds}
+    numbers: dict[str, Any] = {
+        "ranks": len(records),
+        "steps": len(records[0].steps),
+        "seconds": seconds,
+    }
     numbers |= {name: _most(row[name] for row in more) for name in ("sent", "moved", "held")}
-    numbers |= {"carried": carried_of(records, last), "exposed": dict.fromkeys(numbers["sent"], 0.0)}
+    numbers |= {
+        "carried": carried_of(records, last),
+        "exposed": dict.fromkeys(numbers["sent"], 0.0),
+    }
     for each in collectives:
         if each.axis in numbers["sent"]:
             numbers["exposed"][each.axis] += each.exposed_s
     numbers["planned"] = None
     if all(plans):
-        numbers["planned"] = {name: _most(row[name] for row in plans) for name in ("sent", "moved", "held")}
+        numbers["planned"] = {
+            name: _most(row[name] for row in plans) for name in ("sent", "moved", "held")
+        }
         numbers["planned"]["peak"] = max(row["peak"] for row in plans)
     if all(row["tokens"] for row in more):
         numbers["tokens_per_second"] = sum(row["tokens"] for row in more) / seconds
     if all("operations" in row for row in more):
-        total, of_model, peak = (sum(row["operations"][at] for row in more) / len(more) for at in range(3))
+        total, of_model, peak = (
+            sum(row["operations"][at] for row in more) / len(more) for at in range(3)
+        )
         numbers |= {"flops": total, "model_flops": of_model, "peak_flops_per_second": peak}
-        numbers |= {"utilisation": of_model / seconds / peak, "hardware_utilisation": total / seconds / peak}
+        numbers |= {
+            "utilisation": of_model / seconds / peak,
+            "hardware_utilisation": total / seconds / peak,
+        }
     return {
         "steps": steps,
         "units": units,

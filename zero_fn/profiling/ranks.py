@@ -1,7 +1,10 @@
-"""Rank 0 hears from all ranks what they have noted, and tells all what it has found. Their clocks are set right before.
+"""Rank 0 hears from all ranks what they have noted, and tells all what it has found.
 
-[Note: clocks] Ranks of one host have one clock. Clocks of two hosts differ by an unknown number; it lies between bounds that
-each message gives: it came after it was sent. The rounds that were fastest give the narrowest.
+Their clocks are set right before.
+
+[Note: clocks] Ranks of one host have one clock. Clocks of two hosts differ by an unknown number; it
+lies between bounds that each message gives: it came after it was sent. The rounds that were fastest
+give the narrowest.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ _ROUNDS = 8
 
 
 class Ranks:
-    """All ranks of the process group. Making it, and each method, is a collective of all of them; each waits.
+    """All ranks of the process group.
+
+    Making it, and each method, is a collective of all of them; each waits.
 
     Raises:
         LostRankError: A rank has ended, or does not come.
@@ -40,12 +45,19 @@ class Ranks:
         return meeting_group()  # asked for each time: a save in the background may have begun
 
     def collect(self, found: Any) -> list[Any]:
-        """On rank 0 what each rank has found; on the others nothing. Pickled, as by torch's collectives of objects."""
+        """On rank 0 what each rank has found; on the others nothing.
+
+        Pickled, as by torch's collectives of objects.
+        """
         if self._group is None:
             return [found]
         message = _packed(found)
         longest = int(self._longest(message.numel()))
-        rows = gather(self._group, torch.cat([message, message.new_zeros(longest - message.numel())]), LONGEST_S)
+        rows = gather(
+            self._group,
+            torch.cat([message, message.new_zeros(longest - message.numel())]),
+            LONGEST_S,
+        )
         return [_unpacked(row) for row in rows]
 
     def tell(self, found: Any) -> Any:
@@ -53,7 +65,9 @@ class Ranks:
         if self._group is None:
             return found
         message = _packed(found)
-        room = torch.zeros(self._longest(message.numel() if self.rank == 0 else 0), dtype=torch.uint8)
+        room = torch.zeros(
+            self._longest(message.numel() if self.rank == 0 else 0), dtype=torch.uint8
+        )
         if self.rank == 0:
             room[: message.numel()] = message
         return _unpacked(broadcast(self._group, room))
@@ -62,7 +76,9 @@ class Ranks:
         assert self._group is not None
         rows = gather(self._group, _number(nbytes), LONGEST_S)
         longest = int(rows.view(torch.int64).max()) if self.rank == 0 else 0
-        return int(scatter(self._group, _number(longest).repeat(self.size, 1), LONGEST_S).view(torch.int64))
+        return int(
+            scatter(self._group, _number(longest).repeat(self.size, 1), LONGEST_S).view(torch.int64)
+        )
 
     def _offsets(self) -> list[int]:
         """[Note: clocks]"""
@@ -89,7 +105,9 @@ def _number(value: int) -> Tensor:
 
 def _packed(found: Any) -> Tensor:
     packed = zlib.compress(pickle.dumps(found), 1)
-    return torch.frombuffer(bytearray(len(packed).to_bytes(8, "little") + packed), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(len(packed).to_bytes(8, "little") + packed), dtype=torch.uint8
+    )
 
 
 def _unpacked(row: Tensor) -> Any:

@@ -13,7 +13,11 @@ from zero_fn.values.watching import Moment
 
 __all__ = ["RankRecord", "record_of"]
 
-_PHASE_BEFORE = {Moment.BACKWARD: "forward", Moment.OPTIMIZER: "backward", Moment.STEPPED: "optimizer"}
+_PHASE_BEFORE = {
+    Moment.BACKWARD: "forward",
+    Moment.OPTIMIZER: "backward",
+    Moment.STEPPED: "optimizer",
+}
 
 
 @dataclass(slots=True)
@@ -32,7 +36,11 @@ class RankRecord:
     @property
     def collectives(self) -> list[Collective]:
         """Those that the rank has issued or waited for in these steps, each once."""
-        found = {id(span.collective): span.collective for span in self.spans if span.collective is not None}
+        found = {
+            id(span.collective): span.collective
+            for span in self.spans
+            if span.collective is not None
+        }
         return list(found.values())
 
     def shift(self, offset_ns: int) -> None:
@@ -45,8 +53,11 @@ class RankRecord:
 
 
 def record_of(rank: int, taken: Taken, *, on_device: bool, first: int) -> RankRecord:
-    """The record of the steps from the number `first` on. In `more`: their backwards, and whether they accumulate; the most
-    bytes of memory in each phase, and the bytes that tiers moved in a step."""
+    """The record of the steps from the number `first` on.
+
+    In `more`: their backwards, and whether they accumulate; the most bytes of memory in each phase,
+    and the bytes that tiers moved in a step.
+    """
     spans, steps = list(spans_of(taken.marks, on_device=on_device)), steps_of(taken.marks)[first:]
     more: dict[str, Any] = {"phases": _phases(taken, spans)}
     if steps:

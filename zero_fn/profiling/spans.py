@@ -1,11 +1,13 @@
-"""A step as the host or the device has gone through it: spans of time without gaps, each of one part.
+"""A step as the host or the device has gone through it:
+spans of time without gaps, each of one part.
 
 compute         inside the forward or backward of a unit
-communication   waits for collectives, and issues them; what of it was a wait for a slower rank is told apart when all
-                ranks are compared
+communication   waits for collectives, and issues them; what of it was a wait for a slower rank is
+                told apart when all ranks are compared
 copies          waits for a tier
-idle            of compute and the optimizer: on a CPU the time in which the process did not run (it slept, or other
-                processes had its cores); on an accelerator the time in which the device kept up with the host
+idle            of compute and the optimizer: on a CPU the time in which the process did not run (it
+                slept, or other processes had its cores); on an accelerator the time in which the
+                device kept up with the host
 data            waits for a batch of torch's DataLoader
 optimizer       inside `optimizer.step()`
 other           between these: the loss outside the model, clipping, the loop
@@ -92,14 +94,23 @@ def spans_of(marks: Sequence[Mark], *, on_device: bool) -> Iterator[Span]:
         if moment not in WITHIN:
             entered = [each.what for each in open_ if each.moment is Moment.ENTER]
             is_stepping = any(each.moment is Moment.OPTIMIZER for each in open_)
-            phase = "optimizer" if is_stepping else "backward" if in_backward else "forward" if entered else ""
+            phase = (
+                "optimizer"
+                if is_stepping
+                else "backward"
+                if in_backward
+                else "forward"
+                if entered
+                else ""
+            )
             unit = (entered[-1] or "root") if entered else reached[-1] if in_backward else ""
         part, collective, tier = "compute" if in_backward else "other", None, ""
         if open_:
             top = open_[-1]
             part = _PART[top.moment]
             if part == "communication":
-                collective = after.collective if top.moment is Moment.ISSUE else top.collective  # that of ISSUED
+                # The collective that ISSUED names.
+                collective = after.collective if top.moment is Moment.ISSUE else top.collective
             elif part == "copies":
                 tier = top.what
         begin, end = (mark.device_ns, after.device_ns) if on_device else (mark.at_ns, after.at_ns)
@@ -114,7 +125,8 @@ def spans_of(marks: Sequence[Mark], *, on_device: bool) -> Iterator[Span]:
 
 
 def _close(open_: list[Mark], end: Mark) -> None:
-    """Ends what the mark ends, with what an exception has left open inside; nothing, if it began before the first mark."""
+    """Ends what the mark ends, with what an exception has left open inside; nothing,
+    if it began before the first mark."""
     begin = _PAIRS[end.moment]
     for at in range(len(open_) - 1, -1, -1):
         if open_[at].moment is begin and (begin is not Moment.ENTER or open_[at].what == end.what):
@@ -123,13 +135,17 @@ def _close(open_: list[Mark], end: Mark) -> None:
 
 
 def _reach(reached: list[str], unit: str) -> None:
-    """Backward has come to a unit. Of one tensor that is the output of several, the innermost is computed first."""
+    """Backward has come to a unit.
+
+    Of one tensor that is the output of several, the innermost is computed first.
+    """
     if unit and unit not in reached:
         inside = (at for at, other in enumerate(reached) if other.startswith(f"{unit}."))
         reached.insert(next(inside, len(reached)), unit)
 
 
 def steps_of(marks: Sequence[Mark]) -> list[tuple[int, int]]:
-    """The first and the last mark of each step: from the end of one step of the optimizer to that of the next."""
+    """The first and the last mark of each step: from the end of one step of the
+    optimizer to that of the next."""
     ends = [0, *(number for number, mark in enumerate(marks) if mark.moment is Moment.STEPPED)]
     return [(begin, end) for begin, end in pairwise(ends) if end > begin]

@@ -32,19 +32,29 @@ def text_of(profile: Findings) -> str:
 def headline(profile: Findings) -> list[str]:
     """The sentences above the tables."""
     numbers = profile.numbers
-    first = f"{numbers['steps']} steps on {numbers['ranks']} ranks, {_ms(numbers['seconds'])} ms a step (median)"
+    first = (
+        f"{numbers['steps']} steps on {numbers['ranks']} ranks, "
+        f"{_ms(numbers['seconds'])} ms a step (median)"
+    )
     if "tokens_per_second" in numbers:
         first += f", {numbers['tokens_per_second']:,.0f} tokens/s"
     if "utilisation" in numbers:
         rate = numbers["model_flops"] / numbers["seconds"] / 1e12
         peak = numbers["peak_flops_per_second"] / 1e12
-        first += f", {rate:,.3g} TFLOP/s a rank, {numbers['utilisation']:.1%} of the {peak:,.3g} that the device can do"
+        first += (
+            f", {rate:,.3g} TFLOP/s a rank, {numbers['utilisation']:.1%} of the "
+            f"{peak:,.3g} that the device can do"
+        )
     lines = [first]
     if numbers["ranks"] > 1:
-        lines += [str(each) for each in profile.slow[:_FEW_SLOW]] or ["no rank is slower than the others"]
+        lines += [str(each) for each in profile.slow[:_FEW_SLOW]] or [
+            "no rank is slower than the others"
+        ]
         known = [share for share in profile.overlap if share is not None]
         if known:
-            lines.append(f"{min(known):.0%} to {max(known):.0%} of the communication runs beside computation")
+            lines.append(
+                f"{min(known):.0%} to {max(known):.0%} of the communication runs beside computation"
+            )
     about = {
         "sent": "sent along {!r}: {} a step and rank",
         "moved": "moved {}: {} a step and rank",
@@ -55,8 +65,15 @@ def headline(profile: Findings) -> list[str]:
             planned = numbers["planned"] and numbers["planned"][name].get(what, 0)
             beside = "" if planned is None else f", planned {_mb(planned)}"
             if name == "sent":
-                rate = f", at {numbers['carried'][what] / 1e9:,.3g} GB/s" if what in numbers["carried"] else ""
-                beside += f"{rate}; {numbers['exposed'][what] / numbers['seconds']:.0%} of a step waits for it"
+                rate = (
+                    f", at {numbers['carried'][what] / 1e9:,.3g} GB/s"
+                    if what in numbers["carried"]
+                    else ""
+                )
+                beside += (
+                    f"{rate}; {numbers['exposed'][what] / numbers['seconds']:.0%} of a step "
+                    "waits for it"
+                )
             lines.append(words.format(what, _mb(nbytes)) + beside)
     return lines
 
@@ -65,7 +82,12 @@ def tables_of(profile: Findings, *, few: bool) -> list[Table]:
     """The tables; `few` for one screen: the rows that matter most."""
     return [
         found
-        for found in (_steps(profile, few), _units(profile, few), _collectives(profile, few), _memory(profile))
+        for found in (
+            _steps(profile, few),
+            _units(profile, few),
+            _collectives(profile, few),
+            _memory(profile),
+        )
         if found
     ]
 
@@ -76,10 +98,16 @@ def _steps(profile: Findings, few: bool) -> Table:
     names = [name for name in PARTS if any(step.parts[name] for step in profile.steps)]
     rows: list[Sequence[str]] = [("rank", "step", *names)]
 
-    def row(name: str, over: Callable[[list[float]], float], of: Callable[[StepTimes], float]) -> str:
+    def row(
+        name: str, over: Callable[[list[float]], float], of: Callable[[StepTimes], float]
+    ) -> str:
         return _ms(over([median(map(of, own[rank])) for rank in ranks]))
 
-    wanted: list[tuple[str, Callable[[list[float]], float]]] = [("min", min), ("median", median), ("max", max)]
+    wanted: list[tuple[str, Callable[[list[float]], float]]] = [
+        ("min", min),
+        ("median", median),
+        ("max", max),
+    ]
     for name, over in wanted if len(ranks) > 1 else []:
         parts = [row(name, over, lambda step, part=part: step.parts[part]) for part in names]  # type: ignore[misc]
         rows.append((name, row(name, over, lambda step: step.seconds), *parts))
@@ -99,7 +127,9 @@ def _units(profile: Findings, few: bool) -> Table | None:
     def most(name: str) -> float:
         return max(max(times.get((name, phase), [0.0])) for phase in ("forward", "backward"))
 
-    rows: list[Sequence[str]] = [("unit", "forward", "slowest rank", "ms", "backward", "slowest rank", "ms")]
+    rows: list[Sequence[str]] = [
+        ("unit", "forward", "slowest rank", "ms", "backward", "slowest rank", "ms")
+    ]
     shown = sorted(names, key=most, reverse=True)[:_FEW_ROWS] if few else names
     for name in (name for name in names if name in shown):
         cells: list[str] = []
@@ -111,13 +141,26 @@ def _units(profile: Findings, few: bool) -> Table | None:
                 cells += [_ms(median(seconds)), str(seconds.index(max(seconds))), _ms(max(seconds))]
         rows.append((name, *cells))
     left = len(names) - len(shown)
-    title = "milliseconds a step in each unit, the median of ranks" + (f" (and {left} shorter ones)" if left else "")
+    title = "milliseconds a step in each unit, the median of ranks" + (
+        f" (and {left} shorter ones)" if left else ""
+    )
     return (title, rows) if names else None
 
 
 def _collectives(profile: Findings, few: bool) -> Table | None:
     rows: list[Sequence[str]] = [
-        ("collective", "axis", "a step", "MB", "ms each", "exposed ms", "waited ms", "for rank", "GB/s", "bus GB/s")
+        (
+            "collective",
+            "axis",
+            "a step",
+            "MB",
+            "ms each",
+            "exposed ms",
+            "waited ms",
+            "for rank",
+            "GB/s",
+            "bus GB/s",
+        )
     ]
     shown = profile.collectives[:_FEW_ROWS] if few else profile.collectives
     for each in shown:
@@ -125,9 +168,20 @@ def _collectives(profile: Findings, few: bool) -> Table | None:
         last = str(each.last_rank) if each.last_rank >= 0 else ""
         numbers = [_ms(each.seconds), _ms(each.exposed_s), _ms(each.waited_s)]
         sizes = [f"{each.count:.3g}", f"{each.nbytes / 1e6:,.3f}"]
-        rows.append((each.name, each.axis, *sizes, *numbers, last, *(f"{rate / 1e9:,.2f}" for rate in rates)))
+        rows.append(
+            (
+                each.name,
+                each.axis,
+                *sizes,
+                *numbers,
+                last,
+                *(f"{rate / 1e9:,.2f}" for rate in rates),
+            )
+        )
     left = len(profile.collectives) - len(shown)
-    title = "collectives a step, the mean of ranks" + (f" (and {left} shorter ones)" if left else "")
+    title = "collectives a step, the mean of ranks" + (
+        f" (and {left} shorter ones)" if left else ""
+    )
     return (title, rows) if len(rows) > 1 else None
 
 
@@ -139,9 +193,13 @@ def _memory(profile: Findings) -> Table | None:
     for phase in ("at rest", "forward", "backward", "optimizer", "peak"):
         row = profile.memory.get(phase)
         if row:
-            rows.append((phase, *(f"{row[kind] / 1e6:,.1f}" if kind in row else "" for kind in kinds)))
+            rows.append(
+                (phase, *(f"{row[kind] / 1e6:,.1f}" if kind in row else "" for kind in kinds))
+            )
     planned = profile.numbers["planned"]
-    beside = f"; training state takes at most {_mb(planned['peak'])} of it by plan" if planned else ""
+    beside = (
+        f"; training state takes at most {_mb(planned['peak'])} of it by plan" if planned else ""
+    )
     return f"MB of memory at most, of all ranks{beside}", rows
 
 
