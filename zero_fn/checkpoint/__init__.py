@@ -1,4 +1,6 @@
-"""Checkpoints that cannot be torn: written by any ranks, read by any others. See docs/checkpoint-format.md.
+"""Checkpoints that cannot be torn: written by any ranks, read by any others.
+
+See docs/checkpoint-format.md.
 
 format        files, folders and their digests
 live          tensors of a running model and its optimizer

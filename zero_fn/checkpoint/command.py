@@ -1,11 +1,12 @@
-"""`python -m zero_fn checkpoint`: lists checkpoints, verifies them, and converts them into other formats.
+"""`python -m zero_fn checkpoint`: lists checkpoints, verifies them,
+and converts them into other formats.
 
     python -m zero_fn checkpoint ls runs/a
     python -m zero_fn checkpoint verify runs/a
     python -m zero_fn checkpoint convert runs/a weights --to hf --dtype bf16
 
-Reads folders of `zf.save`, DeepSpeed and torch.distributed.checkpoint. Exits with 0 if all is well, with 1 and the error if
-not, with 2 if it was called in another way.
+Reads folders of `zf.save`, DeepSpeed and torch.distributed.checkpoint. Exits with 0 if all is well,
+with 1 and the error if not, with 2 if it was called in another way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from zero_fn.values.tiers import bytes_text
 
 __all__ = ["main"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,21 +50,36 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zero_fn checkpoint", description="Folders of checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_fn checkpoint", description="Folders of checkpoints."
+    )
     commands = parser.add_subparsers(required=True)
 
     found = commands.add_parser("ls", help="list the checkpoints of a folder")
     found.set_defaults(run=_list)
     checked = commands.add_parser("verify", help="read all of a checkpoint and compare its digests")
     checked.set_defaults(run=_verify)
-    written = commands.add_parser("convert", help="write it in another format, one buffer at a time")
+    written = commands.add_parser(
+        "convert", help="write it in another format, one buffer at a time"
+    )
     written.set_defaults(run=_convert)
     for command in (found, checked, written):
-        command.add_argument("folder", type=Path, help="a checkpoint, or a folder of checkpoints (the newest is taken)")
+        command.add_argument(
+            "folder",
+            type=Path,
+            help="a checkpoint, or a folder of checkpoints (the newest is taken)",
+        )
     written.add_argument("target", type=Path, help="the folder to make")
-    written.add_argument("--to", choices=("zero_fn", "hf", "dcp"), required=True, help="the format; hf is safetensors")
+    written.add_argument(
+        "--to",
+        choices=("zero_fn", "hf", "dcp"),
+        required=True,
+        help="the format; hf is safetensors",
+    )
     written.add_argument("--dtype", choices=DTYPES, help="cast floating-point tensors to it")
-    written.add_argument("--only", choices=KINDS, action="append", help="keep this alone; may be repeated")
+    written.add_argument(
+        "--only", choices=KINDS, action="append", help="keep this alone; may be repeated"
+    )
     return parser
 
 
@@ -86,14 +107,25 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _source(folder: Path, doing: str, *, has_states: bool = True) -> Iterator[tuple[Contents, Tell]]:
-    """Opens the checkpoint that a folder means. Yields it, and a bar that is told of bytes, where tqdm is installed."""
-    source = opened(find_checkpoint(Path(os.path.abspath(folder))), lambda name: name, has_states=has_states)
+def _source(
+    folder: Path, doing: str, *, has_states: bool = True
+) -> Iterator[tuple[Contents, Tell]]:
+    """Opens the checkpoint that a folder means.
+
+    Yields it, and a bar that is told of bytes, where tqdm is installed.
+    """
+    source = opened(
+        find_checkpoint(Path(os.path.abspath(folder))), lambda name: name, has_states=has_states
+    )
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         tqdm = None
-    bar = None if tqdm is None else tqdm(unit="B", unit_scale=True, desc=doing, disable=None, file=sys.stderr)
+    bar = (
+        None
+        if tqdm is None
+        else tqdm(unit="B", unit_scale=True, desc=doing, disable=None, file=sys.stderr)
+    )
     try:
         yield source, (lambda nbytes: None) if bar is None else bar.update
     finally:

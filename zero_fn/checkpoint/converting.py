@@ -24,7 +24,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zero_fn.checkpoint.format.contents import Contents
 from zero_fn.checkpoint.format.files import StoredBox, TensorFile, disk, require_dtype, write_json
-from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, Draft, part_name, tensors_name, write_manifest
+from zero_fn.checkpoint.format.folders import (
+    AVERAGES,
+    CUT,
+    KINDS,
+    Draft,
+    part_name,
+    tensors_name,
+    write_manifest,
+)
 from zero_fn.checkpoint.format.values import encoded
 from zero_fn.checkpoint.huggingface.read import packed, weights_name, write_index
 from zero_fn.errors import CheckpointError
@@ -54,16 +62,30 @@ def verify(source: Contents, tell: Tell) -> int:
 
 
 def convert(
-    source: Contents, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    source: Contents,
+    target: Path,
+    to: Format,
+    *,
+    dtype: torch.dtype | None,
+    only: Sequence[str],
+    tell: Tell,
 ) -> None:
-    """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none."""
+    """Writes a checkpoint in another format.
+
+    Communicates nothing; a whole folder is there at the end, or none.
+    """
     parted = (
-        [name for name in source.said(0, "extra") if source.differs_by_rank("extra", name)] if "extra" in only else []
+        [name for name in source.said(0, "extra") if source.differs_by_rank("extra", name)]
+        if "extra" in only
+        else []
     )
-    parted += [name for name in source.said(0, "buffers") if source.differs_by_rank("buffers", name)]
+    parted += [
+        name for name in source.said(0, "buffers") if source.differs_by_rank("buffers", name)
+    ]
     if parted:
         raise CheckpointError(
-            "Ranks have saved different values under one name, and the result has room for those of one rank.",
+            "Ranks have saved different values under one name, "
+            "and the result has room for those of one rank.",
             names=", ".join(parted),
             fix="zf.load on as many ranks, or --only model --only optimizer",
         )
@@ -71,7 +93,9 @@ def convert(
     draft.make()
     conversion = _Conversion(source, draft.path, dtype, only, tell)
     try:
-        {"zero_fn": conversion.to_ours, "hf": conversion.to_safetensors, "dcp": conversion.to_dcp}[to]()
+        {"zero_fn": conversion.to_ours, "hf": conversion.to_safetensors, "dcp": conversion.to_dcp}[
+            to
+        ]()
         draft.commit()
     except BaseException:
         draft.drop()
@@ -82,7 +106,12 @@ class _Conversion:
     """A checkpoint on its way into a folder of another format. Arguments: see `convert`."""
 
     def __init__(
-        self, source: Contents, path: Path, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+        self,
+        source: Contents,
+        path: Path,
+        dtype: torch.dtype | None,
+        only: Sequence[str],
+        tell: Tell,
     ) -> None:
         self._source = source
         self._path = path
@@ -96,7 +125,10 @@ class _Conversion:
         says: dict[str, Any] = {"aliases": source.aliases if "model" in self._only else {}}
         if "optimizer" in self._only:
             says["groups"] = [
-                {"params": names, "options": encoded(options, f"optimizer.param_groups[{number}]", tensors)}
+                {
+                    "params": names,
+                    "options": encoded(options, f"optimizer.param_groups[{number}]", tensors),
+                }
                 for number, (names, options) in enumerate(self._groups())
             ]
             says["values"] = {
@@ -111,11 +143,17 @@ class _Conversion:
         for name, tensor in tensors.items():
             require_dtype(name, tensor.dtype)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        pieces["extra"] = [StoredBox(name, tensors[name].dtype, of, whole_box(of)) for name, of in shapes.items()]
+        pieces["extra"] = [
+            StoredBox(name, tensors[name].dtype, of, whole_box(of)) for name, of in shapes.items()
+        ]
         files = {}
         for kind, each in pieces.items():
             path = self._path / tensors_name(kind, 0, 0)
-            files[kind] = [_write_tensors(path, mark, each, partial(self._read, kind, tensors))] if each else []
+            files[kind] = (
+                [_write_tensors(path, mark, each, partial(self._read, kind, tensors))]
+                if each
+                else []
+            )
         write_json(self._path / part_name(0), {"id": mark, "rank": 0, "files": files, **says})
         write_manifest(self._path, mark, 1)
 
@@ -133,8 +171,12 @@ class _Conversion:
         found: dict[tuple[Any, ...], tuple[str, StoredBox]] = {}
         for kind in CUT:
             for piece in self._pieces(kind):
-                name, _, state = piece.name.rpartition("/") if kind in CUT[1:] else (piece.name, "", "")
-                way: tuple[Any, ...] = ("optimizer", "state", name, state) if state else ("model", name)
+                name, _, state = (
+                    piece.name.rpartition("/") if kind in CUT[1:] else (piece.name, "", "")
+                )
+                way: tuple[Any, ...] = (
+                    ("optimizer", "state", name, state) if state else ("model", name)
+                )
                 way = (f"{state}.tensors", name) if kind == AVERAGES else way
                 inside = saved
                 for step in way[:-1]:
@@ -146,7 +188,9 @@ class _Conversion:
             for name in self._source.options:
                 if values := self._source.values_of(name):
                     optimizer.setdefault("state", {}).setdefault(name, {}).update(values)
-            optimizer["param_groups"] = [{**options, "params": names} for names, options in self._groups()]
+            optimizer["param_groups"] = [
+                {**options, "params": names} for names, options in self._groups()
+            ]
 
         def whole(way: tuple[Any, ...]) -> Tensor:
             kind, piece = found[way]
@@ -158,22 +202,33 @@ class _Conversion:
 
         writer = FileSystemWriter(self._path, thread_count=1)
         try:
-            dcp_save(saved | self._extra(), storage_writer=writer, planner=_AsTheyAreRead(whole), no_dist=True)
+            dcp_save(
+                saved | self._extra(),
+                storage_writer=writer,
+                planner=_AsTheyAreRead(whole),
+                no_dist=True,
+            )
         except CheckpointException as error:
             with disk(self._path, "Writing a checkpoint"):
                 raise next(iter(error.failures.values()))[0] from error
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- what there is -----------------------------------------------------------------------------
 
     def _pieces(self, kind: str) -> Iterator[StoredBox]:
-        for key in self._source.pieces if ("extra" if kind == AVERAGES else kind) in self._only else ():
+        for key in (
+            self._source.pieces if ("extra" if kind == AVERAGES else kind) in self._only else ()
+        ):
             if key[0] == kind:
                 first = self._source.first(key)
-                is_cast = self._dtype is not None and kind == "model" and first.dtype.is_floating_point
+                is_cast = (
+                    self._dtype is not None and kind == "model" and first.dtype.is_floating_point
+                )
                 dtype = self._dtype if is_cast and self._dtype else first.dtype
                 yield StoredBox(key[1], dtype, first.shape, whole_box(first.shape))
 
-    def _read(self, kind: str, in_memory: Mapping[str, Tensor], piece: StoredBox) -> Iterator[Tensor]:
+    def _read(
+        self, kind: str, in_memory: Mapping[str, Tensor], piece: StoredBox
+    ) -> Iterator[Tensor]:
         """The elements of a tensor, a buffer at a time; those of `extra` are in memory."""
         if kind == "extra":
             yield in_memory[piece.name].contiguous().view(-1)
@@ -194,13 +249,22 @@ class _Conversion:
     def _extra(self) -> dict[str, Any]:
         if "extra" not in self._only:
             return {}
-        return {name: self._source.value(0, value) for name, value in self._source.said(0, "extra").items()}
+        return {
+            name: self._source.value(0, value)
+            for name, value in self._source.said(0, "extra").items()
+        }
 
 
 def _write_tensors(
-    path: Path, mark: str, pieces: Sequence[StoredBox], read: Callable[[StoredBox], Iterable[Tensor]]
+    path: Path,
+    mark: str,
+    pieces: Sequence[StoredBox],
+    read: Callable[[StoredBox], Iterable[Tensor]],
 ) -> dict[str, Any]:
-    """Writes a file; returns what a manifest says of it. `read` gives the elements of a tensor, a buffer at a time."""
+    """Writes a file; returns what a manifest says of it.
+
+    `read` gives the elements of a tensor, a buffer at a time.
+    """
     file = TensorFile(path, list(pieces), mark)
     try:
         for piece in pieces:
@@ -220,4 +284,8 @@ class _AsTheyAreRead(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
-        return self._read(tuple(self.mappings[index.fqn])) if isinstance(found, Tensor) and found.is_meta else found
+        return (
+            self._read(tuple(self.mappings[index.fqn]))
+            if isinstance(found, Tensor) and found.is_meta
+            else found
+        )

@@ -1,4 +1,5 @@
-"""Files from rank to rank, where these have no folder in common: from the memory of a host into that of another."""
+"""Files from rank to rank, where these have no folder in common:
+from the memory of a host into that of another."""
 
 from __future__ import annotations
 
@@ -20,22 +21,32 @@ _PART_NBYTES = 16 << 20
 
 
 def trade_files(
-    group: dist.ProcessGroup, folder: Path, sends: Mapping[int, Iterable[str]], sources: Iterable[int]
+    group: dist.ProcessGroup,
+    folder: Path,
+    sends: Mapping[int, Iterable[str]],
+    sources: Iterable[int],
 ) -> None:
-    """Sends files of a folder to other ranks, and writes those that come into the same folder here, by the same names; waits.
+    """Sends files of a folder to other ranks, and writes those that come into the same folder here,
+    by the same names; waits.
 
     Args:
         group: Its ranks.
         folder: The folder.
-        sends: Names by rank. A rank that is named, with no files too, must have this rank among its sources.
+        sends: Names by rank. A rank that is named, with no files too,
+            must have this rank among its sources.
         sources: The ranks that send to this one.
 
     Raises:
         LostRankError: A rank has ended.
-        OSError: A file could not be read, or not written. The other files have been sent, and have come.
+        OSError: A file could not be read, or not written.
+            The other files have been sent, and have come.
     """
     failures: list[OSError] = []  # raised at the end: others wait for what comes after them
-    waits = [wait for peer, names in sends.items() for wait in _sent(group, folder, peer, names, failures)]
+    waits = [
+        wait
+        for peer, names in sends.items()
+        for wait in _sent(group, folder, peer, names, failures)
+    ]
     for peer in sources:
         _write(group, folder, peer, failures)
     for wait in waits:
@@ -47,7 +58,10 @@ def trade_files(
 def _sent(
     group: dist.ProcessGroup, folder: Path, peer: int, names: Iterable[str], failures: list[OSError]
 ) -> list[Callable[[], None]]:
-    """Begins to send files: first their names and sizes, then the bytes in parts. Each of the results waits for a message."""
+    """Begins to send files: first their names and sizes, then the bytes in parts.
+
+    Each of the results waits for a message.
+    """
     files: list[tuple[str, int]] = []
     parts: list[Tensor] = []
     try:
@@ -60,7 +74,11 @@ def _sent(
     except OSError as error:
         failures.append(error)
     text = json.dumps(files).encode()
-    messages = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8), *parts]
+    messages = [
+        torch.tensor([len(text)]),
+        torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        *parts,
+    ]
     return [begin_send(group, message, peer, _TAG) for message in messages]
 
 

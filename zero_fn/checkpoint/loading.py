@@ -1,8 +1,8 @@
 """`load`: each rank reads the elements that it holds, whichever rank has written them.
 
 choose   ranks agree: rank 0 says which checkpoint
-check    each rank checks names, shapes, dtypes and options, and puts all that is wrong into one error; then it reads and
-         verifies every block that it will load
+check    each rank checks names, shapes, dtypes and options, and puts all that is wrong into one
+         error; then it reads and verifies every block that it will load
 agree    no rank has failed, or nothing has changed anywhere
 write    elements are read to where they rest, through a buffer
 agree    every rank has loaded everything
@@ -48,40 +48,51 @@ def load(
     rename: Rename = None,
     verify: Literal["first", "once"] = "first",
 ) -> dict[str, Any]:
-    """Loads what `zf.save` has saved, on any number of ranks, mesh, stage and tier. All ranks call it.
+    """Loads what `zf.save` has saved, on any number of ranks, mesh, stage and tier.
+
+    All ranks call it.
 
         step = zf.load("runs/a", model, optimizer, extra={"scheduler": scheduler})["step"]
 
-    Values, moments and step counts are those that were saved, to the bit. Each rank reads the elements that it holds, through
-    a buffer of 64 MiB. It verifies digests whenever it reads: once before anything changes, and once more as it loads.
+    Values, moments and step counts are those that were saved, to the bit. Each rank reads the
+    elements that it holds, through a buffer of 64 MiB. It verifies digests whenever it reads: once
+    before anything changes, and once more as it loads.
 
-    Folders of DeepSpeed are read as well: of ZeRO-1, 2 and 3, of models in parts (pipelines, AutoTP, experts), and universal
-    ones. What it has kept beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`. So are
-    folders of torch.distributed.checkpoint, as FSDP2 has them. Pickles in them run no code.
+    Folders of DeepSpeed are read as well: of ZeRO-1, 2 and 3, of models in parts (pipelines,
+    AutoTP, experts), and universal ones. What it has kept beside the model (`global_steps`,
+    `lr_scheduler`, the client state) is returned as `extra`. So are folders of
+    torch.distributed.checkpoint, as FSDP2 has them. Pickles in them run no code.
 
-    Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks have parameters of
-    different names, a fourth of a byte for each tensor.
+    Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks
+    have parameters of different names, a fourth of a byte for each tensor.
 
     Args:
-        folder: A checkpoint, or a folder with checkpoints, of which the one that was committed last is meant.
+        folder: A checkpoint, or a folder with checkpoints,
+            of which the one that was committed last is meant.
         model: The module whose parameters and buffers are loaded.
-        optimizer: The optimizer of its parameters, whose states and options of groups are loaded; or a sequence of them. It
-            need not be the sequence that was saved: each parameter has its states under its name.
-        extra: Objects with `load_state_dict`, by the names under which they were saved; they are loaded, too. So is
-            an average of the model (`zf.ema`).
-        only: What to load: "model", "optimizer" or "extra", or several of these. The rest is left as it is.
-        where: Which parameters and buffers are loaded: patterns of names, or a predicate of name and tensor; None: all.
-        strict: Whether each tensor must be in both, the checkpoint and the model. Shapes must always agree.
-        rename: Names in the model for names in the checkpoint: regular expressions and their replacements, or a function.
-        verify: "first": the digests of everything are verified before anything changes, which reads the files twice.
-            "once": the files are read once; if a block is damaged, the model is partly loaded when that is found.
+        optimizer: The optimizer of its parameters, whose states and options of groups are loaded;
+            or a sequence of them. It need not be the sequence that was saved: each parameter has
+            its states under its name.
+        extra: Objects with `load_state_dict`, by the names under which they were saved; they are
+            loaded, too. So is an average of the model (`zf.ema`).
+        only: What to load: "model", "optimizer" or "extra",
+            or several of these. The rest is left as it is.
+        where: Which parameters and buffers are loaded: patterns of names,
+            or a predicate of name and tensor; None: all.
+        strict: Whether each tensor must be in both, the checkpoint and the model.
+            Shapes must always agree.
+        rename: Names in the model for names in the checkpoint: regular expressions and their
+            replacements, or a function.
+        verify: "first": the digests of everything are verified before anything changes, which reads
+            the files twice. "once": the files are read once; if a block is damaged, the model is
+            partly loaded when that is found.
 
     Returns:
         What was saved as `extra`, by name: of this rank, where as many ranks have saved as load.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it does not fit; lists all that does not. Raised on every
-            rank. Nothing has changed, unless the message says so.
+        CheckpointError: There is no checkpoint, it is damaged, or it does not fit; lists all that
+            does not. Raised on every rank. Nothing has changed, unless the message says so.
         StorageError: The disk refused. Raised on every rank.
         DisagreementError: Ranks were given different arguments.
         LostRankError: A rank has ended, or did not call `load`.
@@ -114,7 +125,11 @@ def load(
 
     agreed = meeting.agree(LOADING, failure, choose, same=same, same_names=names)
     chosen, name = agreed.text.split("\n", 1)
-    plan = LoadPlan(named, model if "model" in kinds else None, members_of(optimizer) if "optimizer" in kinds else ())
+    plan = LoadPlan(
+        named,
+        model if "model" in kinds else None,
+        members_of(optimizer) if "optimizer" in kinds else (),
+    )
 
     def match() -> Contents:
         reader = (meeting.rank, meeting.size)
@@ -122,11 +137,21 @@ def load(
             raise CheckpointError(
                 "This rank does not see the checkpoint that rank 0 loads.",
                 path=path / name,
-                why="each host has a folder of its own at this path, with another checkpoint in it or none",
+                why="each host has a folder of its own at this path, "
+                "with another checkpoint in it or none",
                 fix="load from a folder that all hosts share, or copy the whole checkpoint to each",
             )
-        source = opened(path / name, renamed_by(rename), has_states=bool(plan.optimizers), reader=reader)
-        match_all(plan, source, meeting, (extra or {}) if "extra" in kinds else None, where, is_strict=strict)
+        source = opened(
+            path / name, renamed_by(rename), has_states=bool(plan.optimizers), reader=reader
+        )
+        match_all(
+            plan,
+            source,
+            meeting,
+            (extra or {}) if "extra" in kinds else None,
+            where,
+            is_strict=strict,
+        )
         return source
 
     fill_on_all_ranks(
@@ -177,7 +202,8 @@ def fill_on_all_ranks(
         failure = failure_of(put)
         if failure is not None:
             failure.add_note(
-                "The model and the optimizer are partly loaded: load a checkpoint before training goes on."
+                "The model and the optimizer are partly loaded: "
+                "load a checkpoint before training goes on."
             )
         meeting.agree(LOADING, failure, consequence=consequence)
     finally:

@@ -1,4 +1,5 @@
-"""`mirror`: copies of the training state in shared memory, from which `resume` goes on after a loss."""
+"""`mirror`: copies of the training state in shared memory,
+from which `resume` goes on after a loss."""
 
 from __future__ import annotations
 
@@ -48,24 +49,27 @@ def mirror(
             ...
             mirror.update(extra={"warmup": warmup, "step": step + 1})
 
-    A copy holds what a checkpoint holds. Each rank copies the shards that it holds, and goes on; a thread writes them into
-    /dev/shm, and, where there are several hosts, sends them to a rank of the next host. So a run outlives all of its
-    processes, or one of its hosts. Once every rank has written, the copy before it is removed: two are there for a
-    moment. No other user can read them. They are removed when the launcher has ended, or ten minutes after the last process
-    that uses them, or by `close`.
+    A copy holds what a checkpoint holds. Each rank copies the shards that it holds, and goes on; a
+    thread writes them into /dev/shm, and, where there are several hosts, sends them to a rank of
+    the next host. So a run outlives all of its processes, or one of its hosts. Once every rank has
+    written, the copy before it is removed: two are there for a moment. No other user can read them.
+    They are removed when the launcher has ended, or ten minutes after the last process that uses
+    them, or by `close`.
 
     Args:
-        folder: The folder of the checkpoints of this run. A file in it, `.mirror`, names the copies.
+        folder: The folder of the checkpoints of this run. A file in it,
+            `.mirror`, names the copies.
         model: A module, transformed or not.
         optimizer: The optimizer of its parameters, or a sequence of them.
-        every: How many steps lie between two copies. "auto": as many as make copies take `share` of the time, as rank 0
-            measures it.
+        every: How many steps lie between two copies. "auto": as many as make copies take `share` of
+            the time, as rank 0 measures it.
         share: The part of the time that copies may take.
 
     Raises:
         LayoutError: `every` or `share` is out of its range.
-        StateError: This system has no shared memory, or another user has made the folder; or another mirror of it is open,
-            in this process or in another on one of the hosts. Raised on every rank.
+        StateError: This system has no shared memory, or another user has made the folder; or
+            another mirror of it is open, in this process or in another on one of the hosts. Raised
+            on every rank.
         StorageError: The folder cannot be made.
         LostRankError: A rank has ended, or did not call `mirror`.
     """
@@ -84,12 +88,18 @@ class Mirror:
 
     Attributes:
         every: How many steps lie between this copy and the next.
-        nbytes: Bytes that this rank writes for a copy; as many again go to the next host, where there is one.
+        nbytes: Bytes that this rank writes for a copy; as many again go to the next host,
+            where there is one.
         path: The folder in shared memory.
     """
 
     def __init__(
-        self, folder: Path, model: nn.Module, optimizer: Optimizers | None, every: int | Literal["auto"], share: float
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: Optimizers | None,
+        every: int | Literal["auto"],
+        share: float,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -112,9 +122,11 @@ class Mirror:
                 raise StateError(
                     "Another mirror makes copies of a run in this folder.",
                     folder=folder,
-                    why="it is open, here or in another process: `resume` would load the newest copy, whose ever it is",
-                    fix="close() it first; of models that train together one mirror: zf.mirror(folder, "
-                    "nn.ModuleDict({'actor': actor, 'critic': critic}), (first, second))",
+                    why="it is open, here or in another process: "
+                    "`resume` would load the newest copy, whose ever it is",
+                    fix="close() it first; of models that train together one mirror: "
+                    "zf.mirror(folder, nn.ModuleDict({'actor': actor, 'critic': critic}), "
+                    "(first, second))",
                 )
 
         try:
@@ -127,10 +139,12 @@ class Mirror:
         self.path: Path = folders[0].path
 
     def update(self, *, extra: Mapping[str, Any] | None = None) -> bool:
-        """Makes a copy if it is time for one; returns whether it did, the same on every rank. All ranks call it once a step.
+        """Makes a copy if it is time for one; returns whether it did, the same on every rank.
 
-        Communicates, for a copy: two messages of 640 bytes from each rank to rank 0, and two back; with several hosts
-        another, and the files to the next host. Else nothing.
+        All ranks call it once a step.
+
+        Communicates, for a copy: two messages of 640 bytes from each rank to rank 0, and two back;
+        with several hosts another, and the files to the next host. Else nothing.
 
         Args:
             extra: As `zf.save` takes it.
@@ -139,11 +153,14 @@ class Mirror:
             StateError: The mirror is closed.
             CheckpointError: Something cannot be copied.
             TierError: Shared memory or the host has no room for the copies. Raised on every rank.
-            StorageError: Shared memory is full. Raised on every rank, by the next call that makes a copy.
+            StorageError: Shared memory is full. Raised on every rank,
+                by the next call that makes a copy.
             LostRankError: A rank has ended.
         """
         if self._folder is None:
-            raise StateError("The mirror is closed.", fix="another one: zf.mirror(folder, model, optimizer)")
+            raise StateError(
+                "The mirror is closed.", fix="another one: zf.mirror(folder, model, optimizer)"
+            )
         self._steps += 1
         if self._steps < self.every:
             return False
@@ -151,13 +168,20 @@ class Mirror:
         self._pace.begin(self._steps)
         meeting, plan = RankMeeting(), Inventory()
         failure = failure_of(lambda: plan.add(self._model, self._optimizer, extra or {}, None))
-        agreed = meeting.agree(MIRRORING, failure, partial(self._decide, meeting.size), same_names=plan.cut_names())
+        agreed = meeting.agree(
+            MIRRORING, failure, partial(self._decide, meeting.size), same_names=plan.cut_names()
+        )
         name, every = agreed.text.split()
         self.every = int(every)
         self._steps = 0
         plan.end_differences()
         writing = Writing(
-            self.path / name, meeting.rank, plan, name, _small_apart(shared_out(plan, agreed)), self._room
+            self.path / name,
+            meeting.rank,
+            plan,
+            name,
+            _small_apart(shared_out(plan, agreed)),
+            self._room,
         )
         if not self._pace.copies:
             self.nbytes = sum(share.piece.nbytes for share in writing.each())
@@ -174,23 +198,36 @@ class Mirror:
         return f"{time.time_ns()}-{ranks} {every}"
 
     def _require_room(self, meeting: RankMeeting) -> None:
-        """Raises on every rank if a host has no room for its copies: two of each rank on it, and of each that it keeps."""
+        """Raises on every rank if a host has no room for its copies:
+        two of each rank on it, and of each that it keeps."""
         nbytes, hosts = meeting.all_of(self.nbytes), self._hosts
 
         def require() -> None:
             beside = hosts.beside(meeting.rank)
-            needed = 2 * sum(nbytes[rank] for each in beside for rank in (each, *hosts.kept_by(each)))
-            found, copies = os.statvfs(self.path), [self.path / name for name in names_in(self.path)]
-            bounds = (found.f_bavail * found.f_frsize, "its size (df /dev/shm; docker run --shm-size)"), available()
+            needed = 2 * sum(
+                nbytes[rank] for each in beside for rank in (each, *hosts.kept_by(each))
+            )
+            found, copies = (
+                os.statvfs(self.path),
+                [self.path / name for name in names_in(self.path)],
+            )
+            bounds = (
+                (found.f_bavail * found.f_frsize, "its size (df /dev/shm; docker run --shm-size)"),
+                available(),
+            )
             room, bound = min(bounds)
-            room += sum(file.stat().st_size for copy in copies for file in copy.rglob("*"))  # which will be removed
+            # Room of the copies that will be removed.
+            room += sum(file.stat().st_size for copy in copies for file in copy.rglob("*"))
             if needed > room:
                 raise too_small("Copies in /dev/shm", needed, room, bound)
 
         meeting.agree(MIRRORING, failure_of(require))
 
     def _begin(self, writing: Writing, *, copies: bool) -> None:
-        """Writes what must not change meanwhile. On a CPU that is all: to copy first would take as long as to write."""
+        """Writes what must not change meanwhile.
+
+        On a CPU that is all: to copy first would take as long as to write.
+        """
         with disk(writing.folder, "Making the folder of a copy"):
             for kind in KINDS:
                 (writing.folder / kind).mkdir(parents=True, exist_ok=True)
@@ -231,7 +268,8 @@ class Mirror:
         self._pace.end_thread()
 
     def close(self) -> None:
-        """Removes the copies, once every rank of this host has called it or has ended: training is done."""
+        """Removes the copies, once every rank of this host has called it or
+        has ended: training is done."""
         wait_for_saving()
         if self._folder is not None:
             self._folder.close()
@@ -239,7 +277,8 @@ class Mirror:
 
 
 def _small_apart(files: Mapping[str, Sequence[Sequence[Share]]]) -> dict[str, list[list[Share]]]:
-    """The same in more files: small tensors, which many ranks read, are not in the files that other hosts then would want."""
+    """The same in more files: small tensors, which many ranks read,
+    are not in the files that other hosts then would want."""
     found: dict[str, list[list[Share]]] = {}
     for kind, several in files.items():
         large = [[each for each in shares if each.piece.nbytes > _SMALL] for shares in several]
@@ -281,8 +320,10 @@ class _Pace:
         self._cost_s += time.thread_time() if self._counts_threads else 0.0
 
     def steps_until_next(self, share: float) -> int:
-        """After how many steps the copy that begins now is to be followed by another. The first one is not counted: it pays
-        for what the others find there."""
+        """After how many steps the copy that begins now is to be followed by another.
+
+        The first one is not counted: it pays for what the others find there.
+        """
         if self.copies < 2:
             return 1
         return max(math.ceil(self._cost_s / share / max(self._step_s, 1e-9)), 1)

@@ -1,12 +1,15 @@
 """Where the copies of `mirror` lie, and which ranks have them.
 
-/dev/shm/zero_fn-WORD/       the copies of one run on this host; WORD is in the file `.mirror` beside its checkpoints
-    1764316800123456789-4/   a copy by 4 ranks, begun by rank 0 at this time, in nanoseconds since 1970
-        rank-00002.json      rank 2's part of the manifest, which it writes last: its files are complete
+/dev/shm/zero_fn-WORD/       the copies of one run on this host; WORD is in the file
+                             `.mirror` beside its checkpoints
+    1764316800123456789-4/   a copy by 4 ranks, begun by rank 0 at this time, in
+                             nanoseconds since 1970
+        rank-00002.json      rank 2's part of the manifest, which it writes last:
+                             its files are complete
         model/ optimizer/ extra/
 
-A copy is complete if parts of all ranks lie on some host. Ranks of a host write into one folder. With several hosts each rank
-sends its files to a rank of the next host, so that a host may be lost.
+A copy is complete if parts of all ranks lie on some host. Ranks of a host write into one folder.
+With several hosts each rank sends its files to a rank of the next host, so that a host may be lost.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ class Hosts:
         for name, following in zip(order, order[1:] + order[:1], strict=True):
             there = self._ranks[following]
             if name != following:
-                self._neighbours |= {rank: there[at % len(there)] for at, rank in enumerate(self._ranks[name])}
+                self._neighbours |= {
+                    rank: there[at % len(there)] for at, rank in enumerate(self._ranks[name])
+                }
 
     def beside(self, rank: int) -> list[int]:
         """The ranks on the host of a rank."""
@@ -65,7 +70,9 @@ def word_of(folder: Path) -> str:
         found = re.fullmatch(r"(\w+) (\d+)\n", (folder / MARK).read_text())
         if found is None:
             raise CheckpointError(
-                "The file that names the copies of a run is damaged.", file=folder / MARK, fix="remove the file"
+                "The file that names the copies of a run is damaged.",
+                file=folder / MARK,
+                fix="remove the file",
             )
         # A folder that was copied is another run, and must not go on from the memory of the first.
         return found[1] if int(found[2]) == folder.stat().st_ino else ""
@@ -95,7 +102,11 @@ def ranks_of_copy(name: str) -> int:
 def names_in(folder: Path) -> list[str]:
     """The copies on this host, complete or not."""
     with disk(folder, "Looking for copies"):
-        return [path.name for path in folder.iterdir() if ranks_of_copy(path.name)] if folder.exists() else []
+        return (
+            [path.name for path in folder.iterdir() if ranks_of_copy(path.name)]
+            if folder.exists()
+            else []
+        )
 
 
 def copies_in(folder: Path) -> dict[str, list[int]]:

@@ -1,4 +1,5 @@
-"""Ranks agree, through rank 0, on what they are about to do, and on whether it went well on each of them."""
+"""Ranks agree, through rank 0, on what they are about to do,
+and on whether it went well on each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from zero_fn import errors
 from zero_fn.checkpoint.file_trade import trade_files
 from zero_fn.errors import CheckpointError, DisagreementError, LostRankError, ZeroError
 from zero_fn.transport.agree import digest
-from zero_fn.transport.rank0_messages import LONGEST_S, all_of, broadcast, gather, meeting_group, scatter
+from zero_fn.transport.rank0_messages import (
+    LONGEST_S,
+    all_of,
+    broadcast,
+    gather,
+    meeting_group,
+    scatter,
+)
 from zero_fn.transport.waiting import deadline
 
 __all__ = ["Agreement", "RankMeeting", "failure_of"]
@@ -43,7 +51,9 @@ class RankMeeting:
 
     def __init__(self) -> None:
         self._group = meeting_group()
-        self.rank, self.size = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+        self.rank, self.size = (
+            (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+        )
 
     def agree(
         self,
@@ -56,30 +66,43 @@ class RankMeeting:
         consequence: str = "this rank has changed nothing",
         waits_for_disks: bool = False,
     ) -> Agreement:
-        """Returns once every rank has come without a failure, and rank 0 has acted for all. Each rank sends rank 0 a message
-        of 640 bytes, and gets one back; waits.
+        """Returns once every rank has come without a failure, and rank 0 has acted for all.
 
-        `decide` acts for all on rank 0 and returns at most 500 bytes; `same` must be equal on all ranks, and
-        `same_names` on those that are replicas; `consequence` is what a failure elsewhere means here.
+        Each rank sends rank 0 a message of 640 bytes, and gets one back; waits.
+
+        `decide` acts for all on rank 0 and returns at most 500 bytes; `same` must be equal on all
+        ranks, and `same_names` on those that are replicas; `consequence` is what a failure
+        elsewhere means here.
         """
         if self._group is None:
             if failure is not None:
                 raise failure
             return Agreement(decide(), 0, 1, True)
         seconds = LONGEST_S if waits_for_disks else deadline()
-        own = [digest([repr(same)]), digest([repr(same_names)])] if failure is None else [_failed(self.rank, failure)]
+        own = (
+            [digest([repr(same)]), digest([repr(same_names)])]
+            if failure is None
+            else [_failed(self.rank, failure)]
+        )
         rows = torch.empty(0, _MESSAGE_NBYTES, dtype=torch.uint8)
         try:
-            heard = gather(self._group, _message(_WELL if failure is None else _FAILED, *own), seconds)
+            heard = gather(
+                self._group, _message(_WELL if failure is None else _FAILED, *own), seconds
+            )
             if self.rank == 0:
                 answers, failure = _answers([bytes(row.tolist()) for row in heard], failure, decide)
                 rows = torch.stack(answers)
         except LostRankError as error:
             if self.rank == 0:
                 with suppress(LostRankError):  # those that are left need not wait
-                    scatter(self._group, _message(_FAILED, _failed(0, error)).repeat(self.size, 1), seconds)
+                    scatter(
+                        self._group,
+                        _message(_FAILED, _failed(0, error)).repeat(self.size, 1),
+                        seconds,
+                    )
             raise
-        answer = bytes(scatter(self._group, rows, 2 * seconds).tolist())  # rank 0 may wait as long for another
+        # Rank 0 may wait as long for another.
+        answer = bytes(scatter(self._group, rows, 2 * seconds).tolist())
         if failure is not None:
             raise failure
         said = answer[1:].rstrip(b"\0").decode(errors="ignore")
@@ -101,17 +124,31 @@ class RankMeeting:
         return values if self._group is None else broadcast(self._group, values.clone())
 
     def all_of(self, value: Any) -> list[Any]:
-        """The values of all ranks, as JSON has them. Each rank sends rank 0 its value, and gets all of them; waits."""
-        said = json.dumps(value, separators=(",", ":")).encode()
-        return [json.loads(text) for text in ([said] if self._group is None else all_of(self._group, said))]
+        """The values of all ranks, as JSON has them.
 
-    def trade(self, folder: Path, sends: Mapping[int, Iterable[str]], sources: Iterable[int]) -> None:
-        """Sends files of a folder to other ranks, and takes those that come from `sources`. See `trade_files`."""
+        Each rank sends rank 0 its value, and gets all of them; waits.
+        """
+        said = json.dumps(value, separators=(",", ":")).encode()
+        return [
+            json.loads(text)
+            for text in ([said] if self._group is None else all_of(self._group, said))
+        ]
+
+    def trade(
+        self, folder: Path, sends: Mapping[int, Iterable[str]], sources: Iterable[int]
+    ) -> None:
+        """Sends files of a folder to other ranks, and takes those that come from `sources`.
+
+        See `trade_files`.
+        """
         if self._group is not None:
             trade_files(self._group, folder, sends, sources)
 
     def union(self, bits: Sequence[bool]) -> list[bool]:
-        """Which of these are true on any rank. Each rank sends rank 0 a byte for each of them, and gets one back; waits."""
+        """Which of these are true on any rank.
+
+        Each rank sends rank 0 a byte for each of them, and gets one back; waits.
+        """
         if self._group is None or not bits:
             return list(bits)
         rows = gather(self._group, torch.tensor(bits, dtype=torch.uint8), deadline())
@@ -121,7 +158,8 @@ class RankMeeting:
 
 
 def failure_of(act: Callable[[], object]) -> Exception | None:
-    """Does something on this rank, and returns what went wrong: the other ranks hear of it in `RankMeeting.agree`."""
+    """Does something on this rank, and returns what went wrong:
+    the other ranks hear of it in `RankMeeting.agree`."""
     try:
         with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
             act()
@@ -132,7 +170,9 @@ def failure_of(act: Callable[[], object]) -> Exception | None:
 
 def _message(begin: int, *parts: bytes) -> Tensor:
     raw = bytes([begin]) + b"".join(parts)
-    return torch.frombuffer(bytearray(raw[:_MESSAGE_NBYTES].ljust(_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(raw[:_MESSAGE_NBYTES].ljust(_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8
+    )
 
 
 def _failed(rank: int, failure: Exception) -> bytes:

@@ -1,4 +1,5 @@
-"""`resume`: loads the newest of what there is, copies in memory (`mirror`) and checkpoints on the disk."""
+"""`resume`: loads the newest of what there is, copies in memory (`mirror`)
+and checkpoints on the disk."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 
 from zero_fn.checkpoint.format.catalog import Catalog
 from zero_fn.checkpoint.format.files import StoredBox, TensorReader, disk
-from zero_fn.checkpoint.format.folders import KINDS, MANIFEST, checkpoints, is_left, part_name, write_manifest
+from zero_fn.checkpoint.format.folders import (
+    KINDS,
+    MANIFEST,
+    checkpoints,
+    is_left,
+    part_name,
+    write_manifest,
+)
 from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.live.load_plan import LoadPlan, match_all
 from zero_fn.checkpoint.loading import load
@@ -39,15 +47,19 @@ def resume(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Loads the newest state of a run: a copy in memory (`zf.mirror`), or a checkpoint on the disk. All ranks call it.
+    """Loads the newest state of a run: a copy in memory (`zf.mirror`), or a checkpoint on the disk.
+
+    All ranks call it.
 
         said = zf.resume("runs/a", model, optimizer, extra={"warmup": warmup})
         first = said["step"] if said else 0
 
-    A copy is used if the parts of all ranks that have made it are on the hosts that are left, on any number of ranks. What
-    a rank needs, and another host has, is sent. If a copy is damaged, or was lost, the newest complete checkpoint counts.
+    A copy is used if the parts of all ranks that have made it are on the hosts that are left, on
+    any number of ranks. What a rank needs, and another host has, is sent. If a copy is damaged, or
+    was lost, the newest complete checkpoint counts.
 
-    Communicates what `zf.load` does, and names of copies; with several hosts, files that are missing on a host.
+    Communicates what `zf.load` does, and names of copies; with several hosts,
+    files that are missing on a host.
 
     Args:
         folder: The folder of the checkpoints of this run. It need not be there.
@@ -98,7 +110,9 @@ class _Newest(NamedTuple):
     """What there is, the same on every rank."""
 
     hosts: Hosts
-    copy: str  # the newest one of which the parts of all ranks are there, and that is newer than the disk's; "" if none
+    # The newest copy that has the parts of all ranks and is newer than the disk's;
+    # "" if there is none.
+    copy: str
     parts: dict[str, list[int]]  # whose parts of it are on each host
     disk_ns: int  # when the newest checkpoint was complete; 0 if there is none
 
@@ -120,13 +134,16 @@ def _look(meeting: RankMeeting, path: Path, word: str) -> _Newest:
     names = sorted({name for copies in on_hosts.values() for name in copies}, key=_time_of)
     for name in reversed(names):
         parts = {host: copies.get(name, []) for host, copies in on_hosts.items()}
-        if _time_of(name) > disk_ns and set().union(*parts.values()) == set(range(ranks_of_copy(name))):
+        if _time_of(name) > disk_ns and set().union(*parts.values()) == set(
+            range(ranks_of_copy(name))
+        ):
             return _Newest(Hosts([each["host"] for each in said]), name, parts, disk_ns)
     return _Newest(Hosts([]), "", {}, disk_ns)
 
 
 def _saved_at_ns(folder: Path) -> int:
-    """When the checkpoint was saved that `load` would take; 0 if there is none, 1 if it is of another library."""
+    """When the checkpoint was saved that `load` would take; 0 if there is none,
+    1 if it is of another library."""
     own = {each.path: each.saved_at_ns for each in checkpoints(folder)}
     if foreign_in(folder) is None and all(is_left(path) for path in own):
         return 0
@@ -139,7 +156,10 @@ def _time_of(copy: str) -> int:
 
 @contextmanager
 def _or_the_disk(found: _Newest, meeting: RankMeeting) -> Iterator[None]:
-    """A copy that is damaged does not count, if there is a checkpoint on the disk. All ranks hear of it."""
+    """A copy that is damaged does not count, if there is a checkpoint on the disk.
+
+    All ranks hear of it.
+    """
     try:
         yield
     except (CheckpointError, StorageError) as error:
@@ -147,7 +167,8 @@ def _or_the_disk(found: _Newest, meeting: RankMeeting) -> Iterator[None]:
             raise
         if meeting.rank == 0:
             warnings.warn(
-                f"zero_fn goes on from a checkpoint on the disk: the newer copy in memory cannot be loaded. {error}",
+                "zero_fn goes on from a checkpoint on the disk: "
+                f"the newer copy in memory cannot be loaded. {error}",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -160,11 +181,15 @@ class _Copy:
         self.path = path
         self._meeting = meeting
         self._found = found
-        self._here = set(found.parts[found.hosts.names[meeting.rank]])  # the ranks whose parts are on this host
+        # The ranks whose parts are on this host.
+        self._here = set(found.parts[found.hosts.names[meeting.rank]])
         self._is_first = found.hosts.is_first(meeting.rank)
 
-    def complete(self, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any]) -> None:
-        """Makes it a checkpoint on this host, with all parts of the manifest, and the files that ranks of this host read."""
+    def complete(
+        self, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any]
+    ) -> None:
+        """Makes it a checkpoint on this host, with all parts of the manifest,
+        and the files that ranks of this host read."""
         if len(self._found.parts) == 1:  # this host has them all
             self._agree(self._write_manifest)
             return
@@ -193,7 +218,9 @@ class _Copy:
         if self._is_first and not (self.path / MANIFEST).exists():
             write_manifest(self.path, self.path.name, ranks_of_copy(self.path.name))
 
-    def _files_to_read(self, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any]) -> set[str]:
+    def _files_to_read(
+        self, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any]
+    ) -> set[str]:
         """The files that a load would read on this rank, and that are not on this host."""
         wanted: set[str] = set()
 
@@ -205,7 +232,10 @@ class _Copy:
 
         named = ModelTensors()
         named.add(model, None)
-        plan, source = LoadPlan(named, model, members_of(optimizer)), Catalog(self.path, lambda name: name, open=opened)
+        plan, source = (
+            LoadPlan(named, model, members_of(optimizer)),
+            Catalog(self.path, lambda name: name, open=opened),
+        )
         match_all(plan, source, self._meeting, extra, is_strict=False)
         twins = [(other, held) for _, other, held in plan.twins]
         for key, held in [*plan.todo, *twins]:
@@ -214,7 +244,10 @@ class _Copy:
         return wanted
 
     def _trade(self, wanted: Sequence[str]) -> None:
-        """Gets files from other hosts, and sends them what they want. Ranks of one host do not want the same file twice."""
+        """Gets files from other hosts, and sends them what they want.
+
+        Ranks of one host do not want the same file twice.
+        """
         hosts, rank = self._found.hosts, self._meeting.rank
         wants = dict[tuple[str, str], int]()
         for receiver, names in enumerate(self._meeting.all_of(list(wanted))):
@@ -242,7 +275,8 @@ class _Copy:
 
 
 def _rank_of(file: Path) -> int:
-    """The rank that has written a file of a checkpoint: rank-00002.json, model/00002-0.safetensors."""
+    """The rank that has written a file of a checkpoint: rank-00002.json,
+    model/00002-0.safetensors."""
     numbers = [int(word) for word in file.stem.split("-") if word.isdigit()]
     return numbers[0]
 

@@ -1,8 +1,8 @@
 """`save`: each rank writes its share of the tensors, and one rename makes the folder a checkpoint.
 
 plan     each rank lists what it has to save
-begin    ranks agree: all were given the same arguments, none has failed, who has tensors of the same names; rank 0 makes
-         the folder
+begin    ranks agree: all were given the same arguments, none has failed, who has tensors of the
+         same names; rank 0 makes the folder
 write    each rank writes its files, through a buffer, and its part of the manifest
 commit   ranks agree: all have written; rank 0 renames the folder
 """
@@ -46,36 +46,46 @@ def save(
 ) -> Saving:
     """Saves a model, its optimizer and anything else as one checkpoint. All ranks call it.
 
-        zf.save("runs/a/step-000120", model, optimizer, extra={"scheduler": scheduler, "step": 120}, keep=3)
+        extra = {"scheduler": scheduler, "step": 120}
+        zf.save("runs/a/step-000120", model, optimizer, extra=extra, keep=3)
 
-    Each rank writes the shards that it holds, through a buffer of 64 MiB, and its own part of the manifest; tensors that
-    several ranks hold are divided among them. Files are written into a hidden folder, which is renamed when all of them are
-    on the disk: a save that fails, or is killed, leaves no checkpoint of this name. `zf.load` reads it on any number of
-    ranks, mesh, stage and tier.
+    Each rank writes the shards that it holds, through a buffer of 64 MiB, and its own part of the
+    manifest; tensors that several ranks hold are divided among them. Files are written into a
+    hidden folder, which is renamed when all of them are on the disk: a save that fails, or is
+    killed, leaves no checkpoint of this name. `zf.load` reads it on any number of ranks, mesh,
+    stage and tier.
 
-    Communicates two messages of 640 bytes from each rank to rank 0, and two back, on a group of its own.
+    Communicates two messages of 640 bytes from each rank to rank 0,
+    and two back, on a group of its own.
 
     Args:
-        folder: The folder to make, on a disk that all ranks share. A number at the end of its name is its step.
+        folder: The folder to make, on a disk that all ranks share.
+            A number at the end of its name is its step.
         model: A module, transformed or not.
-        optimizer: The optimizer of its parameters, any of torch or a streamed one; or a sequence of them: `(muon, adamw)`.
-        extra: Values, or objects with a `state_dict()`, by name: made of numbers, strings, lists, dicts and plain tensors.
-            Each rank saves its own. An average of the model (`zf.ema`) is saved as its shards.
-        where: Which parameters and buffers: patterns of names, or a predicate of name and tensor; None: all.
-        keep: How many checkpoints to keep in the folder above: the newest ones whose names differ only in the step. None:
-            all.
+        optimizer: The optimizer of its parameters, any of torch or a streamed one;
+            or a sequence of them: `(muon, adamw)`.
+        extra: Values, or objects with a `state_dict()`, by name: made of numbers, strings, lists,
+            dicts and plain tensors. Each rank saves its own. An average of the model (`zf.ema`) is
+            saved as its shards.
+        where: Which parameters and buffers: patterns of names,
+            or a predicate of name and tensor; None: all.
+        keep: How many checkpoints to keep in the folder above: the newest ones whose names differ
+            only in the step. None: all.
         keep_every: Checkpoints whose step is a multiple of this are kept, too.
-        background: Returns when the values are copied, and a thread writes the files while training goes on. Values in
-            memory are copied to the host, which takes as many bytes as this rank writes of them; values in tiers
-            (parameters, states of streamed optimizers) are written to their files before `save` returns.
+        background: Returns when the values are copied, and a thread writes the files while training
+            goes on. Values in memory are copied to the host, which takes as many bytes as this rank
+            writes of them; values in tiers (parameters, states of streamed optimizers) are written
+            to their files before `save` returns.
 
     Returns:
-        The save. One in the background is under way: `wait()`, the next save and the next load wait for it, and raise on
-        every rank if it failed.
+        The save. One in the background is under way: `wait()`, the next save and the next load wait
+        for it, and raise on every rank if it failed.
 
     Raises:
-        CheckpointError: Something cannot be saved, or there is a checkpoint of this name. Raised on every rank.
-        StorageError: A disk refused, on this rank or another. Raised on every rank. Nothing has changed; training may go on.
+        CheckpointError: Something cannot be saved, or there is a checkpoint of this name.
+            Raised on every rank.
+        StorageError: A disk refused, on this rank or another. Raised on every rank. Nothing has
+            changed; training may go on.
         DisagreementError: Ranks were given different folders or options.
         LostRankError: A rank has ended, or did not call `save`.
     """
@@ -85,7 +95,10 @@ def save(
     def prepare() -> None:
         if any(each is not None and each < 1 for each in (keep, keep_every)):
             raise CheckpointError(
-                "keep and keep_every are numbers from 1 on.", keep=keep, keep_every=keep_every, fix="keep=3"
+                "keep and keep_every are numbers from 1 on.",
+                keep=keep,
+                keep_every=keep_every,
+                fix="keep=3",
             )
         plan.add(model, optimizer, extra or {}, where)
 
@@ -136,7 +149,8 @@ class Saving:
         """Waits until the checkpoint is complete.
 
         Raises:
-            StorageError: A disk refused, on this rank or another. No checkpoint of this name was made.
+            StorageError: A disk refused, on this rank or another.
+                No checkpoint of this name was made.
             TierError: The host has no memory for the copies, on this rank or another.
             LostRankError: A rank has ended.
         """
@@ -188,7 +202,10 @@ class _Save:
         named = {kind: held for kind, held in plan.held_tensors.items() if kind in CUT}
         names = {kind: len({each.name for each in held}) for kind, held in named.items()}
         is_counted = self.agreed.have_same_names and not plan.has_owners
-        write_manifest(self.draft.path, self.agreed.text, self.meeting.size, names if is_counted else None)
-        if not self.agreed.have_same_names:  # stages of a pipeline: no two may give one name to different tensors
+        write_manifest(
+            self.draft.path, self.agreed.text, self.meeting.size, names if is_counted else None
+        )
+        # Names differ between stages of a pipeline: no two may give one name to different tensors.
+        if not self.agreed.have_same_names:
             Catalog(self.draft.path, lambda name: name)
         return self.draft.commit()

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.advice import say_if_left_out
-from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
+from zero_fn.checkpoint.format.files import (
+    BUFFER_NBYTES,
+    StoredBox,
+    TensorFile,
+    require_dtype,
+    write_json,
+)
 from zero_fn.checkpoint.format.folders import AVERAGES, CUT, KINDS, part_name, tensors_name
 from zero_fn.checkpoint.format.values import encoded
 from zero_fn.checkpoint.live.held_tensors import (
@@ -24,7 +30,13 @@ from zero_fn.checkpoint.live.held_tensors import (
     held_state,
     tensors_of_groups,
 )
-from zero_fn.checkpoint.live.streamed_states import cuts_of, each_state, held_codes, held_in_chunks, states_in_chunks
+from zero_fn.checkpoint.live.streamed_states import (
+    cuts_of,
+    each_state,
+    held_codes,
+    held_in_chunks,
+    states_in_chunks,
+)
 from zero_fn.checkpoint.rank_meeting import Agreement
 from zero_fn.extras.average import Average
 from zero_fn.owners import ByOwner
@@ -47,8 +59,11 @@ __all__ = ["Inventory", "Share", "Writing", "shared_out"]
 class Inventory:
     """What this rank has to save."""
 
-    held_tensors: dict[str, list[HeldTensor]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    says: dict[str, Any] = field(default_factory=dict)  # its part of the manifest, but for the tensors
+    held_tensors: dict[str, list[HeldTensor]] = field(
+        default_factory=lambda: {kind: [] for kind in KINDS}
+    )
+    # This rank's part of the manifest, but for the tensors.
+    says: dict[str, Any] = field(default_factory=dict)
     streamed: list[Streamed] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     owned: list[HeldTensor] = field(
@@ -57,7 +72,11 @@ class Inventory:
     has_owners: bool = False  # whether any rank has such
 
     def add(
-        self, model: nn.Module | None, optimizer: Optimizers | None, extra: Mapping[str, Any], where: Where
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizers | None,
+        extra: Mapping[str, Any],
+        where: Where,
     ) -> None:
         """Adds everything that was given to `save`."""
         named, tensors = ModelTensors(), dict[str, Tensor]()
@@ -77,14 +96,21 @@ class Inventory:
         optimizers = members_of(optimizer)
         if optimizers:
             self.says["groups"], self.says["values"] = [], {}
-            say_if_left_out([*optimizers, *extra.values()], {key: own.name for key, own in named.parameters.items()})
+            say_if_left_out(
+                [*optimizers, *extra.values()],
+                {key: own.name for key, own in named.parameters.items()},
+            )
         for each in optimizers:
             self._add_optimizer(each, named, tensors)
         self.held_tensors["optimizer"] += self.owned  # last: ranks number what they share alike
-        states = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in extra.items()}
+        states = {
+            name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in extra.items()
+        }
         for name, value in extra.items():
             if isinstance(value, Average):
-                self.held_tensors.setdefault(AVERAGES, []).extend(held_averages(name, value, named, where))
+                self.held_tensors.setdefault(AVERAGES, []).extend(
+                    held_averages(name, value, named, where)
+                )
                 states[name] = {"updates": value.updates}
         self.says["extra"] = encoded(states, "extra", tensors)
         for path, tensor in tensors.items():
@@ -95,15 +121,23 @@ class Inventory:
     def cut_names(self) -> list[object]:
         """What is equal on ranks that are replicas: the tensors of which each writes a part."""
         owned = set(map(id, self.owned))
-        cut = [(kind, held) for kind in CUT for held in self.held_tensors.get(kind, ()) if id(held) not in owned]
+        cut = [
+            (kind, held)
+            for kind in CUT
+            for held in self.held_tensors.get(kind, ())
+            if id(held) not in owned
+        ]
         return [(kind, held.name, held.dtype, held.place.shape) for kind, held in cut]
 
     def end_differences(self) -> None:
-        """Who loads this gets parameters in full, and goes on as this run does: so does this run."""
+        """Who loads this gets parameters in full, and goes on as
+        this run does: so does this run."""
         for unit in self.units:
             unit.gather.reference_is_shared = False
 
-    def _add_optimizer(self, optimizer: Optimizer, named: ModelTensors, tensors: dict[str, Tensor]) -> None:
+    def _add_optimizer(
+        self, optimizer: Optimizer, named: ModelTensors, tensors: dict[str, Tensor]
+    ) -> None:
         streamed = optimizer if isinstance(optimizer, Streamed) else None
         self.streamed += [] if streamed is None else [streamed]
         if isinstance(optimizer, ByOwner):
@@ -113,17 +147,29 @@ class Inventory:
         says, values = self.says, self.says["values"]
         groups = zip(optimizer.param_groups, tensors_of_groups(optimizer, named), strict=True)
         for number, (group, held_tensors) in enumerate(groups, len(says["groups"])):
-            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            options = {
+                name: value
+                for name, value in group.items()
+                if name not in ("params", "param_names")
+            }
             options = encoded(options, f"optimizer.param_groups[{number}]", tensors)
-            says["groups"].append({"params": [held.name for held in held_tensors], "options": options})
+            says["groups"].append(
+                {"params": [held.name for held in held_tensors], "options": options}
+            )
             for parameter, own in zip(group["params"], held_tensors, strict=True):
-                is_owned = isinstance(optimizer, ByOwner) and optimizer.owner_of(parameter) is not None
+                is_owned = (
+                    isinstance(optimizer, ByOwner) and optimizer.owner_of(parameter) is not None
+                )
                 self.has_owners |= is_owned
                 found = self.owned if is_owned else self.held_tensors["optimizer"]
                 states = {} if streamed is not None else optimizer.state.get(parameter, {})
                 dtypes, states = in_chunks.get(id(parameter), ({}, states))
                 codes = held_codes(own, cuts.get(id(parameter), ()))
-                as_codes = {held.in_chunks[1].removesuffix(CODES) for held in codes if held.in_chunks is not None}
+                as_codes = {
+                    held.in_chunks[1].removesuffix(CODES)
+                    for held in codes
+                    if held.in_chunks is not None
+                }
                 in_floats = (each for each in dtypes.items() if each[0] not in as_codes)
                 found += [*codes, *(held_in_chunks(own, parameter, *e) for e in in_floats)]
                 for name, value in states.items():
@@ -141,15 +187,20 @@ def _homes(model: nn.Module, named: ModelTensors) -> dict[str, str]:
     for parameter in model.parameters():
         slot, held = slot_of(parameter), named.parameters.get(id(parameter))
         if slot is not None and held is not None:
-            found[held.name] = f"{slot.stages_text} over {', '.join(map(str, slot.path.axes)) or 'no axis'}"
+            found[held.name] = (
+                f"{slot.stages_text} over {', '.join(map(str, slot.path.axes)) or 'no axis'}"
+            )
     return found
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 class Taker(Protocol):
-    """Where elements of boxes go: a file, or what only looks at them. Those of a box come in their order."""
+    """Where elements of boxes go: a file, or what only looks at them.
+
+    Those of a box come in their order.
+    """
 
     def append(self, piece: StoredBox, values: Tensor) -> None:
         """The next elements of a box: on the host, contiguous."""
@@ -181,7 +232,10 @@ class Share:
 
 
 def shared_out(plan: Inventory, agreed: Agreement) -> dict[str, list[list[Share]]]:
-    """What this rank writes, by kind and file. A file has one box of each name: tiles go to several files."""
+    """What this rank writes, by kind and file.
+
+    A file has one box of each name: tiles go to several files.
+    """
     found: dict[str, list[list[Share]]] = {}
     for folder, held_tensors in plan.held_tensors.items():
         files: list[list[Share]] = found.setdefault(folder, [])
@@ -190,7 +244,8 @@ def shared_out(plan: Inventory, agreed: Agreement) -> dict[str, list[list[Share]
             place = held.place
             if folder == "extra":
                 box: Box | None = place.box
-            elif held.is_buffer and place.replica is None:  # ranks may differ: rank 0 decides, as in training
+            elif held.is_buffer and place.replica is None:
+                # Buffers of ranks may differ: rank 0 decides, as in training.
                 box = place.box if agreed.replica == 0 else None
             else:
                 box = place.own(ordinal, held.dtype.itemsize, (agreed.replica, agreed.replicas))
@@ -200,9 +255,13 @@ def shared_out(plan: Inventory, agreed: Agreement) -> dict[str, list[list[Share]
             taken[held.name] += 1
             if number == len(files):
                 files.append([])
-            row = place.box.numel // place.box.sizes[0] if place.box.numel and place.box.sizes else 0
+            row = (
+                place.box.numel // place.box.sizes[0] if place.box.numel and place.box.sizes else 0
+            )
             first = (box.starts[0] - place.box.starts[0]) * row if row else 0
-            files[number].append(Share(StoredBox(held.name, held.dtype, place.shape, box), held, first))
+            files[number].append(
+                Share(StoredBox(held.name, held.dtype, place.shape, box), held, first)
+            )
     return found
 
 
@@ -220,7 +279,8 @@ class Writing:
     is_complete: bool = False
 
     def begin(self, *, copies: bool) -> None:
-        """Makes the files, and writes what rests in tiers; with `copies`, what is in memory is copied to the host."""
+        """Makes the files, and writes what rests in tiers; with `copies`,
+        what is in memory is copied to the host."""
         for kind, files in self.files.items():
             for number, shares in enumerate(files):
                 path = self.folder / tensors_name(kind, self.rank, number)
@@ -237,13 +297,18 @@ class Writing:
             self._write_chunks(optimizer)
 
     def _write_chunks(self, optimizer: Streamed) -> None:
-        in_chunks = {share.held.in_chunks: share for share in self.each() if share.held.in_chunks is not None}
+        in_chunks = {
+            share.held.in_chunks: share for share in self.each() if share.held.in_chunks is not None
+        }
 
         def take(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
             share = in_chunks.get((id(parameter), name))
             if share is None:  # another rank writes this state
                 return
-            low, high = max(first, share.first), min(first + values.numel(), share.first + share.piece.box.numel)
+            low, high = (
+                max(first, share.first),
+                min(first + values.numel(), share.first + share.piece.box.numel),
+            )
             if low < high:
                 share.append(values[low - first : high - first])
 
@@ -257,9 +322,12 @@ class Writing:
                     share.write(window)
 
     def write_rest(self) -> None:
-        """Writes what is in memory, and then this rank's part of the manifest: its files are complete."""
+        """Writes what is in memory, and then this rank's part of the manifest:
+        its files are complete."""
         self.write_values()
-        written = {kind: [_finished(shares) for shares in files] for kind, files in self.files.items()}
+        written = {
+            kind: [_finished(shares) for shares in files] for kind, files in self.files.items()
+        }
         says = {"id": self.saved_by, "rank": self.rank, "files": written, **self.plan.says}
         write_json(self.folder / part_name(self.rank), says)
         self.is_complete = True
@@ -288,7 +356,9 @@ def _copy(shares: list[Share], room: list[Slab]) -> None:
     if not sum(sizes):
         return
     if not room or room[0].nbytes < sum(sizes):
-        room[:] = [Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False, huge=False)]
+        room[:] = [
+            Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False, huge=False)
+        ]
     memory = room[0].memory
     is_on_device = False
     for share, part in zip(shares, torch.split(memory[: sum(sizes)], sizes), strict=True):

@@ -2,8 +2,8 @@
 
 The reader of each format fills a `Contents`. Loading and converting use it alone.
 
-[Note: states in 8 bits] Codes and scales of a state are read as the state itself, in float32. An optimizer that keeps codes
-makes the same ones of it again.
+[Note: states in 8 bits] Codes and scales of a state are read as the state itself, in float32. An
+optimizer that keeps codes makes the same ones of it again.
 """
 
 from __future__ import annotations
@@ -32,24 +32,34 @@ Key = tuple[str, str]
 
 
 class Contents:
-    """What is in files. As it stands here, of safetensors of Hugging Face; readers of checkpoints know of values, too."""
+    """What is in files.
+
+    As it stands here, of safetensors of Hugging Face; readers of checkpoints know of values, too.
+    """
 
     def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
         self.path = path
         self.ranks = 1
         self.rename = rename  # the name in the model for a name in the files
-        self.pieces: dict[Key, dict[Box, StoredBox]] = {}  # a box that several ranks have written stands once
-        self.in_parts: dict[Key, dict[Box, StoredBox]] = {}  # codes and scales. [Note: states in 8 bits]
+        # A box that several ranks have written stands once.
+        self.pieces: dict[Key, dict[Box, StoredBox]] = {}
+        # Codes and scales. [Note: states in 8 bits]
+        self.in_parts: dict[Key, dict[Box, StoredBox]] = {}
         self.coded: dict[Key, tuple[Key, Key]] = {}  # of states in 8 bits the keys of these
-        self.aliases: dict[str, str] = {}  # further names of tied parameters, and those that they were saved by
-        self.states: dict[str, list[tuple[str, Key]]] = {}  # of each parameter those that are tensors
-        self.values: dict[str, tuple[int, Any]] = {}  # ... and those that are none, with the rank that says so
-        self.options: dict[str, tuple[int, Any]] = {}  # of the group of each parameter, with the rank that says so
+        # Further names of tied parameters, and those that they were saved by.
+        self.aliases: dict[str, str] = {}
+        # States of each parameter that are tensors.
+        self.states: dict[str, list[tuple[str, Key]]] = {}
+        # States that are no tensors, with the rank that says so.
+        self.values: dict[str, tuple[int, Any]] = {}
+        # Options of the group of each parameter, with the rank that says so.
+        self.options: dict[str, tuple[int, Any]] = {}
         self._readers: dict[Callable[[], TensorReader], TensorReader] = {}
         self._scales: tuple[Key, Tensor] | None = None  # those that were read last
 
     def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> StoredBox | None:
-        """Adds a box of a tensor; returns a known box that contradicts it in shape, dtype or digests."""
+        """Adds a box of a tensor; returns a known box that contradicts
+        it in shape, dtype or digests."""
         name = name if kind.startswith("extra") else self.rename(name)
         key, pieces = (kind, f"{name}/{state}" if state else name), self.pieces
         if kind == "optimizer" and state.endswith((CODES, SCALES)):
@@ -57,7 +67,9 @@ class Contents:
             if state.endswith(CODES):
                 shown = key[0], key[1].removesuffix(CODES)
                 self.coded[shown] = key, (kind, shown[1] + SCALES)
-                self.add_piece(kind, name, state.removesuffix(CODES), replace(piece, dtype=torch.float32))
+                self.add_piece(
+                    kind, name, state.removesuffix(CODES), replace(piece, dtype=torch.float32)
+                )
         elif kind == "optimizer" and key not in self.pieces:
             self.states.setdefault(name, []).append((state, key))
         known = pieces.setdefault(key, {})
@@ -67,7 +79,7 @@ class Contents:
                 return other
         return None if same.digests == piece.digests else same
 
-    # -- values --------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def read_all(self) -> None:
         """Reads what every rank says, where only some were read."""
@@ -86,10 +98,11 @@ class Contents:
         return encoded
 
     def differs_by_rank(self, what: str, name: str) -> bool:
-        """Whether ranks, of those that were read, have saved different values of `extra` or `buffers` under a name."""
+        """Whether ranks, of those that were read, have saved different values of
+        `extra` or `buffers` under a name."""
         return False
 
-    # -- elements ------------------------------------------------------------------------------------------------------
+    # -- elements ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         while self._readers:
@@ -110,13 +123,17 @@ class Contents:
     def require_all(self, key: Key, box: Box) -> None:
         """Requires that the files have each element of a box of a tensor once."""
         for read_more in (self.read_all, lambda: None):
-            if sum(meet.numel for _, meet in _meeting(_pieces(self, key).values(), box)) == box.numel:
+            if (
+                sum(meet.numel for _, meet in _meeting(_pieces(self, key).values(), box))
+                == box.numel
+            ):
                 return
             read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
 
     def read(self, key: Key, box: Box, *, parts: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """Reads a box of a tensor, a part of a buffer at a time: yields the number of the first element, and the values."""
+        """Reads a box of a tensor, a part of a buffer at a time:
+        yields the number of the first element, and the values."""
         dtype = self.first(key).dtype
         for first, last in ranges(box.sizes, BUFFER_NBYTES // parts // dtype.itemsize):
             values = torch.empty(last - first, dtype=dtype)
@@ -124,13 +141,15 @@ class Contents:
             yield first, values
 
     def verify(self, key: Key, box: Box) -> None:
-        """Reads a box of a tensor, and compares its blocks with their digests, if they have some."""
+        """Reads a box of a tensor, and compares its blocks with their digests,
+        if they have some."""
         dtype = self.first(key).dtype
         for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
             self.fill(key, box, first, torch.empty(last - first, dtype=dtype, device="meta"))
 
     def fill(self, key: Key, box: Box, first: int, out: Tensor) -> None:
-        """Reads elements of a box of a tensor, from the number `first` on, into flat memory of the host.
+        """Reads elements of a box of a tensor, from the number `first` on,
+        into flat memory of the host.
 
         With `out` on meta, blocks are only compared with their digests.
         """
@@ -152,7 +171,9 @@ class Contents:
         """Reads elements of a piece into a view of their shape; None: only compares digests."""
         reader, inside = _reader_of(self._readers, piece), box.within(piece.box)
         leaves_gaps = not piece.digests  # blocks with a digest are read whole
-        for first, last, part in _runs(inside, piece.box.sizes, piece.dtype.itemsize, leaves_gaps=leaves_gaps):
+        for first, last, part in _runs(
+            inside, piece.box.sizes, piece.dtype.itemsize, leaves_gaps=leaves_gaps
+        ):
             target = None if room is None else part.within(inside).of(room)
             if target is None or (target.is_contiguous() and target.numel() == last - first):
                 reader.read(piece, first, last, None if target is None else target.view(-1))
@@ -178,7 +199,9 @@ def _fill_decoded(source: Contents, key: Key, box: Box, first: int, out: Tensor)
         return
     at, is_signed = 0, MOMENTS[key[1].rpartition("/")[2]]
     for part in spans(box.sizes, first, first + out.numel()):
-        numbering = Numbering(source.first(key).shape, box.around(part), tuple(range(len(part.sizes))))
+        numbering = Numbering(
+            source.first(key).shape, box.around(part), tuple(range(len(part.sizes)))
+        )
         blocks = torch.from_numpy(numbering.numbers(0, part.numel) // BLOCK_NUMEL)
         values = decode_by(codes[at : at + part.numel], source._scales[1][blocks], is_signed)
         out[at : at + part.numel] = values
@@ -186,13 +209,16 @@ def _fill_decoded(source: Contents, key: Key, box: Box, first: int, out: Tensor)
 
 
 def require_whole(source: Contents, key: Key) -> None:
-    """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it."""
+    """Requires that the files have all of a tensor, and are as large as that:
+    before memory is taken for it."""
     source.require_all(key, whole_box(source.first(key).shape))
     for piece in _pieces(source, key).values():
         _reader_of(source._readers, piece)
 
 
-def _reader_of(readers: dict[Callable[[], TensorReader], TensorReader], piece: StoredBox) -> TensorReader:
+def _reader_of(
+    readers: dict[Callable[[], TensorReader], TensorReader], piece: StoredBox
+) -> TensorReader:
     """The file of a piece, opened; of many the one that was opened first is closed."""
     assert piece.open is not None, "it is being written"
     if piece.open not in readers:
@@ -211,14 +237,19 @@ def _meeting(pieces: Iterable[StoredBox], box: Box) -> Iterator[tuple[StoredBox,
 
 
 _RUN_NUMEL = 4 << 20
-"""How many elements are read at once where rows of a file are longer than the wanted parts of them."""
+"""How many elements are read at once where rows of a file are longer
+than the wanted parts of them."""
 
 _SEEK_NBYTES = 16 << 10
-"""A part of a row that has so many bytes is read alone, where what lies between need not be read."""
+"""A part of a row that has so many bytes is read alone,
+where what lies between need not be read."""
 
 
-def _runs(box: Box, sizes: tuple[int, ...], itemsize: int, *, leaves_gaps: bool) -> Iterator[tuple[int, int, Box]]:
-    """The ranges of elements to be read for a box of a tensor of these sizes: their ends, and the part of the box."""
+def _runs(
+    box: Box, sizes: tuple[int, ...], itemsize: int, *, leaves_gaps: bool
+) -> Iterator[tuple[int, int, Box]]:
+    """The ranges of elements to be read for a box of a tensor of these sizes:
+    their ends, and the part of the box."""
     outer = next((dim for dim in reversed(range(len(sizes))) if box.sizes[dim] != sizes[dim]), -1)
     if all(size == 1 for size in box.sizes[: max(outer, 0)]):  # one range without gaps
         yield *range_of(box, sizes), box

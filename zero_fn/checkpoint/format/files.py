@@ -1,10 +1,12 @@
-"""Files of a checkpoint: tensors in the safetensors format, all else in JSON, each byte under a digest.
+"""Files of a checkpoint: tensors in the safetensors format,
+all else in JSON, each byte under a digest.
 
     tensors    8 bytes: length of the header | header, JSON | elements, tensor after tensor
     JSON       {"xxh3": digest of the body, "body": {...}}
 
-The safetensors library is not used: it takes and gives whole tensors, and here they pass through a buffer. Digests are xxh3
-of 64 bits, of each MiB of a tensor, so that a part of a tensor can be read and verified alone.
+The safetensors library is not used: it takes and gives whole tensors, and here they pass through a
+buffer. Digests are xxh3 of 64 bits, of each MiB of a tensor, so that a part of a tensor can be read
+and verified alone.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ _CHUNK_NBYTES = 128 << 10
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 """The dtypes that safetensors has, by its names for them."""
@@ -64,7 +67,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def disk(path: str | Path, doing: str) -> Iterator[None]:
-    """Inside, an error of the operating system becomes a `StorageError`; `doing` says what failed."""
+    """Inside, an error of the operating system becomes a `StorageError`;
+    `doing` says what failed."""
     try:
         yield
     except OSError as error:
@@ -73,7 +77,8 @@ def disk(path: str | Path, doing: str) -> Iterator[None]:
             f"{doing} failed.",
             path=path,
             why=f"{code}: {error.strerror}",
-            fix="a folder that exists, on a disk that all ranks share (df, mount); earlier checkpoints are unchanged",
+            fix="a folder that exists, on a disk that all ranks share (df, mount); "
+            "earlier checkpoints are unchanged",
         ) from error
 
 
@@ -88,7 +93,8 @@ class StoredBox:
     offset: int = 0  # the first byte of the box, after the header
     digests: list[str] = field(default_factory=list)  # of each block, 16 hexadecimal digits
     rank: int = 0  # that has written the box
-    open: Callable[[], TensorReader] | None = field(default=None, repr=False)  # one function for all boxes of a file
+    # One function for all boxes of a file.
+    open: Callable[[], TensorReader] | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -107,13 +113,20 @@ class StoredBox:
         }
 
     @staticmethod
-    def of_entry(name: str, entry: Mapping[str, Any], rank: int, open: Callable[[], TensorReader]) -> StoredBox:
+    def of_entry(
+        name: str, entry: Mapping[str, Any], rank: int, open: Callable[[], TensorReader]
+    ) -> StoredBox:
         """The box of which a manifest says this; the reverse of `entry`."""
         digests = entry["xxh3"]
         box, shape = Box(tuple(entry["starts"]), tuple(entry["sizes"])), tuple(entry["shape"])
         each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
-        found = StoredBox(name, DTYPES[entry["dtype"]], shape, box, entry["offset"], each, rank, open)
-        if box.meet(whole_box(shape)) not in (box, None) or prod(max(size, 1) for size in shape) > _MOST >> 4:
+        found = StoredBox(
+            name, DTYPES[entry["dtype"]], shape, box, entry["offset"], each, rank, open
+        )
+        if (
+            box.meet(whole_box(shape)) not in (box, None)
+            or prod(max(size, 1) for size in shape) > _MOST >> 4
+        ):
             raise ValueError(f"{name} of {shape} has no such box")
         if len(each) != -(-found.nbytes // BLOCK_NBYTES):
             raise ValueError(f"{name} has {len(each)} digests")
@@ -126,7 +139,8 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
         raise CheckpointError(
             f"{name} is of a dtype that safetensors does not have.",
             dtype=dtype,
-            fix="leave it out (where=), or keep its parts as tensors of other dtypes: torch.view_as_real(z)",
+            fix="leave it out (where=), or keep its parts as tensors of other dtypes: "
+            "torch.view_as_real(z)",
         )
 
 
@@ -136,9 +150,12 @@ def _header(pieces: list[StoredBox], saved_by: str) -> bytes:
         "__metadata__": {
             "format": "pt",
             "zero_fn": saved_by,
-            # For `HuggingFaceStorageReader` of torch.distributed.checkpoint: where each piece lies in its tensor.
+            # For `HuggingFaceStorageReader` of torch.distributed.checkpoint:
+            # where each piece lies in its tensor.
             "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps({piece.name: {"saved_offsets": piece.box.starts} for piece in pieces}),
+            "DCP_SHARDING_INFO": json.dumps(
+                {piece.name: {"saved_offsets": piece.box.starts} for piece in pieces}
+            ),
         }
     }
     end = 0
@@ -155,7 +172,10 @@ def _header(pieces: list[StoredBox], saved_by: str) -> bytes:
 
 
 class TensorFile:
-    """A file of tensors that is being written. The boxes may come in any order, the elements of a box come in theirs."""
+    """A file of tensors that is being written.
+
+    The boxes may come in any order, the elements of a box come in theirs.
+    """
 
     def __init__(self, path: Path, pieces: list[StoredBox], saved_by: str) -> None:
         """Makes the file, and writes its header."""
@@ -174,8 +194,14 @@ class TensorFile:
 
     def append(self, piece: StoredBox, values: Tensor) -> None:
         """Writes the next elements of a box: on the host, contiguous."""
-        view, written, hasher = bytes_of(values), self._written[piece.name], self._hashers[piece.name]
-        while view:  # block by block, so that a block is in the cache of the processor when it is written
+        view, written, hasher = (
+            bytes_of(values),
+            self._written[piece.name],
+            self._hashers[piece.name],
+        )
+        # Written block by block, so that a block is in the cache of the
+        # processor when it is written.
+        while view:
             part = view[: BLOCK_NBYTES - written % BLOCK_NBYTES]
             view = view[len(part) :]
             hasher.update(part)
@@ -189,13 +215,20 @@ class TensorFile:
 
     def finish(self) -> dict[str, Any]:
         """Makes sure that the file is on the disk; returns what a manifest says of it."""
-        missing = [piece.name for piece in self._pieces if self._written[piece.name] != piece.nbytes]
+        missing = [
+            piece.name for piece in self._pieces if self._written[piece.name] != piece.nbytes
+        ]
         assert not missing, f"not written: {missing}"
         with disk(self._path, "Writing a checkpoint"):
             os.fsync(self._fd)
         self.close()
         tensors = {piece.name: piece.entry() for piece in self._pieces}
-        return {"nbytes": self.nbytes, "begin": self._begin, "xxh3": self._digest, "tensors": tensors}
+        return {
+            "nbytes": self.nbytes,
+            "begin": self._begin,
+            "xxh3": self._digest,
+            "tensors": tensors,
+        }
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -222,7 +255,8 @@ class TensorReader:
     _fd = -1
 
     def __init__(self, path: Path, begin: int, nbytes: int, digest: str | None = None) -> None:
-        """Opens the file; `begin` bytes, of this digest if one is known, come before the elements."""
+        """Opens the file; `begin` bytes, of this digest if one is known,
+        come before the elements."""
         self._path = path
         self._begin = begin
         with disk(path, "Reading a checkpoint"):
@@ -234,10 +268,13 @@ class TensorReader:
             header = memoryview(bytearray(begin))
             self._fill(header, 0)
             if xxhash.xxh3_64_hexdigest(header) != digest:
-                raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
+                raise damaged(
+                    path, tensor="its header", why="its digest is not that of the manifest"
+                )
 
     def read(self, piece: StoredBox, first: int, last: int, out: Tensor | None) -> None:
-        """Reads some elements of a box, and verifies the blocks that they are in; with `out` None it only verifies."""
+        """Reads some elements of a box, and verifies the blocks that they are in;
+        with `out` None it only verifies."""
         begin, end = first * piece.dtype.itemsize, last * piece.dtype.itemsize
         target = None if out is None else bytes_of(out)
         if not piece.digests:
@@ -260,7 +297,9 @@ class TensorReader:
                 if target is not None and not is_direct:
                     first_byte, last_byte = max(low, begin), min(high, end)
                     if first_byte < last_byte:
-                        target[first_byte - begin : last_byte - begin] = view[first_byte - low : last_byte - low]
+                        target[first_byte - begin : last_byte - begin] = view[
+                            first_byte - low : last_byte - low
+                        ]
             if hasher.hexdigest() != piece.digests[at // BLOCK_NBYTES]:
                 raise damaged(
                     self._path,
@@ -275,7 +314,8 @@ class TensorReader:
         return self._path, self._begin + piece.offset + first * piece.dtype.itemsize
 
     def _scratch(self, nbytes: int) -> memoryview:
-        """Memory for bytes that are only verified: this reader has its own, so that threads may read other files."""
+        """Memory for bytes that are only verified: this reader has its own,
+        so that threads may read other files."""
         if self._room is None:
             self._room = memoryview(bytearray(_CHUNK_NBYTES))
         return self._room[:nbytes]
@@ -298,7 +338,8 @@ class TensorReader:
 
 
 def read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """Reads the header of a safetensors file: bytes before the elements, bytes of the file, and its table."""
+    """Reads the header of a safetensors file: bytes before the elements,
+    bytes of the file, and its table."""
     with disk(path, "Reading a checkpoint"), path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -334,12 +375,20 @@ def damaged(path: Path, **facts: object) -> CheckpointError:
 
 @contextmanager
 def understood(path: Path, why: str) -> Iterator[None]:
-    """Inside, an error of Python means that a file holds what its writer does not write; `why` says so in words."""
+    """Inside, an error of Python means that a file holds what its writer does not write;
+    `why` says so in words."""
     try:
         yield
     except CheckpointError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise damaged(path, why=f"{why}: {error!r}") from error
 
 
@@ -350,11 +399,14 @@ _MOST = 1 << 63
 def require_form(value: object, form: Any, name: str = "it") -> None:
     """Requires that a value of JSON is made up as its writer makes it up.
 
-    `form` is a class, where `int` means a number that is not negative; `[form]`, a list; `{str: form}`, by name; or the form
-    of each entry by its name, which ends in "?" if it may be missing.
+    `form` is a class, where `int` means a number that is not negative; `[form]`, a list;
+    `{str: form}`, by name; or the form of each entry by its name, which ends in "?" if
+    it may be missing.
     """
     kind = form if isinstance(form, type) else type(form)
-    if not isinstance(value, kind) or (kind is int and (type(value) is not int or not 0 <= value < _MOST)):
+    if not isinstance(value, kind) or (
+        kind is int and (type(value) is not int or not 0 <= value < _MOST)
+    ):
         raise ValueError(f"{name} is no {kind.__name__}, or out of bounds")
     if isinstance(value, list) and isinstance(form, list):
         for item in value:
@@ -379,12 +431,15 @@ def write_json(path: Path, body: object) -> None:
 
 
 def read_json(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the values that `write_json` has written; `form` is what they are made up of, see `require_form`."""
+    """Reads the values that `write_json` has written; `form` is what they are made up of,
+    see `require_form`."""
     with disk(path, "Reading a checkpoint"):
         found = path.read_bytes()
     try:
         body: dict[str, Any] = json.loads(found)["body"]
-        is_whole = _signed(found.decode()[len(_BEFORE) + 16 + len(_BETWEEN) : -len(_AFTER)]) == found
+        is_whole = (
+            _signed(found.decode()[len(_BEFORE) + 16 + len(_BETWEEN) : -len(_AFTER)]) == found
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         is_whole = False
     if not is_whole:

@@ -1,7 +1,9 @@
-"""Folders of checkpoints: complete ones, those that a killed save has left, and those to be removed.
+"""Folders of checkpoints: complete ones, those that a killed save has left,
+and those to be removed.
 
 runs/a/step-000120/             a checkpoint: one rename gave it this name once it was whole
-runs/a/.step-000240.saving/     a checkpoint that is being saved by the holder of its lock; without one its save was killed
+runs/a/.step-000240.saving/     a checkpoint that is being saved by the holder of its lock;
+                                without one its save was killed
 runs/a/.step-000080.removing/   a checkpoint that is being removed, or whose removal was killed
 """
 
@@ -22,7 +24,14 @@ from typing import Any
 
 import torch
 
-from zero_fn.checkpoint.format.files import disk, read_json, require_form, sync_folder, understood, write_json
+from zero_fn.checkpoint.format.files import (
+    disk,
+    read_json,
+    require_form,
+    sync_folder,
+    understood,
+    write_json,
+)
 from zero_fn.errors import CheckpointError, StorageError, ZeroError
 from zero_fn.values.tiers import bytes_text
 
@@ -75,14 +84,18 @@ def tensors_name(kind: str, rank: int, number: int) -> str:
     return f"{kind}/{rank:05d}-{number}.safetensors"
 
 
-def write_manifest(folder: Path, save_id: str, ranks: int, names: Mapping[str, int] | None = None) -> None:
+def write_manifest(
+    folder: Path, save_id: str, ranks: int, names: Mapping[str, int] | None = None
+) -> None:
     """Writes the manifest, the last file of a checkpoint, by which a folder is one."""
-    # `names`: how many names of tensors there are, by kind, so a reader of some parts knows whether it has heard of all.
-    # None if ranks have tensors of different names.
+    # `names`: how many names of tensors there are, by kind, so a reader of some parts knows whether
+    # it has heard of all. None if ranks have tensors of different names.
     body = {"format": "zero_fn checkpoint", "version": VERSION, "id": save_id, "ranks": ranks}
     made_by = {"torch": torch.__version__, "python": platform.python_version()}
     counted = {} if names is None else {"names": names}
-    write_json(folder / MANIFEST, {**body, **counted, "saved_at_ns": time.time_ns(), "made_by": made_by})
+    write_json(
+        folder / MANIFEST, {**body, **counted, "saved_at_ns": time.time_ns(), "made_by": made_by}
+    )
 
 
 _FORM = {"id": str, "ranks": int, "names?": {str: int}, "saved_at_ns": int, "made_by": {str: str}}
@@ -164,7 +177,15 @@ def _described(path: Path) -> Checkpoint:
             with suppress(OSError):
                 nbytes += os.stat(os.path.join(folder, name)).st_size
     saved_at = manifest.get("saved_at_ns", 0)
-    return Checkpoint(path, _number(path.name)[1], nbytes, is_complete, saved_at, ranks, manifest.get("made_by", {}))
+    return Checkpoint(
+        path,
+        _number(path.name)[1],
+        nbytes,
+        is_complete,
+        saved_at,
+        ranks,
+        manifest.get("made_by", {}),
+    )
 
 
 def _number(name: str) -> tuple[str, int | None]:
@@ -185,14 +206,18 @@ def newest(folder: Path) -> Path:
         raise CheckpointError(
             "There is no complete checkpoint.",
             folder=folder,
-            found=", ".join(checkpoint.path.name for checkpoint in found) or "nothing that looks like one",
+            found=", ".join(checkpoint.path.name for checkpoint in found)
+            or "nothing that looks like one",
             fix="give a folder that zf.save has written, or one with such folders in it",
         )
     return complete[-1].path
 
 
 class Draft:
-    """The folder of a checkpoint that is being saved. Rank 0 makes the folder, commits it and holds its lock."""
+    """The folder of a checkpoint that is being saved.
+
+    Rank 0 makes the folder, commits it and holds its lock.
+    """
 
     def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
         """A draft of which nothing is on the disk yet; `kinds` are the folders in it."""
@@ -203,7 +228,8 @@ class Draft:
         self._mark = self.path
 
     def make(self) -> str:
-        """Makes the folder, and removes what other saves have left; returns what identifies this save."""
+        """Makes the folder, and removes what other saves have left;
+        returns what identifies this save."""
         parent = self.target.parent
         if not self.target.name or self.target.name.startswith("."):
             raise CheckpointError(
@@ -219,7 +245,9 @@ class Draft:
                     _remove_if_left(left)
             if self.path.exists():
                 raise CheckpointError(
-                    "Another process is saving this checkpoint.", path=self.path, fix="save under another name"
+                    "Another process is saving this checkpoint.",
+                    path=self.path,
+                    fix="save under another name",
                 )
             self.path.mkdir()
             try:
@@ -237,14 +265,18 @@ class Draft:
         return self._mark.name
 
     def require(self, made: str) -> None:
-        """Raises unless this is the folder that rank 0 has made: a host may have another one of this name, that a killed save
-        has left. `made` is what `make` has returned there."""
+        """Raises unless this is the folder that rank 0 has made: a host may have another one of
+        this name, that a killed save has left.
+
+        `made` is what `make` has returned there.
+        """
         if not (self.path / made).exists():
             raise StorageError(
                 "This rank does not see the folder that rank 0 has made for a checkpoint.",
                 path=self.path,
                 why="each host has a folder of its own at this path",
-                fix="save to a folder that all hosts share (df, mount); earlier checkpoints are unchanged",
+                fix="save to a folder that all hosts share (df, mount); "
+                "earlier checkpoints are unchanged",
             )
 
     def commit(self) -> str:
@@ -269,8 +301,10 @@ class Draft:
             raise CheckpointError(
                 "A file or folder of this name exists already.",
                 path=self.target,
-                why="a checkpoint is never overwritten: a save that is killed would leave neither the old nor the new one",
-                fix='save under another name: zf.save("runs/a/step-000120", ...); or remove the old one first',
+                why="a checkpoint is never overwritten: "
+                "a save that is killed would leave neither the old nor the new one",
+                fix='save under another name: zf.save("runs/a/step-000120", ...); '
+                "or remove the old one first",
             )
 
     def _rename(self) -> None:
@@ -306,7 +340,8 @@ def _remove_if_left(path: Path) -> None:
 
 
 def prune(target: Path, keep: int | None, keep_every: int | None) -> None:
-    """Removes old checkpoints: those whose names differ from that of the one just saved only in the number.
+    """Removes old checkpoints: those whose names differ from that of the one
+    just saved only in the number.
 
     What cannot be removed stays, with a warning: the save has succeeded.
     """
@@ -315,14 +350,20 @@ def prune(target: Path, keep: int | None, keep_every: int | None) -> None:
     stem = _number(target.name)[0]
     try:
         beside = [
-            found for found in checkpoints(target.parent) if found.is_complete and _number(found.path.name)[0] == stem
+            found
+            for found in checkpoints(target.parent)
+            if found.is_complete and _number(found.path.name)[0] == stem
         ]
         for found in beside[: max(len(beside) - keep, 0)]:
-            is_kept = keep_every is not None and found.step is not None and found.step % keep_every == 0
+            is_kept = (
+                keep_every is not None and found.step is not None and found.step % keep_every == 0
+            )
             if is_kept or found.path.name == target.name:
                 continue
             going = found.path.parent / f".{found.path.name}.removing"
             os.rename(found.path, going)
             shutil.rmtree(going)
     except (OSError, ZeroError) as error:
-        warnings.warn(f"zero_fn could not remove an old checkpoint: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"zero_fn could not remove an old checkpoint: {error}", RuntimeWarning, stacklevel=2
+        )

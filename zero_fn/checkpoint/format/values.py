@@ -1,4 +1,8 @@
-"""Numbers, strings, lists, dicts and tensors as JSON, and back: what a checkpoint holds beside parameters. Never pickle."""
+"""Numbers, strings, lists, dicts and tensors as JSON, and back:
+what a checkpoint holds beside parameters.
+
+Never pickle.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,9 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) is list:
         return [encoded(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [encoded(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]}
+        return {
+            "$tuple": [encoded(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]
+        }
     tag = next((tag for tag, kind in _DICTS.items() if type(value) is kind), None)
     if isinstance(value, dict) and tag is not None:
         items = [
@@ -44,8 +50,8 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, DTensor):
         raise CheckpointError(
             f"{path} is sharded, and extra= holds plain values.",
-            fix="an optimizer beside the first: zf.save(folder, model, (muon, adamw)); an average: zf.ema(model); else "
-            "value.full_tensor()",
+            fix="an optimizer beside the first: zf.save(folder, model, (muon, adamw)); "
+            "an average: zf.ema(model); else value.full_tensor()",
         )
     if isinstance(value, Tensor):
         tensors[path] = value.detach()
@@ -53,10 +59,10 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(
         f"{path} cannot be saved.",
         got=f"{type(value).__module__}.{type(value).__qualname__}",
-        why="a checkpoint holds numbers, strings, bytes, lists, tuples, dicts and plain tensors, and runs no code when "
-        "it is read",
-        fix="give an object whose state_dict() is made of those; numpy arrays as tensors, sets as lists, a defaultdict as "
-        "dict(value)",
+        why="a checkpoint holds numbers, strings, bytes, lists, tuples, dicts and plain tensors, "
+        "and runs no code when it is read",
+        fix="give an object whose state_dict() is made of those; numpy arrays as tensors, "
+        "sets as lists, a defaultdict as dict(value)",
     )
 
 
@@ -76,5 +82,7 @@ def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
     if tag == "$tuple":
         return tuple(decoded(value[tag], tensor))
     if tag in _DICTS:
-        return _DICTS[tag]({decoded(key, tensor): decoded(item, tensor) for key, item in value[tag]})
+        return _DICTS[tag](
+            {decoded(key, tensor): decoded(item, tensor) for key, item in value[tag]}
+        )
     return {key: decoded(item, tensor) for key, item in value.items()}

@@ -26,7 +26,8 @@ _SHOWN = 8
 
 
 def require_readable(model: nn.Module, plan: LoadPlan, source: Contents, device_type: str) -> None:
-    """Requires that each parameter that is to rest in another tier than such a device can be read where the files have it.
+    """Requires that each parameter that is to rest in another tier than such a device can be
+    read where the files have it.
 
     Raises:
         CheckpointError: Some cannot; or there are none.
@@ -38,17 +39,27 @@ def require_readable(model: nn.Module, plan: LoadPlan, source: Contents, device_
     for slot in away:
         held = plan.named.parameters.get(id(slot.parameter))
         key = keys.get(id(held))
-        why = "not in the files" if held is None or key is None else _unreadable(slot, held, key, source)
+        why = (
+            "not in the files"
+            if held is None or key is None
+            else _unreadable(slot, held, key, source)
+        )
         if why:
             wrong.setdefault(why, []).append(slot.fqn)
     if wrong or not away:
-        lines = [f"{why}: {len(names)} parameters, such as {names[0]}" for why, names in wrong.items()]
+        lines = [
+            f"{why}: {len(names)} parameters, such as {names[0]}" for why, names in wrong.items()
+        ]
         raise CheckpointError(
             "copy=False: parameters cannot be read in place. Nothing was loaded.",
             folder=source.path,
-            **{f"{number}": line for number, line in enumerate(lines[:_SHOWN] or ["none rests in another tier"], 1)},
-            fix="without copy=False they are copied to their tier. To read them in place: zf.offload(model, params=...), "
-            "model.requires_grad_(False); and build the model on meta in the dtype of the files",
+            **{
+                f"{number}": line
+                for number, line in enumerate(lines[:_SHOWN] or ["none rests in another tier"], 1)
+            },
+            fix="without copy=False they are copied to their tier. To read them in place: "
+            "zf.offload(model, params=...), model.requires_grad_(False); and build the model on "
+            "meta in the dtype of the files",
         )
 
 
@@ -60,7 +71,9 @@ def _unreadable(slot: Slot, held: HeldTensor, key: Key, source: Contents) -> str
     if not slot.parameter.is_meta:
         return "have values already"
     if piece.dtype != slot.dtype or piece.dtype != slot.kind.compute_dtype:
-        return f"{piece.dtype} in the files, {slot.dtype} here, computed in {slot.kind.compute_dtype}"
+        return (
+            f"{piece.dtype} in the files, {slot.dtype} here, computed in {slot.kind.compute_dtype}"
+        )
     is_in_order = tuple(slot.path.stride) == strides_of(tuple(slot.path.shape))
     first, end = range_of(held.place.box, shape)
     if not is_in_order or end - first > max(held.place.box.numel, 1):
@@ -78,19 +91,24 @@ def open_files(model: nn.Module) -> None:
 
 
 def leave_in_files(model: nn.Module, plan: LoadPlan, source: Contents) -> None:
-    """Points the records of a model that was given memory at the files, and takes their tensors out of the plan."""
+    """Points the records of a model that was given memory at the files,
+    and takes their tensors out of the plan."""
     keys = {id(held): key for key, held in plan.todo}
     left: set[int] = set()
     for run in runs_of(model, verb="load_pretrained"):
         for group in (group for unit in run.live_units() for group in unit.memory.groups):
             if group.record is not None and run.offloaded.files is not None:
                 helds = [plan.named.parameters[id(slot.parameter)] for slot in group.slots]
-                _leave(group, run.offloaded.files, [(keys[id(held)], held) for held in helds], source)
+                _leave(
+                    group, run.offloaded.files, [(keys[id(held)], held) for held in helds], source
+                )
                 left |= {id(held) for held in helds}
     plan.todo = [(key, held) for key, held in plan.todo if id(held) not in left]
 
 
-def _leave(group: Group, files: StoredFiles, tensors: list[tuple[Key, HeldTensor]], source: Contents) -> None:
+def _leave(
+    group: Group, files: StoredFiles, tensors: list[tuple[Key, HeldTensor]], source: Contents
+) -> None:
     assert group.record is not None
     ranges, parcels, start = [], [], 0
     for number, (key, held) in enumerate(tensors):

@@ -41,7 +41,15 @@ from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.materialize import allocate, device_for, require_ways
 from zero_fn.values.box import whole_box
 
-__all__ = ["INDEX", "WEIGHTS", "load_pretrained", "packed", "rewrite_index", "weights_name", "write_index"]
+__all__ = [
+    "INDEX",
+    "WEIGHTS",
+    "load_pretrained",
+    "packed",
+    "rewrite_index",
+    "weights_name",
+    "write_index",
+]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,45 +64,54 @@ def load_pretrained(
     device: torch.device | str | None = None,
     copy: bool = True,
 ) -> None:
-    """Reads a folder of safetensors, such as Hugging Face has, into a model of any stage and tier. All ranks call it.
+    """Reads a folder of safetensors, such as Hugging Face has, into a model of any stage and tier.
+
+    All ranks call it.
 
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         model = zf.shard_params(model, mesh["dp"])
         zf.load_pretrained(model, "llama-3-8b")
 
-    Each rank reads only the elements of its shards, through a buffer of 64 MiB at most. A model on `meta` gets memory for its
-    shards; buffers that the files do not have, such as the frequencies of rotary embeddings, are computed by their modules,
-    as in `materialize`. Floating-point values are rounded to the dtype that a parameter rests in. The files need one of the
-    names of a tied parameter.
+    Each rank reads only the elements of its shards, through a buffer of 64 MiB at most. A model
+    on `meta` gets memory for its shards; buffers that the files do not have, such as the
+    frequencies of rotary embeddings, are computed by their modules, as in `materialize`.
+    Floating-point values are rounded to the dtype that a parameter rests in. The files need one
+    of the names of a tied parameter.
 
-    A model whose files have other names than its parameters (experts of Mixtral, which transformers stacks) is loaded by
-    `from_pretrained` inside `zero_fn.integrations.transformers.placed`.
+    A model whose files have other names than its parameters (experts of Mixtral, which transformers
+    stacks) is loaded by `from_pretrained` inside `zero_fn.integrations.transformers.placed`.
 
-    With `copy=False` parameters that would be copied to another tier stay in the files, where each use reads them: for
-    inference with a model that memory does not hold, without a second copy of it on the disk.
+    With `copy=False` parameters that would be copied to another tier stay in the files, where each
+    use reads them: for inference with a model that memory does not hold, without a second copy of
+    it on the disk.
 
         model = zf.offload(model.requires_grad_(False), params=zf.nvme("/local_nvme"))
         zf.load_pretrained(model, "llama-3-8b", copy=False)
 
-    Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks have parameters of
-    different names, a fourth of a byte for each tensor.
+    Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks
+    have parameters of different names, a fourth of a byte for each tensor.
 
     Args:
-        model: Any module, transformed or not; what is on `meta` must be transformed. Changed in place.
+        model: Any module, transformed or not; what is on `meta` must be
+            transformed. Changed in place.
         folder: A folder of safetensors, on a disk that all ranks see; or one such file.
-        strict: Whether each tensor must be in both, the files and the model. Without, on `meta`, what the files lack is drawn
-            by the module's own initialisation. Shapes must always agree.
-        rename: Names in the model for names in the files: regular expressions and their replacements, or a function.
-        device: The device on which parameters and buffers on `meta` get memory; None: that of the mesh, or without a mesh
-            the CPU.
-        copy: Whether parameters that rest in another tier are copied there. Without, they are on `meta` before, not trained,
-            and in the dtype of the files; the files stay as they are as long as the model is used. A parameter of which a
-            rank owns rows is read by rows. What is edited in place, or stepped, is refused.
+        strict: Whether each tensor must be in both, the files and the model. Without, on
+            `meta`, what the files lack is drawn by the module's own initialisation. Shapes
+            must always agree.
+        rename: Names in the model for names in the files: regular expressions and their
+            replacements, or a function.
+        device: The device on which parameters and buffers on `meta` get memory; None: that of the
+            mesh, or without a mesh the CPU.
+        copy: Whether parameters that rest in another tier are copied there. Without, they are on
+            `meta` before, not trained, and in the dtype of the files; the files stay as they are as
+            long as the model is used. A parameter of which a rank owns rows is read by rows. What
+            is edited in place, or stepped, is refused.
 
     Raises:
-        CheckpointError: There are no such files, one is damaged, they do not fit, or with `copy=False` cannot be read in
-            place; lists all that does not. Raised on every rank, and nothing has changed, unless the message says so.
+        CheckpointError: There are no such files, one is damaged, they do not fit, or with
+            `copy=False` cannot be read in place; lists all that does not. Raised on every rank, and
+            nothing has changed, unless the message says so.
         MeshError: `device` is another one than that of the mesh.
         StateError: Something on `meta` is neither in the files nor initialised by its module.
         StorageError: The disk refused. Raised on every rank.
@@ -111,7 +128,9 @@ def load_pretrained(
 
     failure = failure_of(prepare)
     names = [(held.name, held.place.shape) for held in named.held_tensors]
-    agreed = meeting.agree(LOADING, failure, same=(str(path), strict, copy, "pretrained"), same_names=names)
+    agreed = meeting.agree(
+        LOADING, failure, same=(str(path), strict, copy, "pretrained"), same_names=names
+    )
     plan = LoadPlan(named, model, rounds=True)
 
     sources: list[Contents] = []
@@ -170,7 +189,8 @@ def _require_transformed(model: nn.Module) -> None:
         if local_of(parameter).is_meta and slot_of(parameter) is None:
             raise CheckpointError(
                 f"{name} is on meta, and no transform has said where it is to rest.",
-                fix='zf.shard_params(model, mesh["dp"]), or zf.replicate, before; or model.to_empty(device="cpu")',
+                fix='zf.shard_params(model, mesh["dp"]), or zf.replicate, before; '
+                'or model.to_empty(device="cpu")',
             )
 
 
@@ -186,7 +206,9 @@ def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Con
             if ("model", rename(name)) in source.pieces:
                 raise damaged(file, tensor=name, why="two tensors have one name")
             shape, offset = tuple(entry["shape"]), entry["data_offsets"][0]
-            piece = StoredBox(name, DTYPES[entry["dtype"]], shape, whole_box(shape), offset, open=opened)
+            piece = StoredBox(
+                name, DTYPES[entry["dtype"]], shape, whole_box(shape), offset, open=opened
+            )
             source.add_piece("model", name, "", piece)
     return source
 
@@ -220,7 +242,10 @@ def _paths_of(path: Path) -> list[Path]:
             found=", ".join(file.name for file in inside[:8]) or "nothing",
             fix="zf.load(folder, model): zf.save has written it"
             if is_ours
-            else "model.save_pretrained(folder, safe_serialization=True), where the files are of pickle",
+            else (
+                "model.save_pretrained(folder, safe_serialization=True), "
+                "where the files are of pickle"
+            ),
         )
     return found
 
@@ -248,7 +273,11 @@ def write_index(folder: Path, files: list[list[StoredBox]]) -> None:
     if len(files) == 1:
         return
     total = sum(piece.nbytes for each in files for piece in each)
-    homes = {piece.name: weights_name(number, len(files)) for number, each in enumerate(files) for piece in each}
+    homes = {
+        piece.name: weights_name(number, len(files))
+        for number, each in enumerate(files)
+        for piece in each
+    }
     rewrite_index(folder, {"metadata": {"total_size": total}, "weight_map": homes})
 
 

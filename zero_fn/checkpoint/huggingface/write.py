@@ -1,7 +1,7 @@
 """`save_pretrained`: writes shards as a folder that `from_pretrained` loads, a tensor at a time.
 
-begin    ranks agree: all were given the same arguments and have tensors of the same names; rank 0 makes a hidden folder
-         inside the folder
+begin    ranks agree: all were given the same arguments and have tensors of the same names; rank 0
+         makes a hidden folder inside the folder
 write    tensor after tensor is gathered, and written by the rank that writes its file
 commit   ranks agree; rank 0 moves the files into the folder, last the file that readers look for
 """
@@ -23,9 +23,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.checkpoint.format.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, sync_folder
+from zero_fn.checkpoint.format.files import (
+    BUFFER_NBYTES,
+    StoredBox,
+    TensorFile,
+    require_dtype,
+    sync_folder,
+)
 from zero_fn.checkpoint.format.folders import Draft
-from zero_fn.checkpoint.huggingface.read import INDEX, WEIGHTS, packed, rewrite_index, weights_name, write_index
+from zero_fn.checkpoint.huggingface.read import (
+    INDEX,
+    WEIGHTS,
+    packed,
+    rewrite_index,
+    weights_name,
+    write_index,
+)
 from zero_fn.checkpoint.live.held_tensors import ModelTensors
 from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
@@ -37,7 +50,8 @@ from zero_fn.values.tiers import nbytes_of_text
 __all__ = ["export", "require_own_names", "save_pretrained"]
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-"""Given a tensor of the model by its name, returns the tensors that files have in its place, by their names."""
+"""Given a tensor of the model by its name, returns the tensors that files have
+in its place, by their names."""
 
 
 def save_pretrained(
@@ -47,27 +61,34 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard: int | str = "5GB",
 ) -> None:
-    """Writes a folder of safetensors that `from_pretrained` of Hugging Face loads. All ranks call it.
+    """Writes a folder of safetensors that `from_pretrained` of Hugging Face loads.
+
+    All ranks call it.
 
         zf.save_pretrained(model, "llama-3-8b-tuned", dtype=torch.bfloat16)
 
-    Parameters and persistent buffers are gathered one after the other, so no rank holds two of them whole. The ranks write
-    the files in turn. Tied parameters are written once. The config and generation config of a model of transformers are
-    written, too. Files are written into a hidden folder and moved into place when they are on the disk, last the one that
-    readers look for: a save that fails, or is killed, leaves no model.
+    Parameters and persistent buffers are gathered one after the other, so no rank holds two of them
+    whole. The ranks write the files in turn. Tied parameters are written once. The config and
+    generation config of a model of transformers are written, too. Files are written into a hidden
+    folder and moved into place when they are on the disk, last the one that readers look for: a
+    save that fails, or is killed, leaves no model.
 
-    Communicates an all-gather of each parameter, two messages of 640 bytes from each rank to rank 0, and two back.
+    Communicates an all-gather of each parameter, two messages of 640 bytes from each
+    rank to rank 0, and two back.
 
     Args:
         model: Any module, transformed or not, in memory or in tiers.
-        folder: The folder to write, on a disk that all ranks share. It may exist, without a model in it.
+        folder: The folder to write, on a disk that all ranks share.
+            It may exist, without a model in it.
         dtype: The dtype of floating-point tensors in the files; None: that in which they rest.
-        max_shard: The most bytes of a file, as a number or as text; a larger tensor gets a file of its own.
+        max_shard: The most bytes of a file, as a number or as text;
+            a larger tensor gets a file of its own.
 
     Raises:
-        CheckpointError: There is a model in the folder, ranks have tensors of different names, or something cannot be saved.
-            Raised on every rank.
-        StorageError: A disk refused, on this rank or another. Raised on every rank; there is no model.
+        CheckpointError: There is a model in the folder, ranks have tensors of different names, or
+            something cannot be saved. Raised on every rank.
+        StorageError: A disk refused, on this rank or another.
+            Raised on every rank; there is no model.
         TierError: `max_shard` is no size.
         DisagreementError: Ranks were given different arguments.
         LostRankError: A rank has ended, or did not call `save_pretrained`.
@@ -84,8 +105,8 @@ def export(
     convert: Convert | None = None,
     replaces: bool = False,
 ) -> None:
-    """`save_pretrained`, for a Trainer: with `replaces`, the model takes the place of one in the folder at once, so a reader
-    finds one of the two at any moment."""
+    """`save_pretrained`, for a Trainer: with `replaces`, the model takes the place of one in the
+    folder at once, so a reader finds one of the two at any moment."""
     wait_for_saving()
     meeting, target = RankMeeting(), Path(os.path.abspath(folder))
     draft, plan = _WeightsDraft(target, replaces=replaces), _Export(dtype, convert)
@@ -126,8 +147,12 @@ class _WeightsDraft(Draft):
             )
 
     def _rename(self) -> None:
-        """Moves the files into the folder. A reader finds one whole model at any moment: the old one until a single file gets
-        its name, the new one from then on. Readers take the file of all weights, and if there is none, the index."""
+        """Moves the files into the folder.
+
+        A reader finds one whole model at any moment: the old one until a single file gets its
+        name, the new one from then on. Readers take the file of all weights, and if there is
+        none, the index.
+        """
         self._require_free()
         made = set(os.listdir(self.path))
         names = {name: name for name in made - {WEIGHTS, INDEX}}
@@ -139,7 +164,11 @@ class _WeightsDraft(Draft):
         decides = INDEX if INDEX in made else WEIGHTS
         os.replace(self.path / decides, self._folder / decides)
         sync_folder(self._folder)
-        for file in (self._folder / WEIGHTS, self._folder / INDEX, *self._folder.glob("model-*-of-*.safetensors")):
+        for file in (
+            self._folder / WEIGHTS,
+            self._folder / INDEX,
+            *self._folder.glob("model-*-of-*.safetensors"),
+        ):
             if file.name not in (decides, *names.values()):
                 file.unlink(missing_ok=True)
         self.path.rmdir()
@@ -153,7 +182,11 @@ class _WeightsDraft(Draft):
         used = set(os.listdir(self._folder)) if is_read else set()
         if not any(name.startswith("model-") and name in used for name in names):
             return names
-        number = next(number for number in count(1) if not any(name.startswith(f"model-{number}-") for name in used))
+        number = next(
+            number
+            for number in count(1)
+            if not any(name.startswith(f"model-{number}-") for name in used)
+        )
         names = {name: re.sub("^model-", f"model-{number}-", name) for name in names}
         index = json.loads((self.path / INDEX).read_bytes())
         index["weight_map"] = {name: names[file] for name, file in index["weight_map"].items()}
@@ -175,8 +208,10 @@ def require_own_names(model: nn.Module) -> None:
         raise CheckpointError(
             "A quantised model is not saved in a way that from_pretrained loads.",
             model=type(model).__name__,
-            why="in files of transformers, a quantised weight and what it was quantised with have names of their own",
-            fix="zf.save(folder, model); or, before the transform, model.save_pretrained(folder) on rank 0",
+            why="in files of transformers, a quantised weight and what it was quantised "
+            "with have names of their own",
+            fix="zf.save(folder, model); or, before the transform, "
+            "model.save_pretrained(folder) on rank 0",
         )
 
 
@@ -203,24 +238,37 @@ class _Export:
                 whole = torch.empty(held.place.shape, dtype=held.dtype, device="meta")
                 for name, tensor in self.in_files(held.name, whole).items():
                     require_dtype(name, tensor.dtype)
-                    pieces.append(StoredBox(name, tensor.dtype, tuple(tensor.shape), whole_box(tensor.shape)))
+                    pieces.append(
+                        StoredBox(name, tensor.dtype, tuple(tensor.shape), whole_box(tensor.shape))
+                    )
         self.files = packed(pieces, most)
 
     def in_files(self, name: str, whole: Tensor) -> Mapping[str, Tensor]:
         """What files have in place of a tensor of the model."""
-        whole = whole.to(self.dtype) if self.dtype is not None and whole.is_floating_point() else whole
+        whole = (
+            whole.to(self.dtype) if self.dtype is not None and whole.is_floating_point() else whole
+        )
         return {name: whole} if self.convert is None else self.convert({name: whole})
 
 
-def _write(model: nn.Module, plan: _Export, draft: Draft, meeting: RankMeeting, made: str) -> Exception | None:
-    """Takes part in every gather, and writes the files of this rank. Returns what went wrong on this rank."""
+def _write(
+    model: nn.Module, plan: _Export, draft: Draft, meeting: RankMeeting, made: str
+) -> Exception | None:
+    """Takes part in every gather, and writes the files of this rank.
+
+    Returns what went wrong on this rank.
+    """
     files: list[TensorFile] = []
     own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
 
     def begin() -> None:
         for number in range(meeting.rank, len(plan.files), meeting.size):
             draft.require(made)
-            files.append(TensorFile(draft.path / weights_name(number, len(plan.files)), plan.files[number], ""))
+            files.append(
+                TensorFile(
+                    draft.path / weights_name(number, len(plan.files)), plan.files[number], ""
+                )
+            )
             own.update({piece.name: (piece, files[-1]) for piece in plan.files[number]})
         if meeting.rank == 0:
             _write_beside(model, plan, draft.path)
@@ -269,7 +317,9 @@ def _write_beside(model: nn.Module, plan: _Export, folder: Path) -> None:
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
-        config.dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        config.dtype = plan.dtype or next(
+            (p.dtype for p in model.parameters() if p.is_floating_point()), None
+        )
         config.save_pretrained(folder)
         generation: Any = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):

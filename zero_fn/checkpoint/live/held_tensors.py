@@ -1,10 +1,13 @@
-"""The tensors that are saved and loaded: their names, what this rank holds of each, and how it is read and written.
+"""The tensors that are saved and loaded: their names, what this rank holds of each,
+and how it is read and written.
 
-HeldTensor      one tensor: in memory, in another tier, or in the chunks of a streamed optimizer (`streamed_states.py`)
+HeldTensor      one tensor: in memory, in another tier, or in the chunks of a streamed
+                optimizer (`streamed_states.py`)
 ModelTensors    those of a module, by name
 ParcelWindow    reads and writes tensors that rest in another tier, a parcel at a time
 
-[Note: names of tiles] A tensor that `zf.tile` has cut is saved under its own name: a tile is a box of the whole.
+[Note: names of tiles] A tensor that `zf.tile` has cut is saved under its own name:
+a tile is a box of the whole.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ from zero_fn.transforms.selection import Where
 from zero_fn.values.box import Box, Holding, ranges, spans, whole_box
 from zero_fn.values.tiled import Tiled
 
-__all__ = ["HeldTensor", "ModelTensors", "ParcelWindow", "held_averages", "held_state", "tensors_of_groups"]
+__all__ = [
+    "HeldTensor",
+    "ModelTensors",
+    "ParcelWindow",
+    "held_averages",
+    "held_state",
+    "tensors_of_groups",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,8 @@ class HeldTensor:
     place: Holding
     local: Tensor | None  # None: it rests in chunks of a streamed optimizer
     is_buffer: bool = False  # one that is not sharded is saved by rank 0
-    in_chunks: tuple[int, str] | None = None  # the identity of the parameter, and the name of the state
+    # The identity of the parameter, and the name of the state.
+    in_chunks: tuple[int, str] | None = None
 
     @property
     def is_away(self) -> bool:
@@ -68,15 +79,23 @@ class HeldTensor:
         parts = [box.of(local).reshape(-1) for box in spans(self.place.box.sizes, first, last)]
         return torch.cat(parts).cpu()
 
-    def fill(self, dtype: torch.dtype, read: Callable[[int, Tensor], None], window: ParcelWindow) -> None:
-        """Fills what this rank holds, a buffer at a time; `read(first, values)` fills flat memory of the host."""
+    def fill(
+        self, dtype: torch.dtype, read: Callable[[int, Tensor], None], window: ParcelWindow
+    ) -> None:
+        """Fills what this rank holds, a buffer at a time; `read(first, values)`
+        fills flat memory of the host."""
         local = self.local
         assert local is not None, "a pass of the streamed optimizer fills its states"
-        is_direct = not isinstance(local, TierTensor) and local.is_contiguous() and local.device.type == "cpu"
+        is_direct = (
+            not isinstance(local, TierTensor)
+            and local.is_contiguous()
+            and local.device.type == "cpu"
+        )
         for first, last in ranges(self.place.box.sizes, BUFFER_NBYTES // dtype.itemsize):
             if is_direct:
                 read(first, local.view(-1)[first:last])
-                torch.autograd.graph.increment_version(local)  # it was written behind the back of torch
+                # It was written behind the back of torch.
+                torch.autograd.graph.increment_version(local)
                 continue
             values = torch.empty(last - first, dtype=dtype)
             read(first, values)
@@ -91,7 +110,10 @@ class HeldTensor:
 
 
 class ParcelWindow:
-    """Holds one parcel of another tier in memory. A context manager: at its end all that was written is in the tier."""
+    """Holds one parcel of another tier in memory.
+
+    A context manager: at its end all that was written is in the tier.
+    """
 
     def __init__(self) -> None:
         self._record: Record | None = None
@@ -120,8 +142,11 @@ class ParcelWindow:
             room.copy_(values[at : at + count])
             self._is_changed = True
 
-    def _rooms(self, tensor: TierTensor, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
-        """The parts of these elements that each parcel has: the first, how many, and their memory."""
+    def _rooms(
+        self, tensor: TierTensor, first: int, last: int
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """The parts of these elements that each parcel has: the first,
+        how many, and their memory."""
         record = tensor.record
         first, last = first + tensor.first, last + tensor.first
         for parcel in record.parcels:
@@ -159,19 +184,24 @@ class ParcelWindow:
             wait_all([record.write_parcel(parcel, self._memory)])
 
 
-# -- a model ---------------------------------------------------------------------------------------------------------
+# -- a model ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModelTensors:
     """The tensors of a module."""
 
-    held_tensors: list[HeldTensor] = field(default_factory=list)  # tiles of one tensor have one name
+    # Tiles of one tensor have one name.
+    held_tensors: list[HeldTensor] = field(default_factory=list)
     parameters: dict[int, HeldTensor] = field(default_factory=dict)  # by the identity of the tensor
-    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied parameters, and those in files
+    # Further names of tied parameters, and those in files.
+    aliases: dict[str, str] = field(default_factory=dict)
 
     def add(self, module: nn.Module, where: Where, *, on_meta: bool = False) -> None:
-        """Adds the parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing."""
+        """Adds the parameters and persistent buffers that `where` selects.
+
+        Communicates nothing, copies nothing.
+        """
         tiles: dict[str, tuple[str, int, Tiled]] = {}
         known: dict[int, str] = {}
         seen: set[int] = set()
@@ -222,7 +252,11 @@ def _held(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> HeldT
             fix="zf.materialize(model, device) first; it may be saved and loaded then",
         )
     place = holding_of(tensor)
-    return None if place is None else HeldTensor(name, tensor.dtype, place, local_of(tensor), is_buffer)
+    return (
+        None
+        if place is None
+        else HeldTensor(name, tensor.dtype, place, local_of(tensor), is_buffer)
+    )
 
 
 def _in_whole(held: HeldTensor, start: int, shape: tuple[int, ...]) -> HeldTensor:
@@ -236,17 +270,26 @@ def _is_selected(where: Where, name: str, tensor: Tensor) -> bool:
         return True
     if callable(where):
         return where(name, tensor)  # type: ignore[arg-type]
-    return any(fnmatchcase(name, pattern) for pattern in ((where,) if isinstance(where, str) else where))
+    return any(
+        fnmatchcase(name, pattern) for pattern in ((where,) if isinstance(where, str) else where)
+    )
 
 
-# -- an optimizer ----------------------------------------------------------------------------------------------------
+# -- an optimizer ----------------------------------------------------------------------------------
 
 
 def held_state(name: str, state: Tensor, parameter: Tensor, own: HeldTensor) -> HeldTensor | None:
-    """A state that is a tensor in memory; `own` is its parameter. None if this rank holds nothing of it."""
+    """A state that is a tensor in memory; `own` is its parameter.
+
+    None if this rank holds nothing of it.
+    """
     require_dtype(f"{own.name}/{name}", state.dtype)
     place = holding_of_state(name, state, parameter, own.place)
-    return None if place is None else HeldTensor(f"{own.name}/{name}", state.dtype, place, local_of(state))
+    return (
+        None
+        if place is None
+        else HeldTensor(f"{own.name}/{name}", state.dtype, place, local_of(state))
+    )
 
 
 def tensors_of_groups(optimizer: Optimizer, named: ModelTensors) -> list[list[HeldTensor]]:
@@ -261,15 +304,20 @@ def tensors_of_groups(optimizer: Optimizer, named: ModelTensors) -> list[list[He
                     "The optimizer steps a parameter that the model does not have.",
                     parameter=f"number {at} of group {number}, {list(parameter.shape)}",
                     why="states are saved by the names of their parameters",
-                    fix="give the model whose parameters it steps, as it is after the last transform, and all of them",
+                    fix="give the model whose parameters it steps, "
+                    "as it is after the last transform, and all of them",
                 )
             if isinstance(optimizer, ByOwner) and optimizer.owner_of(parameter) is not None:
-                held = replace(held, place=Holding(held.place.shape, whole_box(held.place.shape), (0, 1)))
+                held = replace(
+                    held, place=Holding(held.place.shape, whole_box(held.place.shape), (0, 1))
+                )
             groups[-1].append(held)
     return groups
 
 
-def held_averages(name: str, average: Average, named: ModelTensors, where: Where) -> list[HeldTensor]:
+def held_averages(
+    name: str, average: Average, named: ModelTensors, where: Where
+) -> list[HeldTensor]:
     """The averages of the parameters of a model that is saved, or loaded, with them."""
     average.require_hidden("save or load of the average")
     found: list[HeldTensor] = []
@@ -282,6 +330,7 @@ def held_averages(name: str, average: Average, named: ModelTensors, where: Where
                 f"extra[{name!r}] is an average of a parameter that the model does not have.",
                 parameter=list(parameter.shape),
                 why="averages are saved by the names of their parameters",
-                fix="give the model that is averaged, too: zf.save(folder, model, extra={'average': average})",
+                fix="give the model that is averaged, too: zf.save(folder, model, "
+                "extra={'average': average})",
             )
     return found

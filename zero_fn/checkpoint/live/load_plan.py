@@ -1,4 +1,5 @@
-"""What of the files goes where in a model, an optimizer and `extra`: found by name, checked, verified, put there."""
+"""What of the files goes where in a model, an optimizer and `extra`: found by name,
+checked, verified, put there."""
 
 from __future__ import annotations
 
@@ -56,17 +57,21 @@ class LoadPlan:
     named: ModelTensors
     model: nn.Module | None
     optimizers: Sequence[Optimizer] = ()
-    rounds: bool = False  # whether floating-point numbers may lose bits in the dtype that they rest in
+    # Whether floating-point numbers may lose bits in the dtype that they rest in.
+    rounds: bool = False
     # Tensors to be filled, and what of the files fills them.
     todo: list[tuple[Key, HeldTensor]] = field(default_factory=list)
-    twins: list[tuple[Key, Key, HeldTensor]] = field(default_factory=list)  # tied here, saved separately: must be equal
-    stepped: set[str] = field(default_factory=set)  # names in the files of the parameters that it steps
-    then: list[Callable[[], object]] = field(default_factory=list)  # what is to be done once the tensors are filled
+    # Tensors that are tied here and were saved separately: they must be equal.
+    twins: list[tuple[Key, Key, HeldTensor]] = field(default_factory=list)
+    # Names in the files of the parameters that it steps.
+    stepped: set[str] = field(default_factory=set)
+    # What is to be done once the tensors are filled.
+    then: list[Callable[[], object]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)  # of `extra`
     averages: set[str] = field(default_factory=set)  # names in `extra` of those that are loaded
     wrong: list[str] = field(default_factory=list)  # what does not fit, in words
 
-    # -- names, shapes, dtypes -----------------------------------------------------------------------------------------
+    # -- names, shapes, dtypes ---------------------------------------------------------------------
 
     def match_model(self, source: Contents, *, is_strict: bool) -> None:
         """Finds the tensors of the model in the files."""
@@ -76,17 +81,29 @@ class LoadPlan:
                 self.wrong += [f"{held.name}: not in the checkpoint"] if is_strict else []
                 continue
             self._match(source, key, held)
-            others = (("model", alias) for alias, of in self.named.aliases.items() if of == held.name)
-            self.twins += [(key, other, held) for other in others if other != key and other in source.pieces]
+            others = (
+                ("model", alias) for alias, of in self.named.aliases.items() if of == held.name
+            )
+            self.twins += [
+                (key, other, held) for other in others if other != key and other in source.pieces
+            ]
 
     def _match(self, source: Contents, key: Key, held: HeldTensor) -> None:
         piece = source.first(key)
         if piece.shape != held.place.shape:
-            self.wrong.append(f"{held.name}: {list(piece.shape)} in the checkpoint, {list(held.place.shape)} here")
+            self.wrong.append(
+                f"{held.name}: {list(piece.shape)} in the checkpoint, {list(held.place.shape)} here"
+            )
         elif not (_is_near if self.rounds else keeps_every_bit)(piece.dtype, held.dtype):
-            self.wrong.append(f"{held.name}: {piece.dtype} in the checkpoint, and bits would be lost in {held.dtype}")
+            self.wrong.append(
+                f"{held.name}: {piece.dtype} in the checkpoint, "
+                f"and bits would be lost in {held.dtype}"
+            )
         elif held.local is not None and _is_expanded(held.local):
-            self.wrong.append(f"{held.name}: expanded here: elements share memory (.contiguous() where it is made)")
+            self.wrong.append(
+                f"{held.name}: expanded here: elements share memory "
+                "(.contiguous() where it is made)"
+            )
         else:
             source.require_all(key, held.place.box)
             self.todo.append((key, held))
@@ -96,7 +113,10 @@ class LoadPlan:
         if ("model", name) in source.pieces:
             return name
         others = (alias for alias, of in self.named.aliases.items() if of == name)
-        return next((other for other in others if ("model", other) in source.pieces), source.aliases.get(name, name))
+        return next(
+            (other for other in others if ("model", other) in source.pieces),
+            source.aliases.get(name, name),
+        )
 
     def match_local_buffers(self, source: Contents, meeting: RankMeeting) -> None:
         """Finds the buffers of `buffers="local"`, which each rank has saved for itself."""
@@ -109,7 +129,8 @@ class LoadPlan:
                     continue
                 if not isinstance(value, Tensor) or value.shape != held.local.shape:
                     self.wrong.append(
-                        f"{held.name}: another value of this rank in the checkpoint, and none of its shape"
+                        f"{held.name}: another value of this rank in the checkpoint, "
+                        "and none of its shape"
                     )
                 else:
                     self.then.append(partial(held.local.copy_, value))
@@ -119,7 +140,8 @@ class LoadPlan:
             return  # all ranks take the buffers of rank 0, which are in the files of the model
         names = {held.name for held in self.named.held_tensors}
         self.wrong += [
-            f"{name}: {source.ranks} ranks have saved different values of a buffer, and {meeting.size} are to load them; "
+            f"{name}: {source.ranks} ranks have saved different values of a buffer, "
+            f"and {meeting.size} are to load them; "
             'transform without buffers="local" to take those of rank 0 everywhere'
             for name in source.said(0, "buffers")
             if name in names and source.differs_by_rank("buffers", name)
@@ -129,12 +151,18 @@ class LoadPlan:
         """Finds the states of the optimizer and the options of its groups."""
         rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
         kept: StateFields = {}
-        for group, held_tensors in zip(optimizer.param_groups, tensors_of_groups(optimizer, self.named), strict=True):
+        for group, held_tensors in zip(
+            optimizer.param_groups, tensors_of_groups(optimizer, self.named), strict=True
+        ):
             options: dict[str, tuple[int, Any]] = {}
             for parameter, held in zip(group["params"], held_tensors, strict=True):
                 own = replace(held, name=self._name_of(source, held.name))
                 if own.name not in source.options:
-                    self.wrong += [f"{held.name}: no states of an optimizer in the checkpoint"] if is_strict else []
+                    self.wrong += (
+                        [f"{held.name}: no states of an optimizer in the checkpoint"]
+                        if is_strict
+                        else []
+                    )
                     continue
                 rank, said = source.options[own.name]
                 options.setdefault(repr(said), (rank, said))
@@ -145,17 +173,24 @@ class LoadPlan:
                 if rooms is None:
                     self._match_states(source, optimizer, group, parameter, own, dealt)
                 else:
-                    kept[id(parameter)] = self._match_chunks(source, parameter, own, rooms.get(id(parameter), {}))
+                    kept[id(parameter)] = self._match_chunks(
+                        source, parameter, own, rooms.get(id(parameter), {})
+                    )
             if len(options) > 1:
                 self.wrong.append(
-                    f"a group of {len(held_tensors)} parameters: they had different options when they were saved"
+                    f"a group of {len(held_tensors)} parameters: "
+                    "they had different options when they were saved"
                 )
             elif options:
                 self.then.append(partial(group.update, source.value(*next(iter(options.values())))))
         if isinstance(optimizer, ByOwner):
             self.then.append(partial(setattr, optimizer, "failed", None))
         if isinstance(optimizer, Streamed):
-            by_id = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+            by_id = {
+                id(parameter): parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            }
             boxes = {held.in_chunks: (key, held.place.box) for key, held in self.todo}
 
             def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
@@ -164,7 +199,9 @@ class LoadPlan:
             for key, held in self.todo:
                 number, name = held.in_chunks or (0, "")
                 if number in by_id:  # else it is no state in chunks, or of another optimizer
-                    self.then.append(partial(note_scales, optimizer, by_id[number], held, name, source, key))
+                    self.then.append(
+                        partial(note_scales, optimizer, by_id[number], held, name, source, key)
+                    )
             self.then.append(partial(fill_states, optimizer, kept, fill))
 
     def _match_states(
@@ -180,7 +217,12 @@ class LoadPlan:
         for name, key in source.states.get(own.name, []):
             piece, old = source.first(key), optimizer.state.get(parameter, {}).get(name)
             follows = piece.shape == own.place.shape and name != "step"
-            if follows and isinstance(old, Tensor) and old.dtype == piece.dtype and old.shape == parameter.shape:
+            if (
+                follows
+                and isinstance(old, Tensor)
+                and old.dtype == piece.dtype
+                and old.shape == parameter.shape
+            ):
                 found[name] = old
             elif follows:
                 like = parameter.detach() if dealt is None else dealt.whole()
@@ -189,18 +231,23 @@ class LoadPlan:
                 if piece.shape:  # and no step, which takes no memory
                     require_whole(source, key)
                 is_there = group.get("fused") or group.get("capturable")
-                device = parameter.device if is_there or piece.box.numel > 1 else torch.device("cpu")
+                device = (
+                    parameter.device if is_there or piece.box.numel > 1 else torch.device("cpu")
+                )
                 found[name] = torch.empty(piece.shape, dtype=piece.dtype, device=device)
             held = held_state(name, found[name], parameter, own)
             if held is not None:
                 self._match(source, key, held)
         # A parameter that has never been stepped has no entry.
-        self.then.append(partial(optimizer.state.__setitem__ if found else optimizer.state.pop, parameter, found))
+        self.then.append(
+            partial(optimizer.state.__setitem__ if found else optimizer.state.pop, parameter, found)
+        )
 
     def _match_chunks(
         self, source: Contents, parameter: Tensor, own: HeldTensor, room: Mapping[str, torch.dtype]
     ) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-        """Finds the states of a parameter for which chunks have this room; returns their dtypes, and other values."""
+        """Finds the states of a parameter for which chunks have this room;
+        returns their dtypes, and other values."""
         dtypes, others = {}, dict(source.values_of(own.name))
         for name, key in source.states.get(own.name, []):
             piece = source.first(key)
@@ -211,40 +258,63 @@ class LoadPlan:
                 others[name] = source.whole(key)
             else:
                 self.wrong.append(f"{key[1]}: the streamed optimizer has no such state")
-        missing = room.keys() - dtypes.keys() - {COMPENSATION}  # of a value that was not rounded it is zero
+        # The compensation of a value that was not rounded is zero.
+        missing = room.keys() - dtypes.keys() - {COMPENSATION}
         if dtypes and missing:
             self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(missing)} of it")
         return dtypes, others
 
     def match_extra(
-        self, source: Contents, meeting: RankMeeting, extra: Mapping[str, Any], where: Where, *, is_strict: bool
+        self,
+        source: Contents,
+        meeting: RankMeeting,
+        extra: Mapping[str, Any],
+        where: Where,
+        *,
+        is_strict: bool,
     ) -> None:
         """Finds the values of `extra`, and what they are to be loaded into."""
         rank = meeting.rank if source.ranks == meeting.size else 0
         said = source.said(rank, "extra")
         if source.ranks != meeting.size:
             self.wrong += [
-                f"extra[{name!r}]: {source.ranks} ranks have saved different values, and {meeting.size} are to load them; "
+                f"extra[{name!r}]: {source.ranks} ranks have saved different values, "
+                f"and {meeting.size} are to load them; "
                 'leave it with only=("model", "optimizer")'
                 for name in said
                 if source.differs_by_rank("extra", name)
             ]
         if is_strict:
-            self.wrong += [f"extra[{name!r}]: not in the checkpoint" for name in extra if name not in said]
+            self.wrong += [
+                f"extra[{name!r}]: not in the checkpoint" for name in extra if name not in said
+            ]
         self.values = {name: source.value(rank, value) for name, value in said.items()}
-        takers = {name: taker for name, taker in extra.items() if name in said and hasattr(taker, "load_state_dict")}
-        self.then += [partial(taker.load_state_dict, self.values[name]) for name, taker in takers.items()]
-        averages = {name: each for name, each in extra.items() if isinstance(each, Average) and name in said}
+        takers = {
+            name: taker
+            for name, taker in extra.items()
+            if name in said and hasattr(taker, "load_state_dict")
+        }
+        self.then += [
+            partial(taker.load_state_dict, self.values[name]) for name, taker in takers.items()
+        ]
+        averages = {
+            name: each for name, each in extra.items() if isinstance(each, Average) and name in said
+        }
         for name, average in averages.items():
             self.averages.add(name)
             for held in held_averages(name, average, self.named, where):
-                key = AVERAGES, f"{self._name_of(source, held.name.removesuffix(f'/{name}'))}/{name}"
+                key = (
+                    AVERAGES,
+                    f"{self._name_of(source, held.name.removesuffix(f'/{name}'))}/{name}",
+                )
                 if key in source.pieces:
                     self._match(source, key, held)
                 elif is_strict:
                     self.wrong.append(f"{held.name}: no average in the checkpoint")
             if isinstance(self.values[name], dict):  # as of a torch.distributed.checkpoint, too
-                self.then.append(partial(setattr, average, "updates", self.values[name].get("updates", 0)))
+                self.then.append(
+                    partial(setattr, average, "updates", self.values[name].get("updates", 0))
+                )
 
     def note_unexpected(self, keys: Iterable[Key]) -> None:
         """Notes as wrong what is in the files and on no rank."""
@@ -276,29 +346,36 @@ class LoadPlan:
                 "The checkpoint does not fit: nothing was loaded.",
                 checkpoint=path,
                 **{f"{number}": line for number, line in enumerate(shown, 1)},
-                fix="build the model with the sizes and dtypes of the checkpoint; rename= for other names; strict=False to "
-                "leave what is in one of them only; "
+                fix="build the model with the sizes and dtypes of the checkpoint; "
+                "rename= for other names; strict=False to leave what is in one of them only; "
                 + (
-                    "from_pretrained inside zero_fn.integrations.transformers.placed, where transformers converts names"
+                    "from_pretrained inside zero_fn.integrations.transformers.placed, "
+                    "where transformers converts names"
                     if self.rounds
                     else "only= for a part"
                 ),
             )
 
     def require_wanted(self, source: Contents, meeting: RankMeeting, *, is_strict: bool) -> None:
-        """Where ranks have parameters of different names: refuses what no rank has a place for. Sends a byte a tensor."""
+        """Where ranks have parameters of different names: refuses what no rank has a place for.
+
+        Sends a byte a tensor.
+        """
         source.read_all()
         keys = sorted(key for key in source.pieces if key[0] in CUT)
         missed = set(self.missed(source))
         wanted = meeting.union([key not in missed for key in keys])
         if is_strict:
-            self.note_unexpected(key for key, is_wanted in zip(keys, wanted, strict=True) if not is_wanted)
+            self.note_unexpected(
+                key for key, is_wanted in zip(keys, wanted, strict=True) if not is_wanted
+            )
             self.require(source.path)
 
-    # -- elements ------------------------------------------------------------------------------------------------------
+    # -- elements ----------------------------------------------------------------------------------
 
     def verify(self, source: Contents, *, everything: bool) -> None:
-        """Compares values that must be equal, and, if `everything`, reads all that this rank will read."""
+        """Compares values that must be equal, and, if `everything`,
+        reads all that this rank will read."""
         for key, other, held in self.twins:
             _require_one_value(source, key, other, held.place.box)
         for key, held in self.todo if everything else ():
@@ -317,7 +394,9 @@ class LoadPlan:
         with ParcelWindow() as window:
             for key, held in self.todo:
                 if held.in_chunks is None:
-                    held.fill(source.first(key).dtype, partial(source.fill, key, held.place.box), window)
+                    held.fill(
+                        source.first(key).dtype, partial(source.fill, key, held.place.box), window
+                    )
         if self.model is not None:
             _note_loaded(self.model)
         for act in self.then:
@@ -333,7 +412,8 @@ def match_all(
     *,
     is_strict: bool,
 ) -> None:
-    """Finds everything in the files; with `extra` None, nothing of what was saved beside model and optimizer."""
+    """Finds everything in the files; with `extra` None, nothing of what was
+    saved beside model and optimizer."""
     if plan.model is not None:
         plan.match_model(source, is_strict=is_strict)
         plan.match_local_buffers(source, meeting)
@@ -358,19 +438,24 @@ def _require_one_value(source: Contents, key: Key, other: Key, box: Box) -> None
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _is_near(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether values of one dtype become values of the other but for rounding. Numbers of a byte have scales elsewhere."""
+    """Whether values of one dtype become values of the other but for rounding.
+
+    Numbers of a byte have scales elsewhere.
+    """
     if source.is_floating_point and target.is_floating_point:
         return source == target or min(source.itemsize, target.itemsize) > 1
     return keeps_every_bit(source, target)
 
 
 def _note_loaded(model: nn.Module) -> None:
-    """Tells the units of a model that resting parameters were written: what was gathered before is stale, and ranks compare
-    what several of them hold."""
+    """Tells the units of a model that resting parameters were written: what was gathered before is
+    stale, and ranks compare what several of them hold."""
     units = units_of(model)
     if not units:
         return
@@ -382,7 +467,8 @@ def _note_loaded(model: nn.Module) -> None:
 
 
 class _Values(NamedTuple):
-    """Which numbers a dtype has: from the least to the greatest, the smallest of them, and all integers up to `exact`."""
+    """Which numbers a dtype has: from the least to the greatest, the smallest of them,
+    and all integers up to `exact`."""
 
     least: float
     greatest: float
@@ -391,7 +477,10 @@ class _Values(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> _Values:
-        """The real numbers of a dtype, or of the parts of a complex one. TypeError: it has no limits (quantized)."""
+        """The real numbers of a dtype, or of the parts of a complex one.
+
+        TypeError: it has no limits (quantized).
+        """
         if dtype == torch.bool:
             return cls(0, 1, 1, 1)
         if dtype.is_floating_point or dtype.is_complex:

@@ -1,4 +1,5 @@
-"""Reads and fills the states of streamed optimizers, a chunk at a time, through the buffers of the optimizer itself."""
+"""Reads and fills the states of streamed optimizers, a chunk at a time,
+through the buffers of the optimizer itself."""
 
 from __future__ import annotations
 
@@ -35,11 +36,15 @@ __all__ = [
 ]
 
 StateFields = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
-"""By the identity of a parameter: dtypes of the states that rest in chunks, by name, and the values of other states."""
+"""By the identity of a parameter: dtypes of the states that rest in chunks, by name,
+and the values of other states."""
 
 
 def states_in_chunks(optimizer: Streamed) -> StateFields:
-    """The states that an optimizer has. Those in 8 bits have the dtype in which they are stepped."""
+    """The states that an optimizer has.
+
+    Those in 8 bits have the dtype in which they are stepped.
+    """
     optimizer._steps.finish()
     optimizer._steps.require_whole("save")
     found: StateFields = {}
@@ -50,17 +55,22 @@ def states_in_chunks(optimizer: Streamed) -> StateFields:
         for name, value in cut.resident.items():
             if isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
-                    f"The state {name!r} of a streamed optimizer came after its first step, and lies in memory in pieces.",
-                    fix="build the optimizer with it from the start, or stream it anew after a step: zf.streamed(...)",
+                    f"The state {name!r} of a streamed optimizer came after its first step, "
+                    "and lies in memory in pieces.",
+                    fix="build the optimizer with it from the start, "
+                    "or stream it anew after a step: zf.streamed(...)",
                 )
     return found
 
 
 def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
-    """The states that chunks have room for: their dtypes, by the identity of the parameter and by name."""
+    """The states that chunks have room for: their dtypes,
+    by the identity of the parameter and by name."""
     found: dict[int, dict[str, torch.dtype]] = {}
     for cut in _cuts(optimizer):
-        found.setdefault(id(cut.parameter), {}).update({name: cut.dtype_of(name) for name in cut.fields})
+        found.setdefault(id(cut.parameter), {}).update(
+            {name: cut.dtype_of(name) for name in cut.fields}
+        )
     return found
 
 
@@ -72,13 +82,18 @@ def end_step(optimizer: Streamed) -> None:
 
 
 def each_state(
-    optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], None], wanted: Container[tuple[int, str]]
+    optimizer: Streamed,
+    take: Callable[[Tensor, str, int, Tensor], None],
+    wanted: Container[tuple[int, str]],
 ) -> None:
-    """Calls `take(parameter, name, first, values)` for each piece of each wanted state, in the order of the elements of each.
-    `wanted`: the identity of a parameter, and the name of its state, or of the codes of one in 8 bits.
+    """Calls `take(parameter, name, first, values)` for each piece of each wanted state, in the
+    order of the elements of each.
 
-    `first` is the number of the first element in what this rank holds; `values` are flat, on the host, and valid during the
-    call only.
+    `wanted`: the identity of a parameter, and the name of its state,
+    or of the codes of one in 8 bits.
+
+    `first` is the number of the first element in what this rank holds; `values` are flat, on the
+    host, and valid during the call only.
     """
     states = optimizer.states
 
@@ -89,7 +104,12 @@ def each_state(
                     continue
                 _require_in_order(cut)
                 if (id(cut.parameter), name) in wanted:
-                    take(cut.parameter, name, cut.piece.start, cut.value(buffer, name).reshape(-1).cpu())
+                    take(
+                        cut.parameter,
+                        name,
+                        cut.piece.start,
+                        cut.value(buffer, name).reshape(-1).cpu(),
+                    )
                 if (id(cut.parameter), name + CODES) in wanted:
                     take(
                         cut.parameter,
@@ -98,7 +118,9 @@ def each_state(
                         cut.laid(cut.codes(buffer, name)).reshape(-1).cpu(),
                     )
 
-    ChunkPipeline([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False).run()
+    ChunkPipeline(
+        [states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False
+    ).run()
 
 
 def fill_states(
@@ -106,7 +128,8 @@ def fill_states(
     kept: StateFields,
     fill: Callable[[Tensor, str, int, Tensor], None],
 ) -> None:
-    """Puts states into the chunks of an optimizer; `fill(parameter, name, first, values)` fills flat values."""
+    """Puts states into the chunks of an optimizer; `fill(parameter, name, first, values)`
+    fills flat values."""
     states, steps = optimizer.states, optimizer._steps
     steps.failed = "states could not be loaded"
 
@@ -114,7 +137,10 @@ def fill_states(
         for cut in chunk.cuts:
             dtypes, others = kept.get(id(cut.parameter), ({}, {}))
             # Each piece counts its steps by itself.
-            values = {name: each.clone() if isinstance(each, Tensor) else each for name, each in others.items()}
+            values = {
+                name: each.clone() if isinstance(each, Tensor) else each
+                for name, each in others.items()
+            }
             for name, dtype in dtypes.items():
                 _require_in_order(cut)
                 flat = torch.empty(cut.piece.numel, dtype=dtype)
@@ -143,12 +169,16 @@ def _require_in_order(cut: ParameterPiece) -> None:
         raise CheckpointError(
             "A state passes through buffers in pieces, and not in the order of its elements.",
             parameter=f"{list(cut.parameter.shape)} with strides {cut.parameter.stride()}",
-            fix="a larger buffer, so that it passes whole: zf.streamed(optimizer, tier, buffer='1GiB')",
+            fix="a larger buffer, so that it passes whole: "
+            "zf.streamed(optimizer, tier, buffer='1GiB')",
         )
 
 
 def held_codes(own: HeldTensor, cuts: Sequence[ParameterPiece]) -> list[HeldTensor]:
-    """States of a parameter in 8 bits as they rest: codes in chunks, and scales in memory. `own` is their parameter."""
+    """States of a parameter in 8 bits as they rest: codes in chunks, and scales in memory.
+
+    `own` is their parameter.
+    """
     coded = [cut.coded for cut in cuts if cut.coded is not None]
     # Tiles of one tensor have blocks of their own: they are saved in float32.
     if not coded or own.place.shape != tuple(cuts[0].parameter.shape):
@@ -160,10 +190,16 @@ def held_codes(own: HeldTensor, cuts: Sequence[ParameterPiece]) -> list[HeldTens
         found.append(held_in_chunks(own, parameter, name + CODES, torch.uint8))
         if divided is None:
             box, replica = own.place.box, own.place.replica
-            first = sum(a * b for a, b in zip(box.starts[dims:], strides_of(own.place.shape[dims:]), strict=True))
+            first = sum(
+                a * b
+                for a, b in zip(box.starts[dims:], strides_of(own.place.shape[dims:]), strict=True)
+            )
             place = Holding(
                 shape,
-                Box((*box.starts[:dims], first // BLOCK_NUMEL), (*box.sizes[:dims], blocks_of(prod(box.sizes[dims:])))),
+                Box(
+                    (*box.starts[:dims], first // BLOCK_NUMEL),
+                    (*box.sizes[:dims], blocks_of(prod(box.sizes[dims:]))),
+                ),
                 replica,
             )
             local = torch.cat([each.scales[name] for each in coded]).view(place.box.sizes)
@@ -173,9 +209,15 @@ def held_codes(own: HeldTensor, cuts: Sequence[ParameterPiece]) -> list[HeldTens
     return found
 
 
-def note_scales(optimizer: Streamed, parameter: Tensor, own: HeldTensor, name: str, source: Contents, key: Key) -> None:
-    """Finds the scales of a state that is to be coded, of blocks that are divided among ranks, in the whole of it."""
-    divided = next((cut.coded.divided for cut, _ in optimizer.states.divided.get(parameter, ()) if cut.coded), None)
+def note_scales(
+    optimizer: Streamed, parameter: Tensor, own: HeldTensor, name: str, source: Contents, key: Key
+) -> None:
+    """Finds the scales of a state that is to be coded, of blocks that are divided among ranks,
+    in the whole of it."""
+    divided = next(
+        (cut.coded.divided for cut, _ in optimizer.states.divided.get(parameter, ()) if cut.coded),
+        None,
+    )
     if divided is None:
         return
     mine, largest = divided.numbering, torch.zeros(divided.count)
@@ -183,7 +225,9 @@ def note_scales(optimizer: Streamed, parameter: Tensor, own: HeldTensor, name: s
         start - inner for start, inner in zip(own.place.box.starts, mine.box.starts, strict=True)
     )  # of a tile
     for first, values in source.read(key, Box(outer, mine.shape)):
-        note_largest(largest, values.float(), torch.arange(first, first + values.numel()) // BLOCK_NUMEL)
+        note_largest(
+            largest, values.float(), torch.arange(first, first + values.numel()) // BLOCK_NUMEL
+        )
     divided.coming[name] = largest.masked_fill_(largest.isinf(), torch.nan)
 
 

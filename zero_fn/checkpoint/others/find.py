@@ -28,7 +28,8 @@ def find_checkpoint(folder: Path) -> Path:
             "There are checkpoints of two kinds.",
             folder=folder,
             found=f"files of another library, and {own[-1].path.name}",
-            fix=f"name one of the two: a folder of the other library without ours in it, or {own[-1].path}",
+            fix="name one of the two: a folder of the other library without ours in it, "
+            f"or {own[-1].path}",
         )
     return foreign
 
@@ -39,15 +40,21 @@ def foreign_in(folder: Path) -> Path | None:
 
 
 def saved_as(folder: Path) -> str:
-    """What identifies the save that has written a checkpoint; nothing if it is of another library, or is not there."""
+    """What identifies the save that has written a checkpoint;
+    nothing if it is of another library, or is not there."""
     found: str = read_manifest(folder)["id"] if (folder / MANIFEST).exists() else ""
     return found
 
 
 def opened(
-    folder: Path, rename: Callable[[str], str], *, has_states: bool = True, reader: tuple[int, int] = (0, 1)
+    folder: Path,
+    rename: Callable[[str], str],
+    *,
+    has_states: bool = True,
+    reader: tuple[int, int] = (0, 1),
 ) -> Contents:
-    """Reads what is in a checkpoint that `find_checkpoint` has found, but for the elements of tensors.
+    """Reads what is in a checkpoint that `find_checkpoint` has found,
+    but for the elements of tensors.
 
     `reader` is (index, number) of the readers, each of which needs a part.
     """

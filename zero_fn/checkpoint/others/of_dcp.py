@@ -1,11 +1,14 @@
 """Folders of torch.distributed.checkpoint: those that FSDP2 and stock `dcp.save` write.
 
     step-120/
-        .metadata          a pickle: names, shapes and boxes, and in which bytes of which file each box is
-        __0_0.distcp       of rank 0: one archive of `torch.save` behind the other, each a box or a value
+        .metadata          a pickle: names, shapes and boxes, and in which bytes of
+                           which file each box is
+        __0_0.distcp       of rank 0: one archive of `torch.save` behind the other,
+                           each a box or a value
 
-A name is a path in what was saved: `("model", "blocks.0.weight")`. What has `param_groups` is an optimizer, as
-`get_state_dict` gives it, flattened or not. The tensors beside it are the model, the rest is `extra`.
+A name is a path in what was saved: `("model", "blocks.0.weight")`. What has `param_groups` is an
+optimizer, as `get_state_dict` gives it, flattened or not. The tensors beside it are the model, the
+rest is `extra`.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ class _Entry(NamedTuple):
 
 _STUBS = (
     *(("torch.distributed.checkpoint.metadata", name) for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
@@ -64,8 +67,8 @@ _STUBS = (
 class MetadataUnpickler(pickle._Unpickler):
     """Reads `.metadata`, in which nothing is called but what stands in `find_class`.
 
-    The unpickler in C takes 16 bytes for each number below the one by which a pickle remembers a value: one flipped bit took
-    60 GiB.
+    The unpickler in C takes 16 bytes for each number below the one by which a pickle remembers a
+    value: one flipped bit took 60 GiB.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -73,7 +76,11 @@ class MetadataUnpickler(pickle._Unpickler):
             return Stub
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
-        known = {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict, ("builtins", "set"): set}
+        known = {
+            ("torch", "Size"): tuple,
+            ("collections", "OrderedDict"): OrderedDict,
+            ("builtins", "set"): set,
+        }
         if (module, name) in known:
             return known[module, name]
         raise refused(Path(METADATA), f"{module}.{name}")
@@ -88,20 +95,26 @@ class DcpFolder(Foreign):
             with opened_pickle(path / METADATA) as file:
                 said = MetadataUnpickler(file).load().state
             self._entries = {
-                (index.state["fqn"], tuple(index.state.get("offset") or ())): self._entry(info.state)
+                (index.state["fqn"], tuple(index.state.get("offset") or ())): self._entry(
+                    info.state
+                )
                 for index, info in said["storage_data"].items()
             }
-            for one, other in pairwise(sorted(self._entries.values())):  # the offsets have no checksum
+            # The offsets have no checksum.
+            for one, other in pairwise(sorted(self._entries.values())):
                 if one.path == other.path and one.offset + one.nbytes > other.offset:
                     raise ValueError(f"entries of {one.path.name} overlap at byte {other.offset}")
             self._tensors: dict[str, dict[str, Any]] = {
                 n: each.state for n, each in said["state_dict_metadata"].items()
             }
-            # Nothing in `.metadata` has a checksum, but all of it names the same things, and a name is its path, joined.
+            # Nothing in `.metadata` has a checksum, but all of it names the same things,
+            # and a name is its path, joined.
             paths = {name: tuple(path) for name, path in (said["planner_data"] or {}).items()}
             paths = paths or {name: (name,) for name in self._tensors}  # it was saved without paths
             names = {name for name, _ in self._entries}
-            if not paths.keys() == self._tensors.keys() == names or len(self._entries) != len(said["storage_data"]):
+            if not paths.keys() == self._tensors.keys() == names or len(self._entries) != len(
+                said["storage_data"]
+            ):
                 raise ValueError("its tables have different names")
             if any(".".join(map(str, path)) != name for name, path in paths.items()):
                 raise ValueError("a name is not its path")
@@ -111,18 +124,22 @@ class DcpFolder(Foreign):
         file = info["relative_path"]
         if info.get("transform_descriptors") or "/" in file:
             raise CheckpointError(
-                "This folder of torch.distributed.checkpoint was written through extensions, or into other folders.",
+                "This folder of torch.distributed.checkpoint was written through extensions, "
+                "or into other folders.",
                 file=self.path / METADATA,
                 fix="save it with dcp.FileSystemWriter, without extensions",
             )
         return _Entry(self.path / file, info["offset"], info["length"])
 
     def _list(self, paths: dict[str, KeyPath]) -> None:
-        """Finds what each name is: of the model, a state or an option of an optimizer, or `extra`."""
+        """Finds what each name is: of the model, a state or an option
+        of an optimizer, or `extra`."""
         ends = {path[: at + 1] for path in paths.values() for at in range(len(path))}
         optimizers = {path[:-1] for path in ends if _begins(path[-1], "param_groups")}
         roots = {name: _root(path, optimizers) for name, path in paths.items()}
-        model = _model_root(path[:-1] for name, path in paths.items() if self._tensors[name] and roots[name] is None)
+        model = _model_root(
+            path[:-1] for name, path in paths.items() if self._tensors[name] and roots[name] is None
+        )
         options: dict[str | int, dict[str, Any]] = {}  # by parameter, or by the number of a group
         for name, path in paths.items():
             root = roots[name]
@@ -135,7 +152,9 @@ class DcpFolder(Foreign):
         for owner, each in options.items():
             self.add_group(each.pop("params") if isinstance(owner, int) else [owner], each)
 
-    def _add_state_or_option(self, path: KeyPath, name: str, options: dict[str | int, dict[str, Any]]) -> None:
+    def _add_state_or_option(
+        self, path: KeyPath, name: str, options: dict[str | int, dict[str, Any]]
+    ) -> None:
         tail = ".".join(map(str, path))
         parameter, _, state = tail.partition(".")[2].rpartition(".")
         if tail.startswith("state.") and self._tensors[name]:
@@ -179,11 +198,17 @@ class DcpFolder(Foreign):
             return [self.value(rank, encoded[key]) for key in sorted(encoded)]
         return super().value(rank, encoded)
 
-    def _opened_box(self, entry: _Entry, dtype: torch.dtype, sizes: tuple[int, ...]) -> TensorReader:
+    def _opened_box(
+        self, entry: _Entry, dtype: torch.dtype, sizes: tuple[int, ...]
+    ) -> TensorReader:
         """Opens a box, once its bytes are found to be those that were written."""
         found = entry.value()
         if not isinstance(found, TensorInFile) or (found.dtype, found.shape) != (dtype, sizes):
-            raise damaged(entry.path, where=f"from byte {entry.offset} on", why=f"there is no {list(sizes)} of {dtype}")
+            raise damaged(
+                entry.path,
+                where=f"from byte {entry.offset} on",
+                why=f"there is no {list(sizes)} of {dtype}",
+            )
         return self.open_tensor(found)
 
 
@@ -200,6 +225,8 @@ def _root(path: KeyPath, optimizers: set[KeyPath]) -> KeyPath | None:
 
 
 def _model_root(found: Iterable[KeyPath]) -> KeyPath:
-    """The path of the model, of the paths that have tensors: one that ends in "model", or the shortest."""
-    roots = sorted(dict.fromkeys(found), key=len)  # of two as short the one that was saved first, on every rank
+    """The path of the model, of the paths that have tensors:
+    one that ends in "model", or the shortest."""
+    # Of two paths as short, the one that was saved first is taken, on every rank.
+    roots = sorted(dict.fromkeys(found), key=len)
     return next((root for root in roots if root[-1:] == ("model",)), roots[0] if roots else ())

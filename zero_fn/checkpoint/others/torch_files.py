@@ -1,7 +1,9 @@
-"""What another library has saved: values and tensors in files of `torch.save`, read without running the code that they name.
+"""What another library has saved: values and tensors in files of `torch.save`,
+read without running the code that they name.
 
-torch reads the values (`weights_only=True`), and under `FakeTensorMode` no byte of a tensor: it says where in the file each
-tensor lies. It compares no checksums; those of the archive are compared here.
+torch reads the values (`weights_only=True`), and under `FakeTensorMode` no byte of a tensor:
+it says where in the file each tensor lies. It compares no checksums; those of the archive
+are compared here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from zero_fn.checkpoint.format.files import StoredBox, TensorReader, damaged, di
 from zero_fn.errors import CheckpointError, ZeroError
 from zero_fn.values.box import Box, spans, strides_of, whole_box
 
-__all__ = ["Foreign", "Stub", "TensorInFile", "ZipRecord", "opened_pickle", "read_torch_file", "refused"]
+__all__ = [
+    "Foreign",
+    "Stub",
+    "TensorInFile",
+    "ZipRecord",
+    "opened_pickle",
+    "read_torch_file",
+    "refused",
+]
 
 _BLOCK_NBYTES = 1 << 20
 
@@ -42,7 +52,10 @@ class ZipRecord(NamedTuple):
 
 
 class TensorInFile(NamedTuple):
-    """A tensor in a file, whose elements have not been read. `offset`, in bytes, is from the beginning of the file."""
+    """A tensor in a file, whose elements have not been read.
+
+    `offset`, in bytes, is from the beginning of the file.
+    """
 
     record: ZipRecord
     offset: int
@@ -60,11 +73,15 @@ class TensorInFile(NamedTuple):
         """Elements of the storage from the first of the tensor to its last."""
         if 0 in self.shape:
             return 0
-        return sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
+        return (
+            sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+            + 1
+        )
 
 
 class Stub:
-    """An instance of a class that is not imported: what it was made with, and what its class would have restored."""
+    """An instance of a class that is not imported: what it was made with,
+    and what its class would have restored."""
 
     args: tuple[Any, ...]
     state: Any
@@ -94,12 +111,17 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, set, tor
 
 
 def read_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
-    """What `torch.save` has written into a file, or into `nbytes` of it: a `TensorInFile` for each tensor, a `Stub` for each
-    instance of a class. None of its code is run."""
+    """What `torch.save` has written into a file, or into `nbytes` of it: a `TensorInFile` for each
+    tensor, a `Stub` for each instance of a class.
+
+    None of its code is run.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with opened_pickle(path) as file, safe_globals([(Stub, name) for name in _STUBS]):
-        excerpt: Any = _Excerpt(file, offset, os.fstat(file.fileno()).st_size - offset if nbytes is None else nbytes)
+        excerpt: Any = _Excerpt(
+            file, offset, os.fstat(file.fileno()).st_size - offset if nbytes is None else nbytes
+        )
         records = _records(excerpt, path)
         excerpt.seek(0)
         try:
@@ -109,7 +131,11 @@ def read_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> A
             excerpt.seek(0)
             for name in get_unsafe_globals_in_checkpoint(excerpt):
                 raise refused(path, name) from None
-            text = str(error).partition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+            text = (
+                str(error)
+                .partition("WeightsUnpickler error:")[2]
+                .partition("Check the documentation")[0]
+            )
             raise pickle.UnpicklingError(text.strip()) from error
         return _in_file(found, records, path)
 
@@ -120,14 +146,15 @@ def refused(path: Path, name: str) -> CheckpointError:
         "A file of a checkpoint names something that is not read.",
         file=path,
         named=name,
-        why="a pickle calls what it names; only tensors, numbers and a few classes of DeepSpeed and torch are read, "
-        "as values",
+        why="a pickle calls what it names; only tensors, "
+        "numbers and a few classes of DeepSpeed and torch are read, as values",
         fix="save it without that object (in client_state, or in the state_dict)",
     )
 
 
 def _records(excerpt: _Excerpt, path: Path) -> dict[int, ZipRecord]:
-    """The records of an archive by their first byte; the one that holds the values is compared with its checksum."""
+    """The records of an archive by their first byte; the one that holds the values
+    is compared with its checksum."""
     found = {}
     with zipfile.ZipFile(excerpt) as archive:
         for info in archive.infolist():
@@ -140,7 +167,11 @@ def _records(excerpt: _Excerpt, path: Path) -> dict[int, ZipRecord]:
                 raise pickle.UnpicklingError("it is compressed")
             excerpt.seek(info.header_offset)
             header = excerpt.read(30)  # its last 4 bytes are the lengths of what follows it
-            first = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+            first = (
+                info.header_offset
+                + 30
+                + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+            )
             if header[:4] != b"PK\3\4" or first + info.file_size > excerpt.nbytes:
                 raise pickle.UnpicklingError("a record is not where its archive says")
             found[first] = ZipRecord(path, excerpt.offset + first, info.file_size, info.CRC)
@@ -152,11 +183,16 @@ def _in_file(value: Any, records: Mapping[int, ZipRecord], path: Path) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor
 
     if isinstance(value, dict):
-        return type(value)((_in_file(key, records, path), _in_file(each, records, path)) for key, each in value.items())
+        return type(value)(
+            (_in_file(key, records, path), _in_file(each, records, path))
+            for key, each in value.items()
+        )
     if isinstance(value, list | tuple):
         return type(value)([_in_file(each, records, path) for each in value])
     if isinstance(value, Stub):
-        value.args, value.state = (_in_file(each, records, path) for each in (value.args, value.state))
+        value.args, value.state = (
+            _in_file(each, records, path) for each in (value.args, value.state)
+        )
         return value
     if isinstance(value, torch.device):
         return value.__reduce__()[1]
@@ -165,9 +201,17 @@ def _in_file(value: Any, records: Mapping[int, ZipRecord], path: Path) -> Any:
     if type(value) is not FakeTensor or value.layout != torch.strided:
         raise refused(path, f"{type(value).__module__}.{type(value).__qualname__}")
     storage: Any = value.untyped_storage()
-    record, first, itemsize = records[storage._checkpoint_offset], int(value.storage_offset()), value.dtype.itemsize
+    record, first, itemsize = (
+        records[storage._checkpoint_offset],
+        int(value.storage_offset()),
+        value.dtype.itemsize,
+    )
     found = TensorInFile(
-        record, record.offset + first * itemsize, value.dtype, tuple(value.shape), tuple(value.stride())
+        record,
+        record.offset + first * itemsize,
+        value.dtype,
+        tuple(value.shape),
+        tuple(value.stride()),
     )
     if found.spanned and (first + found.spanned) * itemsize > record.nbytes:
         raise pickle.UnpicklingError("a tensor is larger than its bytes")
@@ -203,7 +247,8 @@ class _Excerpt(io.RawIOBase):
 
 @contextmanager
 def opened_pickle(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file; inside, whatever a file that was tampered with leads to is a `CheckpointError`."""
+    """Opens a file; inside, whatever a file that was tampered with
+    leads to is a `CheckpointError`."""
     try:
         with disk(path, "Reading a checkpoint"), path.open("rb") as file:
             yield file
@@ -213,21 +258,33 @@ def opened_pickle(path: Path) -> Iterator[IO[bytes]]:
         raise damaged(path, why=f"{type(error).__name__}: {error}") from error
 
 
-_OF_THE_IMPLEMENTATION = ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable")
+_OF_THE_IMPLEMENTATION = (
+    "params",
+    "param_names",
+    "step",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)
 """Options of a group that the optimizer to be loaded decides for itself."""
 
 
 class Foreign(Contents):
-    """A checkpoint that `zf.save` has not written; `rename` and what is raised are those of `find.opened`."""
+    """A checkpoint that `zf.save` has not written; `rename` and what is
+    raised are those of `find.opened`."""
 
-    def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool = True) -> None:
+    def __init__(
+        self, path: Path, rename: Callable[[str], str], *, has_states: bool = True
+    ) -> None:
         super().__init__(path, rename)
         self._has_states = has_states  # whether states of the optimizer are wanted
-        self.extra: dict[str, Any] = {}  # what the checkpoint has beside the model and the optimizer, as it was written
+        # What the checkpoint has beside the model and the optimizer, as it was written.
+        self.extra: dict[str, Any] = {}
         self._openers: dict[TensorInFile, Callable[[], TensorReader]] = {}
         self._verified: set[ZipRecord] = set()
 
-    # -- what the reader of each format adds ---------------------------------------------------------------------------
+    # -- what the reader of each format adds -------------------------------------------------------
 
     def add(
         self,
@@ -242,8 +299,9 @@ class Foreign(Contents):
     ) -> None:
         """Adds a parameter, a buffer or a state of an optimizer, or some of its elements.
 
-        `run` says which elements of the whole, row by row: the first, how many, and the first of them in `tensor`.
-        With `cut` that is a part of a larger one: of this shape, and these boxes of the part, in rows, are these of it.
+        `run` says which elements of the whole, row by row: the first, how many, and the first of
+        them in `tensor`. With `cut` that is a part of a larger one: of this shape, and these boxes
+        of the part, in rows, are these of it.
         """
         at, count, first = run or (0, prod(shape), 0)
         whole, pairs = cut or (shape, [(whole_box(shape), whole_box(shape))])
@@ -251,13 +309,21 @@ class Foreign(Contents):
             why = f"{list(tensor.shape)} are fewer elements than it should have"
             raise damaged(tensor.record.path, tensor=name, why=why)
         opened = self._openers.setdefault(tensor, partial(self.open_tensor, tensor))
-        for box in (whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count):
+        for box in (
+            (whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count)
+        ):
             for inner, outer in pairs:
                 meet = box if 0 in shape else box.meet(inner)
                 if meet is not None:
-                    offset = (first + range_of(meet.within(box), box.sizes)[0]) * tensor.dtype.itemsize
+                    offset = (
+                        first + range_of(meet.within(box), box.sizes)[0]
+                    ) * tensor.dtype.itemsize
                     there = outer.around(meet.within(inner))
-                    self.add_box(kind, state, StoredBox(name, tensor.dtype, whole, there, offset, open=opened))
+                    self.add_box(
+                        kind,
+                        state,
+                        StoredBox(name, tensor.dtype, whole, there, offset, open=opened),
+                    )
             first += box.numel
 
     def add_state(self, name: str, state: str, value: Any) -> None:
@@ -268,13 +334,22 @@ class Foreign(Contents):
             value = torch.tensor(float(value))
         if isinstance(value, Tensor):
             box, opened = whole_box(value.shape), partial(_InMemory, value)
-            self.add_box("optimizer", state, StoredBox(name, value.dtype, tuple(value.shape), box, open=opened))
+            self.add_box(
+                "optimizer",
+                state,
+                StoredBox(name, value.dtype, tuple(value.shape), box, open=opened),
+            )
         else:
             self.values.setdefault(self.rename(name), (0, {}))[1][state] = value
 
     def add_group(self, names: list[str], group: Mapping[str, Any]) -> None:
-        """Adds the options of a group of parameters; refuses an optimizer that steps as none of torch does."""
-        options = {name: self.value(0, value) for name, value in group.items() if name not in _OF_THE_IMPLEMENTATION}
+        """Adds the options of a group of parameters; refuses an optimizer that
+        steps as none of torch does."""
+        options = {
+            name: self.value(0, value)
+            for name, value in group.items()
+            if name not in _OF_THE_IMPLEMENTATION
+        }
         if not options.pop("bias_correction", True):
             raise CheckpointError(
                 "This optimizer ran without bias correction, and those of torch always correct.",
@@ -289,7 +364,7 @@ class Foreign(Contents):
         if self.add_piece(kind, piece.name, state, piece) is not None:
             raise damaged(self.path, tensor=piece.name, why="its parts have other shapes or dtypes")
 
-    # -- what is read --------------------------------------------------------------------------------------------------
+    # -- what is read ------------------------------------------------------------------------------
 
     def value(self, rank: int, encoded: Any) -> Any:
         """A value as it was saved; an instance of a class becomes a dict of its attributes."""
@@ -312,13 +387,19 @@ class Foreign(Contents):
         flat = torch.empty(tensor.spanned, dtype=tensor.dtype)
         reader = self._opened(tensor)
         try:
-            reader.read(StoredBox("", flat.dtype, tuple(flat.shape), whole_box(flat.shape)), 0, flat.numel(), flat)
+            reader.read(
+                StoredBox("", flat.dtype, tuple(flat.shape), whole_box(flat.shape)),
+                0,
+                flat.numel(),
+                flat,
+            )
         finally:
             reader.close()
         return flat.as_strided(tensor.shape, tensor.strides).contiguous()
 
     def open_tensor(self, tensor: TensorInFile) -> TensorReader:
-        """Opens a tensor from its first element on; in memory, where its elements are not in the order of rows."""
+        """Opens a tensor from its first element on; in memory,
+        where its elements are not in the order of rows."""
         return self._opened(tensor) if tensor.is_in_rows else _InMemory(self.read_tensor(tensor))
 
     def _opened(self, tensor: TensorInFile) -> TensorReader:
