@@ -1,4 +1,5 @@
-"""DeepSpeed configs: each entry is checked, and the config is turned into transforms and stock objects of torch.
+"""DeepSpeed configs: each entry is checked, and the config is turned into
+transforms and stock objects of torch.
 
 keys         the table of all entries that are known, `keys.toml`
 entries      the entries of a config, read against that table

@@ -32,7 +32,8 @@ def run_under_autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -
     """Makes each call of a model run under torch.autocast, unless it does already."""
     hooks = AutocastHooks(device_type, dtype)
     if not any(
-        isinstance(getattr(hook, "__self__", None), AutocastHooks) for hook in model._forward_pre_hooks.values()
+        isinstance(getattr(hook, "__self__", None), AutocastHooks)
+        for hook in model._forward_pre_hooks.values()
     ):
         model.register_forward_pre_hook(hooks.before, prepend=True)
         model.register_forward_hook(hooks.after, always_call=True)

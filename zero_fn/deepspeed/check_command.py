@@ -1,7 +1,9 @@
-"""`python -m zero_fn deepspeed check`: what becomes of a DeepSpeed config, what is refused, and what a model needs by it.
+"""`python -m zero_fn deepspeed check`: what becomes of a DeepSpeed config, what is refused,
+and what a model needs by it.
 
     python -m zero_fn deepspeed check ds_config.json --ranks 8
-    python -m zero_fn deepspeed check ds_config.json --model config.json --ranks 8 --auto optimizer.params.lr=1e-5
+    python -m zero_fn deepspeed check ds_config.json --model config.json --ranks 8 \\
+        --auto optimizer.params.lr=1e-5
 
 No process group is needed, and no accelerator: the model is on `meta`.
 """
@@ -52,13 +54,21 @@ _TRAINER = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table of a config, and the plan of a model. Returns 0; 1 with the error if the config would be refused."""
-    parser = argparse.ArgumentParser(prog="python -m zero_fn deepspeed", description=(__doc__ or "").partition("\n")[0])
+    """Prints the table of a config, and the plan of a model.
+
+    Returns 0; 1 with the error if the config would be refused.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_fn deepspeed", description=(__doc__ or "").partition("\n\n")[0]
+    )
     parser.add_argument("verb", choices=["check"])
     parser.add_argument("config", help="a DeepSpeed config: the path of a JSON file, or JSON")
-    parser.add_argument("--ranks", type=int, default=8, help="processes in all (default: %(default)s)")
     parser.add_argument(
-        "--model", help="config.json of Hugging Face, or its folder; module:function; or a size, as of plan"
+        "--ranks", type=int, default=8, help="processes in all (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model",
+        help="config.json of Hugging Face, or its folder; module:function; or a size, as of plan",
     )
     parser.add_argument(
         "--auto",
@@ -76,7 +86,11 @@ def main(arguments: Sequence[str]) -> int:
             with suppress(ValueError):
                 auto[path] = json.loads(text)
         said = dict(leaves_of(config))
-        filled = {path: value for path, value in _TRAINER.items() if said.get(path) == "auto" and path not in auto}
+        filled = {
+            path: value
+            for path, value in _TRAINER.items()
+            if said.get(path) == "auto" and path not in auto
+        }
         settings = settings_of(config, options.ranks, {**filled, **auto}, others={})
         print(outcomes_text(settings.outcomes))
         for path, value in filled.items():
@@ -90,15 +104,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan_of(settings: Settings, model: str, ranks: int) -> Plan:
-    """What a rank holds and sends. The fused kernel of an optimizer knows no `meta`; it has the states of the other."""
+    """What a rank holds and sends.
+
+    The fused kernel of an optimizer knows no `meta`; it has the states of the other.
+    """
     module: Any = model_of(model, sequence=8, microbatch=1).module
     tiers = settings.sharding.tiers
     with pretended(ranks):
-        mesh, _, tensor = split(init_device_mesh("cuda", (ranks,), mesh_dim_names=("dp",)), settings.cuts, {})
+        mesh, _, tensor = split(
+            init_device_mesh("cuda", (ranks,), mesh_dim_names=("dp",)), settings.cuts, {}
+        )
         module = module if tensor is None else cut_by_its_plan(module, tensor)
         in_memory = replace(settings, sharding=replace(settings.sharding, tiers=IN_MEMORY))
         placed = offloaded(made_by(in_memory, mesh, module), Home(tiers=tiers), reserves=False)
         if settings.stock is None:
             return plan(placed, backwards=settings.accumulation_steps)
         options = {name: value for name, value in settings.stock.options.items() if name != "fused"}
-        return plan(placed, replace(settings.stock, options=options)(placed), backwards=settings.accumulation_steps)
+        return plan(
+            placed,
+            replace(settings.stock, options=options)(placed),
+            backwards=settings.accumulation_steps,
+        )

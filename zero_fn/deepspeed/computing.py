@@ -1,4 +1,5 @@
-"""How a model computes: `bf16`, `fp16`, `data_types`, `torch_autocast`, `activation_checkpointing`, `compile`."""
+"""How a model computes: `bf16`, `fp16`, `data_types`, `torch_autocast`,
+`activation_checkpointing`, `compile`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ _ZERO = "zero_optimization"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
 _PARKS = "activation_checkpointing.cpu_checkpointing"
-_RECOMPUTES = ("activation_checkpointing.partition_activations", "pipeline.activation_checkpoint_interval")
+_RECOMPUTES = (
+    "activation_checkpointing.partition_activations",
+    "pipeline.activation_checkpoint_interval",
+)
 TENSOR = ("tensor_parallel.autotp_size", "tensor_parallel.tp_size", "tensor_parallel.tp.tp_size")
 """Entries that say over how many ranks a model is cut by its own plan."""
 
@@ -28,10 +32,12 @@ class Computing:
     compute: torch.dtype | None  # of gathered parameters; None: the dtype at rest
     reduce: torch.dtype  # of gradient sums
     grads: torch.dtype | None  # of gradients at rest; None: that of their parameters
-    rest: torch.dtype | None  # of trained parameters at rest; None: float32, and that of the model for frozen ones
+    # Dtype of trained parameters at rest; None: float32, and that of the model for frozen ones.
+    rest: torch.dtype | None
     saved: torch.dtype | None  # in which a Trainer saves its model; None: that at rest
     buffers: torch.dtype | None  # of floating point buffers; None: as they are
-    keeps_wide: tuple[str, ...] | None  # patterns in names of buffers in float32; None: those of the model
+    # Patterns in names of buffers in float32; None: those of the model.
+    keeps_wide: tuple[str, ...] | None
     autocast: torch.dtype | None  # of torch.autocast around forwards
     recomputes: bool  # whether blocks are computed again in backward
     parks: bool  # whether what they keep is on the host
@@ -41,29 +47,43 @@ class Computing:
 def _compute(entries: Entries) -> torch.dtype | None:
     """The dtype in flight."""
     if entries["bf16.enabled"] and entries["fp16.enabled"]:
-        raise entries.refused("fp16.enabled", "one dtype, and bf16.enabled is true", '"fp16": {"enabled": false}')
+        raise entries.refused(
+            "fp16.enabled", "one dtype, and bf16.enabled is true", '"fp16": {"enabled": false}'
+        )
     own = "bf16" if entries["bf16.enabled"] else "fp16" if entries["fp16.enabled"] else "fp32"
     asked = entries["data_types.param_dtype"] or own
     if asked != own and (own, asked) != ("fp32", "bf16"):
-        wants, fix = f'"{own}", in which the model computes', f'"param_dtype": "{own}"; or remove it'
+        wants, fix = (
+            f'"{own}", in which the model computes',
+            f'"param_dtype": "{own}"; or remove it',
+        )
         raise entries.refused("data_types.param_dtype", wants, fix)
     return None if asked == "fp32" else _DTYPES[asked]
 
 
 def _rest(entries: Entries) -> torch.dtype | None:
-    """The dtype of trained parameters at rest: float32, unless both they and their states are to be narrow."""
-    masters, states = entries["bf16.bf16_master_weights_and_grads"], entries["bf16.bf16_optimizer_states"]
+    """The dtype of trained parameters at rest: float32, unless both they and
+    their states are to be narrow."""
+    masters, states = (
+        entries["bf16.bf16_master_weights_and_grads"],
+        entries["bf16.bf16_optimizer_states"],
+    )
     if masters != states:
         said = str(masters).lower()
         fix = f'"bf16_optimizer_states": {said}'
-        raise entries.refused("bf16.bf16_optimizer_states", f"{said}: states have the dtype of their masters", fix)
+        raise entries.refused(
+            "bf16.bf16_optimizer_states", f"{said}: states have the dtype of their masters", fix
+        )
     return torch.bfloat16 if masters and entries["bf16.enabled"] else None
 
 
 def _autocast(entries: Entries) -> torch.dtype | None:
     if not entries["torch_autocast.enabled"]:
         return None
-    if entries["torch_autocast.dtype"].endswith("16") and "b" not in entries["torch_autocast.dtype"]:
+    if (
+        entries["torch_autocast.dtype"].endswith("16")
+        and "b" not in entries["torch_autocast.dtype"]
+    ):
         fix = '"torch.bfloat16"; or "fp16": {"enabled": true}'
         raise entries.refused("torch_autocast.dtype", "bfloat16: float16 needs a loss scale", fix)
     return torch.bfloat16
@@ -75,14 +95,20 @@ def _keeps_wide(entries: Entries) -> tuple[str, ...] | None:
 
 
 def _compiles(entries: Entries) -> Mapping[str, Any] | None:
-    is_asked = entries["compile.deepcompile"] or entries["compile.enabled"] or entries["compile.disable"] is False
+    is_asked = (
+        entries["compile.deepcompile"]
+        or entries["compile.enabled"]
+        or entries["compile.disable"] is False
+    )
     options = entries["compile.kwargs"] or {}
     if not isinstance(options, Mapping):
         raise entries.refused("compile.kwargs", "an object", '"kwargs": {"dynamic": true}')
     others = [path for path in (*_RECOMPUTES, _PARKS) if entries[path]]
     others += [path for path in TENSOR if entries[path] > 1]
     if is_asked and others:
-        raise entries.refused(others[0], "none beside compile: torch compiles no such blocks", "remove it, or compile")
+        raise entries.refused(
+            others[0], "none beside compile: torch compiles no such blocks", "remove it, or compile"
+        )
     return {"backend": entries["compile.backend"], **options} if is_asked else None
 
 
@@ -91,7 +117,9 @@ def _reduce(entries: Entries) -> torch.dtype:
     name = entries["communication_data_type"] or "fp32"
     if name != "fp32" and not (entries["bf16.enabled"] or entries["fp16.enabled"]):
         wants = "fp32: gradients are sent in the dtype of the computation"
-        raise entries.refused("communication_data_type", wants, '"bf16": {"enabled": true}; or remove it')
+        raise entries.refused(
+            "communication_data_type", wants, '"bf16": {"enabled": true}; or remove it'
+        )
     if name != "fp32" and entries[f"{_ZERO}.zero_quantized_gradients"]:
         wants = "fp32: what travels in 4 bits is summed in float32"
         raise entries.refused("communication_data_type", wants, '"communication_data_type": "fp32"')
@@ -114,7 +142,9 @@ COMPUTING: Mapping[str, Callable[[Entries], Any]] = {
     "reduce": _reduce,
     "grads": _grads,
     "rest": _rest,
-    "saved": lambda entries: _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None,
+    "saved": lambda entries: (
+        _compute(entries) if any(entries[f"{_ZERO}.{name}"] for name in _NARROW) else None
+    ),
     "buffers": lambda entries: _DTYPES.get(entries["data_types.buffer_dtype"]),
     "keeps_wide": _keeps_wide,
     "autocast": _autocast,

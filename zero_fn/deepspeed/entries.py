@@ -1,7 +1,9 @@
-"""The entries of a DeepSpeed config, read against the table of `keys`: their values, their outcomes, and all errors.
+"""The entries of a DeepSpeed config, read against the table of `keys`: their values,
+their outcomes, and all errors.
 
-Every entry of the config has an outcome or is refused. Of an entry that is taken and changes nothing, the outcome says so.
-(DeepSpeed 0.19 accepts misspelt entries at the top level, text for numbers, and NaN.)
+Every entry of the config has an outcome or is refused. Of an entry that is taken and changes
+nothing, the outcome says so. (DeepSpeed 0.19 accepts misspelt entries at the top level, text for
+numbers, and NaN.)
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _SECTIONS = {path[:at] for path in KEYS for at, letter in enumerate(path) if let
 
 
 def config_of(config: Config) -> Mapping[str, object]:
-    """The config as an object of JSON: of a path, of text, of text in base64 as Hugging Face takes it, or the object itself.
+    """The config as an object of JSON: of a path, of text,
+    of text in base64 as Hugging Face takes it, or the object itself.
 
     Raises:
         ConfigError: There is no such file, it is not a JSON object, or it has an entry twice.
@@ -62,7 +65,8 @@ def config_of(config: Config) -> Mapping[str, object]:
             "A DeepSpeed config cannot be read.",
             config=str(config)[:200],
             error=f"{type(error).__name__}: {error}"[:200],
-            fix="the path of a file of JSON (no comments, no comma before a closing bracket, no NaN), or the dict itself",
+            fix="the path of a file of JSON (no comments, no comma before a closing bracket, "
+            "no NaN), or the dict itself",
         ) from error
     return found
 
@@ -89,12 +93,16 @@ def _finite(name: str) -> float:
 
 
 def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str, object]:
-    """A copy of a config, with the values of `auto`, by their paths, for entries that are `"auto"`, null or missing.
+    """A copy of a config, with the values of `auto`, by their paths,
+    for entries that are `"auto"`, null or missing.
 
     Raises:
         ConfigError: An entry has another value already.
     """
-    found = {name: filled(value, {}) if isinstance(value, Mapping) else value for name, value in config.items()}
+    found = {
+        name: filled(value, {}) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+    }
     others = []
     for path, value in auto.items():
         *sections, name = str(path).split(".")
@@ -115,8 +123,11 @@ def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str
     return found
 
 
-def left_to(values: Mapping[str, object], config: Mapping[str, object], may_lack: Collection[str]) -> dict[str, object]:
-    """Of a program's values, by the paths of entries, those that a config leaves to it: `"auto"`, or missing if it may be."""
+def left_to(
+    values: Mapping[str, object], config: Mapping[str, object], may_lack: Collection[str]
+) -> dict[str, object]:
+    """Of a program's values, by the paths of entries, those that a config leaves to it:
+    `"auto"`, or missing if it may be."""
     said = {path: value for path, value in leaves_of(config) if value is not None}
     return {
         path: value
@@ -164,13 +175,15 @@ class Entries:
     """The entries of a config, by their paths in `KEYS`."""
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self.outcomes: list[TakenEntry] = []  # of all entries that were not refused, in the order of the config
+        # Outcomes of all entries that were not refused, in the order of the config.
+        self.outcomes: list[TakenEntry] = []
         self.autos: list[str] = []  # "auto", and in need of a value
         self._problems: list[_Problem] = []
         self._found: dict[str, tuple[str, object]] = {}  # the name and the value in the config
         self._taken: dict[str, object] = {}  # values that were checked, of entries that have one
         self._refused: set[str] = set()
-        self._misplaced: list[tuple[str, str, object]] = []  # where it is, where it belongs, its value
+        # Entries in a wrong place: where each is, where it belongs, its value.
+        self._misplaced: list[tuple[str, str, object]] = []
         self._read(config, "", "")
         for misplaced in self._misplaced:
             self._take_misplaced(*misplaced)
@@ -184,7 +197,8 @@ class Entries:
         return self._taken[path] if self.is_given(path) else KEYS[path].default
 
     def is_given(self, path: str) -> bool:
-        """Whether the config has an entry or a section, with a value other than null and `"auto"`."""
+        """Whether the config has an entry or a section, with a value
+        other than null and `"auto"`."""
         if path in self._refused:
             raise RefusedEntry(path)
         return path in self._taken
@@ -195,7 +209,11 @@ class Entries:
     def given_under(self, section: str) -> dict[str, object]:
         """The values of all given entries of a section, by their names."""
         start = f"{section}."
-        return {path.removeprefix(start): value for path, value in self._taken.items() if path.startswith(start)}
+        return {
+            path.removeprefix(start): value
+            for path, value in self._taken.items()
+            if path.startswith(start)
+        }
 
     def words(self, path: str) -> tuple[str, ...]:
         """The value of an entry that is a list of text.
@@ -209,7 +227,10 @@ class Entries:
         return tuple(found)
 
     def refused(self, path: str, wants: str, fix: str) -> RefusedEntry:
-        """Refuses an entry. `close` raises the error; the result is for a caller that cannot go on without the entry."""
+        """Refuses an entry.
+
+        `close` raises the error; the result is for a caller that cannot go on without the entry.
+        """
         self._refused.add(path)
         entry, value = self._found.get(path, (path, None))
         problem = _Problem(entry, shown(value) if path in self._found else "nothing", wants, fix)
@@ -226,10 +247,19 @@ class Entries:
         found = list(self._problems)
         if self.autos:
             first = f'{{"{self.autos[0]}": ...' + ", ..." * (len(self.autos) > 1) + "}"
-            fix = f"write the value into the config, or beside it auto={first} (from_deepspeed, placed)"
-            found.append(_Problem(", ".join(self.autos), '"auto"', 'a value: only a Trainer fills in "auto"', fix))
+            fix = (
+                f"write the value into the config, or beside it auto={first} "
+                "(from_deepspeed, placed)"
+            )
+            found.append(
+                _Problem(
+                    ", ".join(self.autos), '"auto"', 'a value: only a Trainer fills in "auto"', fix
+                )
+            )
         if len(found) == 1:
-            raise ConfigError("A DeepSpeed config has an entry that cannot be followed.", **found[0]._asdict())
+            raise ConfigError(
+                "A DeepSpeed config has an entry that cannot be followed.", **found[0]._asdict()
+            )
         if found:
             lines = (f"{entry} = {got}, wants {wants}; {fix}" for entry, got, wants, fix in found)
             raise ConfigError(
@@ -238,16 +268,19 @@ class Entries:
                 fix="what each line ends with",
             )
 
-    # -- reading ------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def _read(self, section: Mapping[str, object], written: str, path: str) -> None:
-        """Reads all entries of a section, whose name is `written` in the config and `path` in `KEYS`."""
+        """Reads all entries of a section, whose name is `written` in the
+        config and `path` in `KEYS`."""
         for name, value in section.items():
             entry, known = f"{written}{name}", OTHER_NAMES.get(f"{path}{name}", f"{path}{name}")
             key = KEYS.get(known, KEYS.get(f"{path}*"))
             is_name = isinstance(name, str) and "." not in name
             if known in self._found:
-                self.refused(known, f"one of {self._found[known][0]} and {entry}", "remove one of the two")
+                self.refused(
+                    known, f"one of {self._found[known][0]} and {entry}", "remove one of the two"
+                )
                 continue
             self._found[known] = (entry, value)
             if is_name and key is not None:
@@ -265,12 +298,17 @@ class Entries:
                 self.refused(known, "an object", f'"{name}": {{...}}')
 
     def _take_misplaced(self, found: str, path: str, value: object) -> None:
-        """An entry or a section in the wrong place, which DeepSpeed refuses or drops. It is taken if it changes nothing."""
+        """An entry or a section in the wrong place, which DeepSpeed refuses or drops.
+
+        It is taken if it changes nothing.
+        """
         home = f"in {path.rpartition('.')[0]}" if "." in path else "at the top level"
         leaves = leaves_of(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
         if all(self._changes_nothing(*leaf) for leaf in leaves):
             entry = self._found[found][0]
-            self.outcomes.append(TakenEntry(entry, shown(value), f"belongs {home}, where it would change nothing"))
+            self.outcomes.append(
+                TakenEntry(entry, shown(value), f"belongs {home}, where it would change nothing")
+            )
         else:
             self.refused(found, f"its place, {home}", f"write it {home}")
 
@@ -315,7 +353,8 @@ def shown(value: object) -> str:
 
 
 def _home_of(name: str, path: str) -> str | None:
-    """The path where an entry or a section that is unknown here belongs, if there is one such place."""
+    """The path where an entry or a section that is unknown here belongs,
+    if there is one such place."""
     if path in ("optimizer.", "scheduler."):
         return f"{path}params.{name}"
     homes = [known for known in (*KEYS, *_SECTIONS) if known.rpartition(".")[2] == name]
@@ -337,7 +376,8 @@ def said_by(value: object) -> Any:
 
 
 def _corrected(key: Key, entry: str, value: object) -> str:
-    """A fix that says what a wrong value was meant to say, if that can be seen: it never means something else."""
+    """A fix that says what a wrong value was meant to say, if that can be seen:
+    it never means something else."""
     if key.role == "hint":
         return f"remove {entry}: it changes nothing here"
     meant = said_by(value)
@@ -347,4 +387,8 @@ def _corrected(key: Key, entry: str, value: object) -> str:
     elif isinstance(value, int) and key.kind.name == "flag" and value in (0, 1):
         meant = bool(value)
     name = entry.rpartition(".")[2]
-    return f'"{name}": {shown(meant)}' if key.kind.taken(meant) is not None else f"{key.kind}, or remove it"
+    return (
+        f'"{name}": {shown(meant)}'
+        if key.kind.taken(meant) is not None
+        else f"{key.kind}, or remove it"
+    )

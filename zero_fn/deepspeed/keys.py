@@ -1,4 +1,5 @@
-"""The entries of a DeepSpeed config: for each its path, the values that it may have, its default, and its meaning here.
+"""The entries of a DeepSpeed config: for each its path, the values that it may have,
+its default, and its meaning here.
 
 They are the rows of the table `keys.toml` beside this file, which is read into `KEYS`.
 """
@@ -24,21 +25,33 @@ _ROLES: Mapping[str, Role] = {"becomes": "read", "unneeded": "hint", "write": "r
 class EntryKind:
     """The values that an entry may have."""
 
-    name: str  # flag, text, whole or number; off: a section that has to be off, read as false; any: checked elsewhere
+    # Flag, text, whole or number; off: a section that has to be off,
+    # read as false; any: checked elsewhere.
+    name: str
     least: float = 0
     most: float = inf
     choices: tuple[str, ...] = ()  # empty: any text
 
     def taken(self, value: object) -> object | None:
-        """The value in the type that the entry needs (`5e8` becomes a whole number); None if it is not allowed."""
+        """The value in the type that the entry needs (`5e8` becomes a whole number);
+        None if it is not allowed."""
         if self.name in ("whole", "number"):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return None
-            if not max(self.least, -_MOST) <= value <= min(self.most, _MOST):  # NaN is never within bounds
+            # NaN is never within bounds.
+            if not max(self.least, -_MOST) <= value <= min(self.most, _MOST):
                 return None
-            return float(value) if self.name == "number" else int(value) if value == floor(value) else None
+            return (
+                float(value)
+                if self.name == "number"
+                else int(value)
+                if value == floor(value)
+                else None
+            )
         if self.name == "text":
-            is_one = isinstance(value, str) and value and (not self.choices or value in self.choices)
+            is_one = (
+                isinstance(value, str) and value and (not self.choices or value in self.choices)
+            )
             return value if is_one else None
         if self.name == "off":
             return False if _is_off(value) else None
@@ -53,7 +66,8 @@ class EntryKind:
 
 
 def _is_off(section: object) -> bool:
-    """Whether a section is off: it says so, or all sections inside do, or it is empty but for false."""
+    """Whether a section is off: it says so, or all sections inside do,
+    or it is empty but for false."""
     if not isinstance(section, Mapping) or section.get("enabled") is False:
         return section is False or isinstance(section, Mapping)
     switches = list(_switches(section)) or section.values()
@@ -86,8 +100,15 @@ def _keys(section: Mapping[str, Any], start: str = "") -> Iterator[Key]:
         if "holds" not in row:
             yield from _keys(row, f"{start}{name}.")
             continue
-        kind, ((word, role),) = _kind(row["holds"]), [(word, role) for word, role in _ROLES.items() if word in row]
-        auto = {"read": row.get("auto", ""), "hint": row[word], "refused": "" if kind.name == "off" else "as here"}
+        kind, ((word, role),) = (
+            _kind(row["holds"]),
+            [(word, role) for word, role in _ROLES.items() if word in row],
+        )
+        auto = {
+            "read": row.get("auto", ""),
+            "hint": row[word],
+            "refused": "" if kind.name == "off" else "as here",
+        }
         yield Key(start + name, kind, row.get("default"), role, row[word], auto[role])
 
 
@@ -100,13 +121,20 @@ def _kind(text: str) -> EntryKind:
 
 
 KEYS: Mapping[str, Key] = {
-    key.path: key for key in _keys(tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8")))
+    key.path: key
+    for key in _keys(tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8")))
 }
-"""Every entry that is known, by its path. `optimizer.params.*` and `scheduler.params.*` stand for all options
-that have no row."""
+"""Every entry that is known, by its path.
+
+`optimizer.params.*` and `scheduler.params.*` stand for all options that have no row.
+"""
 
 OTHER_NAMES: Mapping[str, str] = {
     "bfloat16": "bf16",
-    **{path.replace(".stage3_", "."): path for path in KEYS if ".stage3_" in path and "fp16" not in path},
+    **{
+        path.replace(".stage3_", "."): path
+        for path in KEYS
+        if ".stage3_" in path and "fp16" not in path
+    },
 }
 """Second names that DeepSpeed has for entries and sections, with their names in `KEYS`."""

@@ -1,4 +1,5 @@
-"""`python -m zero_fn launch`: a command line of the deepspeed launcher (0.19), followed by torchrun, which this becomes."""
+"""`python -m zero_fn launch`: a command line of the deepspeed launcher (0.19), followed by
+torchrun, which this becomes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from zero_fn.errors import ConfigError, ZeroError
 
 
 class _Refused(argparse.Action):
-    def __call__(self, parser: object, namespace: object, values: object, option: str | None = None) -> None:
+    def __call__(
+        self, parser: object, namespace: object, values: object, option: str | None = None
+    ) -> None:
         raise ConfigError(f"torchrun has nothing that does what {option} does.", fix=str(self.help))
 
 
@@ -27,35 +30,72 @@ def main(arguments: Sequence[str]) -> int:
         options = options_of(arguments)
         hostfile = Path(options.hostfile).read_text() if Path(options.hostfile).is_file() else None
         if options.include or options.exclude or options.num_gpus > 0:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # as DeepSpeed does: numbers are those of the whole host
-        lines = torchrun_lines(options, hostfile, torch.cuda.device_count() or max(options.num_gpus, 1))
+            # Removed, as DeepSpeed does: numbers are those of the whole host.
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        lines = torchrun_lines(
+            options, hostfile, torch.cuda.device_count() or max(options.num_gpus, 1)
+        )
         own = this_host(options, lines)
     except (ZeroError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     for host, line in lines.items():
-        if not options.no_ssh if host != own else not options.quiet and options.log_level in ("", "debug", "info"):
+        if (
+            not options.no_ssh
+            if host != own
+            else not options.quiet and options.log_level in ("", "debug", "info")
+        ):
             print(f"zero_fn launch: on {host}: {shlex.join(line)}", file=sys.stderr, flush=True)
     os.execvp(lines[own][0], lines[own])
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of the deepspeed launcher. One that torchrun has nothing for is an error that says what to do instead."""
+    """The options of the deepspeed launcher.
+
+    One that torchrun has nothing for is an error that says what to do instead.
+    """
     refused = {
-        "--autotuning": "python -m zero_fn plan, which says without runs what fits and how long a step takes",
-        "--bind_cores_to_rank --bind_core_list": "OMP_NUM_THREADS and numactl, or torchrun --numa-binding=node of GPUs",
-        "--elastic_training --min_elastic_nodes --max_elastic_nodes": "torchrun --nnodes MIN:MAX --max-restarts 3 ...",
-        "--launcher --launcher_args": "leave it out; under srun or mpirun start train.py itself: zf.from_environment()",
-        "--force_multi --ssh_port --venv_script": "leave it out, and run the line that is printed for a host there",
-        "--save_pid": "leave it out, and take $! of the shell: the process of this command becomes torchrun",
+        "--autotuning": (
+            "python -m zero_fn plan, which says without runs what fits and how long a step takes"
+        ),
+        "--bind_cores_to_rank --bind_core_list": (
+            "OMP_NUM_THREADS and numactl, or torchrun --numa-binding=node of GPUs"
+        ),
+        "--elastic_training --min_elastic_nodes --max_elastic_nodes": (
+            "torchrun --nnodes MIN:MAX --max-restarts 3 ..."
+        ),
+        "--launcher --launcher_args": (
+            "leave it out; under srun or mpirun start train.py itself: zf.from_environment()"
+        ),
+        "--force_multi --ssh_port --venv_script": (
+            "leave it out, and run the line that is printed for a host there"
+        ),
+        "--save_pid": (
+            "leave it out, and take $! of the shell: the process of this command becomes torchrun"
+        ),
     }
-    parser = argparse.ArgumentParser("python -m zero_fn launch", description="Options are those of `deepspeed --help`.")
+    parser = argparse.ArgumentParser(
+        "python -m zero_fn launch", description="Options are those of `deepspeed --help`."
+    )
     parser.add_argument("-H", "--hostfile", default="/job/hostfile")
-    for names in ("-i --include", "-e --exclude", "--master_addr", "--enable_each_rank_log", "--log_level"):
+    for names in (
+        "-i --include",
+        "-e --exclude",
+        "--master_addr",
+        "--enable_each_rank_log",
+        "--log_level",
+    ):
         parser.add_argument(*names.split(), default="")
     for names in ("--num_nodes", "--num_gpus --num_accelerators", "--node_rank", "--master_port"):
         parser.add_argument(*names.split(), type=int, default=-1)
-    for names in ("-q --quiet", "-m --module", "--no_python", "--no_ssh", "--no_ssh_check", "--no_local_rank"):
+    for names in (
+        "-q --quiet",
+        "-m --module",
+        "--no_python",
+        "--no_ssh",
+        "--no_ssh_check",
+        "--no_local_rank",
+    ):
         parser.add_argument(*names.split(), action="store_true")
     for names, fix in refused.items():
         parser.add_argument(*names.split(), action=_Refused, nargs="?", help=fix)
@@ -64,19 +104,39 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def torchrun_lines(options: argparse.Namespace, hostfile: str | None, devices: int) -> dict[str, list[str]]:
-    """What to run on each host, in the order of ranks. Without a hostfile there is this host with its `devices`."""
-    hosts, lines = _hosts(options, f"localhost slots={devices}" if hostfile is None else hostfile), {}
+def torchrun_lines(
+    options: argparse.Namespace, hostfile: str | None, devices: int
+) -> dict[str, list[str]]:
+    """What to run on each host, in the order of ranks.
+
+    Without a hostfile there is this host with its `devices`.
+    """
+    hosts, lines = (
+        _hosts(options, f"localhost slots={devices}" if hostfile is None else hostfile),
+        {},
+    )
     log, port = options.enable_each_rank_log, max(options.master_port, 0)
     for rank, (host, slots) in enumerate(hosts.items()):
-        line = ["env", f"CUDA_VISIBLE_DEVICES={','.join(slots)}"] * (hostfile is not None or len(slots) < devices)
+        line = ["env", f"CUDA_VISIBLE_DEVICES={','.join(slots)}"] * (
+            hostfile is not None or len(slots) < devices
+        )
         line += [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(len(slots))]
         line += ["--nnodes", str(len(hosts)), "--node-rank", str(rank)] * (len(hosts) > 1)
         if len(hosts) > 1 or options.master_addr or port:  # else torchrun takes a free port
-            line += ["--master-addr", options.master_addr or next(iter(hosts)), "--master-port", str(port or 29500)]
+            line += [
+                "--master-addr",
+                options.master_addr or next(iter(hosts)),
+                "--master-port",
+                str(port or 29500),
+            ]
         line += ["--log-dir", log, "--redirects", "3"] * (log not in ("", "None"))
-        line += ["--module"] * options.module + ["--no-python"] * options.no_python + [options.user_script]
-        line += ["--local_rank=${local_rank}"] * (not options.no_local_rank)  # torchrun fills it in, and makes $ of $$
+        line += (
+            ["--module"] * options.module
+            + ["--no-python"] * options.no_python
+            + [options.user_script]
+        )
+        # torchrun fills it in, and makes $ of $$.
+        line += ["--local_rank=${local_rank}"] * (not options.no_local_rank)
         lines[host] = line + [word.replace("$", "$$") for word in options.user_args]
     return lines
 
@@ -84,26 +144,61 @@ def torchrun_lines(options: argparse.Namespace, hostfile: str | None, devices: i
 def this_host(options: argparse.Namespace, lines: dict[str, list[str]]) -> str:
     """The host that this is: by --node_rank, as the only one, or by its name."""
     names = {socket.gethostname(), socket.getfqdn()} if len(lines) > 1 else {*lines}
-    own = [h for at, h in enumerate(lines) if (at == options.node_rank if options.node_rank >= 0 else h in names)]
+    own = [
+        h
+        for at, h in enumerate(lines)
+        if (at == options.node_rank if options.node_rank >= 0 else h in names)
+    ]
     if len(own) != 1:
         fix = "run each line on its host, or say which of them this is: --node_rank 0"
-        raise ConfigError("This is none of the hosts.", **{h: shlex.join(line) for h, line in lines.items()}, fix=fix)
+        raise ConfigError(
+            "This is none of the hosts.",
+            **{h: shlex.join(line) for h, line in lines.items()},
+            fix=fix,
+        )
     return own[0]
 
 
 def _hosts(options: argparse.Namespace, text: str) -> dict[str, list[str]]:
     rows = [row for row in map(str.strip, text.splitlines()) if row and not row.startswith("#")]
-    hosts = {m[1]: [*map(str, range(int(m[2])))] for row in rows if (m := re.match(r"(\S+)\s+slots=(\d+)", row))}
+    hosts = {
+        m[1]: [*map(str, range(int(m[2])))]
+        for row in rows
+        if (m := re.match(r"(\S+)\s+slots=(\d+)", row))
+    }
     if len(hosts) < len(rows):
-        raise ConfigError("The hostfile is wrong.", lines="; ".join(rows), fix="each host once: worker-0 slots=8")
-    picks, nodes, gpus = options.include or options.exclude, max(options.num_nodes, 0), max(options.num_gpus, 0)
+        raise ConfigError(
+            "The hostfile is wrong.", lines="; ".join(rows), fix="each host once: worker-0 slots=8"
+        )
+    picks, nodes, gpus = (
+        options.include or options.exclude,
+        max(options.num_nodes, 0),
+        max(options.num_gpus, 0),
+    )
     if picks and (nodes or gpus or (options.include and options.exclude)):
-        raise ConfigError("Devices are chosen twice.", fix="--include, or --exclude, or --num_nodes and --num_gpus")
+        raise ConfigError(
+            "Devices are chosen twice.",
+            fix="--include, or --exclude, or --num_nodes and --num_gpus",
+        )
     parts = [part.partition(":") for part in picks.split("@") if part]
-    named = {(host, slot) for host, at, slots in parts for slot in (slots.split(",") if at else hosts.get(host, "?"))}
+    named = {
+        (host, slot)
+        for host, at, slots in parts
+        for slot in (slots.split(",") if at else hosts.get(host, "?"))
+    }
     missing = named - {(host, slot) for host, slots in hosts.items() for slot in slots}
-    kept = {h: [s for s in slots if ((h, s) in named) == bool(options.include)] for h, slots in hosts.items()}
-    taken = {h: slots[: gpus or None] for h, slots in [each for each in kept.items() if each[1]][: nodes or None]}
+    kept = {
+        h: [s for s in slots if ((h, s) in named) == bool(options.include)]
+        for h, slots in hosts.items()
+    }
+    taken = {
+        h: slots[: gpus or None]
+        for h, slots in [each for each in kept.items() if each[1]][: nodes or None]
+    }
     if missing or len(taken) < max(nodes, 1) or min(map(len, taken.values())) < gpus:
-        raise ConfigError("There are no such devices.", there="; ".join(rows), fix="ask for these, or give a hostfile")
+        raise ConfigError(
+            "There are no such devices.",
+            there="; ".join(rows),
+            fix="ask for these, or give a hostfile",
+        )
     return taken

@@ -1,8 +1,9 @@
 """The section `fp16`: torch's loss scaler, with DeepSpeed's rule of when the scale changes.
 
-A step is taken if no gradient has an infinity or NaN; `window` taken steps in a row, after a first one, double the scale.
-Other steps are skipped on every rank; the `hysteresis`-th of these and each after it halves the scale. (torch's own rule has
-no hysteresis, and counts the window in another way.)
+A step is taken if no gradient has an infinity or NaN; `window` taken steps in a row, after a
+first one, double the scale. Other steps are skipped on every rank; the `hysteresis`-th of these
+and each after it halves the scale. (torch's own rule has no hysteresis, and counts the window
+in another way.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ __all__ = ["Scaler", "scaler_of"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's loss scaler with DeepSpeed's rule. `has_skipped` says whether the last step was skipped."""
+    """torch's loss scaler with DeepSpeed's rule.
+
+    `has_skipped` says whether the last step was skipped.
+    """
 
     def __init__(
         self,
@@ -30,11 +34,13 @@ class Scaler(torch.amp.GradScaler):
         first: float,
         window: int | None,  # taken steps after which the scale doubles; None: it never changes
         hysteresis: int,  # skipped steps after which it is halved
-        is_refilled: bool,  # whether each taken step resets the count of skipped steps; else only a doubling does
+        # Whether each taken step resets the count of skipped steps; else only a doubling does.
+        is_refilled: bool,
         least: float,
     ) -> None:
         super().__init__(device, init_scale=first)
-        self._lazy_init_scale_growth_tracker(torch.empty(0, device=device).device)  # a stage may never see a loss
+        # A stage may never see a loss.
+        self._lazy_init_scale_growth_tracker(torch.empty(0, device=device).device)
         self._window = window
         self._hysteresis = hysteresis
         self._is_refilled = is_refilled
@@ -56,7 +62,11 @@ class Scaler(torch.amp.GradScaler):
         Raises:
             StateError: Gradients overflow at the smallest scale. Raised on every rank.
         """
-        found = [inf for state in self._per_optimizer_states.values() for inf in state["found_inf_per_device"].values()]
+        found = [
+            inf
+            for state in self._per_optimizer_states.values()
+            for inf in state["found_inf_per_device"].values()
+        ]
         self.has_skipped = any(bool(inf.item()) for inf in found)
         scale = self.get_scale()
         if new_scale is None and self._window is not None:
@@ -65,12 +75,19 @@ class Scaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, and the counts of taken and skipped steps."""
-        return {**super().state_dict(), "left": self._left, "steps": self._steps, "skipped_at": self._skipped_at}
+        return {
+            **super().state_dict(),
+            "left": self._left,
+            "steps": self._steps,
+            "skipped_at": self._skipped_at,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned."""
         super().load_state_dict(state_dict)
-        self._left, self._steps, self._skipped_at = (state_dict[name] for name in ("left", "steps", "skipped_at"))
+        self._left, self._steps, self._skipped_at = (
+            state_dict[name] for name in ("left", "steps", "skipped_at")
+        )
 
     def _moved(self, scale: float, window: int) -> float:
         if self.has_skipped:
@@ -79,7 +96,8 @@ class Scaler(torch.amp.GradScaler):
                     "Gradients overflow at the smallest loss scale.",
                     scale=scale,
                     why="no step would be taken any more",
-                    fix='look for what is infinite or NaN (torch.autograd.detect_anomaly); or "bf16": {"enabled": true}',
+                    fix="look for what is infinite or NaN (torch.autograd.detect_anomaly); "
+                    'or "bf16": {"enabled": true}',
                 )
             if self._left == 1:
                 scale = max(scale / 2, self._least)
@@ -87,7 +105,8 @@ class Scaler(torch.amp.GradScaler):
                 self._left -= 1
             self._skipped_at = self._steps
         else:
-            since = self._steps - self._skipped_at - 1  # the step after one that was skipped does not count
+            # The step after one that was skipped does not count.
+            since = self._steps - self._skipped_at - 1
             is_over = since > 0 and since % window == 0
             if self._is_refilled or is_over:
                 self._left = self._hysteresis
@@ -98,7 +117,10 @@ class Scaler(torch.amp.GradScaler):
 
 
 def scaler_of(entries: Entries) -> Callable[[str], Scaler] | None:
-    """Reads the section. The result makes the scaler, given the type of the device; None if float16 is not used."""
+    """Reads the section.
+
+    The result makes the scaler, given the type of the device; None if float16 is not used.
+    """
     if not entries["fp16.enabled"]:
         return None
     fixed = entries["fp16.loss_scale"]

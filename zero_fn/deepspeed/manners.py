@@ -33,8 +33,8 @@ def is_boundary(setup: DeepSpeedSetup[Any]) -> bool:
 def backward(setup: DeepSpeedSetup[Any], loss: Tensor) -> None:
     """Runs the backward of one microbatch: `setup.scaled(loss).backward()`.
 
-    Communicates, as DeepSpeed does: at stages 2 and 3 gradients of each microbatch, below once a step. (`zf.accumulate`
-    around a step of your own makes it once at every stage.)
+    Communicates, as DeepSpeed does: at stages 2 and 3 gradients of each microbatch, below once a
+    step. (`zf.accumulate` around a step of your own makes it once at every stage.)
     """
     is_last = is_boundary(setup)
     if setup.settings.sharding.stage < 2 and not is_last and setup.block is None:
@@ -66,9 +66,11 @@ def save_checkpoint(
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves all of a setup, and what the program gives, as `folder/tag`; by default the tag is "global_step" and the steps.
+    """Saves all of a setup, and what the program gives, as `folder/tag`; by default the tag is
+    "global_step" and the steps.
 
-    All ranks call it, between steps. In the background if the config's checkpoint writer is decoupled.
+    All ranks call it, between steps. In the background if the config's
+    checkpoint writer is decoupled.
 
     Raises:
         StateError: In the middle of a step.
@@ -77,7 +79,8 @@ def save_checkpoint(
     if setup.micro_steps % setup.accumulation_steps:
         raise StateError(
             "A checkpoint is saved between steps.",
-            microbatches=f"{setup.micro_steps % setup.accumulation_steps} of {setup.accumulation_steps}",
+            microbatches=f"{setup.micro_steps % setup.accumulation_steps} of "
+            f"{setup.accumulation_steps}",
             fix="call save_checkpoint after the step of the last microbatch",
         )
     path = Path(folder, tag or f"global_step{setup.steps}")
@@ -88,10 +91,13 @@ def save_checkpoint(
 def load_checkpoint(
     setup: DeepSpeedSetup[Any], folder: str | os.PathLike[str], tag: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Loads what `save_checkpoint` or DeepSpeed has saved: `folder/tag`, or the newest in the folder. All ranks call it.
+    """Loads what `save_checkpoint` or DeepSpeed has saved: `folder/tag`,
+    or the newest in the folder.
 
-    Of DeepSpeed's: parameters, states, counts of steps, the position of the scheduler, and the client state. Its loss scale
-    is not read: it begins anew.
+    All ranks call it.
+
+    Of DeepSpeed's: parameters, states, counts of steps, the position of the scheduler, and the
+    client state. Its loss scale is not read: it begins anew.
 
     Returns:
         The path, and the client state.

@@ -1,4 +1,7 @@
-"""Optimizers of DeepSpeed that torch does not have: Muon beside an AdamW, LAMB, and Lion. Options are DeepSpeed's."""
+"""Optimizers of DeepSpeed that torch does not have: Muon beside an AdamW, LAMB, and Lion.
+
+Options are DeepSpeed's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ class _OfDeepSpeed(Optimizer):
     def __init__(self, params: Any, **options: Any) -> None:
         for name, value in options.items():
             for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, int | float) and (number < 0 or (name == "betas" and number >= 1)):
+                if isinstance(number, int | float) and (
+                    number < 0 or (name == "betas" and number >= 1)
+                ):
                     raise ValueError(f"{name} is {value}")
         super().__init__(params, options)
 
@@ -35,7 +40,9 @@ class _OfDeepSpeed(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if present := [parameter for parameter in group["params"] if parameter.grad is not None]:
+            if present := [
+                parameter for parameter in group["params"] if parameter.grad is not None
+            ]:
                 self._step(group, present)
         return loss
 
@@ -44,10 +51,11 @@ class _OfDeepSpeed(Optimizer):
 
 
 class MuonWithAuxAdam(_OfDeepSpeed):
-    """torch's Muon over groups with `use_muon`, and torch's AdamW over the others, as one optimizer.
+    """torch's Muon over groups with `use_muon`, and torch's AdamW over
+    the others, as one optimizer.
 
-    A tensor of four dims is stepped as the matrix of its filters, any other of more than two as a stack of matrices. `lr` is
-    the rate of both, unless one has its own.
+    A tensor of four dims is stepped as the matrix of its filters, any other of more than two as a
+    stack of matrices. `lr` is the rate of both, unless one has its own.
     """
 
     def __init__(
@@ -62,7 +70,9 @@ class MuonWithAuxAdam(_OfDeepSpeed):
         weight_decay: float = 0.0,
         ns_method: str = "gram",
     ) -> None:
-        if ns_method not in ("gram", "standard") or any(isinstance(rate, bool) for rate in (lr, muon_lr, adam_lr)):
+        if ns_method not in ("gram", "standard") or any(
+            isinstance(rate, bool) for rate in (lr, muon_lr, adam_lr)
+        ):
             raise ValueError('a rate is no number, or ns_method neither "gram" nor "standard"')
         rows = ((adam_lr, lr, 3e-4), (muon_lr, lr, 0.02))
         self._rates = [next(rate for rate in row if rate is not None) for row in rows]
@@ -71,7 +81,9 @@ class MuonWithAuxAdam(_OfDeepSpeed):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, whose `use_muon` says which rate it has if it has none."""
-        super().add_param_group({"lr": self._rates[bool(param_group.get("use_muon"))], **param_group})
+        super().add_param_group(
+            {"lr": self._rates[bool(param_group.get("use_muon"))], **param_group}
+        )
 
     def _step(self, group: dict[str, Any], parameters: list[Any]) -> None:
         part: Optimizer
@@ -100,16 +112,21 @@ def _matrices(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def groups_of_muon(params: Iterable[Any], models: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """Splits parameters of some models, or each group of them, as DeepSpeed does: Muon has what is of two dims or more, and
-    neither "embed" nor "lm_head" by its name."""
-    names = {id(parameter): name.lower() for model in models for name, parameter in model.named_parameters()}
+    """Splits parameters of some models, or each group of them, as DeepSpeed does: Muon has what is
+    of two dims or more, and neither "embed" nor "lm_head" by its name."""
+    names = {
+        id(parameter): name.lower()
+        for model in models
+        for name, parameter in model.named_parameters()
+    }
 
     def is_hidden(parameter: Tensor) -> bool:
         if (name := names.get(id(parameter))) is None:
             raise ConfigError(
                 "Muon takes parameters by their names, and one is in no model.",
                 parameter=list(parameter.shape),
-                fix="the model and its optimizer in one call: accelerator.prepare(model, DummyOptim(model.parameters()))",
+                fix="the model and its optimizer in one call: accelerator.prepare(model, "
+                "DummyOptim(model.parameters()))",
             )
         return parameter.ndim >= 2 and "embed" not in name and "lm_head" not in name
 
@@ -127,14 +144,18 @@ def costs_of(optimizer: Optimizer) -> Cost | None:
     """What a step of each parameter costs, for `by_owner`; None: what that assumes."""
     if not isinstance(optimizer, _OfDeepSpeed):
         return None
-    matrices = {id(p) for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]}
+    matrices = {
+        id(p) for group in optimizer.param_groups if group.get("use_muon") for p in group["params"]
+    }
     return lambda parameter: cost_of(parameter) if id(parameter) in matrices else parameter.numel()
 
 
 class Lamb(_OfDeepSpeed):
-    """The LAMB of csrc/lamb: an update of Adam with weight decay, times the norm of a tensor over the norm of its update.
+    """The LAMB of csrc/lamb: an update of Adam with weight decay,
+    times the norm of a tensor over the norm of its update.
 
-    The quotient stays between `min_coeff` and `max_coeff`, and is 1 where a norm is 0. (You et al. 2019, arXiv:1904.00962.)
+    The quotient stays between `min_coeff` and `max_coeff`, and is 1 where a norm is 0.
+    (You et al. 2019, arXiv:1904.00962.)
     """
 
     def __init__(
@@ -149,22 +170,36 @@ class Lamb(_OfDeepSpeed):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        options = {"eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay, "bias_correction": bias_correction}
-        super().__init__(params, lr=lr, betas=betas, eps=eps, max_coeff=max_coeff, min_coeff=min_coeff, **options)
+        options = {
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, max_coeff=max_coeff, min_coeff=min_coeff, **options
+        )
 
     def _step(self, group: dict[str, Any], parameters: list[Any]) -> None:
         (beta1, beta2), eps = group["betas"], group["eps"]
         for parameter in parameters:
             state, grad = self.state[parameter], parameter.grad
             if not state:
-                state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                state |= {
+                    "step": 0,
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
             state["step"] += 1
             first, second = state["exp_avg"].lerp_(grad, 1 - beta1), state["exp_avg_sq"]
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             root = second.add(eps).sqrt_() if group["eps_inside_sqrt"] else second.sqrt().add_(eps)
             update = (first / root).add_(parameter, alpha=group["weight_decay"])
             size, step = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
-            ratio = (size / step).clamp(group["min_coeff"], group["max_coeff"]).where((size != 0) & (step != 0), 1.0)
+            ratio = (
+                (size / step)
+                .clamp(group["min_coeff"], group["max_coeff"])
+                .where((size != 0) & (step != 0), 1.0)
+            )
             rate, done = group["lr"], state["step"]
             if group["bias_correction"]:
                 rate = rate * math.sqrt(1 - beta2**done) / (1 - beta1**done)
@@ -172,9 +207,12 @@ class Lamb(_OfDeepSpeed):
 
 
 class Lion(_OfDeepSpeed):
-    """Steps of one size for each element alone, along the sign of a moment. (Chen et al. 2023, arXiv:2302.06675.)"""
+    """Steps of one size for each element alone, along the sign of a moment.
+    (Chen et al. 2023, arXiv:2302.06675.)"""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: Betas = (0.9, 0.999), weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: Betas = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
     def _step(self, group: dict[str, Any], parameters: list[Any]) -> None:

@@ -1,8 +1,10 @@
-"""The section `optimizer`: a stock optimizer of torch, or one that DeepSpeed has, with DeepSpeed's defaults.
+"""The section `optimizer`: a stock optimizer of torch,
+or one that DeepSpeed has, with DeepSpeed's defaults.
 
-[Note: what Adam is] A config writes "Adam" or the name of a class, FusedAdam or DeepSpeedCPUAdam: each is torch's fused
-one, stepped where its states rest. DeepSpeed's Adam decays weights as AdamW does, unless `adam_w_mode` is false. The
-default of its `weight_decay` is 0, but 0.01 with `torch_adam`, which makes DeepSpeed use torch's AdamW.
+[Note: what Adam is] A config writes "Adam" or the name of a class, FusedAdam or DeepSpeedCPUAdam:
+each is torch's fused one, stepped where its states rest. DeepSpeed's Adam decays weights as AdamW
+does, unless `adam_w_mode` is false. The default of its `weight_decay` is 0, but 0.01 with
+`torch_adam`, which makes DeepSpeed use torch's AdamW.
 
 What looks at whole tensors is stepped by owners (`whole_where_needed`).
 """
@@ -40,10 +42,12 @@ _OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _OTHERS = {
     **dict.fromkeys(
         ("onebitadam", "zerooneadam", "onebitlamb"),
-        '"type": "AdamW": DeepSpeed has removed it, too; "zero_quantized_gradients": true sends gradients in 4 bits',
+        '"type": "AdamW": DeepSpeed has removed it, too; "zero_quantized_gradients": '
+        "true sends gradients in 4 bits",
     ),
 }
-"""Optimizers of DeepSpeed that are not here, by their names in small letters, and what to write instead."""
+"""Optimizers of DeepSpeed that are not here, by their names in small letters,
+and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class Stock:
 
     kind: type[Optimizer]
     options: Mapping[str, Any]
-    make: Callable[..., Optimizer] | None = None  # in place of the class: a function of mup, which scales rates
+    # A function of mup in place of the class, which scales rates.
+    make: Callable[..., Optimizer] | None = None
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """The optimizer over the parameters of a model."""
@@ -65,19 +70,25 @@ class Stock:
 
 
 def whole_where_needed(optimizer: Optimizer) -> Optimizer:
-    """`by_owner` of an optimizer that looks at whole tensors and has parameters in shards; any other as it is."""
+    """`by_owner` of an optimizer that looks at whole tensors and has parameters in shards;
+    any other as it is."""
     if isinstance(optimizer, ChainedOptimizer):
         return optimizer.wrapped_by(whole_where_needed)
     if getattr(optimizer, "steps_wholes", False) or is_of_bitsandbytes(type(optimizer)):
         return optimizer
-    slots = [slot_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if not looks_at_whole_tensors(optimizer) or not any(slot is not None and slot.path.is_spread for slot in slots):
+    slots = [
+        slot_of(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    if not looks_at_whole_tensors(optimizer) or not any(
+        slot is not None and slot.path.is_spread for slot in slots
+    ):
         return optimizer
     return by_owner(optimizer, cost=costs_of(optimizer))
 
 
 def finished(optimizer: Optimizers, tiers: Tiers) -> Optimizer:
-    """An optimizer as a config has it stepped: by owners if it needs whole tensors, streamed if anything is offloaded."""
+    """An optimizer as a config has it stepped: by owners if it needs whole tensors,
+    streamed if anything is offloaded."""
     optimizer = as_one(optimizer)
     if isinstance(optimizer, ChainedOptimizer):
         return optimizer.wrapped_by(lambda member: finished(member, tiers))
@@ -109,7 +120,9 @@ def stock_of(entries: Entries) -> Stock | None:
         replace(stock, make=None)(nn.Linear(1, 1))
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         wants = f"what {_named(kind)} takes: {str(error)[:200]}"
-        raise entries.refused(_PARAMS, wants, f"other values than {shown(dict(stock.options))}") from error
+        raise entries.refused(
+            _PARAMS, wants, f"other values than {shown(dict(stock.options))}"
+        ) from error
     return stock
 
 
@@ -120,7 +133,9 @@ def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
     if small in ("adam", "adamw"):
         if not entries[f"{_PARAMS}.bias_correction"]:
             fix = "one of yours: optimizer=lambda model: Mine(model.parameters())"
-            raise entries.refused(f"{_PARAMS}.bias_correction", "true: Adam of torch corrects its moments", fix)
+            raise entries.refused(
+                f"{_PARAMS}.bias_correction", "true: Adam of torch corrects its moments", fix
+            )
         is_decoupled = small == "adamw" or entries[f"{_PARAMS}.adam_w_mode"]
         decay = 0.01 if entries[f"{_PARAMS}.torch_adam"] and is_decoupled else 0.0
         kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
@@ -128,21 +143,32 @@ def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
     if small in _OF_MUP:
         return getattr(torch.optim, _OF_MUP[small].removeprefix("Mu")), {"lr": 1e-3}
     found = _OWN.get(small, getattr(torch.optim, name, None))
-    if small in _OTHERS or not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
-        instead = '"type": "AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'
-        raise entries.refused("optimizer.type", "an optimizer of torch.optim by its name", _OTHERS.get(small, instead))
+    if (
+        small in _OTHERS
+        or not (isinstance(found, type) and issubclass(found, Optimizer))
+        or found is Optimizer
+    ):
+        instead = (
+            '"type": "AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'
+        )
+        raise entries.refused(
+            "optimizer.type", "an optimizer of torch.optim by its name", _OTHERS.get(small, instead)
+        )
     return found, {}
 
 
 def _of_mup(entries: Entries) -> Callable[..., Optimizer] | None:
-    """The function of the package mup for an optimizer of its, over a model whose base shapes the program has set."""
+    """The function of the package mup for an optimizer of its,
+    over a model whose base shapes the program has set."""
     name = _OF_MUP.get((entries["optimizer.type"] or "").lower())
     if name is None:
         return None
     try:
         return getattr(import_module("mup"), name)  # type: ignore[no-any-return]
     except ImportError as error:
-        raise entries.refused("optimizer.type", f"the package mup: {error}", "pip install mup") from error
+        raise entries.refused(
+            "optimizer.type", f"the package mup: {error}", "pip install mup"
+        ) from error
 
 
 def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
@@ -156,12 +182,18 @@ def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
             continue  # read in `_kind`, or refused already unless it has its default
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            wrong.append(entries.refused(path, f"an option of {_named(kind)}", (*near, "remove it")[0]))
+            wrong.append(
+                entries.refused(path, f"an option of {_named(kind)}", (*near, "remove it")[0])
+            )
         elif not _is_like(value, default := taken[name].default):
             wants = f"{len(default)} numbers" if isinstance(default, tuple) else "a number"
             wants = "true or false" if isinstance(default, bool) else wants
             meant = said_by(value)
-            fix = f'"{name}": {shown(meant)}' if _is_like(meant, default) else f"{wants}, or remove it"
+            fix = (
+                f'"{name}": {shown(meant)}'
+                if _is_like(meant, default)
+                else f"{wants}, or remove it"
+            )
             wrong.append(entries.refused(path, wants, fix))
         options[name] = tuple(value) if isinstance(value, list) else value
     if wrong:
@@ -170,11 +202,14 @@ def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
 
 
 def _named(kind: type[Optimizer]) -> str:
-    return f"{'torch.optim' if kind.__module__.startswith('torch.') else 'DeepSpeed'}.{kind.__name__}"
+    return (
+        f"{'torch.optim' if kind.__module__.startswith('torch.') else 'DeepSpeed'}.{kind.__name__}"
+    )
 
 
 def _is_like(value: object, default: object) -> bool:
-    """Whether a value has the type of a default. (torch accepts `lr=True`, and fails on `"0.1"` only in the first step.)"""
+    """Whether a value has the type of a default. (torch accepts `lr=True`,
+    and fails on `"0.1"` only in the first step.)"""
     if isinstance(default, tuple):
         is_list = isinstance(value, list | tuple) and len(value) == len(default)
         return is_list and all(map(_is_like, value, default))  # type: ignore[call-overload]

@@ -37,30 +37,43 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def made_by(settings: Settings, mesh: DeviceMesh, model: M) -> M:
-    """The model placed and ready to run, for a Trainer or an Accelerator, whose ranks all have batches of their own."""
+    """The model placed and ready to run, for a Trainer or an Accelerator,
+    whose ranks all have batches of their own."""
     return ready_to_run(settings, placed_by(settings, mesh, model))
 
 
 def ready_to_run(settings: Settings, placed: M, tensor: DeviceMesh | None = None) -> M:
-    """A placed model whose blocks are computed again in backward, whose units are compiled, which runs under autocast, as the
-    settings say."""
+    """A placed model whose blocks are computed again in backward, whose units are compiled, which
+    runs under autocast, as the settings say."""
     if settings.computing.recomputes:
-        placed = checkpoint_activations(placed, partition=tensor, offload=cpu() if settings.computing.parks else None)
+        placed = checkpoint_activations(
+            placed, partition=tensor, offload=cpu() if settings.computing.parks else None
+        )
     axes = next((axes for unit in units_of(placed) if (axes := run_of(unit).transport.axes)), ())
     if settings.computing.autocast is not None:
-        run_under_autocast(placed, axes[0].device_type if axes else "cpu", settings.computing.autocast)
+        run_under_autocast(
+            placed, axes[0].device_type if axes else "cpu", settings.computing.autocast
+        )
     if settings.computing.compiles is not None:
-        blocks = [anchor for unit in units_of(placed) if (anchor := unit.anchor()) is not None and anchor is not placed]
+        blocks = [
+            anchor
+            for unit in units_of(placed)
+            if (anchor := unit.anchor()) is not None and anchor is not placed
+        ]
         for block in blocks or [placed]:
             block.compile(**settings.computing.compiles)
     return placed
 
 
-def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = None, *, donate: bool = False) -> M:
-    """The model with placements, dtypes and tiers as the settings say. One that is placed is checked; adapters get places.
+def placed_by(
+    settings: Settings, mesh: DeviceMesh, model: M, units: Units = None, *, donate: bool = False
+) -> M:
+    """The model with placements, dtypes and tiers as the settings say.
 
-    [Note: masters] As in DeepSpeed, trained parameters rest in float32, whatever dtype they were loaded in. Frozen ones keep
-    their dtype if the model computes in 16 bits.
+    One that is placed is checked; adapters get places.
+
+    [Note: masters] As in DeepSpeed, trained parameters rest in float32, whatever dtype they were
+    loaded in. Frozen ones keep their dtype if the model computes in 16 bits.
     """
 
     def is_widened(name: str, parameter: Tensor) -> bool:
@@ -77,33 +90,63 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
     units = units_around(model, sharding.leaves) if units is None else units
     placed, tiers = _sharded(model, settings, mesh, units, donate=donate), sharding.tiers
     in_flight = partial(precision, compute=settings.computing.compute or torch.float32, donate=True)
-    if settings.computing.compute is not None or sharding.gather is not None or sharding.scatter is not None:
+    if (
+        settings.computing.compute is not None
+        or sharding.gather is not None
+        or sharding.scatter is not None
+    ):
         reduce = sharding.scatter or settings.computing.reduce
-        placed = in_flight(placed, reduce=reduce, gather=sharding.gather, grads=settings.computing.grads)
-    if sharding.gather_frozen is not None and not all(parameter.requires_grad for parameter in placed.parameters()):
-        placed = in_flight(placed, gather=sharding.gather_frozen, reduce=settings.computing.reduce, where=_is_frozen)
+        placed = in_flight(
+            placed, reduce=reduce, gather=sharding.gather, grads=settings.computing.grads
+        )
+    if sharding.gather_frozen is not None and not all(
+        parameter.requires_grad for parameter in placed.parameters()
+    ):
+        placed = in_flight(
+            placed,
+            gather=sharding.gather_frozen,
+            reduce=settings.computing.reduce,
+            where=_is_frozen,
+        )
     if settings.computing.rest is not None:
         placed = in_flight(placed, reduce=settings.computing.reduce, rest=settings.computing.rest)
     elif any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
-        placed = in_flight(placed, reduce=settings.computing.reduce, rest=torch.float32, where=is_widened)
+        placed = in_flight(
+            placed, reduce=settings.computing.reduce, rest=torch.float32, where=is_widened
+        )
     _cast_buffers(placed, settings.computing)
     if tiers == IN_MEMORY:
         return placed
     return offload(
-        placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, fraction=tiers.fraction, donate=True
+        placed,
+        params=tiers.params,
+        grads=tiers.grads,
+        optim=tiers.optim,
+        fraction=tiers.fraction,
+        donate=True,
     )
 
 
 def _cast_buffers(model: nn.Module, computing: Computing) -> None:
-    """Casts buffers of a model of our own as the config says; to float32 those that it, or the model, keeps so."""
-    lists = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: 1 + (computing.compute is torch.float16)]
+    """Casts buffers of a model of our own as the config says;
+    to float32 those that it, or the model, keeps so."""
+    lists = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[
+        : 1 + (computing.compute is torch.float16)
+    ]
     modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
     kept = [f"*{word}*" for word in computing.keeps_wide or ()]
     if computing.keeps_wide is None:
-        kept = [f"{at}*{word}*" for at, each in modules for own in lists for word in getattr(each, own, None) or ()]
+        kept = [
+            f"{at}*{word}*"
+            for at, each in modules
+            for own in lists
+            for word in getattr(each, own, None) or ()
+        ]
     for at, module in modules:
         for own, buffer in module.named_buffers(recurse=False):
-            is_kept = computing.compute is not None and any(fnmatchcase(at + own, word) for word in kept)
+            is_kept = computing.compute is not None and any(
+                fnmatchcase(at + own, word) for word in kept
+            )
             dtype = torch.float32 if is_kept else computing.buffers
             if dtype is not None and buffer.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 setattr(module, own, buffer.to(dtype))
@@ -114,7 +157,10 @@ def _is_frozen(_: str, parameter: Tensor) -> bool:
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh over which a model is placed: its data axis, or two of them, the outer one first. None of any other model."""
+    """The mesh over which a model is placed: its data axis, or two of them, the outer one first.
+
+    None of any other model.
+    """
     axes = next((axes for unit in units_of(model) if (axes := run_of(unit).transport.axes)), ())
     if len(axes) < 2:
         return axes[0].mesh if axes else None
@@ -122,14 +168,21 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> DeviceMesh:
-    """Requires that a placed model rests as the settings say. Returns its own mesh, which may have other names.
+    """Requires that a placed model rests as the settings say.
 
-    The same transforms place parameters of these shapes on `meta`: but for tiers, where they would make room.
+    Returns its own mesh, which may have other names.
+
+    The same transforms place parameters of these shapes on `meta`:
+    but for tiers, where they would make room.
     """
     own, twin, sharding = mesh_of(model) or mesh, nn.Module(), settings.sharding
-    if (own.device_type, own.mesh.flatten().tolist()) != (mesh.device_type, mesh.mesh.flatten().tolist()):
+    if (own.device_type, own.mesh.flatten().tolist()) != (
+        mesh.device_type,
+        mesh.mesh.flatten().tolist(),
+    ):
         raise MeshError(
-            "A model was placed over another mesh than the one that is given with its DeepSpeed config.",
+            "A model was placed over another mesh than the one that is given "
+            "with its DeepSpeed config.",
             placed=axes_text(own),
             given=axes_text(mesh),
             fix="the mesh over which the model was placed: placed(config, mesh)",
@@ -140,7 +193,9 @@ def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> De
         twin.register_parameter(str(number), nn.Parameter(shape, slot.parameter.requires_grad))
     if settings.cuts.experts > 1:
         return own  # on a twin they would not be placed
-    twin = placed_by(replace(settings, sharding=replace(sharding, tiers=IN_MEMORY, leaves=())), own, twin)
+    twin = placed_by(
+        replace(settings, sharding=replace(sharding, tiers=IN_MEMORY, leaves=())), own, twin
+    )
     for parameter, slot in zip(twin.parameters(), slots, strict=True):
         wanted = slot_of(parameter)
         assert wanted is not None, "placed_by has left out a parameter"
@@ -151,7 +206,8 @@ def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> De
                 first=slot.fqn,
                 placed=found,
                 config=said,
-                fix="with placed(config): model = AutoModelForCausalLM.from_pretrained(folder); or a plain model",
+                fix="with placed(config): model = AutoModelForCausalLM.from_pretrained(folder); "
+                "or a plain model",
             )
     return own
 
@@ -165,33 +221,46 @@ def _sharded(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, do
         return name not in whole
 
     keeps_all = len(whole) == sum(1 for _ in model.parameters())
-    stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage  # stage 3 without anything to shard is stage 2
+    # Stage 3 without anything to shard is stage 2.
+    stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage
     where = is_large if stage == 3 and whole else None
-    transforms: tuple[Callable[..., M], ...] = (replicate, shard_optimizer, shard_grads, shard_params)
+    transforms: tuple[Callable[..., M], ...] = (
+        replicate,
+        shard_optimizer,
+        shard_grads,
+        shard_params,
+    )
     cut = partial(transforms[stage], units=units, donate=donate, where=where)
     if settings.cuts.experts > 1:
         own = {name for name, each in model.named_parameters() if isinstance(each, DTensor)}
         first = cut(model, mesh[names[0]])
-        return transforms[stage](first, mesh[names[1]], where=lambda name, _: name not in own | whole, donate=True)
+        return transforms[stage](
+            first, mesh[names[1]], where=lambda name, _: name not in own | whole, donate=True
+        )
     if sharding.secondary == 1 or sharding.secondary >= mesh.size():
         return cut(model, mesh_axis(mesh, verb="from_deepspeed").mesh)
     if mesh.ndim == 1 and mesh.size() % sharding.secondary == 0:
-        mesh = unflattened(mesh, (mesh.size() // sharding.secondary, sharding.secondary), ("outer", "inner"))
+        mesh = unflattened(
+            mesh, (mesh.size() // sharding.secondary, sharding.secondary), ("outer", "inner")
+        )
     names = mesh.mesh_dim_names or ()
     if len(names) != 2 or mesh.size(1) != sharding.secondary:
         raise MeshError(
-            "zero_hpz_partition_size needs a number of ranks that it divides, or a mesh of two axes.",
+            "zero_hpz_partition_size needs a number of ranks that it divides, "
+            "or a mesh of two axes.",
             mesh=axes_text(mesh),
             zero_hpz_partition_size=sharding.secondary,
-            fix=f"a divisor of {mesh.size()}; or init_device_mesh({mesh.device_type!r}, (n, {sharding.secondary}), "
-            'mesh_dim_names=("outer", "inner")), and both axes: zf.from_deepspeed(model, config, mesh)',
+            fix=f"a divisor of {mesh.size()}; or init_device_mesh({mesh.device_type!r}, "
+            f"(n, {sharding.secondary}), "
+            'mesh_dim_names=("outer", "inner")), and both axes: '
+            "zf.from_deepspeed(model, config, mesh)",
         )
     return shard_grads(cut(model, mesh[names[1]]), mesh[names[0]], where=where, donate=True)
 
 
 def _persistent(model: nn.Module, sharding: Sharding) -> set[str]:
-    """The names of parameters that stay whole at stage 3: the first that are small, and together not too many, as DeepSpeed
-    chooses them."""
+    """The names of parameters that stay whole at stage 3: the first that are small, and together
+    not too many, as DeepSpeed chooses them."""
     found: set[str] = set()
     numel = 0
     for name, parameter in model.named_parameters():

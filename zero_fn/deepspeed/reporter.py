@@ -1,4 +1,5 @@
-"""What a config prints and logs (`steps_per_print`, breakdowns, monitors, profilers), by `zf.metrics` and `zf.profile`."""
+"""What a config prints and logs (`steps_per_print`, breakdowns, monitors, profilers), by
+`zf.metrics` and `zf.profile`."""
 
 from __future__ import annotations
 
@@ -39,15 +40,21 @@ class Reporting:
     seconds: bool  # lines have the seconds of phases; and bytes of memory
     memory: bool
     counts: bool  # bytes sent are counted
-    profiled: int | None  # steps before those that are profiled: two, for operations are counted in the first alone
+    # Steps before those that are profiled: two, for operations are counted in the first alone.
+    profiled: int | None
     profile_file: str | None
     sinks: tuple[tuple[Callable[[], Outlet], int], ...]  # each with the samples between its reports
 
 
 class Reporter:
-    """Tells of steps what a config asks for. On rank 0 it prints and logs; `sent` counts bytes on each rank."""
+    """Tells of steps what a config asks for.
 
-    def __init__(self, asked: Reporting, model: nn.Module, optimizer: Optimizer, steps: int = 0) -> None:
+    On rank 0 it prints and logs; `sent` counts bytes on each rank.
+    """
+
+    def __init__(
+        self, asked: Reporting, model: nn.Module, optimizer: Optimizer, steps: int = 0
+    ) -> None:
         self.sent: Sent | None = None
         self._asked = asked
         self._model = model
@@ -61,14 +68,19 @@ class Reporter:
         if asked.counts:
             self.sent = self._open.enter_context(traffic())
         axes = runs_of(model, verb="from_deepspeed")[0].transport.axes
-        self._sinks = done_over(axes, self._opened, "Opening the monitors of a DeepSpeed config", Exception)
+        self._sinks = done_over(
+            axes, self._opened, "Opening the monitors of a DeepSpeed config", Exception
+        )
         self._metrics = None
         if asked.sinks or ((asked.seconds or asked.memory) and asked.every):
             every = 1 if asked.sinks else asked.every
-            self._metrics = self._open.enter_context(metrics(model, optimizer, every=every, norm=False, step=steps))
+            self._metrics = self._open.enter_context(
+                metrics(model, optimizer, every=every, norm=False, step=steps)
+            )
 
     def _opened(self) -> list[list[Any]]:
-        """The sinks of rank 0, each with the samples between its reports, and those since its last; and its other file."""
+        """The sinks of rank 0, each with the samples between its reports,
+        and those since its last; and its other file."""
         if self._is_first and self._asked.profile_file is not None:
             Path(self._asked.profile_file).parent.mkdir(parents=True, exist_ok=True)
             Path(self._asked.profile_file).touch()
@@ -116,19 +128,29 @@ class Reporter:
                 print(self._line(flat(numbers), rate, norm, scaler, skipped), flush=True)
 
     def close(self) -> None:
-        """Closes what is open, with the files of monitors; may be called again. A profile whose steps have not all come
-        is given up, with a warning: ranks that end early would not meet."""
+        """Closes what is open, with the files of monitors; may be called again.
+
+        A profile whose steps have not all come is given up, with a warning:
+        ranks that end early would not meet.
+        """
         if self._profile is not None:
             given_up, self._profile = self._profile, None
             given_up.__exit__(InterruptedError)
             warnings.warn(
-                f"flops_profiler has shown nothing: the run ended after step {self._steps}, and it looks at steps "
-                f"{self._asked.profiled} + 1 and + 2 (profile_step)",
+                f"flops_profiler has shown nothing: the run ended after step {self._steps}, "
+                f"and it looks at steps {self._asked.profiled} + 1 and + 2 (profile_step)",
                 stacklevel=2,
             )
         self._open.close()
 
-    def _line(self, numbers: Mapping[str, float], rate: float, norm: float | None, scaler: Any, skipped: int) -> str:
+    def _line(
+        self,
+        numbers: Mapping[str, float],
+        rate: float,
+        norm: float | None,
+        scaler: Any,
+        skipped: int,
+    ) -> str:
         rates = ", ".join(f"{group['lr']:.4g}" for group in self._optimizer.param_groups)
         parts = [f"step {self._steps}: {skipped} skipped", f"learning rate {rates}"]
         parts += [f"loss {numbers['zero_fn/loss']:.6g}"] if "zero_fn/loss" in numbers else []
@@ -138,11 +160,15 @@ class Reporter:
         if self._asked.seconds:
             means = {name: numbers.get(f"zero_fn/{name}_seconds/mean") for name in _PHASES}
             parts += [
-                f"{name.replace('_', ' ')} {1e3 * mean:.2f} ms" for name, mean in means.items() if mean is not None
+                f"{name.replace('_', ' ')} {1e3 * mean:.2f} ms"
+                for name, mean in means.items()
+                if mean is not None
             ]
         if self._asked.memory:
             parts += [
-                f"{name.removeprefix('zero_fn/')} {int(numbers[name])}" for name in numbers if "memory_bytes" in name
+                f"{name.removeprefix('zero_fn/')} {int(numbers[name])}"
+                for name in numbers
+                if "memory_bytes" in name
             ]
         return ", ".join([*parts, *([repr(self.sent)] if self.sent is not None else [])])
 
@@ -169,8 +195,15 @@ def reporting_of(entries: Entries) -> Reporting | None:
         sinks.append((lambda: WandB(entries["wandb.project"], **own), 1))
     if entries["comet.enabled"]:
         names = ("workspace", "api_key", "experiment_key", "online", "mode")
-        given = {name: entries[f"comet.{name}"] for name in names if entries.is_given(f"comet.{name}")}
-        sinks.append((lambda: Comet(entries["comet.project"], **given), entries["comet.samples_log_interval"]))
+        given = {
+            name: entries[f"comet.{name}"] for name in names if entries.is_given(f"comet.{name}")
+        }
+        sinks.append(
+            (
+                lambda: Comet(entries["comet.project"], **given),
+                entries["comet.samples_log_interval"],
+            )
+        )
     seconds, memory = entries["wall_clock_breakdown"], entries["memory_breakdown"]
     every = int(entries["steps_per_print"] or 0) or int(seconds or memory)
     found = Reporting(
@@ -178,7 +211,9 @@ def reporting_of(entries: Entries) -> Reporting | None:
         seconds,
         memory,
         counts=entries["comms_logger.enabled"],
-        profiled=max(1, entries["flops_profiler.profile_step"]) if entries["flops_profiler.enabled"] else None,
+        profiled=max(1, entries["flops_profiler.profile_step"])
+        if entries["flops_profiler.enabled"]
+        else None,
         profile_file=entries["flops_profiler.output_file"],
         sinks=tuple(sinks),
     )

@@ -1,4 +1,5 @@
-"""A whole DeepSpeed config as one value, which is the same on every rank that reads the same config."""
+"""A whole DeepSpeed config as one value, which is the same on every
+rank that reads the same config."""
 
 from __future__ import annotations
 
@@ -46,12 +47,15 @@ class Sharding:
     """What the section `zero_optimization` asks for."""
 
     stage: int = 0  # 0: replicas
-    secondary: int = 1  # ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none
+    # Ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none.
+    secondary: int = 1
     persist_numel: int = 0  # parameters of at most so many elements stay whole
     persist_most: int = 0  # elements of all of them
-    leaves: tuple[str, ...] = ()  # classes, names and ends of names of modules that are gathered as wholes
+    # Classes, names and ends of names of modules that are gathered as wholes.
+    leaves: tuple[str, ...] = ()
     tiers: Tiers = IN_MEMORY
-    gather: Wire | None = None  # the format in which all parameters travel; or frozen ones alone; and gradients
+    # Formats in which all parameters travel; frozen ones alone; gradients.
+    gather: Wire | None = None
     gather_frozen: Wire | None = None
     scatter: Wire | None = None
 
@@ -63,21 +67,23 @@ class Settings:
     micro_batch_size: int  # samples, on each rank
     accumulation_steps: int  # microbatches of a step
     computing: Computing
-    scaler: Callable[[str], Scaler] | None  # made for a type of device; None unless float16 is computed
+    # Makes a scaler for a type of device; None unless float16 is computed.
+    scaler: Callable[[str], Scaler] | None
     skips_overflow: bool  # whether a step is skipped if its gradients are not finite
     max_norm: float  # to which gradients are clipped; 0: not clipped
     sums: bool  # whether gradients are summed over ranks, and not averaged
     sharding: Sharding
     cuts: Cuts
-    stock: Stock | None  # makes the optimizer from a model; None, as for the scheduler: the config has none
+    # Makes the optimizer from a model; None, as for the scheduler: the config has none.
+    stock: Stock | None
     scheduler: Callable[[Optimizer], Rates] | None
     reporting: Reporting | None  # what is printed and logged
     in_background: bool  # whether checkpoints are written in the background
     outcomes: tuple[TakenEntry, ...]  # of each entry, in the order of the config
 
     def loss_factor(self, mesh: DeviceMesh) -> int:
-        """What a loss is multiplied with, where ranks average gradients that DeepSpeed adds up: over these ranks, that have
-        batches of their own, and over parts of sequences."""
+        """What a loss is multiplied with, where ranks average gradients that DeepSpeed adds up:
+        over these ranks, that have batches of their own, and over parts of sequences."""
         return (mesh.size() if self.sums else 1) * self.cuts.sequence
 
 
@@ -91,12 +97,13 @@ def settings_of(
 ) -> Settings:
     """Reads and checks every entry of a config for so many ranks.
 
-    `auto` has values for its `"auto"`. `others` are the sizes of other axes that there are beside these ranks: "tensor",
-    "sequence" and "stages"; over what is not there, the ranks are divided (with None they may not be). Without `makes` the
-    section `optimizer` is not followed.
+    `auto` has values for its `"auto"`. `others` are the sizes of other axes that there are beside
+    these ranks: "tensor", "sequence" and "stages"; over what is not there, the ranks are divided
+    (with None they may not be). Without `makes` the section `optimizer` is not followed.
 
     Raises:
-        ConfigError: Entries are unknown, have wrong values, contradict others, or ask for what is not done here. Lists all.
+        ConfigError: Entries are unknown, have wrong values, contradict others,
+            or ask for what is not done here. Lists all.
     """
     entries = Entries(filled(config, auto or {}))
     parts: dict[str, Callable[[Entries], Any]] = {
@@ -118,7 +125,9 @@ def settings_of(
         with suppress(RefusedEntry):  # `close` raises all errors at once
             found[name] = part(entries)
     entries.close()
-    default = TakenEntry(_CLIPPING, "not given", f"{entries[_CLIPPING]:g}, DeepSpeed's default, in setup.step()")
+    default = TakenEntry(
+        _CLIPPING, "not given", f"{entries[_CLIPPING]:g}, DeepSpeed's default, in setup.step()"
+    )
     found["outcomes"] = (*entries.outcomes, *([] if entries.is_given(_CLIPPING) else [default]))
     found["computing"] = Computing(**{name: found.pop(name) for name in COMPUTING})
     micro_batch_size, accumulation_steps = found.pop("batch_sizes")
@@ -126,11 +135,16 @@ def settings_of(
 
 
 def _batch_sizes(entries: Entries, ranks: int, others: Mapping[str, int]) -> tuple[int, int]:
-    """Samples of a microbatch, and microbatches of a step. Of the three numbers in the config, two give the third."""
+    """Samples of a microbatch, and microbatches of a step.
+
+    Of the three numbers in the config, two give the third.
+    """
     cuts = _cuts(entries, ranks, others)
     ranks //= cuts.sequence * (1 if "tensor" in others else cuts.tensor)
     if entries["data_parallel_size"] not in (None, ranks):
-        raise entries.refused("data_parallel_size", f"{ranks}, the ranks with batches of their own", "remove it")
+        raise entries.refused(
+            "data_parallel_size", f"{ranks}, the ranks with batches of their own", "remove it"
+        )
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = given = tuple(entries[name] for name in names)
     left = [name for name in names[1:] if entries.is_auto(name)]
@@ -138,20 +152,27 @@ def _batch_sizes(entries: Entries, ranks: int, others: Mapping[str, int]) -> tup
         entries.autos.extend(left)
         raise RefusedEntry(left[0])
     if whole is None and micro is None:
-        raise entries.refused(names[1], "the samples of a microbatch, on each rank", f'"{names[1]}": 8')
+        raise entries.refused(
+            names[1], "the samples of a microbatch, on each rank", f'"{names[1]}": 8'
+        )
     if micro is None:
         micro = whole // (ranks * (steps or 1))
     if steps is None:
         steps = (whole or micro * ranks) // (micro * ranks) if micro else 0
     if micro * steps == 0 or (whole is not None and whole != micro * steps * ranks):
         micro, steps = max(micro, 1), max(steps, 1)
-        wants = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x {ranks} ranks"
+        wants = (
+            f"train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {ranks} ranks"
+        )
         raise entries.refused(names[0], wants, f'"{names[0]}": {micro * steps * ranks}')
     return micro, steps
 
 
 def _skips_overflow(entries: Entries) -> bool:
-    return bool(entries["fp16.enabled"] or (entries["bf16.enabled"] and entries["bf16.check_grad_overflow"]))
+    return bool(
+        entries["fp16.enabled"] or (entries["bf16.enabled"] and entries["bf16.check_grad_overflow"])
+    )
 
 
 def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cuts:
@@ -169,26 +190,56 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
             fix = "zf.from_deepspeed(model, config, mesh) and a loop of your own; or remove it"
             wrong.append(entries.refused(path, "1: here each rank has batches of its own", fix))
         elif kind == "sequence" and kind in others:
-            wants, fix = "one axis of all ranks that hold parameters together", 'mesh["dp", "sp"]._flatten()'
+            wants, fix = (
+                "one axis of all ranks that hold parameters together",
+                'mesh["dp", "sp"]._flatten()',
+            )
             wrong.append(entries.refused(path, wants, fix))
         elif kind in others and size != others[kind]:
-            wrong.append(entries.refused(path, f"{others[kind]}, the ranks of that axis", "that number, or remove it"))
+            wrong.append(
+                entries.refused(
+                    path, f"{others[kind]}, the ranks of that axis", "that number, or remove it"
+                )
+            )
         elif kind == "stages" and kind not in others:
-            fix = 'zf.from_deepspeed(part, config, mesh["dp"], pipeline=mesh["pp"]) (docs/guides/pipelines.md)'
-            wrong.append(entries.refused(path, "a part of the model, and the axis of the parts", fix))
+            fix = (
+                'zf.from_deepspeed(part, config, mesh["dp"], '
+                'pipeline=mesh["pp"]) (docs/guides/pipelines.md)'
+            )
+            wrong.append(
+                entries.refused(path, "a part of the model, and the axis of the parts", fix)
+            )
         elif kind not in others and ranks % size:
-            wrong.append(entries.refused(path, f"a divisor of {ranks} ranks", "such a divisor, or other ranks"))
+            wrong.append(
+                entries.refused(
+                    path, f"a divisor of {ranks} ranks", "such a divisor, or other ranks"
+                )
+            )
         elif (said := getattr(found, kind)) not in (1, size):
-            wrong.append(entries.refused(path, f"{said}, as another entry of it", "remove one of the two"))
+            wrong.append(
+                entries.refused(path, f"{said}, as another entry of it", "remove one of the two")
+            )
         found = replace(found, **{kind: size})
     for path, switch in _EXPERTS.items():
         if entries[path] > 1 and (switch is None or entries[switch]):
             if found.experts not in (1, entries[path]):
-                wrong.append(entries.refused(path, f"{found.experts}, as another entry of it", "remove one of the two"))
+                wrong.append(
+                    entries.refused(
+                        path, f"{found.experts}, as another entry of it", "remove one of the two"
+                    )
+                )
             found = replace(found, experts=entries[path])
             if entries[f"{_ZERO}.zero_hpz_partition_size"] > 1:
-                wrong.append(entries.refused(path, "no second partition beside it", '"zero_hpz_partition_size": 1'))
-    routes = [path for path in entries.given_under("expert_parallel") if f"expert_parallel.{path}" not in KEYS]
+                wrong.append(
+                    entries.refused(
+                        path, "no second partition beside it", '"zero_hpz_partition_size": 1'
+                    )
+                )
+    routes = [
+        path
+        for path in entries.given_under("expert_parallel")
+        if f"expert_parallel.{path}" not in KEYS
+    ]
     if routes and entries["expert_parallel.enabled"]:
         fix = "remove it: the layer of the model routes (docs/guides/experts.md)"
         wrong.append(entries.refused(f"expert_parallel.{routes[0]}", "no options of routing", fix))
@@ -206,26 +257,39 @@ def _sharding(entries: Entries) -> Sharding:
     persist_numel = entries[f"{_ZERO}.stage3_param_persistence_threshold"]
     wrong = []
     if secondary > 1 and stage != 3:
-        wrong.append(entries.refused(f"{_ZERO}.zero_hpz_partition_size", "1 below stage 3", '"stage": 3'))
+        wrong.append(
+            entries.refused(f"{_ZERO}.zero_hpz_partition_size", "1 below stage 3", '"stage": 3')
+        )
     if states is not None and stage == 0:
         wants = "none: at stage 0 these are states of replicas"
         wrong.append(entries.refused(f"{_ZERO}.offload_optimizer.device", wants, '"stage": 2'))
     if stage == 0 and entries[f"{_ZERO}.zero_quantized_weights"]:
-        wrong.append(entries.refused(f"{_ZERO}.zero_quantized_weights", "false: no weights are sent", '"stage": 3'))
+        wrong.append(
+            entries.refused(
+                f"{_ZERO}.zero_quantized_weights", "false: no weights are sent", '"stage": 3'
+            )
+        )
     if wrong:
         raise wrong[0]
     if states is None or fraction == 0:
         states, fraction = None, 1.0
-    # Parameters in a tier are stepped on the host, so their states rest there too, unless the config says otherwise.
+    # Parameters in a tier are stepped on the host, so their states rest there too,
+    # unless the config says otherwise.
     optim = states or (cpu() if params is not None else None)
     grads = states if entries[f"{_ZERO}.offload_optimizer.gradients"] else None
-    gather, frozen = (entries[f"{_ZERO}.zero_quantized_{name}weights"] for name in ("", "nontrainable_"))
+    gather, frozen = (
+        entries[f"{_ZERO}.zero_quantized_{name}weights"] for name in ("", "nontrainable_")
+    )
     return Sharding(
         stage,
         secondary,
         persist_numel if stage == 3 else 0,
         entries[f"{_ZERO}.stage3_model_persistence_threshold"],
-        tuple(word for kind in ("classes", "names", "name_suffixes") for word in _leaves(entries, kind)),
+        tuple(
+            word
+            for kind in ("classes", "names", "name_suffixes")
+            for word in _leaves(entries, kind)
+        ),
         Tiers(params, grads, optim, fraction),
         gather=int8() if gather else None,
         gather_frozen=int8() if frozen and not gather else None,
@@ -234,16 +298,23 @@ def _sharding(entries: Entries) -> Sharding:
 
 
 def _leaves(entries: Entries, kind: str) -> Iterator[str]:
-    """Modules that are wholes, as `units=` names them: a class by its last name, an end of a name by a pattern."""
+    """Modules that are wholes, as `units=` names them: a class by its last name,
+    an end of a name by a pattern."""
     for word in entries.words(f"{_ZERO}.leaf_module.{kind}"):
-        yield {"classes": f"class {word.rpartition('.')[2]}", "names": word, "name_suffixes": f"*{word}"}[kind]
+        yield {
+            "classes": f"class {word.rpartition('.')[2]}",
+            "names": word,
+            "name_suffixes": f"*{word}",
+        }[kind]
 
 
 def _tier(entries: Entries, section: str, older: str) -> Tier | None:
     device, path = entries[f"{section}.device"], f"{section}.nvme_path"
     if entries[older]:  # of DeepSpeed before 0.4, which still reads it
         if entries.is_given(section):
-            raise entries.refused(older, f"not both it and {section.rpartition('.')[2]}", "remove it")
+            raise entries.refused(
+                older, f"not both it and {section.rpartition('.')[2]}", "remove it"
+            )
         return cpu(pinned=entries[f"{_ZERO}.cpu_offload_use_pin_memory"])
     if device == "none":
         return None
