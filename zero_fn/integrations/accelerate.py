@@ -1,7 +1,8 @@
-"""`ZeroAccelerator`: accelerate's Accelerator, whose models are transformed where it would wrap them in DDP.
+"""`ZeroAccelerator`: accelerate's Accelerator, whose models are transformed
+where it would wrap them in DDP.
 
-accelerator = ZeroAccelerator(place=lambda model: zf.zero3(model, mesh["dp"]), gradient_accumulation_steps=4)
-accelerator = ZeroAccelerator(deepspeed="ds_config.json")
+accelerator = ZeroAccelerator(place=lambda model: zf.zero3(model, mesh["dp"]),
+gradient_accumulation_steps=4) accelerator = ZeroAccelerator(deepspeed="ds_config.json")
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 """
 
@@ -51,7 +52,8 @@ from zero_fn.values.chained_optimizer import as_one
 __all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
 
 STATES = "zero_fn"
-"""The folder, inside a checkpoint of accelerate or of a Trainer, to which each rank writes the shards that it owns."""
+"""The folder, inside a checkpoint of accelerate or of a Trainer,
+to which each rank writes the shards that it owns."""
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
@@ -62,7 +64,11 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_optimizers(item: Any) -> bool:
-    return isinstance(item, list | tuple) and bool(item) and all(isinstance(each, Optimizer) for each in item)
+    return (
+        isinstance(item, list | tuple)
+        and bool(item)
+        and all(isinstance(each, Optimizer) for each in item)
+    )
 
 
 def _whole_where_needed(item: Any) -> Any:
@@ -70,51 +76,61 @@ def _whole_where_needed(item: Any) -> Any:
 
 
 def require_own_samples(model: nn.Module, processes: int) -> None:
-    """Requires that gradients are averaged over all processes, to each of which a trainer gives samples of its own."""
+    """Requires that gradients are averaged over all processes,
+    to each of which a trainer gives samples of its own."""
     for run in runs_of(model, verb="a trainer"):
         axes = run.transport.axes
         if prod(axis.size for axis in axes) != processes:
             raise zf.MeshError(
-                "A trainer gives each process samples of its own, and some processes of this model must share them.",
+                "A trainer gives each process samples of its own, "
+                "and some processes of this model must share them.",
                 averaged_over=" x ".join(map(str, axes)) or "no ranks",
                 processes=processes,
-                fix="transforms over all processes; with tensor parallelism a loop of your own, and DistributedSampler("
-                "data, mesh['dp'].size(), mesh['dp'].get_local_rank())",
+                fix="transforms over all processes; with tensor parallelism a loop of your own, "
+                "and DistributedSampler(data, mesh['dp'].size(), mesh['dp'].get_local_rank())",
             )
 
 
 class ZeroAccelerator(Accelerator):
     """An Accelerator that transforms models where `Accelerator` would wrap them in DDP.
 
-    `prepare` transforms each model that has trained parameters, and gives the new parameters to the optimizers beside it. A
-    model that is transformed already is left as it is, unless it has trained parameters that were added since (adapters). An
-    optimizer that looks at whole tensors is wrapped by `zf.by_owner`, unless you did so (`zf.streamed(zf.by_owner(...))`).
-    `accumulate` and `no_sync` reduce gradients once a step. `save_state` and `load_state` write and read what each rank owns,
-    for any number of ranks and any stage. `get_state_dict` returns whole values on the main process alone. Models without a
-    transform are treated as by `Accelerator`.
+    `prepare` transforms each model that has trained parameters, and gives the new parameters to the
+    optimizers beside it. A model that is transformed already is left as it is, unless it has
+    trained parameters that were added since (adapters). An optimizer that looks at whole tensors is
+    wrapped by `zf.by_owner`, unless you did so (`zf.streamed(zf.by_owner(...))`). `accumulate` and
+    `no_sync` reduce gradients once a step. `save_state` and `load_state` write and read what each
+    rank owns, for any number of ranks and any stage. `get_state_dict` returns whole values on the
+    main process alone. Models without a transform are treated as by `Accelerator`.
 
     Args:
         *args: Those of Accelerator.
         place: Any chain of transforms; None leaves plain models to accelerate.
-        deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place`: `prepare` places the model as it
-            says, or takes one that is, and streams the optimizer where it offloads. Its accumulation steps count. Where it
-            says `"auto"`, the loader, the DummyOptim and the arguments of the Accelerator decide, as in accelerate. With
-            `optimizer` and `scheduler` in it, `prepare` is given accelerate's DummyOptim and DummyScheduler.
-            `optimizer.step()` clips and skips steps that overflow; DeepSpeed's `backward` does so.
-        mesh: The mesh for that config; None takes that of a placed model, or makes one axis of all ranks.
-        **options: Those of Accelerator. `deepspeed_plugin` is read as a config; DeepSpeed need not be installed.
+        deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place`:
+            `prepare` places the model as it says, or takes one that is, and streams the optimizer
+            where it offloads. Its accumulation steps count. Where it says `"auto"`, the loader, the
+            DummyOptim and the arguments of the Accelerator decide, as in accelerate. With
+            `optimizer` and `scheduler` in it, `prepare` is given accelerate's DummyOptim and
+            DummyScheduler. `optimizer.step()` clips and skips steps that overflow; DeepSpeed's
+            `backward` does so.
+        mesh: The mesh for that config; None takes that of a placed model,
+            or makes one axis of all ranks.
+        **options: Those of Accelerator. `deepspeed_plugin` is read as a config;
+            DeepSpeed need not be installed.
 
     Raises:
-        ConfigError: `mixed_precision="fp16"` on a CPU, where accelerate would do nothing; or both, a config and `place`.
+        ConfigError: `mixed_precision="fp16"` on a CPU, where accelerate would do nothing;
+            or both, a config and `place`.
 
     Attributes:
-        config: The DeepSpeed config that is followed; `config.settings` is what it asks for, once a model is prepared.
+        config: The DeepSpeed config that is followed; `config.settings` is what it asks for,
+            once a model is prepared.
     """
 
     place: Place[nn.Module] | None = None
     reduces_each = False  # whether each microbatch is reduced, as by DeepSpeed at stages 2 and 3
     loss_factor = 1  # what losses are multiplied with, where a DeepSpeed config adds gradients up
-    skips_overflow = False  # whether a gradient norm that is not finite skips the step, as in DeepSpeed's bf16
+    # Whether a gradient norm that is not finite skips the step, as in DeepSpeed's bf16.
+    skips_overflow = False
     _models: list[nn.Module]
     _optimizers: list[Any]
     _window: AccumulationWindow  # the microbatches of this step
@@ -133,8 +149,11 @@ class ZeroAccelerator(Accelerator):
             super().__init__(*args, **options)
         else:
             own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-            self.config = AcceleratorConfig(config, mesh, str(options.pop("mixed_precision", None) or own))
-            with patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="false"):  # or accelerate would import it
+            self.config = AcceleratorConfig(
+                config, mesh, str(options.pop("mixed_precision", None) or own)
+            )
+            # Without this, accelerate would import DeepSpeed.
+            with patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="false"):
                 # The config's precision is a transform, and autocast would come on top.
                 super().__init__(*args, mixed_precision="no", **options)
         self._begin(place)
@@ -142,35 +161,45 @@ class ZeroAccelerator(Accelerator):
     def _begin(self, place: Place[nn.Module] | None = None) -> None:
         """What comes after the `__init__` of an Accelerator, to which a Trainer assigns this class.
 
-        float16 is refused where accelerate would compute in float32 and scale no loss, without a word.
+        float16 is refused where accelerate would compute in float32 and
+        scale no loss, without a word.
         """
         if self.mixed_precision == "fp16" and not self.native_amp:
             raise zf.ConfigError(
-                "accelerate has no float16 on this device: it would compute in float32, and scale no loss.",
+                "accelerate has no float16 on this device: "
+                "it would compute in float32, and scale no loss.",
                 device=self.device.type,
-                fix='mixed_precision="bf16" (of a Trainer bf16=True); or a DeepSpeed config with "fp16": {"enabled": true}, '
-                "whose loss scale works here, too: ZeroTrainer(..., deepspeed=config), zf.from_deepspeed",
+                fix='mixed_precision="bf16" (of a Trainer bf16=True); '
+                'or a DeepSpeed config with "fp16": {"enabled": true}, '
+                "whose loss scale works here, too: ZeroTrainer(..., "
+                "deepspeed=config), zf.from_deepspeed",
             )
         self.place = place
         self._window = AccumulationWindow()
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Prepares models, then optimizers, loaders and schedulers, in the order in which they were given. Of a sequence of
-        optimizers, `(muon, adamw)`, one comes back that steps them all.
+        """Prepares models, then optimizers, loaders and schedulers,
+        in the order in which they were given.
+
+        Of a sequence of optimizers, `(muon, adamw)`, one comes back that steps them all.
 
         Raises:
             StateError: An optimizer took steps before its model was transformed.
             StaleError: An optimizer was built before its model was transformed elsewhere.
-            MeshError: A loader is given, and some processes of a model must share samples, as in tensor parallelism.
-            ConfigError: The DeepSpeed config cannot be followed; the model was placed in another way than it says; or the
-                config and the program have an optimizer or a scheduler each, or neither has.
+            MeshError: A loader is given, and some processes of a model must share samples,
+                as in tensor parallelism.
+            ConfigError: The DeepSpeed config cannot be followed; the model was placed in another
+                way than it says; or the config and the program have an optimizer or a scheduler
+                each, or neither has.
         """
         objects = tuple(as_one(item) if _is_optimizers(item) else item for item in objects)
         if self.config is not None:
             self.config.follow(self, objects)
             objects = self.config.with_optimizers(self, objects)
         new: dict[int, nn.Parameter] = {}
-        objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
+        objects = tuple(
+            self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects
+        )
         for item in objects:
             if isinstance(item, Optimizer):
                 exchange_parameters(bare(item), replaced_since(bare(item), self._models) | new)
@@ -189,7 +218,8 @@ class ZeroAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Casts and compiles a model as accelerate does, and transforms it unless it is for evaluation."""
+        """Casts and compiles a model as accelerate does, and transforms it
+        unless it is for evaluation."""
         if not evaluation_mode:
             model = self._placed(model, {})
         transformed = zf.is_transformed(model)
@@ -199,19 +229,27 @@ class ZeroAccelerator(Accelerator):
         return prepared
 
     def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:
-        """The model, transformed if it needs to be. Adds its new parameters to `new`, by the id of the replaced ones."""
+        """The model, transformed if it needs to be.
+
+        Adds its new parameters to `new`, by the id of the replaced ones.
+        """
         if self.config is not None and self.config.settings is None:
             self.config.follow(self, [model])
         if self.place is None or not plain_trained(model):
             return model
-        transformed, replaced = place_module(self.place, model, self.device if self.device_placement else None)
+        transformed, replaced = place_module(
+            self.place, model, self.device if self.device_placement else None
+        )
         new.update(replaced)
         return transformed
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Sums gradients inside the block; the next `backward` outside of it reduces them all, once. With a DeepSpeed config
-        of stage 2 or 3 each backward reduces its own, and shards add up."""
+        """Sums gradients inside the block; the next `backward` outside
+        of it reduces them all, once.
+
+        With a DeepSpeed config of stage 2 or 3 each backward reduces its own, and shards add up.
+        """
         if not zf.is_transformed(model):
             with super().no_sync(model):
                 yield
@@ -224,7 +262,10 @@ class ZeroAccelerator(Accelerator):
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Scales the loss and runs backward. Reduces what `no_sync` has summed if this is the last microbatch of a step."""
+        """Scales the loss and runs backward.
+
+        Reduces what `no_sync` has summed if this is the last microbatch of a step.
+        """
         with self._window.dropped_on_error():
             super().backward(loss if self.loss_factor == 1 else loss * self.loss_factor, **options)
         if self.sync_gradients:
@@ -240,11 +281,16 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step was skipped. accelerate does not see that a fused optimizer has skipped by itself."""
-        return bool(getattr(self.scaler, "has_skipped", False) or super().optimizer_step_was_skipped)
+        """Whether the last step was skipped. accelerate does not see that a fused
+        optimizer has skipped by itself."""
+        return bool(
+            getattr(self.scaler, "has_skipped", False) or super().optimizer_step_was_skipped
+        )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-        """Clips gradients and returns their norm. Where overflows skip a step, a norm that is not finite drops gradients.
+        """Clips gradients and returns their norm.
+
+        Where overflows skip a step, a norm that is not finite drops gradients.
 
         Raises:
             ConfigError: A DeepSpeed config clips to another norm.
@@ -259,13 +305,17 @@ class ZeroAccelerator(Accelerator):
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         if self.skips_overflow and self.scaler is None:
             for optimizer in self._optimizers:
-                optimizer._is_overflow = not isfinite(norm)  # which is what a Trainer asks before it moves rates
+                # A Trainer asks for this before it moves rates.
+                optimizer._is_overflow = not isfinite(norm)
                 if optimizer._is_overflow:
                     optimizer.optimizer.zero_grad()
         return norm
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forgets models, optimizers, and gradients that were summed but not reduced yet. Reports of a config end."""
+        """Forgets models, optimizers, and gradients that were summed but not reduced yet.
+
+        Reports of a config end.
+        """
         if self.config is not None:
             self.config.resume()
         if self._window.modules:
@@ -279,19 +329,35 @@ class ZeroAccelerator(Accelerator):
         super().end_training()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict of a model. Of a transformed one all ranks call it, and the main process alone gets whole values: in
-        16 bits, if a DeepSpeed config says so of saving."""
+        """The state dict of a model.
+
+        Of a transformed one all ranks call it, and the main process alone gets whole values: in 16
+        bits, if a DeepSpeed config says so of saving.
+        """
         if not zf.is_transformed(model):
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
             return plain
-        saved = None if self.config is None or self.config.settings is None else self.config.settings.computing.saved
-        return whole_state(self.unwrap_model(model, keep_torch_compile=False), keep=self.is_main_process, dtype=saved)
+        saved = (
+            None
+            if self.config is None or self.config.settings is None
+            else self.config.settings.computing.saved
+        )
+        return whole_state(
+            self.unwrap_model(model, keep_torch_compile=False),
+            keep=self.is_main_process,
+            dtype=saved,
+        )
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Saves everything that was prepared or registered. Each rank writes the shards that it owns, below `zero_fn/`.
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Saves everything that was prepared or registered.
 
-        In a folder that is written again, `load_state` finds all of the new save, or all of the one before. It refuses what a
-        kill has left between: accelerate overwrites its own files one by one, before those of models are there.
+        Each rank writes the shards that it owns, below `zero_fn/`.
+
+        In a folder that is written again, `load_state` finds all of the new save, or all of the one
+        before. It refuses what a kill has left between: accelerate overwrites its own files one by
+        one, before those of models are there.
         """
 
         def begin(*given: Any) -> None:
@@ -299,18 +365,28 @@ class ZeroAccelerator(Accelerator):
                 note_overwriting(Path(given[-1]) / STATES)
             self.wait_for_everyone()
 
-        with self._without_transformed() as (models, optimizers), self.register_save_state_pre_hook(begin):
+        with (
+            self._without_transformed() as (models, optimizers),
+            self.register_save_state_pre_hook(begin),
+        ):
             folder = super().save_state(output_dir, safe_serialization, **options)
         if models:
-            counts = None if self.config is None else {"steps": self.config.steps, "skipped": self.config.skipped}
+            counts = (
+                None
+                if self.config is None
+                else {"steps": self.config.steps, "skipped": self.config.skipped}
+            )
             save_states(Path(folder) / STATES, models, optimizers, counts)
         return folder
 
-    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any
+    ) -> None:
         """Loads what `save_state` saved, also on another number of ranks and at another stage.
 
         Raises:
-            CheckpointError: The folder does not hold the states of transformed models, or a save into it was killed.
+            CheckpointError: The folder does not hold the states of transformed models,
+                or a save into it was killed.
         """
         folders: list[Path] = []
 
@@ -318,7 +394,10 @@ class ZeroAccelerator(Accelerator):
             folders.append(Path(folder) / STATES)
             require_not_overwritten(folders[0])
 
-        with self._without_transformed() as (models, optimizers), self.register_load_state_pre_hook(begin):
+        with (
+            self._without_transformed() as (models, optimizers),
+            self.register_load_state_pre_hook(begin),
+        ):
             super().load_state(input_dir, load_kwargs, **options)
         if models:
             counts = load_states(folders[0], models, optimizers)
@@ -326,9 +405,11 @@ class ZeroAccelerator(Accelerator):
                 self.config.resume(counts.get("steps", 0), counts.get("skipped", 0))
 
     @contextmanager
-    def _without_transformed(self) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:
-        """Hides transformed models and their optimizers, which it yields with the model of each, from accelerate: it would
-        save the shards of one rank only."""
+    def _without_transformed(
+        self,
+    ) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:
+        """Hides transformed models and their optimizers, which it yields with the model of each,
+        from accelerate: it would save the shards of one rank only."""
         models, optimizers = self._models, self._optimizers
         transformed = [model for model in models if zf.is_transformed(model)]
         owned = [(optimizer, model_of(optimizer, transformed)) for optimizer in optimizers]
@@ -338,7 +419,11 @@ class ZeroAccelerator(Accelerator):
         try:
             yield (
                 [bare_model(model) for model in transformed],
-                [(bare_model(owner), bare(optimizer)) for optimizer, owner in owned if owner is not None],
+                [
+                    (bare_model(owner), bare(optimizer))
+                    for optimizer, owner in owned
+                    if owner is not None
+                ],
             )
         finally:
             self._models = models

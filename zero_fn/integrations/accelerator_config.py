@@ -1,6 +1,8 @@
-"""A DeepSpeed config in a ZeroAccelerator, read as accelerate reads it for DeepSpeed, which need not be installed.
+"""A DeepSpeed config in a ZeroAccelerator, read as accelerate reads it for DeepSpeed,
+which need not be installed.
 
-`"auto"` is what the program says: its loader, its `mixed_precision`, its DummyOptim. The step clips, as DeepSpeed's does.
+`"auto"` is what the program says: its loader, its `mixed_precision`, its DummyOptim.
+The step clips, as DeepSpeed's does.
 """
 
 from __future__ import annotations
@@ -33,12 +35,19 @@ from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["AcceleratorConfig", "config_asked", "follow_settings"]
 
-_WHOLE, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_WHOLE, _MICRO, _STEPS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 
 
 def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
-    """The DeepSpeed config of a ZeroAccelerator: that of an argument, or of a DeepSpeedPlugin, which is taken out of the
-    options. With neither, and no `place`, that of the environment in which `accelerate launch` starts processes.
+    """The DeepSpeed config of a ZeroAccelerator: that of an argument, or of a DeepSpeedPlugin,
+    which is taken out of the options.
+
+    With neither, and no `place`, that of the environment in which
+    `accelerate launch` starts processes.
 
     Raises:
         ConfigError: There are two, or several plugins.
@@ -52,16 +61,22 @@ def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
         raise zf.ConfigError(
             "A ZeroAccelerator was given several ways to place its model.",
             given=", ".join(type(each).__name__ for each in found),
-            fix='one of deepspeed="ds_config.json", deepspeed_plugin=DeepSpeedPlugin(...) and place=',
+            fix='one of deepspeed="ds_config.json", '
+            "deepspeed_plugin=DeepSpeedPlugin(...) and place=",
         )
     if not isinstance(found[0] if found else None, DeepSpeedPlugin):
         return deepspeed
     # The plugin silences DeepSpeed by an infinite number of steps.
-    return {name: value for name, value in found[0].deepspeed_config.items() if name != "steps_per_print"}
+    return {
+        name: value
+        for name, value in found[0].deepspeed_config.items()
+        if name != "steps_per_print"
+    }
 
 
 def follow_settings(accelerator: Any, settings: Settings, mesh: DeviceMesh) -> None:
-    """Lets a ZeroAccelerator, also that of a Trainer, scale losses, skip steps and reduce microbatches as a config says."""
+    """Lets a ZeroAccelerator, also that of a Trainer, scale losses, skip steps and reduce
+    microbatches as a config says."""
     accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
     accelerator.skips_overflow = settings.skips_overflow
     accelerator.reduces_each = settings.sharding.stage > 1
@@ -93,7 +108,9 @@ class AcceleratorConfig:
             DisagreementError: Ranks have different configs.
         """
         for model in objects:
-            if not isinstance(model, nn.Module) or not any(each.requires_grad for each in model.parameters()):
+            if not isinstance(model, nn.Module) or not any(
+                each.requires_grad for each in model.parameters()
+            ):
                 continue
             own = mesh_of(model)
             mesh = self._mesh or own or all_ranks(accelerator.device.type)
@@ -110,9 +127,14 @@ class AcceleratorConfig:
         """The objects, with the optimizer of the config in place of a DummyOptim.
 
         Raises:
-            ConfigError: The config and the program have an optimizer or a scheduler each, or neither has.
+            ConfigError: The config and the program have an optimizer or a
+                scheduler each, or neither has.
         """
-        stock, schedule = (None, None) if self.settings is None else (self.settings.stock, self.settings.scheduler)
+        stock, schedule = (
+            (None, None)
+            if self.settings is None
+            else (self.settings.stock, self.settings.scheduler)
+        )
         models = [*accelerator._models, *(each for each in objects if isinstance(each, nn.Module))]
         found = []
         for each in objects:
@@ -120,12 +142,14 @@ class AcceleratorConfig:
                 _require_one("optimizer", stock, each, DummyOptim)
             elif isinstance(each, LRScheduler | DummyScheduler) and not _is_prepared(each):
                 _require_one("scheduler", schedule, each, DummyScheduler)
-            found.append(stock.over(each.params, models) if stock and isinstance(each, DummyOptim) else each)
+            found.append(
+                stock.over(each.params, models) if stock and isinstance(each, DummyOptim) else each
+            )
         return tuple(found)
 
     def completed(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """The objects, with optimizers as the config has them stepped (streamed, by owners), and schedulers in place of a
-        DummyScheduler."""
+        """The objects, with optimizers as the config has them stepped (streamed, by owners), and
+        schedulers in place of a DummyScheduler."""
         tiers = IN_MEMORY if self.settings is None else self.settings.sharding.tiers
         optimizers, found = [each.optimizer for each in accelerator._optimizers], list(objects)
         for number, each in enumerate(found):
@@ -133,31 +157,40 @@ class AcceleratorConfig:
                 if not _is_prepared(each):
                     found[number] = finished(each, tiers)
                 optimizers.append(found[number])
-        different = {id(own): own for own in (getattr(each, "optimizer", each) for each in optimizers)}
+        different = {
+            id(own): own for own in (getattr(each, "optimizer", each) for each in optimizers)
+        }
         if len(different) > 1:
             raise zf.ConfigError(
                 "A DeepSpeed config was given several optimizers, each with steps of its own.",
                 optimizers=", ".join(type(each).__name__ for each in different.values()),
                 why="it clips, skips overflows and counts in the step of one",
-                fix="accelerator.prepare(model, (muon, adamw), loader), which gives one that steps both",
+                fix="accelerator.prepare(model, (muon, adamw), loader), "
+                "which gives one that steps both",
             )
         for number, each in enumerate(found):
             if isinstance(each, DummyScheduler):
-                make: Any = each.lr_scheduler_callable or (self.settings and self.settings.scheduler)
+                make: Any = each.lr_scheduler_callable or (
+                    self.settings and self.settings.scheduler
+                )
                 found[number] = make(optimizers[-1])
                 self._own.append(found[number])
         return tuple(found)
 
     def follow_steps(self, accelerator: Any, prepared: Sequence[Any]) -> None:
-        """Makes optimizers clip before they step, and the config's schedulers step once with them, as DeepSpeed's do."""
+        """Makes optimizers clip before they step, and the config's schedulers step once with them,
+        as DeepSpeed's do."""
         for each in prepared:
             if isinstance(each, AcceleratedOptimizer):
                 each.step = partial(self._step, accelerator, each)
-            elif isinstance(each, AcceleratedScheduler) and any(each.scheduler is own for own in self._own):
+            elif isinstance(each, AcceleratedScheduler) and any(
+                each.scheduler is own for own in self._own
+            ):
                 each.split_batches = True
 
     def norm_to_clip_to(self, max_norm: float) -> float:
-        """Requires that a program clips to the norm of the config, which is infinite where the config says 0.
+        """Requires that a program clips to the norm of the config,
+        which is infinite where the config says 0.
 
         Raises:
             ConfigError: It is another one.
@@ -168,13 +201,17 @@ class AcceleratorConfig:
                 "A DeepSpeed config clips gradients, and the program to another norm.",
                 config=own,
                 program=max_norm,
-                fix='the same "gradient_clipping" in the config; or no call of clip_grad_norm_: optimizer.step() clips',
+                fix='the same "gradient_clipping" in the config; '
+                "or no call of clip_grad_norm_: optimizer.step() clips",
             )
         self.is_clipped = True
         return own
 
     def resume(self, steps: int = 0, skipped: int = 0) -> None:
-        """Goes on after so many steps. What is open of reports is closed; the next step opens it anew."""
+        """Goes on after so many steps.
+
+        What is open of reports is closed; the next step opens it anew.
+        """
         self.steps = steps
         self.skipped = skipped
         if self._reporter is not None:
@@ -189,19 +226,27 @@ class AcceleratorConfig:
                 parameters = [parameter for model in models for parameter in model.parameters()]
                 accelerator.clip_grad_norm_(parameters, settings.max_norm or math.inf)
             self.is_clipped = False
-            if settings.reporting is not None and self._reporter is None:  # before the step: it is counted, too
+            # Made before the step, which is counted, too.
+            if settings.reporting is not None and self._reporter is None:
                 model = next(model for model in accelerator._models if zf.is_transformed(model))
-                self._reporter = Reporter(settings.reporting, model, optimizer.optimizer, self.steps)
+                self._reporter = Reporter(
+                    settings.reporting, model, optimizer.optimizer, self.steps
+                )
         type(optimizer).step(optimizer, closure)
         if accelerator.scaler is not None:
-            optimizer._is_overflow = accelerator.optimizer_step_was_skipped  # accelerate does not see what is fused
+            # accelerate does not see a step that is fused.
+            optimizer._is_overflow = accelerator.optimizer_step_was_skipped
         if accelerator.sync_gradients and settings is not None:
             self.steps += 1
             self.skipped += bool(optimizer.step_was_skipped)
             if self._reporter is None:
                 return
-            samples = settings.micro_batch_size * settings.accumulation_steps * accelerator.num_processes
-            self._reporter.step(samples=samples, norm=None, scaler=accelerator.scaler, skipped=self.skipped)
+            samples = (
+                settings.micro_batch_size * settings.accumulation_steps * accelerator.num_processes
+            )
+            self._reporter.step(
+                samples=samples, norm=None, scaler=accelerator.scaler, skipped=self.skipped
+            )
 
 
 def _auto_of(
@@ -210,7 +255,11 @@ def _auto_of(
     """What the program says where the config says `"auto"`, by the paths of entries."""
     said, n = dict(leaves_of(config)), accelerator.num_processes
     sizes: list[Any] = [each.batch_size for each in objects if isinstance(each, DataLoader)]
-    own: Any = None if not sizes or None in sizes else min(sizes) // (n if accelerator.split_batches else 1)
+    own: Any = (
+        None
+        if not sizes or None in sizes
+        else min(sizes) // (n if accelerator.split_batches else 1)
+    )
     micro, steps = (
         value if said.get(path, "auto") in ("auto", None) else said[path]
         for path, value in ((_MICRO, own), (_STEPS, accelerator.gradient_accumulation_steps))
@@ -219,7 +268,9 @@ def _auto_of(
     values = {_WHOLE: whole, _MICRO: micro, _STEPS: steps, "gradient_clipping": 1.0}
     asked, dtypes = f"{precision}.enabled", {"bf16.enabled", "fp16.enabled"}
     if precision != "no" and (
-        asked not in dtypes or said.get(asked) is False or any(said.get(path) is True for path in dtypes - {asked})
+        asked not in dtypes
+        or said.get(asked) is False
+        or any(said.get(path) is True for path in dtypes - {asked})
     ):
         raise zf.ConfigError(
             "A DeepSpeed config contradicts the mixed_precision of its Accelerator.",
@@ -230,7 +281,10 @@ def _auto_of(
     values |= {path: path == asked for path in dtypes}
     for each in objects:
         if isinstance(each, DummyOptim):
-            values |= {"optimizer.params.lr": each.lr, "optimizer.params.weight_decay": each.weight_decay}
+            values |= {
+                "optimizer.params.lr": each.lr,
+                "optimizer.params.weight_decay": each.weight_decay,
+            }
         elif isinstance(each, DummyScheduler) and each.lr_scheduler_callable is None:
             rates = getattr(each.optimizer, "defaults", None) or vars(each.optimizer)
             total = each.total_num_steps
@@ -246,15 +300,18 @@ def _auto_of(
 
 
 def _require_one(name: str, own: object, each: Any, dummy: type) -> None:
-    """Requires that the optimizer or the scheduler is made in one way: `own`, by the config, or by the program."""
+    """Requires that the optimizer or the scheduler is made in one way: `own`,
+    by the config, or by the program."""
     if own is not None and not isinstance(each, dummy):
         raise zf.ConfigError(
             f"There are two ways to make the {name}: the DeepSpeed config, and the program.",
             program=type(each).__name__,
-            fix=f'accelerate.utils.deepspeed.{dummy.__name__}(...) in the program; or no "{name}" in the config',
+            fix=f"accelerate.utils.deepspeed.{dummy.__name__}(...) in the program; "
+            f'or no "{name}" in the config',
         )
     if own is None and isinstance(each, dummy) and not getattr(each, "lr_scheduler_callable", None):
         raise zf.ConfigError(
             f"A {dummy.__name__} stands for the {name} of a DeepSpeed config, and there is none.",
-            fix=f'"{name}": {{...}} in the config; or the {name} itself, prepared with or after its model',
+            fix=f'"{name}": {{...}} in the config; or the {name} itself, '
+            "prepared with or after its model",
         )

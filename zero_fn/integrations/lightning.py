@@ -29,7 +29,13 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from zero_fn.integrations.placing import plain_trained
-from zero_fn.integrations.states import load_extra, load_states, load_weights, save_states, whole_state
+from zero_fn.integrations.states import (
+    load_extra,
+    load_states,
+    load_weights,
+    save_states,
+    whole_state,
+)
 from zero_fn.integrations.window import AccumulationWindow
 
 __all__ = ["ZeroStrategy"]
@@ -38,13 +44,14 @@ __all__ = ["ZeroStrategy"]
 class ZeroStrategy(DDPStrategy):
     """DDPStrategy without DDP: the transformed module reduces its gradients by itself.
 
-    Gradients are reduced once a step, whatever `accumulate_grad_batches`. A checkpoint is a folder of `zf.save`: each rank
-    writes what it owns, and any number of ranks can load it, at any stage. `configure_optimizers` returns an optimizer that
-    looks at whole tensors as `zf.by_owner(optimizer)`.
+    Gradients are reduced once a step, whatever `accumulate_grad_batches`. A checkpoint is a folder
+    of `zf.save`: each rank writes what it owns, and any number of ranks can load it, at any stage.
+    `configure_optimizers` returns an optimizer that looks at whole tensors as
+    `zf.by_owner(optimizer)`.
 
     Args:
-        save_distributed_checkpoint: False makes a checkpoint one file with whole values, which the first rank gathers in its
-            host memory. Such a file can be loaded at any stage, too.
+        save_distributed_checkpoint: False makes a checkpoint one file with whole values, which the
+            first rank gathers in its host memory. Such a file can be loaded at any stage, too.
         **options: Those of DDPStrategy, for how processes are started.
 
     Raises:
@@ -66,12 +73,16 @@ class ZeroStrategy(DDPStrategy):
         self._folder: Path | None = None  # the folder that is being loaded; None for a file
 
     def setup(self, trainer: Any) -> None:
-        """Prepares the module and its optimizers. Nothing is broadcast: a transform compares initial values on all ranks."""
+        """Prepares the module and its optimizers.
+
+        Nothing is broadcast: a transform compares initial values on all ranks.
+        """
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             raise zf.ConfigError(
                 "sync_batchnorm=True would replace modules of a transformed module.",
-                fix="in configure_model, before the transform: nn.SyncBatchNorm.convert_sync_batchnorm(self.model)",
+                fix="in configure_model, before the transform: "
+                "nn.SyncBatchNorm.convert_sync_batchnorm(self.model)",
             )
         _require_transformed(self.model)
         self.accelerator.setup(trainer)
@@ -83,7 +94,8 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Sums gradients inside the block; the next backward outside of it reduces them all, once."""
+        """Sums gradients inside the block; the next backward outside
+        of it reduces them all, once."""
         self._is_blocked = True
         try:
             with self._window.dropped_on_error():
@@ -93,14 +105,20 @@ class ZeroStrategy(DDPStrategy):
             self._is_blocked = False
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Reduces what `block_backward_sync` has summed, if this is the last microbatch of a step."""
+        """Reduces what `block_backward_sync` has summed, if this is
+        the last microbatch of a step."""
         if not self._is_blocked:
             self._window.end()
 
     def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **options: Any
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: nn.Module | None = None,
+        **options: Any,
     ) -> Any:
-        """Steps, after the backward of the last microbatch: no step is allowed before that has closed the window."""
+        """Steps, after the backward of the last microbatch: no step is allowed
+        before that has closed the window."""
         if self._window.modules:
             with self._window.dropped_on_error():
                 closure = iter([closure()]).__next__  # the optimizer may ask for it once
@@ -108,24 +126,37 @@ class ZeroStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole values, on the rank that writes the file; empty where ranks write a folder."""
-        return {} if self._saves_folders else whole_state(self.lightning_module, keep=self.is_global_zero)
+        return (
+            {}
+            if self._saves_folders
+            else whole_state(self.lightning_module, keep=self.is_global_zero)
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole states by the names of parameters, on the rank that writes the file; empty where ranks write a folder."""
+        """Whole states by the names of parameters, on the rank that writes the file;
+        empty where ranks write a folder."""
         if self._saves_folders:
             return {}
         return get_optimizer_state_dict(
-            self.lightning_module, _bare(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            self.lightning_module,
+            _bare(optimizer),
+            options=StateDictOptions(full_state_dict=True, cpu_offload=True),
         )
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint. In a folder, Lightning's own entries of the first rank lie beside the shards of each rank."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Writes a checkpoint.
+
+        In a folder, Lightning's own entries of the first rank lie beside the shards of each rank.
+        """
         if not self._saves_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise zf.ConfigError(
-                "storage_options are those of a plugin that writes files, and ranks write a folder.",
+                "storage_options are those of a plugin that writes files, "
+                "and ranks write a folder.",
                 fix="ZeroStrategy(save_distributed_checkpoint=False)",
             )
         file = BytesIO()
@@ -138,8 +169,13 @@ class ZeroStrategy(DDPStrategy):
             {"lightning": torch.frombuffer(bytearray(beside), dtype=torch.uint8)},
         )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads Lightning's own entries. Shards are read later, when there is a model, and when there are optimizers."""
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads Lightning's own entries.
+
+        Shards are read later, when there is a model, and when there are optimizers.
+        """
         folder = Path(self.broadcast(str(checkpoint_path)))
         self._folder = folder if folder.is_dir() else None
         if self._folder is None:
@@ -163,7 +199,10 @@ class ZeroStrategy(DDPStrategy):
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             set_optimizer_state_dict(
-                self.lightning_module, _bare(optimizer), state, options=StateDictOptions(full_state_dict=True)
+                self.lightning_module,
+                _bare(optimizer),
+                state,
+                options=StateDictOptions(full_state_dict=True),
             )
 
     def _owned(self) -> list[tuple[nn.Module, Optimizer]]:

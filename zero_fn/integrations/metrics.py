@@ -22,13 +22,17 @@ else:
 
 
 class LogsMetrics(_AnyTrainer):
-    """What a Trainer logs of training has the numbers of `zf.metrics`, once `measure` was called."""
+    """What a Trainer logs of training has the numbers of `zf.metrics`,
+    once `measure` was called."""
 
     _measuring: _MetricsCallback | None = None  # trainers of TRL have a `_metrics` of their own
 
     def measure(self, options: Mapping[str, Any]) -> None:
-        """Measures from the beginning of `train` to its end, with options of `zf.metrics`. If they do not say otherwise, a
-        report is made as often as the Trainer logs, and the norm is left to it."""
+        """Measures from the beginning of `train` to its end, with options of `zf.metrics`.
+
+        If they do not say otherwise, a report is made as often as the Trainer logs,
+        and the norm is left to it.
+        """
         self._measuring = _MetricsCallback(self, options)
         self.add_callback(self._measuring)
 
@@ -77,11 +81,15 @@ class ReportsCallback(TrainerCallback):
         assert self._settings.reporting is not None, "nothing to report"
         self.on_train_end(args, state, control)  # a training before it may have raised
         optimizer = bare(self._trainer.optimizer)
-        self._reporter = Reporter(self._settings.reporting, self._trainer.model, optimizer, state.global_step)
+        self._reporter = Reporter(
+            self._settings.reporting, self._trainer.model, optimizer, state.global_step
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self._reporter is not None, "not begun"
-        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        samples = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        )
         scaler, skipped = self._trainer.accelerator.scaler, self._trainer.skipped_steps
         self._reporter.step(samples=samples, norm=None, scaler=scaler, skipped=skipped)
 

@@ -1,7 +1,9 @@
-"""Transforms a plain model, and gives an optimizer that was built for the plain model the new parameters.
+"""Transforms a plain model, and gives an optimizer that was built for the
+plain model the new parameters.
 
-An optimizer holds parameters, not a model. If it has not stepped yet, its parameters are exchanged, by name, for those of the
-transformed model. If it has stepped, its states have the shapes of whole parameters, and it is refused.
+An optimizer holds parameters, not a model. If it has not stepped yet, its parameters are exchanged,
+by name, for those of the transformed model. If it has stepped, its states have the shapes of whole
+parameters, and it is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ Place = Callable[[M], M]
 
 
 def all_ranks(device_type: str | None = None) -> DeviceMesh:
-    """The axis "dp" over all processes, on the accelerator if there is one. Starts their process group if nobody has."""
+    """The axis "dp" over all processes, on the accelerator if there is one.
+
+    Starts their process group if nobody has.
+    """
     if not dist.is_initialized() and "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(store=store, rank=0, world_size=1)  # a process that nobody launched
@@ -54,12 +59,17 @@ def all_ranks(device_type: str | None = None) -> DeviceMesh:
 
 
 def plain_trained(module: nn.Module) -> list[str]:
-    """Names of the parameters that are trained and that no transform holds: a plain model's, or adapters added since."""
+    """Names of the parameters that are trained and that no transform holds:
+    a plain model's, or adapters added since."""
     return [name for name, p in module.named_parameters() if p.requires_grad and slot_of(p) is None]
 
 
-def place_module(place: Place[M], module: M, device: torch.device | None = None) -> tuple[M, dict[int, nn.Parameter]]:
-    """Transforms a module. Returns it, and its parameters by the id of the plain parameters that they replace.
+def place_module(
+    place: Place[M], module: M, device: torch.device | None = None
+) -> tuple[M, dict[int, nn.Parameter]]:
+    """Transforms a module.
+
+    Returns it, and its parameters by the id of the plain parameters that they replace.
 
     What the transforms left elsewhere goes to `device`; None leaves it where it is.
     """
@@ -78,7 +88,9 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
             fix="place=lambda model: zf.zero3(model, mesh['dp'])",
         )
     tensors = (*transformed.parameters(), *transformed.buffers())
-    if device is not None and any(tensor.device.type not in (device.type, "meta") for tensor in tensors):
+    if device is not None and any(
+        tensor.device.type not in (device.type, "meta") for tensor in tensors
+    ):
         transformed = transformed.to(device)
     run_together(transformed)
     let_adapters_be_whole()
@@ -87,14 +99,17 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
 
 
 def run_together(module: nn.Module) -> None:
-    """Tells modules of transformers that ranks must run the same layers, and skip none at random (`layerdrop`); and its
-    Seq2SeqTrainer, which asks the model, that `generate` must go on until all ranks are done.
+    """Tells modules of transformers that ranks must run the same layers, and skip none at random
+    (`layerdrop`); and its Seq2SeqTrainer, which asks the model, that `generate` must go on until
+    all ranks are done.
 
     Only those that ask: the compiler makes other graphs for a module that says so.
     """
     for child in module.modules():
         forward = inspect.unwrap(type(child).forward)
-        if is_generative(child) or _ASKED in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        if is_generative(child) or _ASKED in getattr(
+            getattr(forward, "__code__", None), "co_names", ()
+        ):
             child.__dict__["_is_fsdp_managed_module"] = True
 
 
@@ -102,9 +117,11 @@ _ASKED = "is_fsdp_managed_module"  # the function of transformers by which its m
 
 
 def let_adapters_be_whole() -> None:
-    """Tells PEFT, once it is imported, that a module whose weight rests in shards computes with the whole weight.
+    """Tells PEFT, once it is imported, that a module whose weight rests in shards
+    computes with the whole weight.
 
-    PEFT takes a DTensor for tensor parallelism, and makes adapters for its local shape, unless the axis is called "fsdp".
+    PEFT takes a DTensor for tensor parallelism, and makes adapters for its local shape,
+    unless the axis is called "fsdp".
     """
     name = "_get_in_out_features"
     theirs = getattr(sys.modules.get("peft.tuners.tuners_utils"), name, None)
@@ -114,7 +131,11 @@ def let_adapters_be_whole() -> None:
     @wraps(theirs)
     def sizes(module: nn.Module) -> Any:
         slot = slot_of(module.weight) if isinstance(module, nn.Linear) else None
-        return theirs(module) if slot is None or slot.model else (module.in_features, module.out_features)
+        return (
+            theirs(module)
+            if slot is None or slot.model
+            else (module.in_features, module.out_features)
+        )
 
     for path, other in list(sys.modules.items()):
         if path.startswith("peft.") and vars(other).get(name) is theirs:
@@ -122,7 +143,10 @@ def let_adapters_be_whole() -> None:
 
 
 def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
-    """Replaces parameters of an optimizer that has not stepped. `new` has the others by the id of those that they replace."""
+    """Replaces parameters of an optimizer that has not stepped.
+
+    `new` has the others by the id of those that they replace.
+    """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in new for parameter in held):
         return
@@ -131,29 +155,40 @@ def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -
             "An optimizer took steps before its model was transformed.",
             optimizer=type(optimizer).__name__,
             why="its states have the shapes of whole parameters",
-            fix="transform the model before the first step, or build a new optimizer: AdamW(model.parameters())",
+            fix="transform the model before the first step, or build a new optimizer: "
+            "AdamW(model.parameters())",
         )
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
 
 
 def replaced_since(optimizer: Optimizer, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-    """The parameters of models that a transform put in place of those of an optimizer, by the id of the replaced ones."""
+    """The parameters of models that a transform put in place of those of an optimizer,
+    by the id of the replaced ones."""
     own = {id(parameter) for model in models for parameter in model.parameters()}
-    replaced = {id(p): replacement_of(p) for group in optimizer.param_groups for p in group["params"]}
-    successors = {key: replacement.parameter() for key, replacement in replaced.items() if replacement is not None}
+    replaced = {
+        id(p): replacement_of(p) for group in optimizer.param_groups for p in group["params"]
+    }
+    successors = {
+        key: replacement.parameter()
+        for key, replacement in replaced.items()
+        if replacement is not None
+    }
     return {key: new for key, new in successors.items() if new is not None and id(new) in own}
 
 
 def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers whose parameters a transform has replaced."""
     for optimizer in optimizers:
-        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        for parameter in [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]:
             if (replacement := replacement_of(parameter)) is not None:
                 raise zf.StaleError(
                     "An optimizer was built before its model was transformed.",
                     first=f"{replacement.fqn}, replaced by {replacement.site}",
                     why="step() would update the old parameters and the loss would not move",
-                    fix="build it after the last transform: AdamW(model.parameters()); or leave the transform to "
-                    "ZeroAccelerator(place=...), which takes the plain model and its optimizer",
+                    fix="build it after the last transform: AdamW(model.parameters()); or leave "
+                    "the transform to ZeroAccelerator(place=...), which takes the plain model "
+                    "and its optimizer",
                 )

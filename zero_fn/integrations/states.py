@@ -1,4 +1,5 @@
-"""Whole values for files that anybody reads, and checkpoints of a run, to which each rank writes the shards that it owns."""
+"""Whole values for files that anybody reads, and checkpoints of a run,
+to which each rank writes the shards that it owns."""
 
 from __future__ import annotations
 
@@ -32,10 +33,17 @@ __all__ = [
 
 @torch.no_grad()
 def whole_state(
-    module: nn.Module, *, keep: bool, names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    module: nn.Module,
+    *,
+    keep: bool,
+    names: Collection[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """The state dict of a module with whole values in host memory, in another `dtype` if there is one. Tied entries stay one
-    tensor. All ranks call it; those that do not `keep` the values get an empty dict.
+    """The state dict of a module with whole values in host memory,
+    in another `dtype` if there is one.
+
+    Tied entries stay one tensor. All ranks call it; those that do not `keep`
+    the values get an empty dict.
 
     Communicates an all-gather for each parameter, or for those of `names`, one after the other.
     """
@@ -61,11 +69,14 @@ def save_states(
 ) -> None:
     """Saves models, and optimizers with the model of each, as one checkpoint. All ranks call it.
 
-    Each is a `zf.save` of its own into a hidden folder, and one rename commits them all: whenever this is killed, all that is
-    loaded is of the save before, or all of this one. The save before is removed then. `extra` is saved with the first entry.
+    Each is a `zf.save` of its own into a hidden folder, and one rename commits them all: whenever
+    this is killed, all that is loaded is of the save before, or all of this one. The save before is
+    removed then. `extra` is saved with the first entry.
     """
     meeting, doing = RankMeeting(), "Saving the states of a trainer"
-    number = meeting.agree(doing, None, lambda: str(1 + max(map(_number, folder.glob("save-*")), default=0))).text
+    number = meeting.agree(
+        doing, None, lambda: str(1 + max(map(_number, folder.glob("save-*")), default=0))
+    ).text
     draft = Draft(folder / f"save-{number}", kinds=())
     try:
         meeting.agree(doing, None, draft.make)
@@ -76,8 +87,12 @@ def save_states(
         draft.drop()
         raise
     if meeting.rank == 0:
-        # Before, each entry lay in the folder itself, with a number of its own: `optimizer-0/save-1`.
-        for old in {*folder.glob("save-*"), *(path.parent for path in folder.glob("*-*/save-*"))} - {draft.target}:
+        # Before, each entry lay in the folder itself, with a number of its own:
+        # `optimizer-0/save-1`.
+        for old in {
+            *folder.glob("save-*"),
+            *(path.parent for path in folder.glob("*-*/save-*")),
+        } - {draft.target}:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -95,7 +110,10 @@ _OVERWRITING = "overwriting"
 
 
 def note_overwriting(folder: Path) -> None:
-    """Notes, before files beside the folder are overwritten, what was saved last. One rank calls it."""
+    """Notes, before files beside the folder are overwritten, what was saved last.
+
+    One rank calls it.
+    """
     folder.mkdir(exist_ok=True)
     (folder / _OVERWRITING).write_text(_newest(folder).name)
 
@@ -107,8 +125,10 @@ def require_not_overwritten(folder: Path) -> None:
         raise zf.CheckpointError(
             "A save into this folder was killed: what is in it is of two steps.",
             folder=folder.parent,
-            why="schedulers, random numbers and samplers may be of the later one, models and optimizers are not",
-            fix=f"a folder for each save: save_state(f'step-{{step}}'); to load this one all the same: rm {note}",
+            why="schedulers, random numbers and samplers may be of the later one, "
+            "models and optimizers are not",
+            fix=f"a folder for each save: save_state(f'step-{{step}}'); "
+            f"to load this one all the same: rm {note}",
         )
 
 
@@ -133,16 +153,20 @@ def load_states(
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
     only: str | None = None,
 ) -> dict[str, Any]:
-    """Loads what `save_states` saved, on any number of ranks and at any stage; returns its `extra`. Every rank calls it.
-    `only`: see `zf.load`."""
+    """Loads what `save_states` saved, on any number of ranks and at any stage; returns its `extra`.
+
+    Every rank calls it. `only`: see `zf.load`.
+    """
     newest, extra = _newest(folder), dict[str, Any]()
     for name, model, optimizer, where in _entries(models, optimizers):
         if not (newest / name).is_dir():
             raise zf.CheckpointError(
                 "The checkpoint holds no states of a transformed model.",
                 folder=folder,
-                why="it was saved without them (save_only_model=True), by replicas, or not to its end",
-                fix="begin another run from its weights: from_pretrained(checkpoint), and train() without resuming",
+                why="it was saved without them (save_only_model=True), "
+                "by replicas, or not to its end",
+                fix="begin another run from its weights: from_pretrained(checkpoint), "
+                "and train() without resuming",
             )
         extra |= zf.load(newest / name, model, optimizer, only=only, where=where)
     return extra
@@ -154,10 +178,11 @@ Chosen = Callable[[str, nn.Parameter], bool] | None
 def _entries(
     models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]
 ) -> Iterator[tuple[str, nn.Module, Optimizer | None, Chosen]]:
-    """The entries of a checkpoint: name, model, optimizer, and which parameters are saved (None: all).
+    """The entries of a checkpoint: name, model, optimizer,
+    and which parameters are saved (None: all).
 
-    A model is saved with all of its optimizers. Of a model of PEFT only trained parameters are saved: its frozen base can be
-    read again from where it came.
+    A model is saved with all of its optimizers. Of a model of PEFT only trained parameters are
+    saved: its frozen base can be read again from where it came.
     """
     of_model: dict[nn.Module, list[Optimizer]] = {}
     for model, optimizer in optimizers:
@@ -165,7 +190,12 @@ def _entries(
     for number, (model, several) in enumerate(of_model.items()):
         own = as_one(several)
         held = {id(parameter) for group in own.param_groups for parameter in group["params"]}
-        yield f"optimizer-{number}", model, own, partial(_is_held, held) if hasattr(model, "peft_config") else None
+        yield (
+            f"optimizer-{number}",
+            model,
+            own,
+            partial(_is_held, held) if hasattr(model, "peft_config") else None,
+        )
     for number, model in enumerate(models):
         if model not in of_model:
             yield f"model-{number}", model, None, None
@@ -176,13 +206,18 @@ def _is_held(held: set[int], name: str, parameter: nn.Parameter) -> bool:
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
-    """The model whose parameters an optimizer holds, which may be of one; None if it holds parameters of none of them."""
+    """The model whose parameters an optimizer holds, which may be of one;
+    None if it holds parameters of none of them."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = [model for model in models if any(id(parameter) in held for parameter in model.parameters())]
+    found = [
+        model for model in models if any(id(parameter) in held for parameter in model.parameters())
+    ]
     if len(found) > 1:
         raise zf.StateError(
-            "The states of an optimizer that steps several models cannot be saved by the names of one.",
+            "The states of an optimizer that steps several models cannot be "
+            "saved by the names of one.",
             models=", ".join(type(model).__name__ for model in found),
-            fix="an optimizer for each model; or one module of both: nn.ModuleDict({'actor': actor, 'critic': critic})",
+            fix="an optimizer for each model; or one module of both: nn.ModuleDict({'actor': "
+            "actor, 'critic': critic})",
         )
     return found[0] if found else None

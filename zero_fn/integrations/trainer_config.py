@@ -1,4 +1,5 @@
-"""A DeepSpeed config beside the arguments of a Trainer: the arguments fill in its `"auto"`, and may not contradict it."""
+"""A DeepSpeed config beside the arguments of a Trainer:
+the arguments fill in its `"auto"`, and may not contradict it."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ _BATCHES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-"""Entries that a config may leave out or set to `"auto"`, with the arguments that then decide. So it may `bf16.enabled` and
-`fp16.enabled`, where the argument is true or `accelerate launch --mixed_precision` says so, as under accelerate."""
+"""Entries that a config may leave out or set to `"auto"`, with the arguments that then decide.
+
+So it may `bf16.enabled` and `fp16.enabled`, where the argument is true or
+`accelerate launch --mixed_precision` says so, as under accelerate.
+"""
 
 _OTHERS = {
     "gradient_clipping": "max_grad_norm",
@@ -36,20 +40,25 @@ _OTHERS = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "the steps of the training",
 }
-"""Entries that a config may set to `"auto"`, with the arguments that then decide; the least learning rate has none."""
+"""Entries that a config may set to `"auto"`, with the arguments that then decide;
+the least learning rate has none."""
 
 
 def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settings:
     """Reads a config as the Trainer of transformers does: its TrainingArguments replace `"auto"`.
 
-    `steps` are those of the training; 0 if the number is not known yet: entries of the scheduler are then not checked.
-    Communicates 16 bytes per rank, to find out whether all ranks have the same config.
+    `steps` are those of the training; 0 if the number is not known yet: entries of the scheduler
+    are then not checked. Communicates 16 bytes per rank, to find out whether all ranks have the
+    same config.
     """
     return agreed_settings(config, partial(_auto_of, args, mesh.size(), steps), mesh)
 
 
-def _auto_of(args: Any, ranks: int, steps: int, config: Mapping[str, object]) -> Mapping[str, object]:
-    """The values of the arguments for the entries that a config leaves to them; other entries have to say the same."""
+def _auto_of(
+    args: Any, ranks: int, steps: int, config: Mapping[str, object]
+) -> Mapping[str, object]:
+    """The values of the arguments for the entries that a config leaves to them;
+    other entries have to say the same."""
     values = values_of(args, ranks, steps)
     said = {path: value for path, value in leaves_of(config) if value is not None}
     others = [

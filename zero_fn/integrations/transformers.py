@@ -2,14 +2,16 @@
 
     from zero_fn.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
 
-    trainer = ZeroTrainer(model=model, args=args, train_dataset=..., place=lambda model: zf.zero3(model, mesh["dp"]))
+    place = lambda model: zf.zero3(model, mesh["dp"])
+    trainer = ZeroTrainer(model=model, args=args, train_dataset=..., place=place)
 
     trainer = ZeroTrainer(model=model, args=args, train_dataset=..., deepspeed="ds_config.json")
 
     class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...
 
-[Note: when a model is placed] A trainer's `__init__` changes its model: it adds adapters, resizes embeddings, fuses heads,
-and copies it as a reference model. So the model is transformed after `__init__`, and before the optimizer is built.
+[Note: when a model is placed] A trainer's `__init__` changes its model: it adds adapters, resizes
+embeddings, fuses heads, and copies it as a reference model. So the model is transformed after
+`__init__`, and before the optimizer is built.
 """
 
 from __future__ import annotations
@@ -64,40 +66,50 @@ else:
 
 
 class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
-    """Any Trainer over a transformed model. It is named first: `class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...`.
+    """Any Trainer over a transformed model.
 
-    Losses and gradient norms are those of DDP. Gradients are reduced once a step, however many microbatches it has, and held
-    whole until then; under a DeepSpeed config of stage 2 or 3 in each microbatch, as there, and held in shards. A
-    checkpoint holds whole weights, which `from_pretrained` reads, and the shards and optimizer states of each rank, which
+    It is named first: `class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...`.
+
+    Losses and gradient norms are those of DDP. Gradients are reduced once a step, however many
+    microbatches it has, and held whole until then; under a DeepSpeed config of stage 2 or 3 in each
+    microbatch, as there, and held in shards. A checkpoint holds whole weights, which
+    `from_pretrained` reads, and the shards and optimizer states of each rank, which
     `train(resume_from_checkpoint=True)` loads on any number of ranks and at any stage.
 
     Args:
-        *args: Those of the Trainer. `optimizers=((muon, adamw), None)` are stepped one after the other, and scheduled
-            together.
-        place: Any chain of transforms, applied to the model after the Trainer's `__init__`; None if `model` is transformed
-            already. It is applied once more if a transformed model has adapters that were added since, and to the reference
-            model of a trainer of trl with `sync_ref_model=True`.
-        finish: A function applied to the optimizer, such as `zf.streamed`. None: `zf.by_owner`, if it looks at whole tensors
-            (`optim="adafactor"`) and the model is in shards; nothing else. Offloaded states of such a one:
-            `lambda optimizer: zf.streamed(zf.by_owner(optimizer))`.
-        deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place` and `finish`. `args` decide where
-            it says `"auto"` or lacks a batch size. See `zf.from_deepspeed`; `settings.outcomes` says what became of each
-            entry. The model may be placed already, by `placed` or by hand, as the config says.
-        mesh: The mesh for that config; None takes that of a placed model, or makes one axis of all ranks.
-        weights: For a model on `meta`, or a plain one, a folder of safetensors of which each rank reads its shards once the
-            model is placed, by `zf.load_pretrained`: files have the names of parameters. Others, such as experts of Mixtral,
-            `placed` reads.
-        metrics: True adds the numbers of `zf.metrics` to what the Trainer logs, and so to all that it reports to; or options
-            of `zf.metrics`, such as `{"on_spike": "report", "sinks": ["prometheus:9400"]}`.
+        *args: Those of the Trainer. `optimizers=((muon, adamw), None)` are stepped one after the
+            other, and scheduled together.
+        place: Any chain of transforms, applied to the model after the Trainer's `__init__`; None if
+            `model` is transformed already. It is applied once more if a transformed model has
+            adapters that were added since, and to the reference model of a trainer of trl with
+            `sync_ref_model=True`.
+        finish: A function applied to the optimizer, such as `zf.streamed`. None: `zf.by_owner`, if
+            it looks at whole tensors (`optim="adafactor"`) and the model is in shards; nothing
+            else. Offloaded states of such a one: `lambda optimizer:
+            zf.streamed(zf.by_owner(optimizer))`.
+        deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place` and
+            `finish`. `args` decide where it says `"auto"` or lacks a batch size. See
+            `zf.from_deepspeed`; `settings.outcomes` says what became of each entry. The model may
+            be placed already, by `placed` or by hand, as the config says.
+        mesh: The mesh for that config; None takes that of a placed model,
+            or makes one axis of all ranks.
+        weights: For a model on `meta`, or a plain one, a folder of safetensors of which each rank
+            reads its shards once the model is placed, by `zf.load_pretrained`: files have the names
+            of parameters. Others, such as experts of Mixtral, `placed` reads.
+        metrics: True adds the numbers of `zf.metrics` to what the Trainer logs, and so to all that
+            it reports to; or options of `zf.metrics`, such as `{"on_spike": "report", "sinks":
+            ["prometheus:9400"]}`.
         **options: Those of the Trainer.
 
     Raises:
-        StateError: There is neither `place` nor a transformed model, or an optimizer has stepped before the transform.
+        StateError: There is neither `place` nor a transformed model,
+            or an optimizer has stepped before the transform.
         StaleError: An optimizer was built before the model was transformed elsewhere.
-        MeshError: The model is transformed over fewer ranks than there are processes, as with tensor parallelism.
-        ConfigError: An argument of the Trainer asks for something that a transformed model cannot do (`sync_ref_model=True`
-            without `place`), an entry of the DeepSpeed config cannot be followed or contradicts an argument, or the model
-            was placed in another way.
+        MeshError: The model is transformed over fewer ranks than there are processes,
+            as with tensor parallelism.
+        ConfigError: An argument of the Trainer asks for something that a transformed model cannot
+            do (`sync_ref_model=True` without `place`), an entry of the DeepSpeed config cannot be
+            followed or contradicts an argument, or the model was placed in another way.
 
     Attributes:
         settings: What the DeepSpeed config asks for; None without one.
@@ -139,7 +151,8 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
             self.measure({} if metrics is True else metrics)
 
     def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
-        """Reads from the DeepSpeed config how to place the model, scale losses, and finish the optimizer."""
+        """Reads from the DeepSpeed config how to place the model,
+        scale losses, and finish the optimizer."""
         if self._place is not None or self._finish is not None:
             raise zf.ConfigError(
                 "A ZeroTrainer was given a DeepSpeed config, and another way to place its model.",
@@ -151,7 +164,8 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         settings = self._settings_at(max(0, self.args.max_steps))
         if own is not None:
             require_placed(settings, mesh, self.model)
-        if self.args.gradient_checkpointing:  # of the model's own, inside which ours would compute once more
+        # The model recomputes its own activations; inside, ours would compute them once more.
+        if self.args.gradient_checkpointing:
             settings = replace(settings, computing=replace(settings.computing, recomputes=False))
         self.settings = settings
         self._place = partial(made_by, settings, mesh)
@@ -161,9 +175,11 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         follow_settings(self.accelerator, settings, mesh)
 
     def _place_model(self) -> None:
-        """Transforms the model if it is not yet, or if it has adapters that came after its transform.
+        """Transforms the model if it is not yet, or if it has adapters
+        that came after its transform.
 
-        Called at the end of `__init__`, and before training, because `train` may have made another model.
+        Called at the end of `__init__`, and before training,
+        because `train` may have made another model.
         """
         is_plain = not zf.is_transformed(self.model)
         if is_plain or (self._place is not None and plain_trained(self.model)):
@@ -171,7 +187,8 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
                 raise zf.StateError(
                     "A ZeroTrainer was given a plain model, and not what to make of it.",
                     model=type(self.model).__name__,
-                    fix=f"{type(self).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp']))",
+                    fix=f"{type(self).__name__}(..., place=lambda model: "
+                    "zf.zero3(model, mesh['dp']))",
                 )
             device = self.args.device if self.place_model_on_device else None
             model, new = place_module(self._place, self.model, device)
@@ -189,14 +206,16 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
             _place_reference(self, self._place)
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        # A plain model stays where it is: the transform moves each shard to the device of its mesh as it is cut.
+        # A plain model stays where it is: the transform moves each shard to the
+        # device of its mesh as it is cut.
         if zf.is_transformed(model):
             super()._move_model_to_device(model, device)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**options)
         if self._is_configured:
-            arguments["mixed_precision"] = "no"  # the config's precision is a transform, and autocast would come on top
+            # The config's precision is a transform, and autocast would come on top.
+            arguments["mixed_precision"] = "no"
         return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -207,10 +226,11 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
 
     @property
     def skipped_steps(self) -> int:
-        """The steps, of `state.global_step`, whose gradients were not finite: they moved neither weights nor rates.
+        """The steps, of `state.global_step`, whose gradients were not finite:
+        they moved neither weights nor rates.
 
-        It is read off the scheduler, so it goes on after a resume. Not with `lr_scheduler_type="reduce_lr_on_plateau"` or
-        "greedy", whose schedulers do not count steps.
+        It is read off the scheduler, so it goes on after a resume. Not with
+        `lr_scheduler_type="reduce_lr_on_plateau"` or "greedy", whose schedulers do not count steps.
         """
         return int(self.state.global_step - getattr(self.lr_scheduler, "last_epoch", 0))
 
@@ -226,7 +246,9 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         if self._finish is not None and (is_new or not self._is_finished):
             self._is_finished = True
             chained = isinstance(self.optimizer, ChainedOptimizer)
-            self.optimizer = self.optimizer.wrapped_by(self._finish) if chained else self._finish(self.optimizer)
+            self.optimizer = (
+                self.optimizer.wrapped_by(self._finish) if chained else self._finish(self.optimizer)
+            )
         elif self._finish is None:
             self.optimizer = whole_where_needed(self.optimizer)
         zf.check(self.model, bare(self.optimizer))
@@ -234,13 +256,16 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None and self.settings is not None:
-            self.settings = settings = self._settings_at(num_training_steps)  # which is known from here on
+            # The number of steps is known from here on.
+            self.settings = settings = self._settings_at(num_training_steps)
             if settings.scheduler is not None:
                 self.lr_scheduler = settings.scheduler(bare(self.optimizer))
                 self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         if not _load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -249,21 +274,37 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
             super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that `from_pretrained` loads. All ranks call it, and return when it is complete.
+        """Writes a folder that `from_pretrained` loads.
 
-        Values have the dtype in which they rest; that in which the model computes if a DeepSpeed config has
-        `stage3_gather_16bit_weights_on_model_save`.
+        All ranks call it, and return when it is complete.
+
+        Values have the dtype in which they rest; that in which the model computes if a DeepSpeed
+        config has `stage3_gather_16bit_weights_on_model_save`.
         """
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
         dtype = None if self.settings is None else self.settings.computing.saved
-        if isinstance(self.model, PreTrainedModel) and not self.args.save_on_each_node and _is_streamable(self.model):
-            export(self.model, output_dir, dtype=dtype, convert=partial(_in_files, self.model), replaces=True)
-            with patch.object(self.model, "save_pretrained", lambda *_, **__: None):  # `export` has written the weights
+        if (
+            isinstance(self.model, PreTrainedModel)
+            and not self.args.save_on_each_node
+            and _is_streamable(self.model)
+        ):
+            export(
+                self.model,
+                output_dir,
+                dtype=dtype,
+                convert=partial(_in_files, self.model),
+                replaces=True,
+            )
+            # `export` has written the weights.
+            with patch.object(self.model, "save_pretrained", lambda *_, **__: None):
                 if self.args.should_save:
                     self._save(output_dir, state_dict={})
         else:
             state = whole_state(
-                self.model, keep=self.args.should_save, names=_names_of_adapters(self.model), dtype=dtype
+                self.model,
+                keep=self.args.should_save,
+                names=_names_of_adapters(self.model),
+                dtype=dtype,
             )
             with _whole_prompts(self.model):
                 if self.args.should_save:
@@ -281,11 +322,14 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         if checkpoint is None:
             return
         load_states(Path(checkpoint) / STATES, [], [(self.model, bare(self.optimizer))])
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        self.lr_scheduler.load_state_dict(
+            torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+        )
 
 
 def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
-    """Transforms the reference model of a trainer of trl as the policy, towards which it is moved parameter by parameter."""
+    """Transforms the reference model of a trainer of trl as the policy,
+    towards which it is moved parameter by parameter."""
     plain = getattr(trainer, "ref_model", None)
     if plain is None or zf.is_transformed(plain):
         return
@@ -293,8 +337,9 @@ def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
         raise zf.ConfigError(
             "sync_ref_model=True would mix a policy in shards with a whole reference model.",
             reference=type(plain).__name__,
-            fix=f"a plain policy, and {type(trainer).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp'])), which "
-            "places both; or ref_model= transformed in the same way, where the trainer takes one",
+            fix=f"a plain policy, and {type(trainer).__name__}(..., place=lambda model: "
+            "zf.zero3(model, mesh['dp'])), which places both; or ref_model= transformed in the "
+            "same way, where the trainer takes one",
         )
     device = trainer.args.device if trainer.place_model_on_device else None
     trainer.ref_model, _ = place_module(place, plain.requires_grad_(False), device)
@@ -304,10 +349,13 @@ def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
 
 
 def _load_weights(model: nn.Module, folder: str) -> bool:
-    """Loads the weights of a checkpoint. Returns False where the Trainer does it by itself: models with adapters.
+    """Loads the weights of a checkpoint.
 
-    Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by `from_pretrained`: names
-    in files are not always those of the model (experts of Mixtral), and the Trainer skips what it does not find.
+    Returns False where the Trainer does it by itself: models with adapters.
+
+    Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by
+    `from_pretrained`: names in files are not always those of the model (experts of Mixtral), and
+    the Trainer skips what it does not find.
     """
     _require_same_kind(Path(folder), model)
     if not isinstance(model, PreTrainedModel):
@@ -321,21 +369,24 @@ def _load_weights(model: nn.Module, folder: str) -> bool:
             f"The checkpoint lacks {len(found['missing_keys'])} parameters of the model.",
             first=min(found["missing_keys"]),
             folder=folder,
-            fix="resume with the model that was saved; or begin another run: from_pretrained(checkpoint), then train()",
+            fix="resume with the model that was saved; or begin another run: "
+            "from_pretrained(checkpoint), then train()",
         )
     model.load_state_dict(saved.state_dict())
     return True
 
 
 def _require_same_kind(folder: Path, model: nn.Module) -> None:
-    """Refuses a checkpoint of adapters alone for a model without, and one of a whole model for a model with adapters."""
+    """Refuses a checkpoint of adapters alone for a model without,
+    and one of a whole model for a model with adapters."""
     has_adapters, is_peft = any(folder.rglob("adapter_config.json")), _peft_of(model) is not None
     if has_adapters and isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         raise zf.CheckpointError(
             "The checkpoint holds adapters alone, and the model has none.",
             folder=folder,
-            fix="resume with adapters: ZeroTrainer(model=get_peft_model(base, config), ...); or begin another run from them: "
-            "PeftModel.from_pretrained(base, folder, is_trainable=True)",
+            fix="resume with adapters: ZeroTrainer(model=get_peft_model(base, config), ...); or "
+            "begin another run from them: PeftModel.from_pretrained(base, folder, "
+            "is_trainable=True)",
         )
     if is_peft and not has_adapters and (folder / "config.json").is_file():
         raise zf.CheckpointError(
@@ -347,24 +398,36 @@ def _require_same_kind(folder: Path, model: nn.Module) -> None:
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
-    """The Trainer of transformers over a transformed model. Arguments: see ZeroTrainerMixin and Trainer."""
+    """The Trainer of transformers over a transformed model.
+
+    Arguments: see ZeroTrainerMixin and Trainer.
+    """
 
 
 def _in_files(model: PreTrainedModel, entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that files of transformers have for tensors of the model: experts that it stacks are separate in files."""
+    """The tensors that files of transformers have for tensors of the model:
+    experts that it stacks are separate in files."""
     found: dict[str, Tensor] = revert_weight_conversion(model, entries)
     return found
 
 
 def _is_streamable(model: PreTrainedModel) -> bool:
-    """Whether each tensor in files is made of one tensor of the model, and transformers writes nothing but tensors."""
+    """Whether each tensor in files is made of one tensor of the model,
+    and transformers writes nothing but tensors."""
     if model._auto_class is not None:  # it writes the code of the model, too
         return False
-    entries = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in model.named_parameters()}
+    entries = {
+        name: torch.empty(p.shape, dtype=p.dtype, device="meta")
+        for name, p in model.named_parameters()
+    }
     together = _in_files(model, entries)
-    alone = [item for name, value in entries.items() for item in _in_files(model, {name: value}).items()]
+    alone = [
+        item for name, value in entries.items() for item in _in_files(model, {name: value}).items()
+    ]
     forms = [(name, str(value.shape), str(value.dtype)) for name, value in alone]
-    return sorted(forms) == sorted((name, str(value.shape), str(value.dtype)) for name, value in together.items())
+    return sorted(forms) == sorted(
+        (name, str(value.shape), str(value.dtype)) for name, value in together.items()
+    )
 
 
 def _refuse_arguments(args: Any) -> None:
@@ -372,8 +435,10 @@ def _refuse_arguments(args: Any) -> None:
     asked = {
         "auto_find_batch_size=True": (
             args.auto_find_batch_size,
-            "a rank that runs out of memory alone would try another size alone, and the others would wait for it",
-            "per_device_train_batch_size=...; zf.plan(model) says the bytes of everything but activations",
+            "a rank that runs out of memory alone would try another size alone, "
+            "and the others would wait for it",
+            "per_device_train_batch_size=...; "
+            "zf.plan(model) says the bytes of everything but activations",
         ),
         "deepspeed=...": (
             args.deepspeed,
@@ -393,23 +458,36 @@ def _refuse_arguments(args: Any) -> None:
     }
     for name, (is_asked, why, fix) in asked.items():
         if is_asked:
-            raise zf.ConfigError("A ZeroTrainer cannot follow one of its arguments.", argument=name, why=why, fix=fix)
+            raise zf.ConfigError(
+                "A ZeroTrainer cannot follow one of its arguments.", argument=name, why=why, fix=fix
+            )
 
 
 def _peft_of(model: Any) -> Any:
-    """The library PEFT if the model is one of its models, else None. Not imported here: who made such a model has done so."""
+    """The library PEFT if the model is one of its models, else None.
+
+    Not imported here: who made such a model has done so.
+    """
     peft = sys.modules.get("peft")
     return peft if peft is not None and isinstance(model, peft.PeftModel) else None
 
 
 def _whole_prompts(model: Any) -> AbstractContextManager[object]:
-    """Gathers trained prompts while they are saved: PEFT computes them then, on one rank, which cannot gather alone."""
+    """Gathers trained prompts while they are saved: PEFT computes them then,
+    on one rank, which cannot gather alone."""
     configs: Any = model.peft_config.values() if _peft_of(model) else ()
-    return zf.unsharded(model.prompt_encoder) if any(config.is_prompt_learning for config in configs) else nullcontext()
+    return (
+        zf.unsharded(model.prompt_encoder)
+        if any(config.is_prompt_learning for config in configs)
+        else nullcontext()
+    )
 
 
 def _names_of_adapters(model: Any) -> set[str] | None:
-    """Names of the entries that `save_pretrained` of a PEFT model reads: those of its adapters. None means all entries."""
+    """Names of the entries that `save_pretrained` of a PEFT model reads: those of its adapters.
+
+    None means all entries.
+    """
     peft = _peft_of(model)
     if peft is None:
         return None
@@ -417,7 +495,9 @@ def _names_of_adapters(model: Any) -> set[str] | None:
     names = {id(value): name for name, value in entries.items()}
     chosen: set[str] = set()
     for adapter in model.peft_config:
-        for value in peft.get_peft_model_state_dict(model, state_dict=entries, adapter_name=adapter).values():
+        for value in peft.get_peft_model_state_dict(
+            model, state_dict=entries, adapter_name=adapter
+        ).values():
             if id(value) not in names:
                 return None  # PEFT computes this value from other entries
             chosen.add(names[id(value)])

@@ -1,7 +1,8 @@
 """`zf.accumulate` for trainers that enter a block of their own (`no_sync`) for each microbatch.
 
-A trainer does so for each microbatch of a step but the last. Gradients are reduced once for all of them: the window opens
-with the first microbatch and closes in the backward of the last, before gradients are clipped and the optimizer steps.
+A trainer does so for each microbatch of a step but the last. Gradients are reduced once for all of
+them: the window opens with the first microbatch and closes in the backward of the last, before
+gradients are clipped and the optimizer steps.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ class AccumulationWindow:
         self._blocks = ExitStack()
 
     def begin(self, module: nn.Module) -> None:
-        """Sums the gradients of a transformed module from here on. Does nothing if they are summed already."""
+        """Sums the gradients of a transformed module from here on.
+
+        Does nothing if they are summed already.
+        """
         if not any(module is other for other in self.modules):
             self._blocks.enter_context(zf.accumulate(module))
             self.modules.append(module)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Reduces the summed gradients, or drops them after an error. Does nothing if no window is open."""
+        """Reduces the summed gradients, or drops them after an error.
+
+        Does nothing if no window is open.
+        """
         blocks, self._blocks, self.modules = self._blocks, ExitStack(), []
         blocks.__exit__(type(error) if error is not None else None, error, None)
 
