@@ -1,7 +1,7 @@
 """ZeRO as composable functions on DTensor placements.
 
-model = zf.shard_params(model, mesh["dp"])                      # ZeRO-3; transforms return new modules, and compose
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)      # built after the last one: its states are shards, too
+model = zf.shard_params(model, mesh["dp"])  # ZeRO-3; transforms return new modules, and compose
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)  # built last: its states are shards, too
 """
 
 from zero_fn.checkpoint import (

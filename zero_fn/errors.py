@@ -15,7 +15,8 @@
     |-- CheckpointError    (ValueError)    the bytes on disk do not fit the layout in memory
     `-- ConfigError        (ValueError)    a DeepSpeed config, or a sink, that cannot be followed
 
-A message is a summary sentence, then aligned `name : value` lines, the last of which is always `fix`.
+A message is a summary sentence, then aligned `name : value` lines,
+the last of which is always `fix`.
 """
 
 from __future__ import annotations
@@ -65,8 +66,14 @@ class ZeroError(Exception):
         self.facts = facts
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process boundaries (`launch`, test ranks), so they keep summary, fix and facts."""
-        return _rebuild, (type(self), self.summary, self.fix, {k: str(v) for k, v in self.facts.items()})
+        """Errors cross process boundaries (`launch`, test ranks),
+        so they keep summary, fix and facts."""
+        return _rebuild, (
+            type(self),
+            self.summary,
+            self.fix,
+            {k: str(v) for k, v in self.facts.items()},
+        )
 
 
 class LayoutError(ZeroError, ValueError):
@@ -78,7 +85,8 @@ class MeshError(LayoutError):
 
 
 class PlacementError(LayoutError):
-    """A tensor cannot be sharded, offloaded or updated as asked, because of what it is or of what reads or updates it."""
+    """A tensor cannot be sharded, offloaded or updated as asked,
+    because of what it is or of what reads or updates it."""
 
 
 class UnitError(LayoutError):
@@ -86,19 +94,23 @@ class UnitError(LayoutError):
 
 
 class TierError(LayoutError):
-    """Bytes cannot be stored in the tier (host memory or a disk) asked for: it is too small, or not given."""
+    """Bytes cannot be stored in the tier (host memory or a disk) asked for:
+    it is too small, or not given."""
 
 
 class StateError(ZeroError, RuntimeError):
-    """A legal call at the wrong moment: before a transform, while the module runs, or after it was donated or evicted."""
+    """A legal call at the wrong moment: before a transform, while the module runs,
+    or after it was donated or evicted."""
 
 
 class StaleError(StateError):
-    """An object is older than the transform it meets, such as an optimizer built before `shard_params`."""
+    """An object is older than the transform it meets, such as an optimizer
+    built before `shard_params`."""
 
 
 class ShardedAccessError(StateError):
-    """A shard, which is what parameters are between forwards, was used as if it were the whole tensor."""
+    """A shard, which is what parameters are between forwards,
+    was used as if it were the whole tensor."""
 
 
 class DisagreementError(ZeroError, RuntimeError):
@@ -118,7 +130,8 @@ class CheckpointError(ZeroError, ValueError):
 
 
 class ConfigError(ZeroError, ValueError):
-    """A DeepSpeed config, arguments of a trainer, a sink of metrics, or a file of measured links cannot be followed."""
+    """A DeepSpeed config, arguments of a trainer, a sink of metrics,
+    or a file of measured links cannot be followed."""
 
 
 def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, object]) -> ZeroError:
@@ -126,7 +139,8 @@ def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, obje
 
 
 def warn_once(summary: str, *, fix: str, **facts: object) -> None:
-    """Warns of something that is allowed but surely not meant, in the form of an error: a UserWarning, once a process.
+    """Warns of something that is allowed but surely not meant, in the form of an error: a
+    UserWarning, once a process.
 
     Args:
         summary: One sentence. A second warning of the same summary is not given.
@@ -137,6 +151,8 @@ def warn_once(summary: str, *, fix: str, **facts: object) -> None:
         return
     _said.add(summary)
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE_FOLDER, contextlib.__file__)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        (_PACKAGE_FOLDER, contextlib.__file__)
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(str(ZeroError(summary, fix=fix, **facts)), UserWarning, stacklevel=level)

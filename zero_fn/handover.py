@@ -1,11 +1,14 @@
-"""`weights`: hands the values of a model over to another engine, while training goes on; `apply_weights` takes them there.
+"""`weights`: hands the values of a model over to another engine, while training goes on;
+`apply_weights` takes them there.
 
-lockstep  all ranks gather bucket after bucket; each first says whether its loop still wants one, so a bucket that nobody
-          wants is not gathered, and a rank whose loop has ended takes part in the gathers of the others
-changes   a pass is over values of one moment. What was written since the call is refused before it is read, on all ranks:
-          each also says whether it has met such a tensor
-version   a copy, on the host, of what was yielded; what differs from it in a bit has changed. Each element is compared by
-          the rank that would write it into a checkpoint (`Holding.own`), so all copies together are one model
+lockstep  all ranks gather bucket after bucket; each first says whether its loop still wants one, so
+          a bucket that nobody wants is not gathered, and a rank whose loop has ended takes part in
+          the gathers of the others
+changes   a pass is over values of one moment. What was written since the call is refused before it
+          is read, on all ranks: each also says whether it has met such a tensor
+version   a copy, on the host, of what was yielded; what differs from it in a bit has changed. Each
+          element is compared by the rank that would write it into a checkpoint (`Holding.own`), so
+          all copies together are one model
 """
 
 from __future__ import annotations
@@ -59,64 +62,85 @@ def weights(
     keep: bool = False,
     since: WeightsVersion | None = None,
 ) -> Weights:
-    """The weights of a model, one tensor after another, for an engine that generates. All ranks call it, and loop.
+    """The weights of a model, one tensor after another, for an engine that generates.
+
+    All ranks call it, and loop.
 
         for name, tensor in zf.weights(model, dtype=torch.bfloat16): ...  # whole, on every rank
 
-    Parameters, frozen ones too, and persistent buffers, which are this rank's (of a pipeline, its stage's); tied ones once,
-    under their first name. They are copies, cast before they travel, in the memory of one bucket, or of the largest tensor
-    if that is larger, beside what the loop holds. A loop may end early, on some ranks or on all: where `break` or an
-    exception leaves it, this rank takes part in what others still gather; `with zf.weights(model) as items:` ends one that
-    has a name. Until then forwards are refused.
+    Parameters, frozen ones too, and persistent buffers, which are this rank's (of a pipeline, its
+    stage's); tied ones once, under their first name. They are copies, cast before they travel, in
+    the memory of one bucket, or of the largest tensor if that is larger, beside what the loop
+    holds. A loop may end early, on some ranks or on all: where `break` or an exception leaves it,
+    this rank takes part in what others still gather; `with zf.weights(model) as items:` ends one
+    that has a name. Until then forwards are refused.
 
-    With `keep=True` a pass that has come to its end leaves a `version`, and `since=version` yields what has changed since:
+    With `keep=True` a pass that has come to its end leaves a `version`,
+    and `since=version` yields what has changed since:
 
         items = zf.weights(model, dtype=torch.bfloat16, keep=True)
         zf.apply_weights(engine, items)
         version = items.version  # holds a copy: version.nbytes
-        for name, indices, values in zf.weights(model, since=version): ...  # of this rank's shards: each sends its own
+        for name, indices, values in zf.weights(model, since=version): ...  # of this rank's shards
 
-    All values are those of the call. If one is written before the loop has come to it (`optimizer.step()`, `zf.load`, an
-    average that is shown, adapters that are merged), the next item raises.
+    All values are those of the call. If one is written before the loop has come to it
+    (`optimizer.step()`, `zf.load`, an average that is shown, adapters that are merged), the next
+    item raises.
 
-    Indices count the elements of the whole tensor, row by row, in int32 (int64 from 2^31 elements on). A change of any bit
-    counts. The version then stands for what was yielded last: after a pass that breaks off the next one has the rest.
+    Indices count the elements of the whole tensor, row by row, in int32 (int64 from 2^31 elements
+    on). A change of any bit counts. The version then stands for what was yielded last: after a pass
+    that breaks off the next one has the rest.
 
-    Communicates 640 bytes from each rank to rank 0, and back; of whole tensors, an all-gather of each bucket and two
-    messages of a byte per rank. Changes and parts are read from the shards.
+    Communicates 640 bytes from each rank to rank 0, and back; of whole tensors, an all-gather of
+    each bucket and two messages of a byte per rank. Changes and parts are read from the shards.
 
     Args:
         model: Any module, transformed or not, in memory or in tiers.
-        names: "hf": those of `zf.save_pretrained`; or names for the model's, as regular expressions or a function.
+        names: "hf": those of `zf.save_pretrained`; or names for the model's,
+            as regular expressions or a function.
         dtype: The dtype of floating-point tensors; None: that in which they rest.
         bucket: The most bytes that are gathered, or compared, together, as a number or as text.
-        whole: Whole tensors. Without, `(name, part, starts)`: what this rank holds, and its first index in each dim.
-        keep: Whether to keep a copy of what was yielded, for `since`: over all ranks one model in `dtype`.
-        since: The `version` of an earlier pass over the same model. It goes without dtype, whole and keep.
+        whole: Whole tensors. Without, `(name, part, starts)`: what this rank holds,
+            and its first index in each dim.
+        keep: Whether to keep a copy of what was yielded, for `since`:
+            over all ranks one model in `dtype`.
+        since: The `version` of an earlier pass over the same model.
+            It goes without dtype, whole and keep.
 
     Raises:
-        StateError: The model is in use, or its weights are being handed over already; `since` is of another model. In the
-            loop: values were written since the call.
+        StateError: The model is in use, or its weights are being handed over already; `since` is of
+            another model. In the loop: values were written since the call.
         LayoutError: `names` is another text, or gives a name twice; options exclude each other.
-        CheckpointError, StorageError: Something has no values, or no names of its own; a tier could not be read.
-        DisagreementError, LostRankError: Ranks were given different arguments; a rank does not take part.
+        CheckpointError, StorageError: Something has no values,
+            or no names of its own; a tier could not be read.
+        DisagreementError, LostRankError: Ranks were given different arguments;
+            a rank does not take part.
     """
     if since is not None and (dtype is not None or keep or not whole):
-        raise LayoutError("since= goes without dtype=, keep= and whole=.", fix="zf.weights(model, since=version)")
+        raise LayoutError(
+            "since= goes without dtype=, keep= and whole=.", fix="zf.weights(model, since=version)"
+        )
     wait_for_saving()
     plan = _HandOver(since or WeightsVersion(dtype), keeps=keep)
     failure = failure_of(lambda: plan.add(model, names, nbytes_of_text(bucket, "bucket")))
     same = (dtype, bucket, whole, keep, since and since.name)
     agreed = RankMeeting().agree(
-        "Handing weights over", failure, lambda: str(time.time_ns()), same=same, same_names=[*plan.entries]
+        "Handing weights over",
+        failure,
+        lambda: str(time.time_ns()),
+        same=same,
+        same_names=[*plan.entries],
     )
     plan.deal(agreed.replica, agreed.replicas)
     plan.name = agreed.text
-    return Weights(plan, _changes(plan) if since is not None else _wholes(plan) if whole else _shards(plan))
+    return Weights(
+        plan, _changes(plan) if since is not None else _wholes(plan) if whole else _shards(plan)
+    )
 
 
 class WeightsVersion:
-    """What a pass of `zf.weights(keep=True)` has yielded, as far as this rank compares it: a copy in memory of the host."""
+    """What a pass of `zf.weights(keep=True)` has yielded, as far as this rank compares it:
+    a copy in memory of the host."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -155,12 +179,16 @@ class Weights:
 
     @property
     def version(self) -> WeightsVersion:
-        """What was yielded, for `since=`: of a pass with `keep=True` that has come to its end; else raises StateError."""
+        """What was yielded, for `since=`: of a pass with `keep=True` that has come to its end;
+        else raises StateError."""
         if not self._plan.keeps or not self._plan.version.name:
             raise StateError(
                 "There is no version of these weights.",
-                why="the loop has not come to its end" if self._plan.keeps else "keep=True was not given",
-                fix="items = zf.weights(model, keep=True); loop over all of them; then items.version",
+                why="the loop has not come to its end"
+                if self._plan.keeps
+                else "keep=True was not given",
+                fix="items = zf.weights(model, keep=True); "
+                "loop over all of them; then items.version",
             )
         return self._plan.version
 
@@ -174,11 +202,13 @@ class _Handed:
     dtype: torch.dtype
     slot: Slot | None
     line: Line | None  # the ranks that gather it together
-    own: tuple[int, int] | None = None  # what this rank compares of what it holds: the first, and how many
+    # What this rank compares of what it holds: the first, and how many.
+    own: tuple[int, int] | None = None
     sealed: object = None  # `seal` at the call
 
     def seal(self) -> object:
-        """What is another after the tensor was written, but by some operations on a DTensor (`watch_edits`)."""
+        """What is another after the tensor was written, but by some operations
+        on a DTensor (`watch_edits`)."""
         local, unit = local_of(self.tensor), unit_of(self.slot)
         found = [0 if each.is_inference() else each._version for each in (self.tensor, local)]
         found.append(0 if unit is None else unit.generation)
@@ -187,7 +217,8 @@ class _Handed:
         return [*found, local.data_ptr()]
 
     def read(self) -> Tensor:
-        """What this rank holds, cast, in memory: of a parameter in its place in room for the whole."""
+        """What this rank holds, cast, in memory: of a parameter in its
+        place in room for the whole."""
         if self.slot is None:
             return in_memory(self.tensor.detach()).to(self.dtype, copy=True)
         flat = self.slot.flat
@@ -197,24 +228,31 @@ class _Handed:
         """This rank's part of what `read` has returned, as a view."""
         if self.slot is None:
             return local_of(read)
-        return self.slot.path.local_view(read.narrow(0, self.slot.path.start, self.slot.path.local_numel))
+        return self.slot.path.local_view(
+            read.narrow(0, self.slot.path.start, self.slot.path.local_numel)
+        )
 
     def whole(self, gathered: Tensor) -> Tensor:
         """The whole tensor. Of one on model axes a collective of torch over these."""
         if (slot := self.slot) is not None:
             gathered = slot.path.whole_view(gathered)
             if slot.model is not None:
-                gathered = on_spec(gathered, spec_on(slot.model, slot.full_shape, slot.full_stride, self.dtype))
+                gathered = on_spec(
+                    gathered, spec_on(slot.model, slot.full_shape, slot.full_stride, self.dtype)
+                )
         return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
 
     def in_whole(self, numbers: Tensor) -> Tensor:
-        """The numbers in the whole tensor of elements that this rank holds, by their numbers here."""
+        """The numbers in the whole tensor of elements that this rank holds,
+        by their numbers here."""
         box, shape, step = self.held.place.box, self.held.place.shape, 1
         if box.sizes[1:] == shape[1:]:  # rows: no division
             found = numbers + sum(box.starts[:1]) * prod(shape[1:])
         else:
             found = torch.zeros_like(numbers)
-            for start, size, count in zip(box.starts[::-1], box.sizes[::-1], shape[::-1], strict=True):
+            for start, size, count in zip(
+                box.starts[::-1], box.sizes[::-1], shape[::-1], strict=True
+            ):
                 found += (numbers % size + start) * step
                 numbers, step = numbers // size, step * count
         return found if prod(shape) >= 2**31 else found.int()
@@ -249,19 +287,27 @@ class _HandOver:
         named.add(model, None)
         by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for key, held in named.parameters.items():
-            slot, dtype = slot_of(by_id[key]), self.version.dtype if held.dtype.is_floating_point else None
+            slot, dtype = (
+                slot_of(by_id[key]),
+                self.version.dtype if held.dtype.is_floating_point else None,
+            )
             if isinstance(local := local_of(by_id[key]), TierTensor):
                 local.record.settle()  # a step that waits is no change
             owner = unit_of(slot)
             line = run_of(owner).transport if owner is not None else None
-            tiles.setdefault(held.name, []).append(_Handed(held, by_id[key], dtype or held.dtype, slot, line))
+            tiles.setdefault(held.name, []).append(
+                _Handed(held, by_id[key], dtype or held.dtype, slot, line)
+            )
         self.entries = {renamed(name): parts for name, parts in tiles.items()}
         if isinstance(names, str) and names != "hf":
-            raise LayoutError("names= is a word that is not known.", got=repr(names), fix='names="hf"')
+            raise LayoutError(
+                "names= is a word that is not known.", got=repr(names), fix='names="hf"'
+            )
         if len(self.entries) < len(tiles):
             raise LayoutError(
                 "names= does not give each tensor a name of its own.",
-                fix='names="hf", or regular expressions and their replacements, or a function of the name',
+                fix='names="hf", or regular expressions and their replacements, '
+                "or a function of the name",
             )
 
     def deal(self, replica: int, replicas: int) -> None:
@@ -275,9 +321,14 @@ class _HandOver:
             part.sealed = part.seal()
             if own is not None:
                 row = prod(own.sizes[1:])
-                part.own = ((own.starts[0] - place.box.starts[0]) * row if own.starts else 0, own.numel)
+                part.own = (
+                    (own.starts[0] - place.box.starts[0]) * row if own.starts else 0,
+                    own.numel,
+                )
                 now[key] = (own.numel, part.dtype)
-        if self.version.name and now != {key: (v.numel(), v.dtype) for key, v in self.version.values.items()}:
+        if self.version.name and now != {
+            key: (v.numel(), v.dtype) for key, v in self.version.values.items()
+        }:
             raise StateError(
                 "since= is a version of other weights.",
                 why="tensors, names, dtypes or shards differ",
@@ -286,11 +337,17 @@ class _HandOver:
 
     def each(self) -> Iterator[tuple[_Key, _Handed]]:
         """All tensors and tiles."""
-        return (((name, at), part) for name, parts in self.entries.items() for at, part in enumerate(parts))
+        return (
+            ((name, at), part)
+            for name, parts in self.entries.items()
+            for at, part in enumerate(parts)
+        )
 
     def look_at(self, parts: Iterable[_Handed]) -> bool:
         """Whether any of these tensors, or one before, was written since the call."""
-        self.is_changed = self.is_changed or any(p.slot in self.edited or p.seal() != p.sealed for p in parts)
+        self.is_changed = self.is_changed or any(
+            p.slot in self.edited or p.seal() != p.sealed for p in parts
+        )
         return self.is_changed
 
     def require_unchanged(self, parts: Iterable[_Handed]) -> None:
@@ -299,8 +356,8 @@ class _HandOver:
             raise StateError(
                 "Weights were changed in a loop that hands them over.",
                 why="what the loop has had is of before, and the next would be of after",
-                fix="step, load, merge adapters and show averages before zf.weights(model), or after the loop; here, or on "
-                "another rank that did so, begin another pass",
+                fix="step, load, merge adapters and show averages before zf.weights(model), "
+                "or after the loop; here, or on another rank that did so, begin another pass",
             )
 
     def note(self, key: _Key, part: _Handed, local: Tensor) -> None:
@@ -313,7 +370,10 @@ class _HandOver:
         found: list[list[str]] = []
         total, among = 0, None
         for name, parts in self.entries.items():
-            nbytes, line = sum(part.tensor.numel() * part.dtype.itemsize for part in parts), parts[0].line
+            nbytes, line = (
+                sum(part.tensor.numel() * part.dtype.itemsize for part in parts),
+                parts[0].line,
+            )
             total += nbytes
             if not found or total > self.most or (line is not among and None not in (line, among)):
                 found.append([])
@@ -323,18 +383,25 @@ class _HandOver:
         return iter(found)
 
     def gather(self, names: list[str], *, wants: bool) -> list[tuple[str, Tensor]]:
-        """The whole tensors of these names, the last one first; none if no rank wants them. A collective.
+        """The whole tensors of these names, the last one first; none if no rank wants them.
+
+        A collective.
 
         Raises:
-            StateError: This rank wants them, and one was written since the call, on this rank or on another.
+            StateError: This rank wants them, and one was written since the call,
+                on this rank or on another.
         """
         parts = [((name, at), part) for name in names for at, part in enumerate(self.entries[name])]
         line = next((part.line for _, part in parts if part.line is not None), None)
         # Of ranks on model axes only those of one line hear of one another.
-        is_due = any(isinstance(p.tensor, DTensor) if p.slot is None else p.slot.model for _, p in parts)
+        is_due = any(
+            isinstance(p.tensor, DTensor) if p.slot is None else p.slot.model for _, p in parts
+        )
         self.look_at(part for _, part in parts)
         if line is not None and line.size > 1:
-            wanted, self.is_changed = Bits(line, [wants, self.is_changed], "who wants the next weights").read()
+            wanted, self.is_changed = Bits(
+                line, [wants, self.is_changed], "who wants the next weights"
+            ).read()
         else:
             wanted = wants
         if not is_due and (not wanted or self.is_changed):
@@ -345,7 +412,11 @@ class _HandOver:
         rooms = on_all_ranks(meshes, lambda: [part.read() for _, part in parts], "Reading weights")
         for (key, part), room in zip(parts, rooms, strict=True) if wants else ():
             self.note(key, part, part.local(room))
-        cut = [(p.slot.path, room) for (_, p), room in zip(parts, rooms, strict=True) if p.slot and p.slot.path.layout]
+        cut = [
+            (p.slot.path, room)
+            for (_, p), room in zip(parts, rooms, strict=True)
+            if p.slot and p.slot.path.layout
+        ]
         if line is not None:
             line.all_gather([path.segment(room) for path, room in cut], "weights").wait()
         rooms.reverse()
@@ -359,7 +430,8 @@ class _HandOver:
 
 
 def _refusing(plan: _HandOver, items: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    """The items, None first; until their end, calls of the modules are refused, and changes of parameters watched."""
+    """The items, None first; until their end, calls of the modules are refused,
+    and changes of parameters watched."""
     hooks = [each.register_forward_pre_hook(_refuse, prepend=True) for each in plan.modules]
     watch_edits(plan, is_open=True, tell=plan.edited.update)
     try:
@@ -373,13 +445,18 @@ def _refusing(plan: _HandOver, items: Generator[Any, None, None]) -> Generator[A
 def _refuse(*_: object) -> None:
     raise StateError(
         "The weights of this model are being handed over.",
-        why="ranks gather them in turn, and one that does something else in between would be waited for",
-        fix="end the loop over zf.weights(model) first: close() it, or `with zf.weights(model) as items:`",
+        why="ranks gather them in turn, and one that does something else in "
+        "between would be waited for",
+        fix="end the loop over zf.weights(model) first: close() it, "
+        "or `with zf.weights(model) as items:`",
     )
 
 
 def _wholes(plan: _HandOver) -> Generator[Any, None, None]:
-    """All tensors whole. Where it is left, the rest of the buckets is gathered for other ranks, as far as they want it."""
+    """All tensors whole.
+
+    Where it is left, the rest of the buckets is gathered for other ranks, as far as they want it.
+    """
     buckets = plan.buckets()
     found: list[tuple[str, Tensor]] = []
     try:
@@ -426,15 +503,25 @@ def _changes(plan: _HandOver) -> Generator[Any, None, None]:
 
 
 def _differing(now: Tensor, before: Tensor) -> Tensor:
-    """The numbers of the elements that differ in any bit. Words of 8 bytes are compared first, then elements in those."""
+    """The numbers of the elements that differ in any bit.
+
+    Words of 8 bytes are compared first, then elements in those.
+    """
     size = now.element_size()
     if size > 8:  # complex128
-        return (now.view(torch.int64) != before.view(torch.int64)).view(-1, 2).any(1).nonzero().view(-1)
+        return (
+            (now.view(torch.int64) != before.view(torch.int64))
+            .view(-1, 2)
+            .any(1)
+            .nonzero()
+            .view(-1)
+        )
     if now.storage_offset() * size % 8:
         now = now.clone()
     per, (a, b) = 8 // size, (each.view(_INTEGERS[size]).numpy() for each in (now, before))
     end = len(a) // per * per
-    words = np.flatnonzero(a[:end].view(np.int64) != b[:end].view(np.int64))  # torch takes ten times as long
+    # NumPy, because torch takes ten times as long.
+    words = np.flatnonzero(a[:end].view(np.int64) != b[:end].view(np.int64))
     found = np.flatnonzero(a[:end].reshape(-1, per)[words] != b[:end].reshape(-1, per)[words])
     found = words[found // per] * per + found % per
     return torch.from_numpy(np.concatenate([found, end + np.flatnonzero(a[end:] != b[end:])]))
@@ -442,15 +529,18 @@ def _differing(now: Tensor, before: Tensor) -> Tensor:
 
 @torch.no_grad()
 def apply_weights(target: nn.Module | Mapping[str, Tensor], items: Iterable[Any]) -> set[str]:
-    """Writes what `zf.weights` yields into plain tensors, in place: those of an engine in this process, or in shared memory.
+    """Writes what `zf.weights` yields into plain tensors, in place: those of an engine in this
+    process, or in shared memory.
 
-    Takes whole tensors, parts and changes, casts them, and goes through all of them. Communicates nothing of its own.
+    Takes whole tensors, parts and changes, casts them, and goes through all of them.
+    Communicates nothing of its own.
 
     Args:
         target: A module that no transform returned, or its `state_dict()`.
         items: What `zf.weights` returns, or the same tuples that came another way.
 
-    Returns the names that were written, and raises StateError if the target has no plain tensor of a name and shape.
+    Returns the names that were written, and raises StateError if the target has no
+    plain tensor of a name and shape.
     """
     own = target.state_dict() if isinstance(target, nn.Module) else target
     written: set[str] = set()
@@ -458,11 +548,18 @@ def apply_weights(target: nn.Module | Mapping[str, Tensor], items: Iterable[Any]
         found, is_change = own.get(name), len(rest) == 2 and isinstance(rest[1], Tensor)
         if len(rest) == 2 and type(found) is Tensor and not is_change:
             found = Box(tuple(rest[1]), tuple(rest[0].shape)).of(found)
-        if found is None or isinstance(found, DTensor) or not (is_change or found.shape == rest[0].shape):
+        if (
+            found is None
+            or isinstance(found, DTensor)
+            or not (is_change or found.shape == rest[0].shape)
+        ):
             raise StateError(
                 f"There is no place for {name!r}.",
-                target="nothing of this name" if found is None else f"{type(found).__name__} of {list(found.shape)}",
-                fix="zf.weights(names=...) gives the names of the receiver, which must be a plain model of the same sizes",
+                target="nothing of this name"
+                if found is None
+                else f"{type(found).__name__} of {list(found.shape)}",
+                fix="zf.weights(names=...) gives the names of the receiver, "
+                "which must be a plain model of the same sizes",
             )
         if is_change:
             found.put_(rest[0].to(found.device, torch.int64), rest[1].to(found.device, found.dtype))

@@ -18,27 +18,39 @@ M = TypeVar("M", bound=nn.Module)
 
 
 zero1 = shard_optimizer
-"""ZeRO stage 1: shards optimizer states over one mesh axis, `model = zf.zero1(model, mesh["dp"])`."""
+"""ZeRO stage 1: shards optimizer states over one mesh axis,
+`model = zf.zero1(model, mesh["dp"])`."""
 
 zero2 = shard_grads
-"""ZeRO stage 2: shards optimizer states and gradients over one mesh axis, `model = zf.zero2(model, mesh["dp"])`."""
+"""ZeRO stage 2: shards optimizer states and gradients over one mesh axis,
+`model = zf.zero2(model, mesh["dp"])`."""
 
 zero3 = shard_params
-"""ZeRO stage 3: shards all training state over one mesh axis, `model = zf.zero3(model, mesh["dp"])`."""
+"""ZeRO stage 3: shards all training state over one mesh axis,
+`model = zf.zero3(model, mesh["dp"])`."""
 
 
 def hybrid(
-    module: M, mesh: DeviceMesh, *, shard: str = "inner", replicate: str = "outer", donate: bool = False, **options: Any
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    shard: str = "inner",
+    replicate: str = "outer",
+    donate: bool = False,
+    **options: Any,
 ) -> M:
-    """Shards a module over one axis of a mesh and trains replicas of the shards over another (HSDP, MiCS).
+    """Shards a module over one axis of a mesh and trains replicas of the
+    shards over another (HSDP, MiCS).
 
         mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("outer", "inner"))
         model = zf.hybrid(model, mesh)
 
-    The same as `replicate(shard_params(module, mesh[shard]), mesh[replicate])`. Parameters are gathered along `shard` only,
-    which may be the ranks of one node. Along `replicate` only gradients are sent, of this rank's shards.
+    The same as `replicate(shard_params(module, mesh[shard]), mesh[replicate])`. Parameters are
+    gathered along `shard` only, which may be the ranks of one node. Along `replicate` only
+    gradients are sent, of this rank's shards.
 
-    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks on `shard` and m on `replicate`:
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks on
+    `shard` and m on `replicate`:
         along `shard`        what `shard_params` does: at most 3 (n - 1)/n Ψ b
         along `replicate`    2 (m - 1)/m Ψ/n b
 
@@ -51,7 +63,8 @@ def hybrid(
         **options: Other options of `shard_params`.
 
     Returns:
-        A new module with the type, the parameter names and the outputs of `module`, which is unchanged unless donated.
+        A new module with the type, the parameter names and the outputs of `module`,
+        which is unchanged unless donated.
 
     Raises:
         MeshError: `mesh` has no axis of that name.
@@ -65,7 +78,8 @@ def hybrid(
             raise MeshError(
                 f"hybrid found no axis {name!r}.",
                 mesh=axes_text(mesh) if isinstance(mesh, DeviceMesh) else repr(mesh)[:80],
-                fix='mesh = init_device_mesh("cpu", (m, n), mesh_dim_names=("outer", "inner")), or name the axes: '
+                fix='mesh = init_device_mesh("cpu", (m, n), mesh_dim_names=("outer", '
+                '"inner")), or name the axes: '
                 "shard=..., replicate=...",
             )
     sharded = shard_params(module, mesh[shard], donate=donate, **options)

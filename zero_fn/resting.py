@@ -1,8 +1,8 @@
 """The registered parameter: a standard DTensor over memory that we own.
 
 The one file that builds DTensors from parts and reads their local tensors, because the public ways
-(`DTensor.from_local`, `to_local`) take 10 times as long and record autograd. `tests/test_torch_assumptions.py`
-checks what is relied on here.
+(`DTensor.from_local`, `to_local`) take 10 times as long and record autograd.
+`tests/test_torch_assumptions.py` checks what is relied on here.
 """
 
 from __future__ import annotations
@@ -32,21 +32,32 @@ __all__ = [
 ]
 
 as_plain = torch._C.DisableTorchFunctionSubclass
-"""A context in which reading `requires_grad`, `grad` and hooks of a DTensor takes a third of the time: torch looks for no
-`__torch_function__` there. No function of the user may run inside."""
+"""A context in which reading `requires_grad`, `grad` and hooks of a DTensor takes a third of the
+time: torch looks for no `__torch_function__` there.
+
+No function of the user may run inside.
+"""
 
 
-def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+def spec_on(
+    model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
     """The spec of a tensor of this shape, strides and dtype, with the placements of `model`."""
-    return DTensorSpec(model.mesh, model.placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+    return DTensorSpec(
+        model.mesh,
+        model.placements,
+        tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype),
+    )
 
 
 def alone(view: Tensor) -> Tensor:
-    """A tensor on the memory of a view, with a storage of its own that begins and ends where the view does.
+    """A tensor on the memory of a view, with a storage of its own that begins
+    and ends where the view does.
 
-    A DTensor takes over the storage offset of its local tensor, and one that has an offset passes for a tensor with memory
-    of its own: `copy.deepcopy` and `torch.save` look for its bytes and raise (2.13). And whoever pickles or copies a view
-    takes all of its storage along, here those of a unit.
+    A DTensor takes over the storage offset of its local tensor, and one that has an offset
+    passes for a tensor with memory of its own: `copy.deepcopy` and `torch.save` look for its
+    bytes and raise (2.13). And whoever pickles or copies a view takes all of its storage along,
+    here those of a unit.
     """
     if type(view) is not Tensor:  # simulated, fake or in another tier: there is no storage to cut
         return view
@@ -62,11 +73,17 @@ def spanned(tensor: Tensor) -> int:
     """Elements of memory from the first element of a tensor to its last, gaps included."""
     if not tensor.numel():
         return 0
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        + 1
+    )
 
 
 def at_same_address(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of numbers of tensors that begin at the same address, the earlier one first. Empty tensors are left out."""
+    """Pairs of numbers of tensors that begin at the same address, the earlier one first.
+
+    Empty tensors are left out.
+    """
     first: dict[tuple[torch.device, int], int] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
@@ -76,8 +93,9 @@ def at_same_address(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def goes_through_dlpack(like: Tensor, shape: Sequence[int]) -> bool:
-    """Whether DLPack, at half the cost, does for views of this shape on such memory what `alone` does: it knows the dtype and
-    keeps all strides (some versions set those of dims of one element to 1)."""
+    """Whether DLPack, at half the cost, does for views of this shape on such memory what
+    `alone` does: it knows the dtype and keeps all strides (some versions set those of dims of
+    one element to 1)."""
     return type(like) is Tensor and like.dtype in _IN_DLPACK and all(size > 1 for size in shape)
 
 
@@ -86,32 +104,48 @@ _to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
 
 
 def rested(views: Iterable[tuple[Tensor, bool, DTensorSpec | None]]) -> list[Tensor]:
-    """Gradients at rest on views of a buffer, each on a storage of its own: `on_spec(alone(view), spec)` on the hot path.
-    Each comes with whether it `goes_through_dlpack`, and how it rests on the mesh (None: on no axis)."""
+    """Gradients at rest on views of a buffer, each on a storage of its own:
+    `on_spec(alone(view), spec)` on the hot path.
+
+    Each comes with whether it `goes_through_dlpack`, and how it rests on
+    the mesh (None: on no axis).
+    """
     new = DTensor.__new__
-    locals_ = [(_from_dlpack(_to_dlpack(view)) if is_quick else alone(view), spec) for view, is_quick, spec in views]
-    return [local if spec is None else new(DTensor, local, spec, requires_grad=False) for local, spec in locals_]
+    locals_ = [
+        (_from_dlpack(_to_dlpack(view)) if is_quick else alone(view), spec)
+        for view, is_quick, spec in views
+    ]
+    return [
+        local if spec is None else new(DTensor, local, spec, requires_grad=False)
+        for local, spec in locals_
+    ]
 
 
 def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor whose local tensor is `local`, without a copy."""
-    # Not `DTensor(...)`, whose `__init__` does nothing but enter and leave the compiler's frame evaluation: twice the cost.
+    # Not `DTensor(...)`, whose `__init__` does nothing but enter and leave the compiler's
+    # frame evaluation: twice the cost.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def detached(tensor: DTensor) -> DTensor:
-    """The same elements outside autograd, for a redistribution inside an operation: DTensor would detach a tensor that
-    requires gradients in place there, which it does not support in 2.11."""
+    """The same elements outside autograd, for a redistribution inside an operation: DTensor would
+    detach a tensor that requires gradients in place there, which it does not support in 2.11."""
     return on_spec(local_of(tensor), tensor._spec)
 
 
-def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
-    """The parameter to register: a DTensor over `local`; if `spec` is None (no mesh axis), `local` itself."""
+def resting_parameter(
+    local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool
+) -> nn.Parameter:
+    """The parameter to register: a DTensor over `local`;
+    if `spec` is None (no mesh axis), `local` itself."""
     if spec is None:
         return nn.Parameter(local, requires_grad=requires_grad)
-    # Not `nn.Parameter(...)`, which detaches: DTensor then works out the placements of a detach for every new shape (1 ms).
+    # Not `nn.Parameter(...)`, which detaches: DTensor then works out the placements of a
+    # detach for every new shape (1 ms).
     parameter: nn.Parameter = on_spec(local, spec)  # type: ignore[assignment]
-    parameter._is_param = True  # torch takes a tensor of another class with this flag for a parameter
+    # torch takes a tensor of another class with this flag for a parameter.
+    parameter._is_param = True
     parameter.requires_grad_(requires_grad)
     return parameter
 
@@ -122,9 +156,11 @@ def cut_alike(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def rest_gradient(parameter: Tensor) -> None:
-    """Cuts the gradient of a resting parameter as the parameter is: the gradient of a penalty on a row, `p[3].square()`, is
-    whole, and so is a plain one that was assigned. Uses a collective of torch if the gradient is in parts that are to be
-    summed."""
+    """Cuts the gradient of a resting parameter as the parameter is: the gradient of a penalty on a
+    row, `p[3].square()`, is whole, and so is a plain one that was assigned.
+
+    Uses a collective of torch if the gradient is in parts that are to be summed.
+    """
     grad = parameter.grad
     if not isinstance(parameter, DTensor) or grad is None:
         return
