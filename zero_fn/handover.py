@@ -287,10 +287,8 @@ class _HandOver:
         named.add(model, None)
         by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for key, held in named.parameters.items():
-            slot, dtype = (
-                slot_of(by_id[key]),
-                self.version.dtype if held.dtype.is_floating_point else None,
-            )
+            slot = slot_of(by_id[key])
+            dtype = self.version.dtype if held.dtype.is_floating_point else None
             if isinstance(local := local_of(by_id[key]), TierTensor):
                 local.record.settle()  # a step that waits is no change
             owner = unit_of(slot)
@@ -370,10 +368,8 @@ class _HandOver:
         found: list[list[str]] = []
         total, among = 0, None
         for name, parts in self.entries.items():
-            nbytes, line = (
-                sum(part.tensor.numel() * part.dtype.itemsize for part in parts),
-                parts[0].line,
-            )
+            nbytes = sum(part.tensor.numel() * part.dtype.itemsize for part in parts)
+            line = parts[0].line
             total += nbytes
             if not found or total > self.most or (line is not among and None not in (line, among)):
                 found.append([])

@@ -207,10 +207,8 @@ class Mirror:
             needed = 2 * sum(
                 nbytes[rank] for each in beside for rank in (each, *hosts.kept_by(each))
             )
-            found, copies = (
-                os.statvfs(self.path),
-                [self.path / name for name in names_in(self.path)],
-            )
+            found = os.statvfs(self.path)
+            copies = [self.path / name for name in names_in(self.path)]
             bounds = (
                 (found.f_bavail * found.f_frsize, "its size (df /dev/shm; docker run --shm-size)"),
                 available(),

@@ -232,10 +232,8 @@ class _Copy:
 
         named = ModelTensors()
         named.add(model, None)
-        plan, source = (
-            LoadPlan(named, model, members_of(optimizer)),
-            Catalog(self.path, lambda name: name, open=opened),
-        )
+        plan = LoadPlan(named, model, members_of(optimizer))
+        source = Catalog(self.path, lambda name: name, open=opened)
         match_all(plan, source, self._meeting, extra, is_strict=False)
         twins = [(other, held) for _, other, held in plan.twins]
         for key, held in [*plan.todo, *twins]:

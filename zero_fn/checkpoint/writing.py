@@ -305,10 +305,8 @@ class Writing:
             share = in_chunks.get((id(parameter), name))
             if share is None:  # another rank writes this state
                 return
-            low, high = (
-                max(first, share.first),
-                min(first + values.numel(), share.first + share.piece.box.numel),
-            )
+            low = max(first, share.first)
+            high = min(first + values.numel(), share.first + share.piece.box.numel)
             if low < high:
                 share.append(values[low - first : high - first])
 

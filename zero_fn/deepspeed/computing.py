@@ -53,10 +53,8 @@ def _compute(entries: Entries) -> torch.dtype | None:
     own = "bf16" if entries["bf16.enabled"] else "fp16" if entries["fp16.enabled"] else "fp32"
     asked = entries["data_types.param_dtype"] or own
     if asked != own and (own, asked) != ("fp32", "bf16"):
-        wants, fix = (
-            f'"{own}", in which the model computes',
-            f'"param_dtype": "{own}"; or remove it',
-        )
+        wants = f'"{own}", in which the model computes'
+        fix = f'"param_dtype": "{own}"; or remove it'
         raise entries.refused("data_types.param_dtype", wants, fix)
     return None if asked == "fp32" else _DTYPES[asked]
 
@@ -64,10 +62,8 @@ def _compute(entries: Entries) -> torch.dtype | None:
 def _rest(entries: Entries) -> torch.dtype | None:
     """The dtype of trained parameters at rest: float32, unless both they and
     their states are to be narrow."""
-    masters, states = (
-        entries["bf16.bf16_master_weights_and_grads"],
-        entries["bf16.bf16_optimizer_states"],
-    )
+    masters = entries["bf16.bf16_master_weights_and_grads"]
+    states = entries["bf16.bf16_optimizer_states"]
     if masters != states:
         said = str(masters).lower()
         fix = f'"bf16_optimizer_states": {said}'

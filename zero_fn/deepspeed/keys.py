@@ -100,10 +100,8 @@ def _keys(section: Mapping[str, Any], start: str = "") -> Iterator[Key]:
         if "holds" not in row:
             yield from _keys(row, f"{start}{name}.")
             continue
-        kind, ((word, role),) = (
-            _kind(row["holds"]),
-            [(word, role) for word, role in _ROLES.items() if word in row],
-        )
+        kind = _kind(row["holds"])
+        ((word, role),) = [(word, role) for word, role in _ROLES.items() if word in row]
         auto = {
             "read": row.get("auto", ""),
             "hint": row[word],

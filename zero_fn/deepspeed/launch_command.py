@@ -111,10 +111,8 @@ def torchrun_lines(
 
     Without a hostfile there is this host with its `devices`.
     """
-    hosts, lines = (
-        _hosts(options, f"localhost slots={devices}" if hostfile is None else hostfile),
-        {},
-    )
+    hosts = _hosts(options, f"localhost slots={devices}" if hostfile is None else hostfile)
+    lines = {}
     log, port = options.enable_each_rank_log, max(options.master_port, 0)
     for rank, (host, slots) in enumerate(hosts.items()):
         line = ["env", f"CUDA_VISIBLE_DEVICES={','.join(slots)}"] * (
@@ -170,11 +168,9 @@ def _hosts(options: argparse.Namespace, text: str) -> dict[str, list[str]]:
         raise ConfigError(
             "The hostfile is wrong.", lines="; ".join(rows), fix="each host once: worker-0 slots=8"
         )
-    picks, nodes, gpus = (
-        options.include or options.exclude,
-        max(options.num_nodes, 0),
-        max(options.num_gpus, 0),
-    )
+    picks = options.include or options.exclude
+    nodes = max(options.num_nodes, 0)
+    gpus = max(options.num_gpus, 0)
     if picks and (nodes or gpus or (options.include and options.exclude)):
         raise ConfigError(
             "Devices are chosen twice.",

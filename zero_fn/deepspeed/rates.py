@@ -147,10 +147,8 @@ def _warmed(kind: str, options: Mapping[str, Any], own: float, done: int) -> flo
     elif kind == "WarmupDecayLR":
         part = max(0.0, (total - done) / left)
     elif is_cosine:
-        least, part = (
-            options["cos_min_ratio"],
-            (1 + math.cos(math.pi * min(1.0, (done - steps + 1) / left))) / 2,
-        )
+        least = options["cos_min_ratio"]
+        part = (1 + math.cos(math.pi * min(1.0, (done - steps + 1) / left))) / 2
     if is_cosine:
         return own * max(0.0, least + (1 - least) * part)
     return (

@@ -190,10 +190,8 @@ def _cuts(entries: Entries, ranks: int, others: Mapping[str, int] | None) -> Cut
             fix = "zf.from_deepspeed(model, config, mesh) and a loop of your own; or remove it"
             wrong.append(entries.refused(path, "1: here each rank has batches of its own", fix))
         elif kind == "sequence" and kind in others:
-            wants, fix = (
-                "one axis of all ranks that hold parameters together",
-                'mesh["dp", "sp"]._flatten()',
-            )
+            wants = "one axis of all ranks that hold parameters together"
+            fix = 'mesh["dp", "sp"]._flatten()'
             wrong.append(entries.refused(path, wants, fix))
         elif kind in others and size != others[kind]:
             wrong.append(

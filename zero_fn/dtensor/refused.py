@@ -861,11 +861,9 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
     if not _is_ours(self):
         _data.__set__(self, value)
         return
-    mesh, local, alike = (
-        self.device_mesh,
-        local_of(self),
-        (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device),
-    )
+    mesh = self.device_mesh
+    local = local_of(self)
+    alike = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
     is_away = isinstance(local, TierTensor)
     if is_away or not alike or (isinstance(value, DTensor) and value.device_mesh != mesh):
         slot = slot_of(self)

@@ -279,10 +279,8 @@ def _rooms(
         for at, (value, dtype) in enumerate(zip(values, dtypes, strict=True))
     ]
     if tier is not None and away:
-        storage, forms = (
-            storage_on(tier, "an average of parameters"),
-            [[Form(r.numel(), r.dtype)] for r in rooms],
-        )
+        storage = storage_on(tier, "an average of parameters")
+        forms = [[Form(r.numel(), r.dtype)] for r in rooms]
         sizes = [record_nbytes(forms[at]) for at in away]
         storage.stage(max(sizes), 1)
         for at, place in zip(away, storage.reserve(sizes), strict=True):

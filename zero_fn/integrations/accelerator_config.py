@@ -35,11 +35,9 @@ from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["AcceleratorConfig", "config_asked", "follow_settings"]
 
-_WHOLE, _MICRO, _STEPS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+_WHOLE = "train_batch_size"
+_MICRO = "train_micro_batch_size_per_gpu"
+_STEPS = "gradient_accumulation_steps"
 
 
 def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:

@@ -143,10 +143,8 @@ def in_c(
     constants = _RatesInC(1 - rates.beta1, 1 - rates.beta2, rates.beta2, rates.eps, factor)
     constants.fuses_lerp, constants.body, constants.tail = how.fuses_lerp, how.body, how.tail
     constants.vector_numel = how.vector_numel
-    constants.exp_avg_map, constants.exp_avg_sq_map = (
-        map_in_c(is_signed=True),
-        map_in_c(is_signed=False),
-    )
+    constants.exp_avg_map = map_in_c(is_signed=True)
+    constants.exp_avg_sq_map = map_in_c(is_signed=False)
     call_kernel(
         "zero_fn_adam",
         packed,

@@ -234,10 +234,8 @@ def _slurm(of: _Variables) -> StartedRank:
             )
         of.launcher = "nobody"
         return _alone(of)
-    rank, ranks = (
-        of.number("SLURM_PROCID"),
-        of.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-    )
+    rank = of.number("SLURM_PROCID")
+    ranks = of.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     of.require(
         "SLURM_LOCALID",
         "SLURM_NODEID",

@@ -82,10 +82,8 @@ def _staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, A
 
     Options that only other stages have (`persist_below=`, for replicas) are left out.
     """
-    own, known = (
-        inspect.signature(STAGES[transform]).parameters,
-        inspect.signature(shard_params).parameters,
-    )
+    own = inspect.signature(STAGES[transform]).parameters
+    known = inspect.signature(shard_params).parameters
     taken = {name: value for name, value in options.items() if name in own or name not in known}
     placed: M = STAGES[transform](module, mesh, **taken)
     return placed
@@ -466,10 +464,8 @@ def predicted(
     states, units, stock = 0, units_of(placed), optimizer(placed.parameters())
     for chosen in _choices(tiers):
         _rest_in(chosen, units)
-        planned, without = (
-            plan(placed, stock, backwards=backwards),
-            plan(placed, backwards=backwards),
-        )
+        planned = plan(placed, stock, backwards=backwards)
+        without = plan(placed, backwards=backwards)
         held, padding = planned.held, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)

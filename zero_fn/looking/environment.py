@@ -51,10 +51,8 @@ _VARIABLES = re.compile(
 )
 # A host, a path, an address.
 _NAMES = re.compile(r".*(HOSTID|ADDR|COMM_ID)=|.*[/@\\]|.*\w\.[a-z]|.*\d\.\d+\.\d")
-_HUGE_PAGES, _NVIDIA = (
-    Path("/sys/kernel/mm/transparent_hugepage/enabled"),
-    Path("/proc/driver/nvidia/version"),
-)
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NVIDIA = Path("/proc/driver/nvidia/version")
 _SHM, _FABRIC = Path("/dev/shm"), Path("/sys/class/infiniband")
 _TABLES = ("versions", "machine", "devices", "variables", "uses")
 _IO_URING = {

@@ -36,10 +36,8 @@ def program_of(found: Configuration, model: PlannedModel, training: Training) ->
     tiers = found.proposal.tiers
     away = {"params": tiers.params, "grads": tiers.grads, "optim": tiers.optim}
     given = ", ".join(f"{name}={_made(tier)}" for name, tier in away.items() if tier is not None)
-    nodes, each = (
-        max(training.ranks // training.machine.per_node, 1),
-        min(training.ranks, training.machine.per_node),
-    )
+    nodes = max(training.ranks // training.machine.per_node, 1)
+    each = min(training.ranks, training.machine.per_node)
     optimizer = "torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"
     if training.states_in_8_bits:
         optimizer = f"zf.states8bit({optimizer})"

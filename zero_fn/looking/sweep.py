@@ -134,11 +134,9 @@ class _DiskProbe:
     ) -> tuple[int, float]:
         """Blocks and bytes per second: the next block is begun when
         the first of so many is done."""
-        engine, block, count = (
-            _engine(setting.engine),
-            setting.block_nbytes,
-            self.file.nbytes // setting.block_nbytes,
-        )
+        engine = _engine(setting.engine)
+        block = setting.block_nbytes
+        count = self.file.nbytes // setting.block_nbytes
         under_way: deque[Request] = deque()
         begun, start = 0, time.perf_counter()
         while (is_on := time.perf_counter() - start < seconds and begun < most) or under_way:
@@ -248,10 +246,8 @@ def sweep(path: str, seconds: float, ranks: int = 1) -> DiskSweep:
             f"of fio's speed: {again[0].read / again[2].read:.2f} read, "
             f"{again[0].write / again[2].write:.2f} written"
         )
-    here, mounts = (
-        Path(path).resolve(),
-        map(str.split, Path("/proc/self/mountinfo").read_text().splitlines()),
-    )
+    here = Path(path).resolve()
+    mounts = map(str.split, Path("/proc/self/mountinfo").read_text().splitlines())
     system = max(
         (len(m[4]), n, m[m.index("-") + 1])
         for n, m in enumerate(mounts)

@@ -76,10 +76,8 @@ class Prometheus(Outlet):
             try:
                 self._server, _ = self._client.start_http_server(port, address, self.registry)
             except OSError as error:
-                why, fix = (
-                    "a process of this machine may have it, such as another rank",
-                    "Prometheus(port + local_rank)",
-                )
+                why = "a process of this machine may have it, such as another rank"
+                fix = "Prometheus(port + local_rank)"
                 raise ConfigError(
                     f"Port {port} cannot be opened.", error=error, why=why, fix=fix
                 ) from error

@@ -168,10 +168,8 @@ class Profile(Findings):
         more, count = record.more, len(record.steps)
         if not count:
             return record
-        sent, planned = (
-            Counter[str](),
-            self._planned(more["backwards"], are_accumulated=more["accumulated"]),
-        )
+        sent = Counter[str]()
+        planned = self._planned(more["backwards"], are_accumulated=more["accumulated"])
         for each in record.collectives:
             sent[each.axis] += each.nbytes if each.kind in PAYLOAD else 0
         more["sent"] = {axis: nbytes / count for axis, nbytes in sent.items() if nbytes}

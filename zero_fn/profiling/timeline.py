@@ -105,10 +105,8 @@ def svg_of(bars: Sequence[Bar]) -> str:
     for row, at in rows.items():
         lines.append(f'<text x="0" y="{at * _ROW + 15}">{escape(row)}</text>')
     for bar in bars:
-        x, width = (
-            _LEFT + max(0.0, bar.begin_ms) * scale,
-            max(0.2, (bar.end_ms - max(0.0, bar.begin_ms)) * scale),
-        )
+        x = _LEFT + max(0.0, bar.begin_ms) * scale
+        width = max(0.2, (bar.end_ms - max(0.0, bar.begin_ms)) * scale)
         y, title = rows[bar.row] * _ROW, f"{bar.name}, {bar.end_ms - bar.begin_ms:.2f} ms"
         rect = (
             f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 5}" '

@@ -62,17 +62,13 @@ class Native:
         wholes, pieces = plan.wholes, plan.pieces
         if plan.packs:
             begun = [pack.begin() for pack in plan.packs]
-            wholes, pieces = (
-                [*[whole for whole, _ in begun], *wholes],
-                [*[own for _, own in begun], *pieces],
-            )
+            wholes = [*[whole for whole, _ in begun], *wholes]
+            pieces = [*[own for _, own in begun], *pieces]
         for place, source in plan.uneven:
             place.copy_(source)
         if not plan.travels_as_it_is:
-            wholes, pieces = (
-                [w.view(torch.uint8) for w in wholes],
-                [piece.view(torch.uint8) for piece in pieces],
-            )
+            wholes = [w.view(torch.uint8) for w in wholes]
+            pieces = [piece.view(torch.uint8) for piece in pieces]
         if not pieces:
             return Work()
         if self._one_by_one is None:
@@ -114,10 +110,8 @@ class Native:
                 apart.append((bundle, total))
             sums.append(total)
             if bundle.dtype.is_complex:
-                message, total = (
-                    torch.view_as_real(message).view(-1),
-                    torch.view_as_real(total).view(-1),
-                )
+                message = torch.view_as_real(message).view(-1)
+                total = torch.view_as_real(total).view(-1)
             inputs.setdefault(bundle.dtype, []).append(message)
             outputs.setdefault(bundle.dtype, []).append(total)
         if not sums:
@@ -145,10 +139,8 @@ class Native:
     def _broadcast(self, whole: Tensor) -> Work:
         if not whole.numel():
             return Work()
-        work, nbytes = (
-            dist.broadcast(whole, group=self._group, group_src=0, async_op=True),
-            whole.nbytes,
-        )
+        work = dist.broadcast(whole, group=self._group, group_src=0, async_op=True)
+        nbytes = whole.nbytes
         return Work(
             [(work, None)],
             None,

@@ -94,10 +94,8 @@ class Home:
         Raises:
             LayoutError: The two ask for different dtypes, roundings or tiers.
         """
-        dtypes, formats = (
-            "{} dtypes of the same parameter",
-            "formats in which the same parameter travels ({}=)",
-        )
+        dtypes = "{} dtypes of the same parameter"
+        formats = "formats in which the same parameter travels ({}=)"
         return Home(
             max(self.stage, other.stage),
             _agreed("compute", self.compute, other.compute, dtypes),

@@ -148,10 +148,8 @@ class TiledEmbedding(Tiled):
             inside = ((own >= 0) & (own < count)).unsqueeze(-1)
             # Tokens below the first row and above the last of the whole are not clamped:
             # errors, as in `nn.Embedding`.
-            lowest, highest = (
-                (0 if start else None),
-                (count - 1 if start + count < self.num_embeddings else None),
-            )
+            lowest = 0 if start else None
+            highest = count - 1 if start + count < self.num_embeddings else None
             found = tile(own.clamp(lowest, highest))
             output = found if output is None else torch.where(inside, found, output)
         assert output is not None, "a tiled module has parts"

@@ -194,11 +194,9 @@ class TensorFile:
 
     def append(self, piece: StoredBox, values: Tensor) -> None:
         """Writes the next elements of a box: on the host, contiguous."""
-        view, written, hasher = (
-            bytes_of(values),
-            self._written[piece.name],
-            self._hashers[piece.name],
-        )
+        view = bytes_of(values)
+        written = self._written[piece.name]
+        hasher = self._hashers[piece.name]
         # Written block by block, so that a block is in the cache of the
         # processor when it is written.
         while view:

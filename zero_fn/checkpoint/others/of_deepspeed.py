@@ -222,10 +222,8 @@ class DeepSpeedFolder(Foreign):
                 entry["ranks"][each]["pieces"] for each in range(len(shapes))
             ):
                 for piece in pieces:
-                    ends, sizes = (
-                        ((*piece["dest"], shapes[part]), (*piece["source"], whole)),
-                        tuple(piece["shape"]),
-                    )
+                    ends = ((*piece["dest"], shapes[part]), (*piece["source"], whole))
+                    sizes = tuple(piece["shape"])
                     is_read &= piece.get("scale", 1) == 1 and all(
                         tuple(by) == strides_of(shape) for _, by, shape in ends
                     )
@@ -267,10 +265,8 @@ class DeepSpeedFolder(Foreign):
             alias: name for each in said for alias, name in (each["shared_params"] or {}).items()
         }
         self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
-        known, is_cut = (
-            self._holders.keys() | shared.keys(),
-            models[0][0].name.startswith("zero_pp_rank"),
-        )
+        known = self._holders.keys() | shared.keys()
+        is_cut = models[0][0].name.startswith("zero_pp_rank")
         modules = (
             self._of_layers(layers, known | self._buffers)
             if layers

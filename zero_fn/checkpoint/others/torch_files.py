@@ -201,11 +201,9 @@ def _in_file(value: Any, records: Mapping[int, ZipRecord], path: Path) -> Any:
     if type(value) is not FakeTensor or value.layout != torch.strided:
         raise refused(path, f"{type(value).__module__}.{type(value).__qualname__}")
     storage: Any = value.untyped_storage()
-    record, first, itemsize = (
-        records[storage._checkpoint_offset],
-        int(value.storage_offset()),
-        value.dtype.itemsize,
-    )
+    record = records[storage._checkpoint_offset]
+    first = int(value.storage_offset())
+    itemsize = value.dtype.itemsize
     found = TensorInFile(
         record,
         record.offset + first * itemsize,
