@@ -284,8 +284,6 @@ class _AsTheyAreRead(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
-        return (
-            self._read(tuple(self.mappings[index.fqn]))
-            if isinstance(found, Tensor) and found.is_meta
-            else found
-        )
+        if isinstance(found, Tensor) and found.is_meta:
+            return self._read(tuple(self.mappings[index.fqn]))
+        return found

@@ -102,11 +102,9 @@ def ranks_of_copy(name: str) -> int:
 def names_in(folder: Path) -> list[str]:
     """The copies on this host, complete or not."""
     with disk(folder, "Looking for copies"):
-        return (
-            [path.name for path in folder.iterdir() if ranks_of_copy(path.name)]
-            if folder.exists()
-            else []
-        )
+        if folder.exists():
+            return [path.name for path in folder.iterdir() if ranks_of_copy(path.name)]
+        return []
 
 
 def copies_in(folder: Path) -> dict[str, list[int]]:

@@ -387,8 +387,6 @@ def _corrected(key: Key, entry: str, value: object) -> str:
     elif isinstance(value, int) and key.kind.name == "flag" and value in (0, 1):
         meant = bool(value)
     name = entry.rpartition(".")[2]
-    return (
-        f'"{name}": {shown(meant)}'
-        if key.kind.taken(meant) is not None
-        else f"{key.kind}, or remove it"
-    )
+    if key.kind.taken(meant) is not None:
+        return f'"{name}": {shown(meant)}'
+    return f"{key.kind}, or remove it"

@@ -96,9 +96,9 @@ def _rate(kind: str, options: Mapping[str, Any], own: float, taken: int) -> floa
         return float(
             options["lr_range_test_min_lr"] * (1 + options["lr_range_test_step_rate"] * part)
         )
-    return (
-        _cycled(options, taken)[0] if kind == "OneCycle" else _warmed(kind, options, own, taken - 1)
-    )
+    if kind == "OneCycle":
+        return _cycled(options, taken)[0]
+    return _warmed(kind, options, own, taken - 1)
 
 
 def _cycled(options: Mapping[str, Any], taken: int) -> tuple[float, float]:

@@ -126,11 +126,9 @@ class ZeroStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole values, on the rank that writes the file; empty where ranks write a folder."""
-        return (
-            {}
-            if self._saves_folders
-            else whole_state(self.lightning_module, keep=self.is_global_zero)
-        )
+        if self._saves_folders:
+            return {}
+        return whole_state(self.lightning_module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Whole states by the names of parameters, on the rank that writes the file;

@@ -131,11 +131,9 @@ def let_adapters_be_whole() -> None:
     @wraps(theirs)
     def sizes(module: nn.Module) -> Any:
         slot = slot_of(module.weight) if isinstance(module, nn.Linear) else None
-        return (
-            theirs(module)
-            if slot is None or slot.model
-            else (module.in_features, module.out_features)
-        )
+        if slot is None or slot.model:
+            return theirs(module)
+        return (module.in_features, module.out_features)
 
     for path, other in list(sys.modules.items()):
         if path.startswith("peft.") and vars(other).get(name) is theirs:

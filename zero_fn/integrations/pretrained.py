@@ -152,9 +152,9 @@ def _as_read(wrap: Callable[..., DTensor], local: Tensor, like: DTensor) -> DTen
     """Stands in for transformers' `wrap`, which moves a shard to the device:
     not one that will rest in a tier."""
     slot, local = slot_of(like), alone(local.contiguous())  # see `alone`: `deepcopy` needs it
-    return (
-        wrap(local, like) if slot is None or not slot.kind.is_away else on_spec(local, like._spec)
-    )
+    if slot is None or not slot.kind.is_away:
+        return wrap(local, like)
+    return on_spec(local, like._spec)
 
 
 def _lacking(cls: type, **facts: object) -> zf.CheckpointError:

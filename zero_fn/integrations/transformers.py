@@ -476,11 +476,9 @@ def _whole_prompts(model: Any) -> AbstractContextManager[object]:
     """Gathers trained prompts while they are saved: PEFT computes them then,
     on one rank, which cannot gather alone."""
     configs: Any = model.peft_config.values() if _peft_of(model) else ()
-    return (
-        zf.unsharded(model.prompt_encoder)
-        if any(config.is_prompt_learning for config in configs)
-        else nullcontext()
-    )
+    if any(config.is_prompt_learning for config in configs):
+        return zf.unsharded(model.prompt_encoder)
+    return nullcontext()
 
 
 def _names_of_adapters(model: Any) -> set[str] | None:

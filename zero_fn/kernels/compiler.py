@@ -58,11 +58,9 @@ class Library:
     says: str  # the version of the compiler, or the reason
 
     def __str__(self) -> str:
-        return (
-            f"compiled kernels ({self.says})"
-            if self.functions is not None
-            else f"no kernels: {self.says}"
-        )
+        if self.functions is not None:
+            return f"compiled kernels ({self.says})"
+        return f"no kernels: {self.says}"
 
 
 @cache

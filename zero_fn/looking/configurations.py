@@ -87,9 +87,9 @@ class Training:
             return []
         shared = min(self.ranks, self.machine.per_node)
         found: list[Tier] = [] if self.host is None else [cpu(limit=self.host // shared)]
-        return (
-            found if self.disk is None else [*found, nvme("/local_nvme", limit=self.disk // shared)]
-        )
+        if self.disk is None:
+            return found
+        return [*found, nvme("/local_nvme", limit=self.disk // shared)]
 
     def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer | Planner:
         """AdamW, or how `states8bit` cuts its states."""
@@ -300,11 +300,9 @@ class _Ways:
 
         found = of(self._in_memory, ())
         # Nothing in a tier makes a step faster, nor what is in flight less.
-        return (
-            found
-            if found[0].fits or found[0].in_flight > room or not tiers
-            else of(self._all, tiers)
-        )
+        if found[0].fits or found[0].in_flight > room or not tiers:
+            return found
+        return of(self._all, tiers)
 
 
 def _order(proposal: Proposal, room: int) -> tuple[bool, float]:

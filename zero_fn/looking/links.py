@@ -222,11 +222,9 @@ def _collective_s(axis: Axis, piece_numel: int, rounds: int) -> float:
 def _accelerator(axis: Axis | None) -> torch.device | None:
     """The accelerator of the axis; without an axis, that of the process."""
     if axis is not None:
-        return (
-            torch.empty(0, device=axis.device_type).device
-            if is_accelerator(axis.device_type)
-            else None
-        )
+        if is_accelerator(axis.device_type):
+            return torch.empty(0, device=axis.device_type).device
+        return None
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 

@@ -355,11 +355,9 @@ def _in_files(group: Group) -> tuple[StoredFiles, int] | None:
     """The files of others in which parameters rest, and the bytes that are read there;
     None if they rest elsewhere."""
     record = group.record
-    return (
-        (record.shelf, record.nbytes)
-        if record is not None and isinstance(record.shelf, StoredFiles)
-        else None
-    )
+    if record is not None and isinstance(record.shelf, StoredFiles):
+        return (record.shelf, record.nbytes)
+    return None
 
 
 def _sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:

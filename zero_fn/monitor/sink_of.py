@@ -40,11 +40,9 @@ def sink_of(text: str) -> Outlet:
 def _prometheus(rest: str) -> Prometheus:
     if rest.isdecimal() or not rest:
         return Prometheus(int(rest or 9400))
-    return (
-        Prometheus(gateway=rest)
-        if rest.startswith(("http:", "https:"))
-        else Prometheus(textfile=rest)
-    )
+    if rest.startswith(("http:", "https:")):
+        return Prometheus(gateway=rest)
+    return Prometheus(textfile=rest)
 
 
 _SINKS: dict[str, Callable[[str], Outlet]] = {

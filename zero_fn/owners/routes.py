@@ -39,11 +39,9 @@ class AxisLeg:
 
     def rows(self, whole: Tensor, rank: int) -> Tensor:
         """What a rank of the axis holds of what the axes before have left, as a view."""
-        return (
-            whole
-            if self.layout is None
-            else whole.narrow(self.layout.dim, *self.layout.owned_rows(rank))
-        )
+        if self.layout is None:
+            return whole
+        return whole.narrow(self.layout.dim, *self.layout.owned_rows(rank))
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,9 @@ def states_on_all_ranks(
 
 
 def _form_of(value: Any) -> Any:
-    return (
-        _Large(tuple(value.shape), value.dtype)
-        if isinstance(value, Tensor) and value.numel() > 1
-        else value
-    )
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return _Large(tuple(value.shape), value.dtype)
+    return value
 
 
 def _told(mesh: DeviceMesh, said: dict[int, Any]) -> dict[int, Any]:
@@ -147,9 +145,9 @@ def on_owners(
                         )
                     )
                     return carried[-1].whole
-                return (
-                    local_of(value).clone() if isinstance(value, Tensor) and each.is_mine else value
-                )
+                if isinstance(value, Tensor) and each.is_mine:
+                    return local_of(value).clone()
+                return value
 
             own = tree_map(arriving, dict(states[each.parameter]))
             found[each.parameter] = own if each.is_mine else {}

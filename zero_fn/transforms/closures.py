@@ -129,11 +129,9 @@ def _following(value: Any, memo: Mapping[int, Any], made: dict[int, Any]) -> Any
 def rebound(hook: Any, memo: Mapping[int, Any]) -> Any:
     """A hook of a parameter, for the parameter that takes its place:
     a method of a copied module becomes one of the copy."""
-    return (
-        MethodType(hook.__func__, memo.get(id(hook.__self__), hook.__self__))
-        if _is_bound(hook)
-        else hook
-    )
+    if _is_bound(hook):
+        return MethodType(hook.__func__, memo.get(id(hook.__self__), hook.__self__))
+    return hook
 
 
 def _is_bound(hook: object) -> bool:

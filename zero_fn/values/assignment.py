@@ -112,11 +112,9 @@ class Assignment:
             )
 
         part = self._renamed(in_part)
-        return (
-            part
-            if part.anchors is None
-            else replace(part, anchors=tuple(dict.fromkeys(("", *part.anchors))))
-        )
+        if part.anchors is None:
+            return part
+        return replace(part, anchors=tuple(dict.fromkeys(("", *part.anchors))))
 
     def _renamed(self, rename: Callable[[str], str | None]) -> Assignment:
         """The assignment with other names of modules, parameters and methods;

@@ -270,11 +270,9 @@ def local_part(whole: Tensor, model: DTensorSpec | None) -> Tensor:
 def _by_axis(model: DTensorSpec | None) -> dict[str, Placement]:
     """The placements of a parameter on its model axes, by name of the axis,
     in the order of the mesh."""
-    return (
-        {}
-        if model is None
-        else dict(zip(model.mesh.mesh_dim_names or (), model.placements, strict=False))
-    )
+    if model is None:
+        return {}
+    return dict(zip(model.mesh.mesh_dim_names or (), model.placements, strict=False))
 
 
 def _cuts(placement: Placement, dim: int) -> bool:

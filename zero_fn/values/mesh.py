@@ -131,11 +131,9 @@ def dims_in(root: DeviceMesh, mesh: DeviceMesh) -> frozenset[int]:
     all dims that it was made of."""
     names, known = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if mesh is root or (names and all(name in known for name in names)):
-        return (
-            frozenset(range(root.ndim))
-            if mesh is root
-            else frozenset(known.index(name) for name in names)
-        )
+        if mesh is root:
+            return frozenset(range(root.ndim))
+        return frozenset(known.index(name) for name in names)
     places = (root.mesh.unsqueeze(-1) == mesh.mesh.flatten()).nonzero()[:, : root.ndim]
     return frozenset(
         dim for dim in range(root.ndim) if int(places[:, dim].min()) != int(places[:, dim].max())

@@ -10,9 +10,9 @@ __all__ = ["as_flat", "dense_stride", "flat_in", "in_strides", "is_dense"]
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The strides of a tensor if it is dense; else those of its shape row by row."""
-    return (
-        tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-    )
+    if is_dense(tensor):
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def as_flat(tensor: Tensor) -> Tensor:

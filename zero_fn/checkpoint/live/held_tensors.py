@@ -252,11 +252,9 @@ def _held(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> HeldT
             fix="zf.materialize(model, device) first; it may be saved and loaded then",
         )
     place = holding_of(tensor)
-    return (
-        None
-        if place is None
-        else HeldTensor(name, tensor.dtype, place, local_of(tensor), is_buffer)
-    )
+    if place is None:
+        return None
+    return HeldTensor(name, tensor.dtype, place, local_of(tensor), is_buffer)
 
 
 def _in_whole(held: HeldTensor, start: int, shape: tuple[int, ...]) -> HeldTensor:
@@ -285,11 +283,9 @@ def held_state(name: str, state: Tensor, parameter: Tensor, own: HeldTensor) -> 
     """
     require_dtype(f"{own.name}/{name}", state.dtype)
     place = holding_of_state(name, state, parameter, own.place)
-    return (
-        None
-        if place is None
-        else HeldTensor(f"{own.name}/{name}", state.dtype, place, local_of(state))
-    )
+    if place is None:
+        return None
+    return HeldTensor(f"{own.name}/{name}", state.dtype, place, local_of(state))
 
 
 def tensors_of_groups(optimizer: Optimizer, named: ModelTensors) -> list[list[HeldTensor]]:
