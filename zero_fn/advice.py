@@ -48,9 +48,8 @@ def say_if_alone(
         and is_trained(parameter)
     ]
     plain = [parameter for parameter in plain if replacement_of(parameter) is None]
-    if not plain or not any(
-        hop.axis.size > 1 for slot in slots if slot is not None for hop in slot.path.hops
-    ):
+    hops = (hop for slot in slots if slot is not None for hop in slot.path.hops)
+    if not plain or not any(hop.axis.size > 1 for hop in hops):
         return
     wrapped = [
         each

@@ -150,9 +150,8 @@ def warn_once(summary: str, *, fix: str, **facts: object) -> None:
     if summary in _said:
         return
     _said.add(summary)
+    ours = (_PACKAGE_FOLDER, contextlib.__file__)
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (_PACKAGE_FOLDER, contextlib.__file__)
-    ):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         level, frame = level + 1, frame.f_back
     warnings.warn(str(ZeroError(summary, fix=fix, **facts)), UserWarning, stacklevel=level)

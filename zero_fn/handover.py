@@ -250,9 +250,8 @@ class _Handed:
             found = numbers + sum(box.starts[:1]) * prod(shape[1:])
         else:
             found = torch.zeros_like(numbers)
-            for start, size, count in zip(
-                box.starts[::-1], box.sizes[::-1], shape[::-1], strict=True
-            ):
+            dims = zip(box.starts[::-1], box.sizes[::-1], shape[::-1], strict=True)
+            for start, size, count in dims:
                 found += (numbers % size + start) * step
                 numbers, step = numbers // size, step * count
         return found if prod(shape) >= 2**31 else found.int()
@@ -395,9 +394,8 @@ class _HandOver:
         )
         self.look_at(part for _, part in parts)
         if line is not None and line.size > 1:
-            wanted, self.is_changed = Bits(
-                line, [wants, self.is_changed], "who wants the next weights"
-            ).read()
+            bits = Bits(line, [wants, self.is_changed], "who wants the next weights")
+            wanted, self.is_changed = bits.read()
         else:
             wanted = wants
         if not is_due and (not wanted or self.is_changed):

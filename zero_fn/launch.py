@@ -108,9 +108,8 @@ def launch(
             "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         }
         try:
-            with LocalRanks(
-                nprocs, backend=chosen, threads=threads, environ={**(env or {}), **counts}
-            ) as ranks:
+            environ = {**(env or {}), **counts}
+            with LocalRanks(nprocs, backend=chosen, threads=threads, environ=environ) as ranks:
                 # The time of the first start: `timeout_s` is for all of them.
                 began_s = began_s or time.monotonic()
                 return ranks.run(

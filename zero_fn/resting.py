@@ -73,10 +73,8 @@ def spanned(tensor: Tensor) -> int:
     """Elements of memory from the first element of a tensor to its last, gaps included."""
     if not tensor.numel():
         return 0
-    return (
-        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        + 1
-    )
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in dims) + 1
 
 
 def at_same_address(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:

@@ -215,9 +215,8 @@ class _Conversion:
     # -- what there is -----------------------------------------------------------------------------
 
     def _pieces(self, kind: str) -> Iterator[StoredBox]:
-        for key in (
-            self._source.pieces if ("extra" if kind == AVERAGES else kind) in self._only else ()
-        ):
+        is_asked = ("extra" if kind == AVERAGES else kind) in self._only
+        for key in self._source.pieces if is_asked else ():
             if key[0] == kind:
                 first = self._source.first(key)
                 is_cast = (

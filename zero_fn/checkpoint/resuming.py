@@ -134,9 +134,8 @@ def _look(meeting: RankMeeting, path: Path, word: str) -> _Newest:
     names = sorted({name for copies in on_hosts.values() for name in copies}, key=_time_of)
     for name in reversed(names):
         parts = {host: copies.get(name, []) for host, copies in on_hosts.items()}
-        if _time_of(name) > disk_ns and set().union(*parts.values()) == set(
-            range(ranks_of_copy(name))
-        ):
+        is_newer = _time_of(name) > disk_ns
+        if is_newer and set().union(*parts.values()) == set(range(ranks_of_copy(name))):
             return _Newest(Hosts([each["host"] for each in said]), name, parts, disk_ns)
     return _Newest(Hosts([]), "", {}, disk_ns)
 

@@ -107,9 +107,8 @@ def run_together(module: nn.Module) -> None:
     """
     for child in module.modules():
         forward = inspect.unwrap(type(child).forward)
-        if is_generative(child) or _ASKED in getattr(
-            getattr(forward, "__code__", None), "co_names", ()
-        ):
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if is_generative(child) or _ASKED in names:
             child.__dict__["_is_fsdp_managed_module"] = True
 
 
@@ -178,9 +177,8 @@ def replaced_since(optimizer: Optimizer, models: Iterable[nn.Module]) -> dict[in
 def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers whose parameters a transform has replaced."""
     for optimizer in optimizers:
-        for parameter in [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]:
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in own:
             if (replacement := replacement_of(parameter)) is not None:
                 raise zf.StaleError(
                     "An optimizer was built before its model was transformed.",

@@ -203,14 +203,8 @@ def _from_pretrained(
     **options: Any,
 ) -> Any:
     """Stands in for `from_pretrained`; `read` is transformers' own."""
-    asked = next(
-        (
-            name
-            for name in ("distributed_config", "tp_plan", "tp_size")
-            if options.get(name) is not None
-        ),
-        None,
-    )
+    names = ("distributed_config", "tp_plan", "tp_size")
+    asked = next((name for name in names if options.get(name) is not None), None)
     if asked is not None:
         raise zf.ConfigError(
             "from_pretrained was told to distribute a model that placed() transforms.",

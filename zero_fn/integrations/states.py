@@ -74,10 +74,12 @@ def save_states(
     removed then. `extra` is saved with the first entry.
     """
     meeting, doing = RankMeeting(), "Saving the states of a trainer"
-    number = meeting.agree(
-        doing, None, lambda: str(1 + max(map(_number, folder.glob("save-*")), default=0))
-    ).text
-    draft = Draft(folder / f"save-{number}", kinds=())
+
+    def next_number() -> str:
+        return str(1 + max(map(_number, folder.glob("save-*")), default=0))
+
+    agreed = meeting.agree(doing, None, next_number)
+    draft = Draft(folder / f"save-{agreed.text}", kinds=())
     try:
         meeting.agree(doing, None, draft.make)
         for at, (name, model, optimizer, where) in enumerate(_entries(models, optimizers)):
@@ -89,10 +91,8 @@ def save_states(
     if meeting.rank == 0:
         # Before, each entry lay in the folder itself, with a number of its own:
         # `optimizer-0/save-1`.
-        for old in {
-            *folder.glob("save-*"),
-            *(path.parent for path in folder.glob("*-*/save-*")),
-        } - {draft.target}:
+        single = (path.parent for path in folder.glob("*-*/save-*"))
+        for old in {*folder.glob("save-*"), *single} - {draft.target}:
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -493,9 +493,8 @@ def _names_of_adapters(model: Any) -> set[str] | None:
     names = {id(value): name for name, value in entries.items()}
     chosen: set[str] = set()
     for adapter in model.peft_config:
-        for value in peft.get_peft_model_state_dict(
-            model, state_dict=entries, adapter_name=adapter
-        ).values():
+        own = peft.get_peft_model_state_dict(model, state_dict=entries, adapter_name=adapter)
+        for value in own.values():
             if id(value) not in names:
                 return None  # PEFT computes this value from other entries
             chosen.add(names[id(value)])

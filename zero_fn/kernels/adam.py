@@ -219,9 +219,8 @@ def _found_rounding() -> Rounding | None:
         for beta1 in (0.9, 0.3)
     ]
     expected = [_tried(rates, None) for rates in forms]
-    for how in itertools.starmap(
-        Rounding, itertools.product((True, False), (2, 1, 0), (2, 1, 0), (8, 16, 4, 2))
-    ):
+    ways = itertools.product((True, False), (2, 1, 0), (2, 1, 0), (8, 16, 4, 2))
+    for how in itertools.starmap(Rounding, ways):
         if all(_same(_tried(rates, how), e) for rates, e in zip(forms, expected, strict=True)):
             return how
     return None

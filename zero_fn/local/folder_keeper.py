@@ -97,11 +97,10 @@ def keep(folder: str) -> None:
         signal.signal(number, lambda number, _: told.append(number))
     idle_since = time.monotonic()
     while os.path.exists(f"{folder}/users"):
+        is_idle = time.monotonic() - idle_since > IDLE_S
         if is_used(folder):
             idle_since = time.monotonic()
-        elif (told or not lives(folder) or time.monotonic() - idle_since > IDLE_S) and remove(
-            folder, is_keeper=True
-        ):
+        elif (told or not lives(folder) or is_idle) and remove(folder, is_keeper=True):
             return
         time.sleep(0.5)
 

@@ -272,9 +272,8 @@ def _has(*names: str) -> Callable[[Mapping[str, str]], bool]:
     return lambda found: all(found.get(name) for name in names)
 
 
-_LAUNCHERS: tuple[
-    tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], StartedRank]], ...
-] = (
+_Launcher = tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], StartedRank]]
+_LAUNCHERS: tuple[_Launcher, ...] = (
     ("environment", lambda found: "RANK" in found, _torch),
     ("Open MPI", _has("OMPI_COMM_WORLD_RANK"), _open_mpi),
     # srun sets PMI_RANK, too; what follows it here is Hydra's alone.
@@ -292,15 +291,11 @@ def _of_group(found: Mapping[str, str]) -> StartedRank:
     """This rank in the process group that there is."""
     of = _Variables(found, "zf.launch" if inside.place is not None else "environment")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    here = of.rank(
-        rank,
-        ranks,
-        (of.number("LOCAL_RANK", default=rank), of.number("LOCAL_WORLD_SIZE", default=ranks)),
-    )
-    kind = here.device.type
-    if kind != "cpu" and str(dist.get_default_backend_for_device(kind)) not in str(
-        dist.get_backend()
-    ):
+    local_rank = of.number("LOCAL_RANK", default=rank)
+    local_ranks = of.number("LOCAL_WORLD_SIZE", default=ranks)
+    here = of.rank(rank, ranks, (local_rank, local_ranks))
+    kind, backends = here.device.type, str(dist.get_backend())
+    if kind != "cpu" and str(dist.get_default_backend_for_device(kind)) not in backends:
         return replace(here, device=torch.device("cpu"))  # ranks of a group of gloo alone
     return here
 

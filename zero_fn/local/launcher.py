@@ -290,9 +290,8 @@ class _Peer:
     def printed(self) -> str:
         """The last lines that were not read yet, and the first lines of
         faulthandler's report if the rank crashed."""
-        before, fatal, stack = (self.output.read() + self.errors.read()).partition(
-            "Fatal Python error"
-        )
+        text = self.output.read() + self.errors.read()
+        before, fatal, stack = text.partition("Fatal Python error")
         return "\n".join(
             before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES]
         )

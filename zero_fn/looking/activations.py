@@ -32,11 +32,10 @@ from zero_fn.values.units import repeated_blocks
 
 __all__ = ["Compute", "activations_of", "live_bytes"]
 
+_ATEN = torch.ops.aten
 _SDPA = "_scaled_dot_product_flash_attention"
 _FORMULAS = dict(flop_registry) | {
-    getattr(torch.ops.aten, f"{_SDPA}_for_cpu{way}"): flop_registry[
-        getattr(torch.ops.aten, f"{_SDPA}{way}")
-    ]
+    getattr(_ATEN, f"{_SDPA}_for_cpu{way}"): flop_registry[getattr(_ATEN, f"{_SDPA}{way}")]
     for way in ("", "_backward")
 }
 """Of operations, also of attention on the CPU those that torch has for accelerators:

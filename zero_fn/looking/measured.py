@@ -112,9 +112,8 @@ def _measured(name: str, paths: Sequence[str], seconds: float) -> tuple[LinkSpee
     """On each rank: speeds in about so many seconds, what moves bytes between ranks,
     and the threads of a rank."""
     local, kind = int(os.environ["LOCAL_RANK"]), "cpu"
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= int(
-        os.environ["LOCAL_WORLD_SIZE"]
-    ):
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if devices and devices >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.accelerator.set_device_index(local)
         kind = str(torch.accelerator.current_accelerator())
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=(name,))[name]

@@ -158,14 +158,10 @@ def _of_function(what: str) -> PlannedModel:
     leaves = (
         [] if inputs is None else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
     )
-    tokens = next(
-        (
-            leaf.numel()
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and not leaf.is_floating_point()
-        ),
-        0,
+    whole_numbers = (
+        leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()
     )
+    tokens = next((leaf.numel() for leaf in whole_numbers), 0)
     left = "model" if given is None else "model, _"
     lines = f'with torch.device("meta"):\n    {left} = {attribute}()'
     return PlannedModel(module, inputs, tokens, f"from {name} import {attribute}", lines)

@@ -291,9 +291,8 @@ class _State:
         if line.size > 1:
             sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(line.device)
             rows = [row.numpy().tobytes() for row in line.exchange(sent, "metrics")]
-        ranks, seconds, losses, tokens, samples = zip(
-            *(struct.unpack("5d", row) for row in rows), strict=True
-        )
+        numbers = (struct.unpack("5d", row) for row in rows)
+        ranks, seconds, losses, tokens, samples = zip(*numbers, strict=True)
         found = {"ranks": float(len(rows))}
         if loss is not None:
             found["loss"] = sum(losses) / len(losses)

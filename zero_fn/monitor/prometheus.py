@@ -110,14 +110,8 @@ class Prometheus(Outlet):
         name, own = split(key)
         labels = own if self._gateway is not None else self._labels | own
         if name not in self._metrics:
-            unit = next(
-                (
-                    unit
-                    for unit in ("bytes", "seconds")
-                    if name.removesuffix("_total").endswith(f"_{unit}")
-                ),
-                "",
-            )
+            bare = name.removesuffix("_total")
+            unit = next((unit for unit in ("bytes", "seconds") if bare.endswith(f"_{unit}")), "")
             options: dict[str, Any] = {"unit": unit, "registry": self.registry}
             kind = self._client.Counter if name.endswith("_total") else self._client.Gauge
             if is_histogram:

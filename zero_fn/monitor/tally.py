@@ -60,9 +60,8 @@ class Tally:
                 elif mark.moment is Moment.WAITED:
                     self.seconds[_BY_KIND[each.kind]].append((each.end_ns - each.begin_ns) / 1e9)
         for _, tier, nbytes, is_read in taken.moved:
-            self.totals[
-                f'tier_{"read" if is_read else "written"}_bytes_total{{tier="{tier}"}}'
-            ] += nbytes
+            way = "read" if is_read else "written"
+            self.totals[f'tier_{way}_bytes_total{{tier="{tier}"}}'] += nbytes
 
     @property
     def age_s(self) -> float:

@@ -134,9 +134,8 @@ def on_owners(
         for each in batch:
 
             def arriving(value: Any, each: Dealt = each, carried: list[Carried] = carried) -> Any:
-                if isinstance(value, DTensor) and value.placements != getattr(
-                    each.parameter, "placements", None
-                ):
+                placements = getattr(each.parameter, "placements", None)
+                if isinstance(value, DTensor) and value.placements != placements:
                     value = value.full_tensor()
                 if isinstance(value, DTensor) and each.route.is_cut:
                     carried.append(

@@ -123,9 +123,8 @@ class Arithmetic:
         """Takes over the options that the calls have changed."""
         if not self._is_begun:
             self.step(())
-        for target, changes in zip(
-            [vars(self._inner), *self._inner.param_groups], self._changed, strict=True
-        ):
+        targets = [vars(self._inner), *self._inner.param_groups]
+        for target, changes in zip(targets, self._changed, strict=True):
             for name, value in changes.items():
                 own = target.get(name)
                 if (

@@ -50,9 +50,8 @@ class LinesByAxis:
         Waits.
         """
         for line in map(self.over, axes):
-            line.any(
-                torch.zeros(1, dtype=torch.uint8, device=line.device), "gradients", check=check
-            ).wait()
+            bit = torch.zeros(1, dtype=torch.uint8, device=line.device)
+            line.any(bit, "gradients", check=check).wait()
 
     def give_up(self) -> None:
         """Tells all ranks that this one sends nothing more."""

@@ -89,9 +89,8 @@ class Profile(Findings):
         self._device_type = next(
             (g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu"
         )
-        self._dtype = max(
-            groups, key=lambda g: sum(slot.path.numel for slot in g.slots)
-        ).kind.compute_dtype
+        largest = max(groups, key=lambda group: sum(slot.path.numel for slot in group.slots))
+        self._dtype = largest.kind.compute_dtype
         self._operations = Operations() if flops else None
         self._held = Held(0, 0, 0)
         self._measured = 0

@@ -56,9 +56,8 @@ def name_of(span: Span) -> str:
 def in_lanes(collectives: Iterable[Collective]) -> list[tuple[int, Collective]]:
     """Collectives that were waited for, each with the first lane that is free when it begins."""
     ends, found = list[int](), list[tuple[int, Collective]]()
-    for each in sorted(
-        (each for each in collectives if each.end_ns), key=lambda each: each.begin_ns
-    ):
+    ended = (each for each in collectives if each.end_ns)
+    for each in sorted(ended, key=lambda each: each.begin_ns):
         lane = next((lane for lane, end in enumerate(ends) if end <= each.begin_ns), len(ends))
         ends[lane : lane + 1] = [each.end_ns]
         found.append((lane, each))

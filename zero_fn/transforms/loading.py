@@ -54,9 +54,8 @@ def _before_load(
     for unit in units_of(module):
         run_of(unit).recover()
         unit.follow_moved()  # of a deep copy that did not run yet
-    for name, child in module.named_modules(
-        prefix=prefix.removesuffix("."), remove_duplicate=False
-    ):
+    inside = module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False)
+    for name, child in inside:
         if isinstance(child, Tiled):
             _split(child, state_dict, f"{name}.".lstrip("."))
     for key, own in _tensors(module, prefix):
@@ -78,9 +77,8 @@ def _split(tiled: Tiled, state_dict: dict[str, Any], prefix: str) -> None:
 
 def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers at and below a module, by key."""
-    for name, child in module.named_modules(
-        prefix=prefix.removesuffix("."), remove_duplicate=False
-    ):
+    inside = module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False)
+    for name, child in inside:
         if child is not module and _rewrites_entries(child):
             continue  # its own hook comes after whatever rewrites its entries
         for attribute, own in (*child._parameters.items(), *child._buffers.items()):

@@ -314,9 +314,9 @@ def reserve(
         for unit in (run.live_units() if units is None else units)
         for group in unit.memory.groups
     ]
-    for group in (
-        groups if on_meta else [each for each in groups if each.kind.device.type != "meta"]
-    ):
+    if not on_meta:
+        groups = [group for group in groups if group.kind.device.type != "meta"]
+    for group in groups:
         for what, forms in (*group.forms_away(), *group.codes_away()):
             if run.offloaded.files is None or what[0] != "parameters":
                 records.setdefault(what, []).append(forms)

@@ -106,9 +106,8 @@ class ReducePlan:
         `arrived` has the message of each run, by peer.
         """
         own_pieces = self.pieces(rows, self._rank)
-        for number, (run, pieces, dtype) in enumerate(
-            zip(self._runs, own_pieces, self._dtypes, strict=True)
-        ):
+        runs = zip(self._runs, own_pieces, self._dtypes, strict=True)
+        for number, (run, pieces, dtype) in enumerate(runs):
             outs = [self._places[at].of(buffers) for at in run]
             if len(outs) == 1:
                 own = pieces[0].detach()

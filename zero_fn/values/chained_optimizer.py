@@ -35,9 +35,8 @@ class ChainedOptimizer(Optimizer):
         self.defaults = dict(self.members[0].defaults)
         owners: dict[int, str] = {}
         for number, member in enumerate(self.members):
-            for parameter in [
-                parameter for group in member.param_groups for parameter in group["params"]
-            ]:
+            stepped = [parameter for group in member.param_groups for parameter in group["params"]]
+            for parameter in stepped:
                 own = f"number {number}, {type(member).__name__}"
                 other = owners.setdefault(id(parameter), own)
                 if other != own:

@@ -81,14 +81,8 @@ def _pieces(
         return [(Piece(number, 0, numel, True), whole_nbytes)]
     most = numel // GRAIN_NUMEL
     while most and nbytes_of(number, most * GRAIN_NUMEL) > buffer_nbytes:
-        most = min(
-            most - 1,
-            most
-            * GRAIN_NUMEL
-            * buffer_nbytes
-            // nbytes_of(number, most * GRAIN_NUMEL)
-            // GRAIN_NUMEL,
-        )
+        tried = most * GRAIN_NUMEL
+        most = min(most - 1, tried * buffer_nbytes // nbytes_of(number, tried) // GRAIN_NUMEL)
     if not most:
         least = nbytes_of(number, min(numel, GRAIN_NUMEL))
         raise TierError(

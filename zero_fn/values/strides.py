@@ -24,9 +24,8 @@ def in_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A tensor with these strides: itself, or a copy if it lies otherwise."""
     if tensor.stride() == stride:
         return tensor
-    return torch.empty_strided(
-        tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
+    own = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return own.copy_(tensor)
 
 
 def flat_in(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -40,9 +39,8 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted(
-        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
-    ):
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((s, n) for s, n in dims if n != 1):
         if stride != expected:
             return False
         expected *= size

@@ -123,10 +123,8 @@ class Contents:
     def require_all(self, key: Key, box: Box) -> None:
         """Requires that the files have each element of a box of a tensor once."""
         for read_more in (self.read_all, lambda: None):
-            if (
-                sum(meet.numel for _, meet in _meeting(_pieces(self, key).values(), box))
-                == box.numel
-            ):
+            meets = _meeting(_pieces(self, key).values(), box)
+            if sum(meet.numel for _, meet in meets) == box.numel:
                 return
             read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")

@@ -295,9 +295,8 @@ class TensorReader:
                 if target is not None and not is_direct:
                     first_byte, last_byte = max(low, begin), min(high, end)
                     if first_byte < last_byte:
-                        target[first_byte - begin : last_byte - begin] = view[
-                            first_byte - low : last_byte - low
-                        ]
+                        found = view[first_byte - low : last_byte - low]
+                        target[first_byte - begin : last_byte - begin] = found
             if hasher.hexdigest() != piece.digests[at // BLOCK_NBYTES]:
                 raise damaged(
                     self._path,

@@ -112,9 +112,8 @@ class DcpFolder(Foreign):
             paths = {name: tuple(path) for name, path in (said["planner_data"] or {}).items()}
             paths = paths or {name: (name,) for name in self._tensors}  # it was saved without paths
             names = {name for name, _ in self._entries}
-            if not paths.keys() == self._tensors.keys() == names or len(self._entries) != len(
-                said["storage_data"]
-            ):
+            are_alike = paths.keys() == self._tensors.keys() == names
+            if not are_alike or len(self._entries) != len(said["storage_data"]):
                 raise ValueError("its tables have different names")
             if any(".".join(map(str, path)) != name for name, path in paths.items()):
                 raise ValueError("a name is not its path")

@@ -218,9 +218,8 @@ class DeepSpeedFolder(Foreign):
         is_read = not (entry is None and said(*_NOT_READ)) and maps["version"] == 1
         if entry:
             whole, found = tuple(entry["logical_shape"]), [[] for _ in shapes]
-            for part, pieces in enumerate(
-                entry["ranks"][each]["pieces"] for each in range(len(shapes))
-            ):
+            of_ranks = (entry["ranks"][each]["pieces"] for each in range(len(shapes)))
+            for part, pieces in enumerate(of_ranks):
                 for piece in pieces:
                     ends = ((*piece["dest"], shapes[part]), (*piece["source"], whole))
                     sizes = tuple(piece["shape"])
@@ -278,13 +277,11 @@ class DeepSpeedFolder(Foreign):
             for name, tensor in module.items()
             if name in self._buffers or not (is_cut or name in known)
         ]
-        for number, paths in enumerate(
-            models if is_cut and said[0].get("frozen_param_shapes") else ()
-        ):
+        are_cut = is_cut and said[0].get("frozen_param_shapes")
+        for number, paths in enumerate(models if are_cut else ()):
             parts = [said[number], *map(read_torch_file, paths[1:])]
-            for (rank, part), (name, shape) in product(
-                enumerate(parts), said[number]["frozen_param_shapes"].items()
-            ):
+            frozen = said[number]["frozen_param_shapes"]
+            for (rank, part), (name, shape) in product(enumerate(parts), frozen.items()):
                 fragment = part["frozen_param_fragments"][name]
                 found.append(
                     (number, name, shape, fragment, (*_part(prod(shape), rank, len(parts)), 0))

@@ -73,10 +73,8 @@ class TensorInFile(NamedTuple):
         """Elements of the storage from the first of the tensor to its last."""
         if 0 in self.shape:
             return 0
-        return (
-            sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-            + 1
-        )
+        dims = zip(self.shape, self.strides, strict=True)
+        return sum((size - 1) * stride for size, stride in dims) + 1
 
 
 class Stub:
@@ -167,11 +165,8 @@ def _records(excerpt: _Excerpt, path: Path) -> dict[int, ZipRecord]:
                 raise pickle.UnpicklingError("it is compressed")
             excerpt.seek(info.header_offset)
             header = excerpt.read(30)  # its last 4 bytes are the lengths of what follows it
-            first = (
-                info.header_offset
-                + 30
-                + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-            )
+            lengths = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+            first = info.header_offset + 30 + sum(lengths)
             if header[:4] != b"PK\3\4" or first + info.file_size > excerpt.nbytes:
                 raise pickle.UnpicklingError("a record is not where its archive says")
             found[first] = ZipRecord(path, excerpt.offset + first, info.file_size, info.CRC)
@@ -190,9 +185,8 @@ def _in_file(value: Any, records: Mapping[int, ZipRecord], path: Path) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_in_file(each, records, path) for each in value])
     if isinstance(value, Stub):
-        value.args, value.state = (
-            _in_file(each, records, path) for each in (value.args, value.state)
-        )
+        value.args = _in_file(value.args, records, path)
+        value.state = _in_file(value.state, records, path)
         return value
     if isinstance(value, torch.device):
         return value.__reduce__()[1]
@@ -307,9 +301,8 @@ class Foreign(Contents):
             why = f"{list(tensor.shape)} are fewer elements than it should have"
             raise damaged(tensor.record.path, tensor=name, why=why)
         opened = self._openers.setdefault(tensor, partial(self.open_tensor, tensor))
-        for box in (
-            (whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count)
-        ):
+        is_whole = run is None or 0 in shape
+        for box in (whole_box(shape),) if is_whole else spans(shape, at, at + count):
             for inner, outer in pairs:
                 meet = box if 0 in shape else box.meet(inner)
                 if meet is not None:
