@@ -93,9 +93,12 @@ def convert(
     draft.make()
     conversion = _Conversion(source, draft.path, dtype, only, tell)
     try:
-        {"zero_fn": conversion.to_ours, "hf": conversion.to_safetensors, "dcp": conversion.to_dcp}[
-            to
-        ]()
+        ways = {
+            "zero_fn": conversion.to_ours,
+            "hf": conversion.to_safetensors,
+            "dcp": conversion.to_dcp,
+        }
+        ways[to]()
         draft.commit()
     except BaseException:
         draft.drop()

@@ -145,9 +145,8 @@ def _check(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Sizes, before anything is written."""
     tensors = (values, codes, scales)
     assert [t.dtype for t in tensors] == [torch.float32, torch.uint8, torch.float32], tensors
-    assert codes.numel() == values.numel() and scales.numel() == -(
-        -values.numel() // BLOCK_NUMEL
-    ), tensors
+    assert codes.numel() == values.numel(), tensors
+    assert scales.numel() == -(-values.numel() // BLOCK_NUMEL), tensors
     assert all(t.is_contiguous() for t in tensors), tensors
 
 

@@ -98,9 +98,8 @@ def _check(records: Records, rows: Sequence[Tensor], coded: Sequence[Tensor]) ->
     tensors, count = (*rows, *coded), rows[0].shape[0]
     assert coded and all(t.is_contiguous() for t in tensors), tensors
     assert all(t.dtype in _FLOATS and t.shape == (count, records.row_numel) for t in rows), rows
-    assert all(t.dtype == torch.uint8 and t.shape == (count, records.row_nbytes) for t in coded), (
-        coded
-    )
+    shape = (count, records.row_nbytes)
+    assert all(t.dtype == torch.uint8 and t.shape == shape for t in coded), coded
 
 
 def _run(
@@ -134,9 +133,8 @@ def _run(
 
 def _encode_by_torch(values: Tensor, records: Records, out: Tensor) -> None:
     blocks, numel, head_nbytes = records.blocks, records.numel, records.head_nbytes
-    y = torch.nn.functional.pad(values, (0, blocks * numel - records.row_numel)).view(
-        -1, blocks, numel
-    )
+    y = torch.nn.functional.pad(values, (0, blocks * numel - records.row_numel))
+    y = y.view(-1, blocks, numel)
     y, heads = _mixed(y, records.rotated), []
     width = y.abs().amax(-1, keepdim=True)
     if not records.wire.is_symmetric:

@@ -101,9 +101,8 @@ def _row(name: str, value: object) -> tuple[str, str]:
         return name, ", ".join(" ".join(_row(*each)) for each in value.items())
     if not name.endswith("_nbytes"):
         return name, str(value)
-    return name.removesuffix("_nbytes"), bytes_text(value) if isinstance(
-        value, int
-    ) else "unlimited"
+    size = bytes_text(value) if isinstance(value, int) else "unlimited"
+    return name.removesuffix("_nbytes"), size
 
 
 def environment() -> dict[str, Any]:

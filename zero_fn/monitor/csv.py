@@ -46,9 +46,8 @@ class Csv(Outlet):
     def _write(self, step: int, numbers: Numbers) -> None:
         row = {"step": step, "time": round(time.time(), 3), **flat(numbers)}
         if new := [name for name in row if name not in self._columns]:
-            (self._lines.replace_first if self._columns else self._lines.append)(
-                _text(self._columns + new)
-            )
+            write = self._lines.replace_first if self._columns else self._lines.append
+            write(_text(self._columns + new))
             self._columns += new
         self._lines.append(_text(row.get(name, "") for name in self._columns))
 

@@ -170,9 +170,8 @@ class Metrics:
         if self._norm and (self._watch is not None or not (self.steps + 1) % self._every):
             # Set by a scaler: a fused step divides by it.
             scale = getattr(optimizer, "grad_scale", None)
-            state.norm = float(clip_grad_norm(state.parameters(), None)) / (
-                1.0 if scale is None else float(scale)
-            )
+            norm = float(clip_grad_norm(state.parameters(), None))
+            state.norm = norm / (1.0 if scale is None else float(scale))
         # An overflow is what a scaler looks for.
         if self._watch is not None and state.norm is not None and not overflow:
             spike = self._watch.look_at(self.steps, "gradient", state.norm, self._line)

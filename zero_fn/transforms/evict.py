@@ -264,6 +264,5 @@ def _on_meta(local: Tensor) -> Tensor:
 def _no_values(local: Tensor) -> Tensor:
     """One NaN in place of all elements: to read them gives nothing that looks right,
     to write them raises."""
-    return local.new_full((), nan if local.is_floating_point() or local.is_complex() else 0).expand(
-        local.shape
-    )
+    value = nan if local.is_floating_point() or local.is_complex() else 0
+    return local.new_full((), value).expand(local.shape)

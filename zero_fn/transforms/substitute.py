@@ -479,9 +479,8 @@ def _require_buffers_apart(module: nn.Module, named: list[NamedParameter]) -> No
             and not local.is_meta
             and local.numel()
         ):
-            trained.setdefault(local.untyped_storage().data_ptr(), []).append(
-                (parameter, _addresses(local))
-            )
+            address = local.untyped_storage().data_ptr()
+            trained.setdefault(address, []).append((parameter, _addresses(local)))
     for name, buffer in module.named_buffers():
         if type(buffer) is not Tensor or buffer.is_meta or not buffer.numel():
             continue

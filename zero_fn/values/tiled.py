@@ -77,9 +77,8 @@ class Tiled(nn.Module):
             if isinstance(entry, Tensor) and tuple(entry.shape) == shape:
                 del state_dict[f"{prefix}{attribute}"]
                 for number, (_, start, count) in enumerate(self.rows()):
-                    state_dict[f"{prefix}tiles.{number}.{attribute}"] = entry.narrow(
-                        0, start, count
-                    )
+                    name = f"{prefix}tiles.{number}.{attribute}"
+                    state_dict[name] = entry.narrow(0, start, count)
 
     def _load_from_state_dict(
         self,

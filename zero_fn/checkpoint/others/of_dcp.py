@@ -94,11 +94,10 @@ class DcpFolder(Foreign):
         with understood(path / METADATA, "not what torch writes"):
             with opened_pickle(path / METADATA) as file:
                 said = MetadataUnpickler(file).load().state
+            stored = ((index.state, info.state) for index, info in said["storage_data"].items())
             self._entries = {
-                (index.state["fqn"], tuple(index.state.get("offset") or ())): self._entry(
-                    info.state
-                )
-                for index, info in said["storage_data"].items()
+                (index["fqn"], tuple(index.get("offset") or ())): self._entry(info)
+                for index, info in stored
             }
             # The offsets have no checksum.
             for one, other in pairwise(sorted(self._entries.values())):
