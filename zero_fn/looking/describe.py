@@ -138,8 +138,8 @@ def describe(
         unit.follow_moved()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
-            kind = (_placement(slot), _tier(slot), dtypes_text(slot.kind))
-            kinds.setdefault(kind, []).append(slot)
+            how = (_placement(slot), _tier(slot), dtypes_text(slot.kind))
+            kinds.setdefault(how, []).append(slot)
         padding = sum(padding_nbytes(unit))
         for (placement, tier, dtypes), slots in kinds.items():
             elements = sum(slot.path.numel for slot in slots)

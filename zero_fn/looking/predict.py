@@ -200,8 +200,8 @@ def plan(
         TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
     units = units_of(module)
-    found = list({id(unit.run): run_of(unit) for unit in units}.values())
-    runs = found or runs_of(module, verb="plan")  # which raises
+    own = list({id(unit.run): run_of(unit) for unit in units}.values())
+    runs = own or runs_of(module, verb="plan")  # which raises
     if optimizer is not None and optimizer_nbytes_per_element is not None:
         raise StateError(
             "plan() was given an optimizer and bytes per element of another one.",
