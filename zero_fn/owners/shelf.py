@@ -112,4 +112,4 @@ def _record_of(states: Mapping[str, Any]) -> Record | None:
 
 def _is_in_place(record: Record) -> bool:
     """Whether states are stepped where they rest."""
-    return record.is_addressable and record.device.type == "cpu"
+    return record.shelf.is_addressable and record.device.type == "cpu"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.storage.io import Transfer, wait_all
-from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, staging_form, storage_on
+from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, Stretch, staging_form, storage_on
 from zero_fn.values.tiers import Tier, bytes_text
 
 __all__ = ["Store", "Stored"]
@@ -41,8 +41,7 @@ class Store:
         self._on_device: list[Tensor] = []
         self._count = self._largest_nbytes = 0
         self._free: dict[int, list[int]] = {}  # places that were given up, by their bytes
-        # Memory of the byte strings used last, by place, the latest at the end, with transfers that are under way there.
-        self._held: dict[int, tuple[Tensor, Sequence[Transfer | None]]] = {}
+        self._held: dict[int, Stretch] = {}  # of those used last, by place, the latest at the end
 
     def __str__(self) -> str:
         taken = bytes_text(self.nbytes)
@@ -104,19 +103,19 @@ class Store:
         if not member.nbytes:
             return NOTHING, ()
         self._storage.require_own()
-        held = self._held.pop(member.place, None)
-        if held is None:
+        stretch = self._held.pop(member.place, None)
+        if stretch is None:
             if len(self._held) == BUFFERS:
                 self._let_go(next(iter(self._held)))
-            memory = self._storage.borrow(member.place, member.nbytes)
+            stretch = Stretch(self._storage, member.place, member.nbytes)
             try:
-                begun = [self._storage.read(member.place, memory)] if member.is_stored else ()
+                if member.is_stored:
+                    stretch.transfers = [self._storage.read(member.place, stretch.memory)]
             except BaseException:  # nobody else knows of the memory yet
-                self._storage.give_back(memory)
+                stretch.abandon()
                 raise
-            held = memory, begun
-        self._held[member.place] = held
-        return held
+        self._held[member.place] = stretch
+        return stretch.memory, stretch.transfers
 
     def get(self, member: Stored) -> Tensor:
         """The bytes of a byte string, in memory. Waits."""
@@ -133,10 +132,10 @@ class Store:
         if self._storage is None or not member.nbytes:
             member.is_stored = True
             return ()
-        transfers = [self._storage.write(member.place, memory)]
+        stretch = self._held[member.place]
+        stretch.transfers = [self._storage.write(member.place, memory)]
         member.is_stored = True
-        self._held[member.place] = memory, transfers
-        return transfers
+        return stretch.transfers
 
     def forget(self) -> None:
         """Gives up what is in buffers, which cannot be relied on after a failure."""
@@ -145,9 +144,9 @@ class Store:
 
     def _let_go(self, place: int) -> None:
         """Waits for what is under way in the memory of a place, and gives the memory to others."""
-        if place in self._held and self._storage is not None:
-            memory, transfers = self._held.pop(place)
+        stretch = self._held.pop(place, None)
+        if stretch is not None:
             try:
-                wait_all(transfers)
+                stretch.wait()
             finally:
-                self._storage.give_back(memory)
+                stretch.abandon()

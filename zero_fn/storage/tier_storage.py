@@ -2,6 +2,7 @@
 
     TierStorage     ranges of slabs, which are used where they lie
     DiskStorage     ranges of unnamed files, one on each path; staging buffers, as large as the largest range read at once
+    Stretch         a range in memory, and the transfers under way between the two
 
 One staging buffer is enough on a CPU: a schedule fetches the next unit after the last one was copied to its gathered buffer.
 With an accelerator that copy is still under way then, so there are two. A fetch out of schedule gets memory of its own, which
@@ -12,14 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from zero_fn.errors import StorageError
 from zero_fn.storage.files import SpillFile, extents_of, share_of
 from zero_fn.storage.host_memory import Slab, too_small, whole_pages
-from zero_fn.storage.io import Block, IoBackend, ProcessLocal, Request, Transfer
+from zero_fn.storage.io import Block, IoBackend, ProcessLocal, Request, Transfer, wait_all
 from zero_fn.storage.uring import io_backend
 from zero_fn.values import watching
 from zero_fn.values.tiers import Cpu, Nvme, Tier, bytes_text, is_accelerator
@@ -30,6 +33,7 @@ __all__ = [
     "NOTHING",
     "DiskStorage",
     "StagingBuffers",
+    "Stretch",
     "TierStorage",
     "staging_for",
     "staging_form",
@@ -112,6 +116,47 @@ class TierStorage:
 
         The memory must stay as it is until the transfer was waited for.
         """
+
+
+class Stretch:
+    """A range of a tier in memory, and what is under way between the two.
+
+    The memory is the range itself, a staging buffer, or memory that was given.
+    """
+
+    __slots__ = ("_storage", "memory", "place", "transfers")
+
+    def __init__(self, storage: TierStorage, place: int, nbytes: int, memory: Tensor | None = None) -> None:
+        """Takes memory for a range. Nothing is read."""
+        if memory is None:
+            memory = storage.borrow(place, nbytes) if nbytes else NOTHING
+        self.memory = memory
+        self.place = place
+        self.transfers: list[Transfer | None] = []
+        self._storage = storage
+
+    def part(self, place: int, nbytes: int) -> Tensor:
+        """The memory of a range that lies within."""
+        return self.memory[place - self.place : place - self.place + nbytes]
+
+    def wait(self) -> None:
+        """Waits for all transfers, and raises the first failure."""
+        wait_all(self.transfers)
+        self.transfers = []
+
+    def close(self, left: torch.Event | None = None) -> None:
+        """Waits for transfers, and gives the memory back. `left`: see `TierStorage.give_back`."""
+        with suppress(StorageError):
+            self.wait()
+        self.abandon(left)
+
+    def abandon(self, left: torch.Event | None = None) -> None:
+        """Gives the memory back without waiting for transfers, as a finalizer must.
+
+        Whoever borrows it next waits for them.
+        """
+        memory, self.memory = self.memory, NOTHING
+        self._storage.give_back(memory, left)
 
 
 def storage_on(tier: Tier, what: str) -> TierStorage:

@@ -66,7 +66,7 @@ class Window:
         if record is None:
             return NOTHING
         parcel = record.parcels[index]
-        if record.is_addressable:
+        if record.shelf.is_addressable:
             return record.memory_of(parcel)
         assert parcel.nbytes <= self._for_parcels.numel(), "more than was planned"
         memory, self._for_parcels = self._for_parcels[: parcel.nbytes], self._for_parcels[parcel.nbytes :]

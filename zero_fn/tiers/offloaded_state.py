@@ -77,8 +77,7 @@ class OffloadedState:
         those of one record come to the host while those of the record before are written."""
         with self._failing_at_the_end():
             for other in self._writing:
-                if other.writing is not None:
-                    other.writing.go_on(other)
+                other.go_on()
             self._finish_writing(down_to=stagings_for(record.device.type) - 1)
             self._writing.append(record)
             record.begin_writing(values)
