@@ -10,7 +10,7 @@ pool            memory of large buffers, used again by the next buffer of the si
 
 from zero_fn.storage.host_memory import Slab, whole_pages
 from zero_fn.storage.io import Transfer, Waited, wait_all
-from zero_fn.storage.store import Store
+from zero_fn.storage.store import Store, Stored
 from zero_fn.storage.tier_storage import (
     BUFFERS,
     NOTHING,
@@ -31,6 +31,7 @@ __all__ = [
     "Slab",
     "StagingBuffers",
     "Store",
+    "Stored",
     "Stretch",
     "TierStorage",
     "Transfer",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +20,12 @@ from zero_fn.values.tiers import Tier, bytes_text
 __all__ = ["Store", "Stored"]
 
 
-class Stored(Protocol):
+class Stored:
     """A byte string of a store."""
 
     nbytes: int
-    place: int  # in the store
-    is_stored: bool  # whether it was ever written there
+    place = -1  # in the store; negative before there is one
+    is_stored = False  # whether it was ever written there
 
 
 class Store:
@@ -39,7 +38,7 @@ class Store:
         """An empty store. A tier of None is the memory of the device itself."""
         self._storage = storage_on(tier, what) if tier is not None else None
         self._on_device: list[Tensor] = []
-        self._count = self._largest_nbytes = 0
+        self._count = 0  # of places on a disk
         self._free: dict[int, list[int]] = {}  # places that were given up, by their bytes
         self._held: dict[int, Stretch] = {}  # of those used last, by place, the latest at the end
 
@@ -76,14 +75,13 @@ class Store:
             places = [len(self._on_device) + number for number in range(len(new))]
             self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
         elif isinstance(self._storage, DiskStorage):
-            # Noted last: one for which there is no room would count for all that come later.
-            counted, largest_nbytes = self._count + len(sizes), max(self._largest_nbytes, *sizes)
-            count, size = staging_form(counted, largest_nbytes)
+            count, size = staging_form(self._count + len(sizes), max(sizes))
             if count > self._storage.stagings.count or size > self._storage.stagings.size:
                 self.forget()  # frees the old buffers first
                 self._storage.stage(size, count)
             places = self._storage.reserve(sizes)
-            self._count, self._largest_nbytes = counted, largest_nbytes
+            # Noted last: those for which there is no room would count for all that come later.
+            self._count += len(sizes)
         else:
             (begin,) = self._storage.reserve([sum(sizes)])
             places = list(accumulate(sizes[:-1], initial=begin))

@@ -137,7 +137,10 @@ class Record:
         self.finish_writing()
 
     def begin_writing(self, values: Mapping[int, Tensor]) -> None:
-        """Begins to write some tensors from a copy of their values; the others stay as they are."""
+        """Begins to write some tensors from a copy of their values; the others stay as they are.
+
+        A value that lies where the tensor rests is there already.
+        """
         self.settle()
         self.finish_writing()
         self.drop()
@@ -152,7 +155,9 @@ class Record:
             self._begin(self.read_parcel, stretch, mixed)
             stretch.wait()
             for number in values.keys() - there.keys():
-                self._tensor(stretch, number).copy_(values[number])
+                room = self._tensor(stretch, number)
+                if room.data_ptr() != values[number].data_ptr():  # else it was written in place
+                    room.copy_(values[number])
             if there:
                 rooms, sources = [self._tensor(stretch, number) for number in there], list(there.values())
                 self._arriving = side_stream(sources[0].device).copy_all(rooms, sources)

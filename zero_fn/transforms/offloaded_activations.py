@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.storage import Store
+from zero_fn.storage import Store, Stored
 from zero_fn.tiers.side_stream import side_stream
 from zero_fn.values.tiers import Cpu, Tier, is_away
 
@@ -89,11 +89,8 @@ class _Activations(Store):
             end.synchronize()
 
 
-class _ParkedAway(Parked):
+class _ParkedAway(Parked, Stored):
     """A tensor with elements that waits on a disk, and knows the one parked before it."""
-
-    place = -1
-    is_stored = False
 
     def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
         self._store, self._before, self.nbytes = store, before, tensor.nbytes

@@ -9,19 +9,17 @@ import pytest
 import torch
 
 from zero_fn.errors import TierError
-from zero_fn.storage import DiskStorage, Store
+from zero_fn.storage import DiskStorage, Store, Stored
 from zero_fn.storage.host_memory import Available
 from zero_fn.values.tiers import cpu, nvme
 
 
 @dataclass
-class Filled:
+class Filled(Stored):
     """Bytes of one value."""
 
     value: int
     nbytes: int = 5000
-    place: int = 0
-    is_stored: bool = False
 
 
 def _put(store, *members):
