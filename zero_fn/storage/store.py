@@ -13,8 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_fn.storage.io import Transfer, wait_all
-from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, Stretch, staging_form, storage_on
+from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, InMemory, Stretch, staging_form, storage_on
 from zero_fn.values.tiers import Tier, bytes_text
 
 __all__ = ["Store", "Stored"]
@@ -37,7 +36,7 @@ class Store:
     def __init__(self, tier: Tier | None, what: str) -> None:
         """An empty store. A tier of None is the memory of the device itself."""
         self._storage = storage_on(tier, what) if tier is not None else None
-        self._on_device: list[Tensor] = []
+        self._on_device: list[InMemory] = []
         self._count = 0  # of places on a disk
         self._free: dict[int, list[int]] = {}  # places that were given up, by their bytes
         self._held: dict[int, Stretch] = {}  # of those used last, by place, the latest at the end
@@ -51,7 +50,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes taken of the tier."""
-        return self._storage.nbytes if self._storage is not None else sum(map(len, self._on_device))
+        return self._storage.nbytes if self._storage is not None else sum(len(each.memory) for each in self._on_device)
 
     @property
     def buffers_nbytes(self) -> int:
@@ -73,7 +72,8 @@ class Store:
             return
         if self._storage is None:
             places = [len(self._on_device) + number for number in range(len(new))]
-            self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+            rooms = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+            self._on_device += map(InMemory, rooms)
         elif isinstance(self._storage, DiskStorage):
             count, size = staging_form(self._count + len(sizes), max(sizes))
             if count > self._storage.stagings.count or size > self._storage.stagings.size:
@@ -92,14 +92,15 @@ class Store:
         """Gives up the place of a byte string on a tier. A finalizer may call it: it waits for nothing."""
         self._free.setdefault(member.nbytes, []).append(member.place)
 
-    def fetch(self, member: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
-        """Memory for a byte string, and the transfers under way there: of its bytes as they come, or as they were written.
+    def fetch(self, member: Stored) -> InMemory:
+        """Memory for a byte string, with the transfers of its bytes as they come, or were written.
+
         The memory of the one that came four before may be taken.
         """
         if self._storage is None:
-            return self._on_device[member.place], ()
+            return self._on_device[member.place]
         if not member.nbytes:
-            return NOTHING, ()
+            return InMemory(NOTHING)
         self._storage.require_own()
         stretch = self._held.pop(member.place, None)
         if stretch is None:
@@ -113,27 +114,24 @@ class Store:
                 stretch.abandon()
                 raise
         self._held[member.place] = stretch
-        return stretch.memory, stretch.transfers
+        return stretch
 
     def get(self, member: Stored) -> Tensor:
         """The bytes of a byte string, in memory. Waits."""
-        memory, transfers = self.fetch(member)
+        found = self.fetch(member)
         try:
-            wait_all(transfers)
+            found.wait()
         except BaseException:
             self._let_go(member.place)
             raise
-        return memory[: member.nbytes]
+        return found.memory[: member.nbytes]
 
-    def keep(self, member: Stored, memory: Tensor) -> Sequence[Transfer | None]:
+    def keep(self, member: Stored, found: InMemory) -> InMemory:
         """Begins to write a byte string from its memory, which may be read meanwhile."""
-        if self._storage is None or not member.nbytes:
-            member.is_stored = True
-            return ()
-        stretch = self._held[member.place]
-        stretch.transfers = [self._storage.write(member.place, memory)]
+        if self._storage is not None and member.nbytes:
+            found.transfers = [self._storage.write(member.place, found.memory)]
         member.is_stored = True
-        return stretch.transfers
+        return found
 
     def forget(self) -> None:
         """Gives up what is in buffers, which cannot be relied on after a failure."""

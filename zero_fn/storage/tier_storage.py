@@ -22,7 +22,7 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.storage.files import SpillFile, extents_of, share_of
 from zero_fn.storage.host_memory import Slab, too_small, whole_pages
-from zero_fn.storage.io import Block, IoBackend, ProcessLocal, Request, Transfer, wait_all
+from zero_fn.storage.io import Block, IoBackend, ProcessLocal, Request, Transfer, Waited, wait_all
 from zero_fn.storage.uring import io_backend
 from zero_fn.values import watching
 from zero_fn.values.tiers import Cpu, Nvme, Tier, bytes_text, is_accelerator
@@ -32,6 +32,7 @@ __all__ = [
     "BUFFERS",
     "NOTHING",
     "DiskStorage",
+    "InMemory",
     "StagingBuffers",
     "Stretch",
     "TierStorage",
@@ -118,31 +119,37 @@ class TierStorage:
         """
 
 
-class Stretch:
-    """A range of a tier in memory, and what is under way between the two.
+class InMemory:
+    """Memory, and the transfers under way there."""
 
-    The memory is the range itself, a staging buffer, or memory that was given.
-    """
+    __slots__ = ("memory", "transfers")
 
-    __slots__ = ("_storage", "memory", "place", "transfers")
-
-    def __init__(self, storage: TierStorage, place: int, nbytes: int, memory: Tensor | None = None) -> None:
-        """Takes memory for a range. Nothing is read."""
-        if memory is None:
-            memory = storage.borrow(place, nbytes) if nbytes else NOTHING
+    def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.place = place
-        self.transfers: list[Transfer | None] = []
-        self._storage = storage
-
-    def part(self, place: int, nbytes: int) -> Tensor:
-        """The memory of a range that lies within."""
-        return self.memory[place - self.place : place - self.place + nbytes]
+        self.transfers: list[Waited | None] = []
 
     def wait(self) -> None:
         """Waits for all transfers, and raises the first failure."""
         wait_all(self.transfers)
         self.transfers = []
+
+
+class Stretch(InMemory):
+    """A range of a tier in memory: the range itself, a staging buffer, or memory that was given."""
+
+    __slots__ = ("_storage", "place")
+
+    def __init__(self, storage: TierStorage, place: int, nbytes: int, memory: Tensor | None = None) -> None:
+        """Takes memory for a range. Nothing is read."""
+        if memory is None:
+            memory = storage.borrow(place, nbytes) if nbytes else NOTHING
+        super().__init__(memory)
+        self.place = place
+        self._storage = storage
+
+    def part(self, place: int, nbytes: int) -> Tensor:
+        """The memory of a range that lies within."""
+        return self.memory[place - self.place : place - self.place + nbytes]
 
     def close(self, left: torch.Event | None = None) -> None:
         """Waits for transfers, and gives the memory back. `left`: see `TierStorage.give_back`."""

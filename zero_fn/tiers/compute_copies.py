@@ -135,8 +135,9 @@ class Copying:
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
+        version, self._version = self._version, _NO_VERSION  # a transfer fails once only
         wait_all([self._transfer])
-        self._copy.version = self._version
+        self._copy.version = version
 
 
 def _pieces(record: Record, parcel: Parcel, memory: Tensor) -> dict[int, Tensor]:
