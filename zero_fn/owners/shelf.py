@@ -29,21 +29,11 @@ class Shelf:
     """The states of the tensors that this rank owns, in one tier."""
 
     def __init__(self, tier: Tier, what: str) -> None:
-        self._storage = storage_on(tier, what)
+        self.storage = storage_on(tier, what)
         self._writing: Record | None = None
 
     def __str__(self) -> str:
-        return f"{bytes_text(self.nbytes)} of states in {self._storage.tier}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes taken of the tier, in whole pages."""
-        return self._storage.nbytes
-
-    @property
-    def buffers_nbytes(self) -> int:
-        """Bytes of host memory for buffers."""
-        return self._storage.buffers_nbytes
+        return f"{bytes_text(self.storage.nbytes)} of states in {self.storage.tier}"
 
     def fetch(self, states: Mapping[str, Any]) -> None:
         """Begins to bring states into memory."""
@@ -97,9 +87,9 @@ class Shelf:
         """Room for such states, in one record."""
         forms = [Form(value.numel(), value.dtype) for value in values]
         nbytes = record_nbytes(forms)
-        (place,) = self._storage.reserve([nbytes])
-        self._storage.stage(nbytes, STAGINGS)
-        record = Record(self._storage, forms, values[0].device, place)
+        (place,) = self.storage.reserve([nbytes])
+        self.storage.stage(nbytes, STAGINGS)
+        record = Record(self.storage, forms, values[0].device, place)
         return [TierTensor(record, at, value.shape, dense_stride(value)) for at, value in enumerate(values)]
 
 
