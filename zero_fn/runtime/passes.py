@@ -43,13 +43,13 @@ will_execute = torch._C._will_engine_execute_node
 class UnitUse:
     """One forward of a unit."""
 
-    __slots__ = ("__weakref__", "door", "generation", "has_arrived", "has_graph", "key", "node", "reads", "unit")
+    __slots__ = ("__weakref__", "entry", "generation", "has_arrived", "has_graph", "key", "node", "reads", "unit")
     is_read = False
 
-    def __init__(self, unit: Unit, number: int, door: object = None) -> None:
+    def __init__(self, unit: Unit, number: int, entry: object = None) -> None:
         self.unit, self.generation = unit, unit.generation  # that of the parameters which were read
         self.key = Use(unit.index, number)  # in the schedule; -1 if it is in none
-        self.door = door  # whose module was called
+        self.entry = entry  # whose module was called
         # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         self.node: weakref.ref[Any] | None = None
         self.has_graph = False  # whether a backward may pass through it
@@ -96,7 +96,7 @@ class ReadUse(UnitUse):
     is_read = True
 
     def __init__(self, unit: Unit, number: int, reader: UnitUse) -> None:
-        super().__init__(unit, number, reader.door)
+        super().__init__(unit, number, reader.entry)
         self.reader = weakref.proxy(reader)
         self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
         reader.reads = (*getattr(reader, "reads", ()), self)  # its graph holds this, which may have no node
@@ -106,9 +106,9 @@ class ForwardPass:
     """A forward that follows the schedule of the last pass that began at the same unit."""
 
     def __init__(
-        self, entry: tuple[int, str], schedule: tuple[Point, ...] | None, offsets: dict[int, int], *, grad: bool
+        self, begun_at: tuple[int, str], schedule: tuple[Point, ...] | None, offsets: dict[int, int], *, grad: bool
     ) -> None:
-        self.entry, self.grad = entry, grad  # the unit and the method it began at; whether it records a graph
+        self.begun_at, self.grad = begun_at, grad  # the unit and the method it began at; whether it records a graph
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}
         self.depth = 0  # how many units are running
