@@ -60,7 +60,9 @@ class ZeroError(Exception):
         width = max(map(len, rows))
         body = (f"  {name:<{width}} : {value}" for name, value in rows.items())
         super().__init__("\n".join((summary, *body)))
-        self.summary, self.fix, self.facts = summary, fix, facts
+        self.summary = summary
+        self.fix = fix
+        self.facts = facts
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process boundaries (`launch`, test ranks), so they keep summary, fix and facts."""

@@ -133,7 +133,8 @@ class Weights:
     """An iterator over weights, from `zf.weights`; a context manager that ends it."""
 
     def __init__(self, plan: _HandOver, items: Generator[Any, None, None]) -> None:
-        self._plan, self._items = plan, _refusing(plan, items)
+        self._plan = plan
+        self._items = _refusing(plan, items)
         next(self._items)  # begun: from here on its end is that of a pass
 
     def __iter__(self) -> Weights:
@@ -223,7 +224,10 @@ class _HandOver:
     """The tensors of a model, by the names that are yielded."""
 
     def __init__(self, version: WeightsVersion, *, keeps: bool) -> None:
-        self.version, self.keeps, self.most, self.name = version, keeps, 0, ""
+        self.version = version
+        self.keeps = keeps
+        self.most = 0
+        self.name = ""
         self.is_changed = False  # here, or on a rank that gathers with this one
         self.edited: set[Slot] = set()
         self.entries: dict[str, list[_Handed]] = {}
@@ -231,7 +235,8 @@ class _HandOver:
 
     def add(self, model: nn.Module, names: str | Rename, most: int) -> None:
         """Names all tensors. Communicates nothing."""
-        self.most, self.modules = most, list({entry.module: None for _, entry in entry_points_below(model)})
+        self.most = most
+        self.modules = list({entry.module: None for _, entry in entry_points_below(model)})
         if any(_refuse in each._forward_pre_hooks.values() for each in self.modules):
             _refuse()
         require_idle(units_of(model), "weights")

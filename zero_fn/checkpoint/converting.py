@@ -84,7 +84,11 @@ class _Conversion:
     def __init__(
         self, source: Contents, path: Path, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
     ) -> None:
-        self._source, self._path, self._dtype, self._only, self._tell = source, path, dtype, only, tell
+        self._source = source
+        self._path = path
+        self._dtype = dtype
+        self._only = only
+        self._tell = tell
 
     def to_ours(self) -> None:
         """Writes what `zf.save` would write on one rank."""

@@ -91,8 +91,14 @@ class Mirror:
     def __init__(
         self, folder: Path, model: nn.Module, optimizer: Optimizers | None, every: int | Literal["auto"], share: float
     ) -> None:
-        self._model, self._optimizer, self._asked, self._share = model, optimizer, every, share
-        self.every, self.nbytes, self._steps, self._pace = 1, 0, 0, _Pace()
+        self._model = model
+        self._optimizer = optimizer
+        self._asked = every
+        self._share = share
+        self.every = 1
+        self.nbytes = 0
+        self._steps = 0
+        self._pace = _Pace()
         self._room: list[Slab] = []
         meeting, host = RankMeeting(), list[str]()
         failure, same = failure_of(lambda: host.append(host_name())), (str(folder), every, share)
@@ -147,7 +153,8 @@ class Mirror:
         failure = failure_of(lambda: plan.add(self._model, self._optimizer, extra or {}, None))
         agreed = meeting.agree(MIRRORING, failure, partial(self._decide, meeting.size), same_names=plan.cut_names())
         name, every = agreed.text.split()
-        self.every, self._steps = int(every), 0
+        self.every = int(every)
+        self._steps = 0
         plan.end_differences()
         writing = Writing(
             self.path / name, meeting.rank, plan, name, _small_apart(shared_out(plan, agreed)), self._room
@@ -266,7 +273,8 @@ class _Pace:
     def end(self, *, counts_threads: bool) -> None:
         """This thread goes on; another writes. On a CPU that takes time of the steps."""
         self.copies += 1
-        self._ended, self._counts_threads = time.perf_counter(), counts_threads
+        self._ended = time.perf_counter()
+        self._counts_threads = counts_threads
         self._cost_s = self._ended - self._began
 
     def end_thread(self) -> None:

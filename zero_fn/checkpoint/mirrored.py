@@ -31,7 +31,9 @@ class Hosts:
 
     def __init__(self, names: Sequence[str]) -> None:
         """Takes the name of the host of each rank."""
-        self.names, self._ranks, self._neighbours = names, dict[str, list[int]](), dict[int, int]()
+        self.names = names
+        self._ranks = dict[str, list[int]]()
+        self._neighbours = dict[int, int]()
         for rank, name in enumerate(names):
             self._ranks.setdefault(name, []).append(rank)
         order = list(self._ranks)

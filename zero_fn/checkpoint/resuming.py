@@ -157,7 +157,9 @@ class _Copy:
     """A copy of which each host has parts."""
 
     def __init__(self, meeting: RankMeeting, found: _Newest, path: Path) -> None:
-        self.path, self._meeting, self._found = path, meeting, found
+        self.path = path
+        self._meeting = meeting
+        self._found = found
         self._here = set(found.parts[found.hosts.names[meeting.rank]])  # the ranks whose parts are on this host
         self._is_first = found.hosts.is_first(meeting.rank)
 

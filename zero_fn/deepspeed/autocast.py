@@ -14,7 +14,8 @@ class AutocastHooks:
     """Opens a block before each forward, and closes it after, also after an error."""
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self.device_type, self.dtype = device_type, dtype
+        self.device_type = device_type
+        self.dtype = dtype
         self.open: list[ExitStack] = []
 
     def before(self, *_: object) -> None:

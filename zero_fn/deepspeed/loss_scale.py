@@ -35,8 +35,13 @@ class Scaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, init_scale=first)
         self._lazy_init_scale_growth_tracker(torch.empty(0, device=device).device)  # a stage may never see a loss
-        self._window, self._hysteresis, self._is_refilled, self._least = window, hysteresis, is_refilled, least
-        self._left, self._steps, self._skipped_at = hysteresis, 0, -1
+        self._window = window
+        self._hysteresis = hysteresis
+        self._is_refilled = is_refilled
+        self._least = least
+        self._left = hysteresis
+        self._steps = 0
+        self._skipped_at = -1
         self.has_skipped = False
 
     def skip(self) -> None:

@@ -58,7 +58,8 @@ class Rates(LRScheduler):
     """A scheduler of torch with DeepSpeed's rates; `kind` is DeepSpeed's name of it, `options` are `scheduler.params`."""
 
     def __init__(self, optimizer: Optimizer, kind: str, options: Mapping[str, Any]) -> None:
-        self._kind, self._options = kind, options
+        self._kind = kind
+        self._options = options
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:

@@ -49,7 +49,10 @@ class Reporter:
 
     def __init__(self, asked: Reporting, model: nn.Module, optimizer: Optimizer, steps: int = 0) -> None:
         self.sent: Sent | None = None
-        self._asked, self._model, self._optimizer, self._steps = asked, model, optimizer, steps
+        self._asked = asked
+        self._model = model
+        self._optimizer = optimizer
+        self._steps = steps
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._open = ExitStack()
         self._profile: Profile | None = None

@@ -119,7 +119,9 @@ class DeepSpeedSetup(Generic[M]):
 
     def resume(self, steps: int, skipped: int) -> None:
         """Goes on after so many steps."""
-        self.steps, self.skipped_steps, self.micro_steps = steps, skipped, steps * self.accumulation_steps
+        self.steps = steps
+        self.skipped_steps = skipped
+        self.micro_steps = steps * self.accumulation_steps
         if self.reporter is not None:
             self.reporter.resume(steps)
 
@@ -167,7 +169,8 @@ class DeepSpeedSetup(Generic[M]):
         if is_taken and self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad()
-        self.steps, self.skipped_steps = self.steps + 1, self.skipped_steps + (not is_taken)
+        self.steps += 1
+        self.skipped_steps += not is_taken
         if self.reporter is not None:
             samples = self.micro_batch_size * self.accumulation_steps * self.mesh.size()
             self.reporter.step(samples=samples, norm=self.norm, scaler=self.scaler, skipped=self.skipped_steps)

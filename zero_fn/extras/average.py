@@ -70,7 +70,10 @@ class Average:
     @uncompiled
     @torch.no_grad()
     def __init__(self, model: nn.Module, decay: Decay, tier: Tier | None) -> None:
-        self._model, self._decay, self._tier, self._is_shown = model, decay, tier, False
+        self._model = model
+        self._decay = decay
+        self._tier = tier
+        self._is_shown = False
         self._decay_of(1)
         require_idle(units_of(model), "ema")
         for unit in units_of(model):

@@ -151,7 +151,8 @@ class ZeroAccelerator(Accelerator):
                 fix='mixed_precision="bf16" (of a Trainer bf16=True); or a DeepSpeed config with "fp16": {"enabled": true}, '
                 "whose loss scale works here, too: ZeroTrainer(..., deepspeed=config), zf.from_deepspeed",
             )
-        self.place, self._window = place, AccumulationWindow()
+        self.place = place
+        self._window = AccumulationWindow()
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepares models, then optimizers, loaders and schedulers, in the order in which they were given. Of a sequence of
@@ -340,4 +341,5 @@ class ZeroAccelerator(Accelerator):
                 [(bare_model(owner), bare(optimizer)) for optimizer, owner in owned if owner is not None],
             )
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models = models
+            self._optimizers = optimizers

@@ -78,7 +78,9 @@ class AcceleratorConfig:
     def __init__(self, config: Any, mesh: DeviceMesh | None, precision: str) -> None:
         self.settings: Settings | None = None  # until the first model that is trained
         self.is_clipped = False  # whether the gradients of this step were
-        self._config, self._mesh, self._precision = config, mesh, precision  # precision: accelerate's `mixed_precision`
+        self._config = config
+        self._mesh = mesh
+        self._precision = precision  # accelerate's `mixed_precision`
         self._own: list[LRScheduler] = []
         self.steps = self.skipped = 0  # so far, of which skipped
         self._reporter: Reporter | None = None  # from the first step on
@@ -173,7 +175,8 @@ class AcceleratorConfig:
 
     def resume(self, steps: int = 0, skipped: int = 0) -> None:
         """Goes on after so many steps. What is open of reports is closed; the next step opens it anew."""
-        self.steps, self.skipped = steps, skipped
+        self.steps = steps
+        self.skipped = skipped
         if self._reporter is not None:
             self._reporter.close()
             self._reporter = None

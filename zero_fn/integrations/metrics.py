@@ -42,7 +42,8 @@ class _MetricsCallback(TrainerCallback):
     """Measures. `numbers`: of the last report, by flat names, until they are taken."""
 
     def __init__(self, trainer: LogsMetrics, options: Mapping[str, Any]) -> None:
-        self._trainer, self._options = trainer, {"norm": "on_spike" in options, **options}
+        self._trainer = trainer
+        self._options = {"norm": "on_spike" in options, **options}
         self._metrics: zf.Metrics | None = None
         self.numbers: dict[str, float] = {}
 
@@ -68,7 +69,8 @@ class ReportsCallback(TrainerCallback):
     """Prints and logs what a DeepSpeed config asks for."""
 
     def __init__(self, trainer: Any, settings: Settings) -> None:
-        self._trainer, self._settings = trainer, settings
+        self._trainer = trainer
+        self._settings = settings
         self._reporter: Reporter | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

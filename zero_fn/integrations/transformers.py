@@ -125,7 +125,9 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         metrics: bool | Mapping[str, Any] = False,
         **options: Any,
     ) -> None:
-        self._place, self._finish, self._is_configured = place, finish, deepspeed is not None
+        self._place = place
+        self._finish = finish
+        self._is_configured = deepspeed is not None
         self._weights = weights
         super().__init__(*args, **options)
         _refuse_arguments(self.args)
@@ -151,7 +153,8 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
             require_placed(settings, mesh, self.model)
         if self.args.gradient_checkpointing:  # of the model's own, inside which ours would compute once more
             settings = replace(settings, computing=replace(settings.computing, recomputes=False))
-        self.settings, self._place = settings, partial(made_by, settings, mesh)
+        self.settings = settings
+        self._place = partial(made_by, settings, mesh)
         if settings.reporting is not None:
             self.add_callback(ReportsCallback(self, settings))
         self._finish = partial(finished, tiers=settings.sharding.tiers)
@@ -233,7 +236,8 @@ class ZeroTrainerMixin(LogsMetrics, _AnyTrainer):
         if self.lr_scheduler is None and self.settings is not None:
             self.settings = settings = self._settings_at(num_training_steps)  # which is known from here on
             if settings.scheduler is not None:
-                self.lr_scheduler, self._created_lr_scheduler = settings.scheduler(bare(self.optimizer)), True
+                self.lr_scheduler = settings.scheduler(bare(self.optimizer))
+                self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -110,7 +110,8 @@ class _Variables:
     """Variables of one launcher, whose names an error gives."""
 
     def __init__(self, found: Mapping[str, str], launcher: str) -> None:
-        self.found, self.launcher = found, launcher
+        self.found = found
+        self.launcher = launcher
 
     def require(self, *names: str, fix: str) -> None:
         """Raises a `StateError` unless all of these are set."""

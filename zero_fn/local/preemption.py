@@ -37,8 +37,10 @@ class Preemption:
     """Listens for signals; `zf.preemption` makes it."""
 
     def __init__(self, signals: Sequence[signal.Signals], within_s: float | None) -> None:
-        self._flag, self._within_s = Flag(), within_s
-        self._told, self._closed = threading.Event(), threading.Event()
+        self._flag = Flag()
+        self._within_s = within_s
+        self._told = threading.Event()
+        self._closed = threading.Event()
         self._mask = threading.local()  # of the thread that forks
         self._heard, self._tell = os.pipe()
         os.set_blocking(self._tell, False)

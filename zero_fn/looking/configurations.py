@@ -216,7 +216,10 @@ class _Ways:
         training: Training,
         links: LinkSpeeds,
     ) -> None:
-        self._bare, self._place, self._training, self._links = bare, place, training, links
+        self._bare = bare
+        self._place = place
+        self._training = training
+        self._links = links
         self._in_memory = [(IN_MEMORY, of_all_layers(self._of_few, stacks))]
 
     def _of_few(self, depths: Sequence[tuple[Stack, int]]) -> Mapping[str, float]:

@@ -69,16 +69,20 @@ class Metrics:
         checkpoints: str | os.PathLike[str] | None,
         step: int,
     ) -> None:
-        self.steps, self.skipped = step, 0
+        self.steps = step
+        self.skipped = 0
         self.spikes: deque[Spike] = deque(maxlen=100)
         self.loaded: dict[str, Any] | None = None
         self._line = runs_of(model, verb="metrics")[0].transport
         self._logs = every_rank or not dist.is_initialized() or dist.get_rank() == 0
         chosen = sinks if self._logs else [sink for sink in sinks if not isinstance(sink, str)]
         self._sinks = [sink_of(sink) if isinstance(sink, str) else sink for sink in chosen]
-        self._every, self._norm = every, norm
-        self._on_spike, self._folder = on_spike, checkpoints
-        self._state, self._counts = _State(model, as_one(optimizer)), Counter[str]()
+        self._every = every
+        self._norm = norm
+        self._on_spike = on_spike
+        self._folder = checkpoints
+        self._state = _State(model, as_one(optimizer))
+        self._counts = Counter[str]()
         self._watch = Spikes() if on_spike is not None else None
         before = [
             each.register_step_pre_hook(lambda each, *_: self._before_step(each))
@@ -221,12 +225,14 @@ class _State:
     """What is known of the steps since the last report."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         slots = [slot for unit in units_of(model) for slot in unit.slots]
         self.device_type = next((s.kind.device_type for s in slots if s.kind.device_type != "meta"), "cpu")
         tiers = [(home.params, home.grads, home.optim) for home in {slot.home.tiers for slot in slots}]
         self._paths = {path for each in tiers for tier in each if isinstance(tier, Nvme) for path in tier.paths}
-        self.tally, self._taken = Tally(), deque[Taken]()
+        self.tally = Tally()
+        self._taken = deque[Taken]()
         self.norm: float | None = None
         self.overflows: list[Tensor] = []  # of steps under a `GradScaler`
         self.seconds = 0.0  # of the last step whose times are known

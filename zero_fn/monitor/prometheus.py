@@ -51,7 +51,9 @@ class Prometheus(Outlet):
         labels: Mapping[str, str] | None = None,
     ) -> None:
         self._client = library("prometheus_client", "prometheus-client")
-        self._gateway, self._file, self._labels = gateway, str(textfile or ""), dict(labels or {})
+        self._gateway = gateway
+        self._file = str(textfile or "")
+        self._labels = dict(labels or {})
         self._metrics: dict[str, Any] = {}
         self._sums: dict[str, float] = {}
         self.registry: Any = self._client.CollectorRegistry()

@@ -89,7 +89,10 @@ class Outlet(ABC):
     """
 
     def __init__(self, where: str, *, rest_s: float = 0.0) -> None:
-        self.where, self.lost, self._rest_s, self._again_at = where, 0, rest_s, 0.0
+        self.where = where
+        self.lost = 0
+        self._rest_s = rest_s
+        self._again_at = 0.0
 
     def log(self, step: int, numbers: Numbers) -> None:
         """Takes the numbers after `step` steps. Raises ConfigError if a name cannot be one."""
@@ -101,7 +104,8 @@ class Outlet(ABC):
             else:
                 self._write(step, numbers)
         except Exception as error:  # of any library
-            self.lost, self._again_at = self.lost + 1, time.monotonic() + self._rest_s
+            self.lost += 1
+            self._again_at = time.monotonic() + self._rest_s
             warn_once(
                 f"{type(self).__name__} lost numbers on their way to {self.where}.",
                 step=step,

@@ -26,7 +26,8 @@ class Tally:
         self.totals = Counter[str]()
         self.peaks = Counter[str]()  # bytes
         self.done = Counter[str]()  # tokens and samples
-        self._since, self._before = monotonic(), Counter[str]()  # as of the last `report`
+        self._since = monotonic()  # the time of the last `report`
+        self._before = Counter[str]()  # the totals at the last `report`
 
     def add(self, taken: Taken, *, on_device: bool) -> float:
         """Adds a step; returns how long it took."""
@@ -73,7 +74,8 @@ class Tally:
         for name, total in self.totals.items():
             if name.startswith("tier_"):
                 found[name.replace("_bytes_total", "_bytes_per_second")] = (total - self._before[name]) / self.age_s
-        self._since, self._before = monotonic(), Counter(self.totals)
+        self._since = monotonic()
+        self._before = Counter(self.totals)
         for each in (self.seconds, self.beside, self.peaks, self.done):
             each.clear()
         return found

@@ -29,7 +29,9 @@ class Shared:
     """This rank's arena, and the arenas of the other ranks of a group and the mailboxes with them, by rank."""
 
     def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
-        self.arena, self.peers, self.boxes = arena, peers, boxes
+        self.arena = arena
+        self.peers = peers
+        self.boxes = boxes
         # Of messages that some peer has not read, with their numbers in the channel.
         self._blocks: list[deque[tuple[int, int]]] = [deque() for _ in range(CHANNELS)]
         self._sent = [0] * CHANNELS

@@ -59,8 +59,10 @@ class Mailbox:
             OSError: The process of the peer cannot be watched.
         """
         self._source = source
-        self._own, self._out = own.words, _LINE + source * _BOX
-        self._theirs, self._in = peer.words, _LINE + rank * _BOX
+        self._own = own.words
+        self._out = _LINE + source * _BOX
+        self._theirs = peer.words
+        self._in = _LINE + rank * _BOX
         self._bell = ctypes.c_void_p(own.address + self._out * WORD_NBYTES)
         self._rung = peer.address + self._in * WORD_NBYTES
         self._mapped = own, peer  # kept alive: the addresses above are theirs

@@ -112,7 +112,9 @@ class _Message:
         Raises:
             TierError: The arena has no room for it.
         """
-        self._transport, self._shared, self._mark = transport, shared, mark
+        self._transport = transport
+        self._shared = shared
+        self._mark = mark
         self._unread: set[int] = set()
         rooms = {peer: sum(map(_room, runs)) for peer, runs in parts.items()}
         channel = _CHANNELS[direction]

@@ -108,7 +108,9 @@ class ByOwner(Optimizer):
     def __init__(self, inner: Optimizer, cost: Cost, nbytes: int) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
         self.__setstate__({"inner": inner, "defaults": inner.defaults, "state": defaultdict(dict), **shared})
-        self._dealing, self._nbytes, self._lines = Dealing(cost), nbytes, LinesByAxis()
+        self._dealing = Dealing(cost)
+        self._nbytes = nbytes
+        self._lines = LinesByAxis()
         self._dealt: dict[int, Dealt] = {}  # by the identity of the parameter, in the order of dealing
         # Of the last step: the parameters that had gradients, what travelled together, and a text that says so.
         self._plan: tuple[list[int], list[list[Dealt]], str] | None = None
@@ -177,7 +179,8 @@ class ByOwner(Optimizer):
                 fix="zf.streamed(zf.by_owner(optimizer), tier)",
             )
         before = self._tier, self.takes_from_tiers
-        self._tier, self.takes_from_tiers = tier, True
+        self._tier = tier
+        self.takes_from_tiers = True
         try:
             self.state = self._rested(self.state)
         except BaseException:

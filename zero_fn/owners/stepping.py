@@ -47,7 +47,9 @@ class Arithmetic:
     """The arithmetic of an optimizer in one step of the user. [Note: several calls for one step]"""
 
     def __init__(self, inner: Optimizer, states: States, shelf_of: Callable[[Tensor], Shelf | None]) -> None:
-        self._inner, self._states, self._shelf_of = inner, states, shelf_of
+        self._inner = inner
+        self._states = states
+        self._shelf_of = shelf_of
         self._group_of = {id(p): number for number, group in enumerate(inner.param_groups) for p in group["params"]}
         # What the calls have changed: of the attributes of the optimizer, and of each group.
         self._changed: list[dict[str, Any]] = [{} for _ in range(1 + len(inner.param_groups))]

@@ -100,7 +100,8 @@ class Reader:
         """What was seen since the last time; its last mark is the first of the next time. On an accelerator the times of the
         device come with `resolve`."""
         taken = Taken(self.marks, self.moved)
-        self.marks, self.moved = taken.marks[-1:], []
+        self.marks = taken.marks[-1:]
+        self.moved = []
         return taken
 
     def is_done(self, taken: Taken) -> bool:
@@ -260,7 +261,9 @@ class _TimedWork:
     """A work of the backend, which notes how long the host waits for it."""
 
     def __init__(self, work: Any, peer: int, collective: Collective) -> None:
-        self._work, self._peer, self._collective = work, peer, collective
+        self._work = work
+        self._peer = peer
+        self._collective = collective
 
     def wait(self, *timeout: Any) -> None:
         """Waits."""

@@ -71,15 +71,19 @@ class Profile(Findings):
         peak: float | None,
     ) -> None:
         super().__init__()
-        self._model, self._optimizer, self._out = model, optimizer, out
-        self._tokens, self._peak = tokens, peak
+        self._model = model
+        self._optimizer = optimizer
+        self._out = out
+        self._tokens = tokens
+        self._peak = peak
         groups = [group for unit in units_of(model) for group in unit.memory.groups]
         if not groups:
             runs_of(model, verb="profile")  # raises
         self._device_type = next((g.kind.device_type for g in groups if g.kind.device_type != "meta"), "cpu")
         self._dtype = max(groups, key=lambda g: sum(slot.path.numel for slot in g.slots)).kind.compute_dtype
         self._operations = Operations() if flops else None
-        self._held, self._measured = Held(0, 0, 0), 0
+        self._held = Held(0, 0, 0)
+        self._measured = 0
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -106,7 +110,8 @@ class Profile(Findings):
     def _measure(self) -> None:
         """Bytes held before a step of the optimizer: of the second, which has states, or else of the first."""
         if self._measured < 2:
-            self._measured, self._held = self._measured + 1, held(self._model, self._optimizer)
+            self._held = held(self._model, self._optimizer)
+            self._measured += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._reader.close()

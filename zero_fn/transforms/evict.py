@@ -95,7 +95,9 @@ class Evicted:
     """A model and its optimizer that `evict` moved out of memory, until `restore()`. Printed, it says where they are."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], tier: Cpu) -> None:
-        self._module, self._optimizers, self._tier = module, optimizers, tier
+        self._module = module
+        self._optimizers = optimizers
+        self._tier = tier
         self._units = units_of(module)
         for unit in self._units:
             unit.follow_moved()
@@ -140,7 +142,9 @@ class Evicted:
             hook.remove()
         for module in self._module.modules():
             _absent.discard(module)
-        self._hooks, self._held, self._copies = [], [], []
+        self._hooks = []
+        self._held = []
+        self._copies = []
 
     @torch.no_grad()
     def _copied(self) -> list[Tensor]:

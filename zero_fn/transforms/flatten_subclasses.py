@@ -121,7 +121,8 @@ class _Rebuilt(nn.Module):
                 "nn.Parameter(weight.dequantize())",
             )
         self._kind: Any = type(whole)
-        self._size, self._stride = whole.size(), whole.stride()
+        self._size = whole.size()
+        self._stride = whole.stride()
         self._names, self._context = whole.__tensor_flatten__()
         for name in self._names:
             if type(getattr(whole, name)) not in (Tensor, nn.Parameter):

@@ -93,8 +93,12 @@ class _ParkedAway(Parked, Stored):
     """A tensor with elements that waits on a disk, and knows the one parked before it."""
 
     def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
-        self._store, self._before, self.nbytes = store, before, tensor.nbytes
-        self._form, self._dtype, self._device = (tensor.shape, tensor.stride()), tensor.dtype, tensor.device
+        self._store = store
+        self._before = before
+        self.nbytes = tensor.nbytes
+        self._form = (tensor.shape, tensor.stride())
+        self._dtype = tensor.dtype
+        self._device = tensor.device
         store.reserve([self], tensor.device)
         self._put(bytes_of(tensor), store.fetch(self))
 

@@ -40,8 +40,10 @@ class Recomputed:
         self, module: nn.Module, name: str, own: Callable[..., Any] | None, transport: Line | None, parking: Parking
     ) -> None:
         self._module = weakref.ref(module)
-        # own: the forward in the `__dict__` of the module before; None if there was none.
-        self.name, self.own, self._transport, self._parking = name, own, transport, parking
+        self.name = name
+        self.own = own  # the forward that the module had in its `__dict__` before; None if there was none
+        self._transport = transport
+        self._parking = parking
         self._has_agreed = transport is None
 
     @property

@@ -328,7 +328,8 @@ class _Wholes:
         if source.is_meta:
             return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")
         if unit is not self._unit:
-            self._unit, self._wholes = unit, dict(zip(unit.slots, unit.memory.wholes(), strict=True))
+            self._unit = unit
+            self._wholes = dict(zip(unit.slots, unit.memory.wholes(), strict=True))
         return self._wholes[slot]
 
 

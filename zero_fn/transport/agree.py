@@ -131,7 +131,8 @@ class Flag:
         if world is not None and world.size() > 1:
             backend = "gloo" if dist.is_gloo_available() else None
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=deadline()))
-        self._bit, self._work = torch.zeros(1, dtype=torch.uint8), None
+        self._bit = torch.zeros(1, dtype=torch.uint8)
+        self._work = None
 
     def is_raised(self, here: bool) -> bool:
         """Whether any rank had `here` at its call before this one. A collective of 1 byte, for which the next call waits.
@@ -164,7 +165,9 @@ class Outcome:
     def __init__(self, line: Line, own: Exception | None, what: str) -> None:
         """Sends the message. `own` is the error of this rank, and `what` says in errors what failed."""
         bits = [own is not None and rank == line.rank for rank in range(line.size)]
-        self._line, self._own, self._what = line, own, what
+        self._line = line
+        self._own = own
+        self._what = what
         self._bits = Bits(line, bits, f"how it went: {what}")
 
     def failed_on_any_rank(self) -> Exception | None:

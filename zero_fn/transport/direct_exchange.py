@@ -66,7 +66,8 @@ class ReducePlan:
     __slots__ = ("_dtypes", "_places", "_rank", "_rows", "_runs", "kinds", "numel")
 
     def __init__(self, contributions: Sequence[Contribution], buffers: Sequence[Tensor], rank: int, size: int) -> None:
-        self._runs, self._rank = runs_of(contributions), rank
+        self._runs = runs_of(contributions)
+        self._rank = rank
         self.numel = sum([each.rows.numel() for each in contributions])
         # For each rank, the rows of its pieces.
         self._rows = [[each.piece_bounds(peer) for each in contributions] for peer in range(size)]
@@ -129,7 +130,9 @@ class Exchange:
     pads = False
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
+        self._group = group
+        self._rank = rank
+        self._size = size
         # Target and source of each round; in one round no two ranks send to the same target.
         self._peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
 
@@ -251,7 +254,9 @@ class Alone(Exchange):
     """The transport of one rank alone: nothing moves."""
 
     def __init__(self) -> None:
-        self._rank, self._size, self._peers = 0, 1, []
+        self._rank = 0
+        self._size = 1
+        self._peers = []
 
     def reduce_scatter(
         self, plan: ReducePlan, rows: Sequence[Tensor], buffers: Sequence[Tensor], mark: int = 0

@@ -65,7 +65,8 @@ class Work:
         on_stream: bool = False,
     ) -> None:
         self.works = works  # each with the peer at its other end; None for collectives of the backend
-        self.finish, self.kept = finish, kept  # called with what must live until then, once they are done
+        self.finish = finish  # called once the works are done, with `kept`
+        self.kept = kept  # what must live until then
         self.nbytes = nbytes  # of payload that this rank sends
         # A stream waits, not the host, which would wait as well if a deadline were passed on.
         self.on_stream = on_stream
@@ -83,7 +84,9 @@ class Work:
         if line is not None and line.shared.failure is not None:
             raise line.told(line.shared.failure)
         works, finish, kept = self.works, self.finish, self.kept
-        self.works, self.finish, self.kept = (), None, ()
+        self.works = ()
+        self.finish = None
+        self.kept = ()
         try:
             for work, peer in works:
                 try:
@@ -144,7 +147,8 @@ class Line:
     """
 
     def __init__(self, raw: Transport, axis: Axis | None) -> None:
-        self.raw, self.pads = raw, raw.pads
+        self.raw = raw
+        self.pads = raw.pads
         self.axes: tuple[Axis, ...] = () if axis is None else (axis,)  # the innermost first
         # Among the ranks of all axes, of which those of the first have consecutive numbers.
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)

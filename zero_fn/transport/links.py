@@ -84,7 +84,8 @@ class Lines(Line):
         for line in lines:
             line.beside = [other.raw for other in lines if other is not line]
         self.axes = tuple(axis for line in lines for axis in line.axes)
-        self.pads, self.device = any(line.pads for line in lines), lines[0].device
+        self.pads = any(line.pads for line in lines)
+        self.device = lines[0].device
         self.size = prod(line.size for line in lines)
         self.rank = 0
         for line in reversed(lines):

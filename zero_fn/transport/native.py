@@ -31,7 +31,9 @@ class Native:
     pads = True
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
+        self._group = group
+        self._rank = rank
+        self._size = size
         self._one_by_one: bool | None = None  # [Note: gloo gathers one by one]; the first tensor shows on which device
         # Methods of the group cost the host a tenth of dist.all_gather_into_tensor for each tensor. torch 2.13 renamed them.
         self._gather_group = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -198,7 +200,8 @@ class _Pack:
         self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
         # A simulated tensor has no storage of its own, so it keeps its memory.
         self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
-        self._nbytes, self._is_on_host = self._whole.nbytes, self._whole.device.type == "cpu"
+        self._nbytes = self._whole.nbytes
+        self._is_on_host = self._whole.device.type == "cpu"
         if self._storage is not None:
             self._storage.resize_(0)
 
@@ -275,8 +278,11 @@ class _Bundle:
     __slots__ = ("_at", "_is_packed", "_places", "_size", "_sizes", "dtype", "numel", "place")
 
     def __init__(self, run: dict[int, Contribution], buffers: Sequence[Tensor], size: int, *, is_packed: bool) -> None:
-        self._size, self._is_packed, self._at = size, is_packed, list(run)
-        self._sizes, self.dtype = [each.piece_numel for each in run.values()], run[self._at[0]].sum_dtype
+        self._size = size
+        self._is_packed = is_packed
+        self._at = list(run)
+        self._sizes = [each.piece_numel for each in run.values()]
+        self.dtype = run[self._at[0]].sum_dtype
         self.numel = sum(self._sizes)
         outs = [each.out for each in run.values()]
         self._places = [BufferPlace(out, buffers) for out in outs]

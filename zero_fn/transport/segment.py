@@ -47,10 +47,12 @@ class Segment:
         source: Tensor | None = None,
         is_tight: bool = False,
     ) -> None:
-        # Flat; from the element `start` of its storage on it has `numel`, or `n * piece_numel` for a transport that pads.
-        self.memory, self.start = memory, memory.storage_offset() if start is None else start
-        # Rank `r` owns those from `r * piece_numel` on, cut at `numel`.
-        self.numel, self.piece_numel = numel, piece_numel
+        # Flat memory, from the element `start` of its storage on: `numel` elements, or `n * piece_numel` for a transport
+        # that pads.
+        self.memory = memory
+        self.start = memory.storage_offset() if start is None else start
+        self.numel = numel
+        self.piece_numel = piece_numel  # rank `r` owns the elements from `r * piece_numel` on, cut at `numel`
         self.axis = axis  # the number of that along which it is gathered
         self.later = later  # the hops that cut the pieces: they are made before
         # This rank's piece, if it lies elsewhere: it is read there, for the peers and for `memory`.
@@ -187,7 +189,8 @@ class BufferPlace:
     def __init__(self, out: Tensor, buffers: Sequence[Tensor]) -> None:
         storages = [buffer.untyped_storage()._cdata for buffer in buffers]
         self._buffer = storages.index(out.untyped_storage()._cdata)
-        self._numel, self._start = out.numel(), out.storage_offset()
+        self._numel = out.numel()
+        self._start = out.storage_offset()
         self._is_all = (out.shape, self._start) == (buffers[self._buffer].shape, 0)
 
     def of(self, buffers: Sequence[Tensor]) -> Tensor:

@@ -45,7 +45,8 @@ class OutOfStep(Exception):
 
     def __init__(self, peer: int, *, seen_by: int) -> None:
         super().__init__(f"rank {peer} is at another collective than rank {seen_by}")
-        self.peer, self.seen_by = peer, seen_by
+        self.peer = peer
+        self.seen_by = seen_by
 
 
 Failure = PeerLost | OutOfStep

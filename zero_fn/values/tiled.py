@@ -93,7 +93,8 @@ class TiledLinear(Tiled):
         super().__init__(
             [LinearTile(linear.in_features, n, bias=linear.bias is not None, device="meta") for n in sizes]
         )
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes what `nn.Linear` does."""
@@ -115,7 +116,8 @@ class TiledEmbedding(Tiled):
             tiles.append(EmbeddingTile(n, embedding.embedding_dim, padding_idx=own, device="meta"))
             start += n
         super().__init__(tiles)
-        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.num_embeddings = embedding.num_embeddings
+        self.embedding_dim = embedding.embedding_dim
         self.padding_idx = padding
 
     def forward(self, input: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ class Catalog(Contents):
         super().__init__(path, rename)
         self._open = open
         manifest = read_manifest(path)
-        self.ranks, self._id = manifest["ranks"], manifest["id"]
+        self.ranks = manifest["ranks"]
+        self._id = manifest["id"]
         self._parts: dict[int, dict[str, Any]] = {}
         number, readers = reader
         for rank in chain(

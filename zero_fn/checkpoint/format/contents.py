@@ -35,7 +35,8 @@ class Contents:
     """What is in files. As it stands here, of safetensors of Hugging Face; readers of checkpoints know of values, too."""
 
     def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
-        self.path, self.ranks = path, 1
+        self.path = path
+        self.ranks = 1
         self.rename = rename  # the name in the model for a name in the files
         self.pieces: dict[Key, dict[Box, StoredBox]] = {}  # a box that several ranks have written stands once
         self.in_parts: dict[Key, dict[Box, StoredBox]] = {}  # codes and scales. [Note: states in 8 bits]

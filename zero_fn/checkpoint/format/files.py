@@ -159,7 +159,8 @@ class TensorFile:
 
     def __init__(self, path: Path, pieces: list[StoredBox], saved_by: str) -> None:
         """Makes the file, and writes its header."""
-        self._path, self._pieces = path, pieces
+        self._path = path
+        self._pieces = pieces
         pieces.sort(key=lambda piece: -piece.dtype.itemsize)  # so that elements are aligned
         header = _header(pieces, saved_by)
         self._begin = len(header)
@@ -222,7 +223,8 @@ class TensorReader:
 
     def __init__(self, path: Path, begin: int, nbytes: int, digest: str | None = None) -> None:
         """Opens the file; `begin` bytes, of this digest if one is known, come before the elements."""
-        self._path, self._begin = path, begin
+        self._path = path
+        self._begin = begin
         with disk(path, "Reading a checkpoint"):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             found = os.fstat(self._fd).st_size

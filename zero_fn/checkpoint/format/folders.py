@@ -196,8 +196,11 @@ class Draft:
 
     def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
         """A draft of which nothing is on the disk yet; `kinds` are the folders in it."""
-        self.target, self.path, self._kinds = target, target.parent / f".{target.name}.saving", kinds
-        self._lock, self._mark = -1, self.path
+        self.target = target
+        self.path = target.parent / f".{target.name}.saving"
+        self._kinds = kinds
+        self._lock = -1
+        self._mark = self.path
 
     def make(self) -> str:
         """Makes the folder, and removes what other saves have left; returns what identifies this save."""

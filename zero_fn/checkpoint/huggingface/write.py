@@ -112,7 +112,8 @@ class _WeightsDraft(Draft):
 
     def __init__(self, folder: Path, *, replaces: bool) -> None:
         super().__init__(folder / WEIGHTS, kinds=())
-        self._folder, self._replaces = folder, replaces
+        self._folder = folder
+        self._replaces = replaces
 
     def _require_free(self) -> None:
         found = [name for name in (WEIGHTS, INDEX) if os.path.lexists(self._folder / name)]

@@ -147,7 +147,8 @@ class ParcelWindow:
                 )
             self._memory = self._buffers.views[0][: parcel.nbytes]
         wait_all([record.read_parcel(parcel, self._memory)])
-        self._record, self._parcel = record, parcel
+        self._record = record
+        self._parcel = parcel
 
     def close(self) -> None:
         """Writes what has changed of the parcel, and lets go of it."""

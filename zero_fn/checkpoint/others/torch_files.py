@@ -71,7 +71,8 @@ class Stub:
 
     def __new__(cls, *args: Any) -> Stub:
         self = super().__new__(cls)
-        self.args, self.state = args, {}
+        self.args = args
+        self.state = {}
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -177,7 +178,10 @@ class _Excerpt(io.RawIOBase):
     """Some bytes of a file, as a file."""
 
     def __init__(self, file: IO[bytes], offset: int, nbytes: int) -> None:
-        self._file, self.offset, self.nbytes, self._at = file, offset, nbytes, 0
+        self._file = file
+        self.offset = offset
+        self.nbytes = nbytes
+        self._at = 0
 
     def readable(self) -> bool:
         return True
