@@ -20,6 +20,7 @@ from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.unit import Unit
 from zero_fn.values.schedule import (
     Action,
+    Await,
     Enter,
     Event,
     Exit,
@@ -201,7 +202,10 @@ class Script:
         events = ahead(backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__))
         events = limit_reductions(events, limit=REDUCTIONS_UNDER_WAY)
         self.events = events
-        self.points = points(events)
+        # What comes before the first wait is done at once, on every rank: a rank may reach another unit first.
+        begun = next((at for at, event in enumerate(events) if isinstance(event, Await)), 0)
+        self.first = [event for event in events[:begun] if not isinstance(event, Enter | Exit)]
+        self.points = points(events[begun:])
         self.enters = {
             point.bracket.use: at for at, point in enumerate(self.points) if isinstance(point.bracket, Enter)
         }
@@ -279,6 +283,7 @@ class BackwardPass:
 
     def actions(self) -> Iterator[Action | None]:
         """The actions of the schedule; None where autograd must come further first."""
+        yield from self.script.first
         for at, (before, bracket, after) in enumerate(self.script.points):
             use, is_enter = bracket.use, isinstance(bracket, Enter)
             while not self.closing:
