@@ -176,8 +176,8 @@ class Backward(OpenPass):
         trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
         run_through = {use.unit for use in taking_part} if defers else set()
-        wanted = [u.index for u in self.live_units() if u.index in run_through and u.gradients.are_wanted]
-        reduced = frozenset(wanted)
+        units_run = [unit for unit in self.live_units() if unit.index in run_through]
+        reduced = frozenset([unit.index for unit in units_run if unit.gradients.are_wanted])
         if self._script is None or not self._script.serves(trace, reduced):
             self._script = Script(trace, reduced, ahead=self.ahead)
         awaited: set[Use] = set()

@@ -129,7 +129,7 @@ class Forward(Backward):
             note_members(root, self.live_units())
         self.agree()
         if self.buffers.is_active:
-            self._broadcast_statistics()
+            self._broadcast_buffers()
 
     def agree(self) -> None:
         """Compares over ranks what they hold: once, and again after loading."""
@@ -147,18 +147,18 @@ class Forward(Backward):
             self.buffers.begin()
         self.has_agreed = True  # not before: a caller may catch the error, and call again
 
-    def _broadcast_statistics(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """[Note: when buffers are broadcast]"""
-        statistics = self.buffers
-        bits, about = statistics.to_tell()
+        buffers = self.buffers
+        bits, about = buffers.to_tell()
         if bits:
-            statistics.told(self.bits.any(bits, "which forwards change buffers", check=about))
-        if not statistics.is_due or (self.accumulating and not self.is_fresh):
+            buffers.told(self.bits.any(bits, "which forwards change buffers", check=about))
+        if not buffers.is_due or (self.accumulating and not self.is_fresh):
             return
         # If no rank holds them, the outputs of forwards that wait were dropped, and no backward can come.
         if self.graphs.is_waiting and self.bits.any([self.graphs.is_held], "whose backward may come")[0]:
             return
-        statistics.broadcast()
+        buffers.broadcast()
 
     def _end(self, forward: ForwardPass) -> None:
         if self.is_backward_open:

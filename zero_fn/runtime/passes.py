@@ -27,6 +27,7 @@ from zero_fn.values.schedule import (
     Point,
     Trace,
     Use,
+    actions,
     backward_schedule,
     backward_trace,
     limit_reductions,
@@ -204,7 +205,7 @@ class Script:
         self.events = events
         # What comes before the first wait is done at once, on every rank: a rank may reach another unit first.
         begun = next((at for at, event in enumerate(events) if isinstance(event, Await)), 0)
-        self.first = [event for event in events[:begun] if not isinstance(event, Enter | Exit)]
+        self.first = actions(events[:begun])
         self.points = points(events[begun:])
         self.enters = {
             point.bracket.use: at for at, point in enumerate(self.points) if isinstance(point.bracket, Enter)
