@@ -327,7 +327,7 @@ def test_a_node_survives_the_backward_that_frees_what_it_saved():
     assert node() is not None
 
 
-# -- saved tensors (runtime/saved.py) --------------------------------------------------------------------------------
+# -- saved tensors (runtime/saved_tensor_hooks.py) --------------------------------------------------------------------
 
 
 def test_the_hooks_on_top_can_be_read():
@@ -380,7 +380,7 @@ def test_autograd_accepts_a_buffer_refilled_between_forward_and_backward():
     assert torch.equal(x.grad, torch.full((2,), 5.0))
 
 
-# -- modules (runtime/door.py, runtime/slot.py) ---------------------------------------------------------------------
+# -- modules (runtime/entry_point.py, runtime/slot.py) ---------------------------------------------------------------------
 
 
 def test_an_instance_attribute_shadows_a_registered_parameter():
@@ -592,7 +592,7 @@ def test_a_tensor_counts_who_holds_it_outside_of_python():
 
 
 def test_a_node_without_saved_tensors_runs_in_any_number_of_backwards():
-    class Shown(torch.autograd.Function):
+    class VisibleParameters(torch.autograd.Function):
         @staticmethod
         def forward(ctx, given, leaf):
             return tuple(given)
@@ -602,7 +602,7 @@ def test_a_node_without_saved_tensors_runs_in_any_number_of_backwards():
             return None, sum(grads)
 
     leaf = torch.ones(2, requires_grad=True)
-    shown = Shown.apply([torch.ones(2), torch.ones(2)], leaf)
+    shown = VisibleParameters.apply([torch.ones(2), torch.ones(2)], leaf)
     for times in (1, 2):
         (shown[0] + 2 * shown[1]).sum().backward()
         assert leaf.grad is not None

@@ -32,8 +32,8 @@ from zero_fn.checkpoint.rank_meeting import RankMeeting, failure_of
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.errors import LayoutError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
-from zero_fn.runtime.edits import watch_edits
-from zero_fn.runtime.registry import doors_below, require_idle, units_of
+from zero_fn.runtime.registry import entry_points_below, require_idle, units_of
+from zero_fn.runtime.resting_edits import watch_edits
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot, meshes_of, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
@@ -273,7 +273,7 @@ class _HandOver:
     def add(self, model: nn.Module, names: str | Rename, most: int) -> None:
         """Names all tensors. Communicates nothing."""
         self.most = most
-        self.modules = list({door.module: None for _, door in doors_below(model)})
+        self.modules = list({entry.module: None for _, entry in entry_points_below(model)})
         if any(_refuse in each._forward_pre_hooks.values() for each in self.modules):
             _refuse()
         require_idle(units_of(model), "weights")

@@ -357,11 +357,11 @@ def a_backward_that_raises(tier):
         model.zero_grad()  # of units that backward was done with
         plain.zero_grad()
         if number == 0:  # with names, and no more, in the thread of the engine
-            entered = [unit for unit in units_of(model) if unit.shown.in_backward is not None]
+            entered = [unit for unit in units_of(model) if unit.visible.in_backward is not None]
             modules = [place.module for unit in entered for slot in unit.slots for place in slot.places]
             assert any("weight" in vars(module) for module in modules)
             let_go()
-            assert all(unit.shown.in_backward is not None for unit in entered)
+            assert all(unit.visible.in_backward is not None for unit in entered)
             assert not any("weight" in vars(module) for module in modules)
         with patch.object(Transfer, "wait", waited), zf.unsharded(model, writeback=True), torch.no_grad():
             let_go()

@@ -223,7 +223,7 @@ BUGS: tuple[Bug, ...] = (
         "chunk-read-over-what-is-written",
         "ChunkPipeline.fetch",
         "a slow disk gets the bytes of another chunk",
-        "_wait(self._puts.pop(later - BUFFERS, ()))",
+        "wait_all(self._puts.pop(later - BUFFERS, ()))",
         "pass",
         "tests/units/streamed/test_pipeline.py",
     ),

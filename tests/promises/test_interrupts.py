@@ -262,7 +262,7 @@ def test_parameters_that_are_taken_over_after_a_move_survive_an_interrupt(stage,
         patient = Patient(stage, tmp_path, mesh)
         patient.evaluate()
         wanted = patient.model(_batch(5)).detach()
-        moments = [moment for moment in _moments(patient.move) if moment[0][0] == "runtime/moved.py"]
+        moments = [moment for moment in _moments(patient.move) if moment[0][0] == "runtime/moved_memory.py"]
         for moment in random.Random(0).sample(moments, 10):
             with pytest.raises(KeyboardInterrupt):
                 _Tracer(moment).run(patient.move)

@@ -7,7 +7,7 @@ from torch import nn
 from zero_fn.advice import say_if_alone
 from zero_fn.errors import StaleError
 from zero_fn.runtime.elementwise import require_elementwise
-from zero_fn.runtime.members import refuse_late
+from zero_fn.runtime.module_tree import refuse_late
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.replaced_parameters import replacement_of
 from zero_fn.runtime.slot import slot_of

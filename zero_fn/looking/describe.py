@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 from zero_fn.looking.held import padding_nbytes
 from zero_fn.looking.table import table
 from zero_fn.owners import ByOwner
-from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.leg import Leg, form_text
+from zero_fn.runtime.parameter_kind import dtypes_text
 from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.streamed import Streamed

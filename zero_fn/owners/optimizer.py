@@ -182,11 +182,11 @@ class ByOwner(Optimizer):
     @property
     def buffers_nbytes(self) -> int:
         """Bytes of the buffers in host memory through which states pass."""
-        return sum(shelf.buffers_nbytes for shelf in self._shelves.values())
+        return sum(shelf.storage.buffers_nbytes for shelf in self._shelves.values())
 
     def tier_nbytes(self) -> dict[Tier | None, int]:
         """Bytes taken of tiers for states, in whole pages."""
-        return {tier: shelf.nbytes for tier, shelf in self._shelves.items()}
+        return {tier: shelf.storage.nbytes for tier, shelf in self._shelves.items()}
 
     def with_states_in(self, tier: Tier | None, **options: object) -> ByOwner:
         """Moves the states to another tier, at their owners.

@@ -32,21 +32,11 @@ class Shelf:
     """The states of the tensors that this rank owns, in one tier."""
 
     def __init__(self, tier: Tier, what: str) -> None:
-        self._storage = storage_on(tier, what)
+        self.storage = storage_on(tier, what)
         self._writing: Record | None = None
 
     def __str__(self) -> str:
-        return f"{bytes_text(self.nbytes)} of states in {self._storage.tier}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes taken of the tier, in whole pages."""
-        return self._storage.nbytes
-
-    @property
-    def buffers_nbytes(self) -> int:
-        """Bytes of host memory for buffers."""
-        return self._storage.buffers_nbytes
+        return f"{bytes_text(self.storage.nbytes)} of states in {self.storage.tier}"
 
     def fetch(self, states: Mapping[str, Any]) -> None:
         """Begins to bring states into memory."""
@@ -87,20 +77,7 @@ class Shelf:
         ]:
             rooms = self._rooms_for(large)
         record = rooms[0].record
-        values = {
-            room.number: flat_in(value, room.stride())
-            for room, value in zip(rooms, large, strict=True)
-        }
-        if _is_in_place(record):
-            first = {
-                number: record.shelf.borrow(record.place + record.starts[number], 1)
-                for number in values
-            }
-            values = {
-                number: value
-                for number, value in values.items()
-                if value.data_ptr() != first[number].data_ptr()
-            }
+        values = {room.number: flat_in(value, room.stride()) for room, value in zip(rooms, large, strict=True)}
         self.finish()
         record.begin_writing(values)
         self._writing = record
@@ -121,13 +98,10 @@ class Shelf:
         """Room for such states, in one record."""
         forms = [Form(value.numel(), value.dtype) for value in values]
         nbytes = record_nbytes(forms)
-        (place,) = self._storage.reserve([nbytes])
-        self._storage.stage(nbytes, STAGINGS)
-        record = Record(self._storage, forms, values[0].device, place)
-        return [
-            TierTensor(record, at, value.shape, dense_stride(value))
-            for at, value in enumerate(values)
-        ]
+        (place,) = self.storage.reserve([nbytes])
+        self.storage.stage(nbytes, STAGINGS)
+        record = Record(self.storage, forms, values[0].device, place)
+        return [TierTensor(record, at, value.shape, dense_stride(value)) for at, value in enumerate(values)]
 
 
 def _record_of(states: Mapping[str, Any]) -> Record | None:
@@ -138,4 +112,4 @@ def _record_of(states: Mapping[str, Any]) -> Record | None:
 
 def _is_in_place(record: Record) -> bool:
     """Whether states are stepped where they rest."""
-    return record.is_addressable and record.device.type == "cpu"
+    return record.shelf.is_addressable and record.device.type == "cpu"

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
+from zero_fn.runtime.call_context import is_transforming
+from zero_fn.runtime.gradient_hooks import defer_hooks
 from zero_fn.runtime.gradients import Reduction
-from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.memory import gather_wholes
-from zero_fn.runtime.odd import is_transforming
 from zero_fn.runtime.on_model_axes import arrived, placed
 from zero_fn.runtime.passes import UnitUse, will_execute
 from zero_fn.runtime.slot import trained
@@ -154,7 +154,7 @@ def _with_assigned(unit: Unit, grads: Sequence[Tensor | None]) -> tuple[Tensor |
     fused weight-gradient kernels do."""
     found = list(grads)
     for i, slot in enumerate(unit.slots):
-        shown = slot.places[0].shown if found[i] is None and slot.parameter.requires_grad else None
+        shown = slot.places[0].seen if found[i] is None and slot.parameter.requires_grad else None
         if shown is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns of whoever reads this of what is no leaf

@@ -77,10 +77,10 @@ class Backward(OpenPass):
             use = use or (self.graphs.use(key) if key is not None else None)
             self._pump(backward)
         unit.require_gathered()
-        shown = unit.shown
-        door = use.door if use is not None else shown.last_door()
-        if door is not None and backward is not None and shown.in_backward is None and not unit.running:
-            shown.show_in_backward(gather_again(unit), door)  # [Note: recomputation in a unit]
+        visible = unit.visible
+        entry = use.entry if use is not None else visible.last_entry()
+        if entry is not None and backward is not None and visible.in_backward is None and not unit.running:
+            visible.show_in_backward(gather_again(unit), entry)  # [Note: recomputation in a unit]
 
     def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they are returned through autograd. (autograd_node.py)"""
@@ -109,28 +109,28 @@ class Backward(OpenPass):
 
     # -- recomputation ----------------------------------------------------------------------------------------------
 
-    def is_recomputing(self, unit: Unit, door: object) -> bool:
-        """Whether a checkpoint inside the unit runs the module of `door` again; its parameters are shown then."""
+    def is_recomputing(self, unit: Unit, entry: object) -> bool:
+        """Whether a checkpoint inside the unit runs the module of `entry` again; its parameters are shown then."""
         if current_graph_task() == -1:
             return False
-        began, shown = self.graphs.uses_of(unit.index), unit.shown
-        if any(use.door is door for use in began):
+        began, visible = self.graphs.uses_of(unit.index), unit.visible
+        if any(use.entry is entry for use in began):
             return False  # the checkpoint is around the unit, which was entered here
-        if shown.in_backward is None and any(use.is_awaited for use in began):
+        if visible.in_backward is None and any(use.is_awaited for use in began):
             # The recomputation is ahead of backward, which reached no output.
             self.need_in_backward(unit, recomputes=True)
-        found = shown.in_backward is not None and shown.in_backward.door is not door
+        found = visible.in_backward is not None and visible.in_backward.entry is not entry
         if found:
             self._need_units_around(unit)
         return found
 
-    def enter_recomputation(self, unit: Unit, door: object, _method: str) -> UnitUse:
+    def enter_recomputation(self, unit: Unit, entry: object, _method: str) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
         backward = self.opened()
         assert backward is not None
         self.need_in_backward(unit, recomputes=True)
         self._need_units_around(unit)
-        use = UnitUse(unit, -1, door)
+        use = UnitUse(unit, -1, entry)
         backward.recomputed.append(use)
         unit.running += 1
         return use
@@ -139,7 +139,7 @@ class Backward(OpenPass):
         """Gathers the units around one whose parameters its recomputed forward may read: ties."""
         for index in self.tied_around.get(unit.index, ()):
             around = self.units[index]()
-            if around is not None and around.shown.in_backward is None and not around.running:
+            if around is not None and around.visible.in_backward is None and not around.running:
                 self.need_in_backward(around, recomputes=True)
 
     # -- the schedule -----------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ class Backward(OpenPass):
         trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
         run_through = {use.unit for use in taking_part} if defers else set()
-        wanted = [u.index for u in self.live_units() if u.index in run_through and u.gradients.are_wanted]
-        reduced = frozenset(wanted)
+        units_run = [unit for unit in self.live_units() if unit.index in run_through]
+        reduced = frozenset([unit.index for unit in units_run if unit.gradients.are_wanted])
         if self._script is None or not self._script.serves(trace, reduced):
             self._script = Script(trace, reduced, ahead=self.ahead)
         awaited: set[Use] = set()
@@ -273,7 +273,7 @@ class Backward(OpenPass):
         with self._recovering:
             if self.backward is not None and self.backward.ending is ending:
                 for unit in self.live_units():
-                    unit.shown.hide_from_backward()
+                    unit.visible.hide_from_backward()
 
     def recover_raised(self) -> None:
         """`recover_backward`, unless the backward that is open still runs."""
@@ -320,7 +320,7 @@ class _Nested:
 
     def leave(self, unit: Unit) -> None:
         """Reshards a unit, now or when the backward that needed it goes on."""
-        seen = unit.shown.in_backward
+        seen = unit.visible.in_backward
         if seen is not None and current_graph_task() > seen.task:
             self.left.append(unit)
             seen.is_left = True
@@ -332,7 +332,7 @@ class _Nested:
         now = current_graph_task()  # tasks inside others have larger numbers
         left, self.left = self.left, []
         for unit in left:
-            seen = unit.shown.in_backward
+            seen = unit.visible.in_backward
             if seen is None or not seen.is_left:
                 continue
             if now <= seen.task:

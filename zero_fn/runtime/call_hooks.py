@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["DOORS", "cast", "drop_hooks", "put_hooks", "put_hooks_inside", "take_hooks_inside"]
+__all__ = ["ENTRY_POINTS", "cast", "drop_hooks", "put_hooks", "put_hooks_inside", "take_hooks_inside"]
 
-DOORS = "_zero_fn_doors"  # in the `__dict__` of a module: where units are entered, in this order
+ENTRY_POINTS = "_zero_fn_entry_points"  # in the `__dict__` of a module: where units are entered, in this order
 
 _KEY = "zero_fn"  # of our hooks, in the dicts where torch keeps the hooks of a module
 
@@ -68,7 +68,7 @@ def put_hooks_inside(inner: Iterable[weakref.ref[nn.Module]]) -> None:
     """Undoes `take_hooks_inside`, and does nothing where that was not done."""
     for reference in inner:
         module: Any = reference()
-        if module is not None and DOORS in module.__dict__:
+        if module is not None and ENTRY_POINTS in module.__dict__:
             hooks = module._forward_pre_hooks
             module._forward_pre_hooks_with_kwargs[_KEY] = True
             hooks[_KEY], module._forward_hooks[_KEY] = _before, _after
@@ -80,9 +80,9 @@ def put_hooks_inside(inner: Iterable[weakref.ref[nn.Module]]) -> None:
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Before a call of a module at which units are entered. [Note: our hook comes first]"""
     given = None
-    for door in module.__dict__[DOORS]:
-        if door.begin() and door.input_dtype is not None:
-            given = args, kwargs = cast((args, kwargs), door.input_dtype)
+    for entry in module.__dict__[ENTRY_POINTS]:
+        if entry.begin() and entry.input_dtype is not None:
+            given = args, kwargs = cast((args, kwargs), entry.input_dtype)
     return given
 
 
@@ -90,13 +90,13 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _after(module: nn.Module, _args: object, output: Any) -> Any:
     """After a call of a module at which a unit may have been entered."""
     error = sys.exception()
-    chain = module.__dict__[DOORS][::-1]
+    chain = module.__dict__[ENTRY_POINTS][::-1]
     try:
-        for door in chain:
-            output = door.end(output, error)
+        for entry in chain:
+            output = entry.end(output, error)
     except BaseException as raised:
-        for door in chain:
-            door.end(None, raised)
+        for entry in chain:
+            entry.end(None, raised)
         raise
     return output
 

@@ -10,12 +10,12 @@ import torch
 from zero_fn.errors import StorageError
 from zero_fn.runtime.backward import Backward
 from zero_fn.runtime.call import in_two_threads
-from zero_fn.runtime.edits import watch_edits
-from zero_fn.runtime.members import is_as_before, note_members
+from zero_fn.runtime.module_tree import is_as_before, note_members
 from zero_fn.runtime.passes import ForwardPass, ReadUse, UnitUse
+from zero_fn.runtime.resting_edits import watch_edits
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unit_agreement import agree_on_units
-from zero_fn.runtime.unwritten import require_memory, warn_of_unwritten_buffers
+from zero_fn.runtime.unwritten_memory import require_memory, warn_of_unwritten_buffers
 from zero_fn.transport.line import Line
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.schedule import (
@@ -43,16 +43,16 @@ class Forward(Backward):
 
     # -- units ------------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, door: object, method: str, reader: UnitUse | None = None) -> UnitUse:
-        """The forward of a unit begins at a method of `door`, or that of `reader` reads its weights: on return its gathered
+    def enter(self, unit: Unit, entry: object, method: str, reader: UnitUse | None = None) -> UnitUse:
+        """The forward of a unit begins at a method of `entry`, or that of `reader` reads its weights: on return its gathered
         parameters may be read."""
         forward = self.forward or self.begin(unit, method)
         if self.is_backward_open:
             self.recover_raised()
         number = forward.next_number(unit.index)
-        use = UnitUse(unit, number, door) if reader is None else ReadUse(unit, number, reader)
+        use = UnitUse(unit, number, entry) if reader is None else ReadUse(unit, number, reader)
         if forward.grad:
-            unit.shown.last_door = weakref.ref(door)
+            unit.visible.last_entry = weakref.ref(entry)
         point = forward.note(Enter, use)
         try:
             for action in point.before if point else ():
@@ -95,8 +95,8 @@ class Forward(Backward):
         """A forward of the module begins at a method of this unit."""
         self.prepare()
         self.is_fresh = False
-        if self.statistics.is_active:
-            self.statistics.note_begun()
+        if self.buffers.is_active:
+            self.buffers.note_begun()
         self.graphs.limit()
         grad = torch.is_grad_enabled()
         begun_at = (unit.index, method)
@@ -128,8 +128,8 @@ class Forward(Backward):
                 self.recorded.clear()
             note_members(root, self.live_units())
         self.agree()
-        if self.statistics.is_active:
-            self._broadcast_statistics()
+        if self.buffers.is_active:
+            self._broadcast_buffers()
 
     def agree(self) -> None:
         """Compares over ranks what they hold: once, and again after loading."""
@@ -144,35 +144,35 @@ class Forward(Backward):
             require_memory([slot.fqn for unit in units for slot in unit.slots if slot.parameter.is_meta])
         if self.assignment.axis is not None:
             agree_on_units(self.transport, units)
-            self.statistics.begin()
+            self.buffers.begin()
         self.has_agreed = True  # not before: a caller may catch the error, and call again
 
-    def _broadcast_statistics(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """[Note: when buffers are broadcast]"""
-        statistics = self.statistics
-        bits, about = statistics.to_tell()
+        buffers = self.buffers
+        bits, about = buffers.to_tell()
         if bits:
-            statistics.told(self.bits.any(bits, "which forwards change buffers", check=about))
-        if not statistics.is_due or (self.accumulating and not self.is_fresh):
+            buffers.told(self.bits.any(bits, "which forwards change buffers", check=about))
+        if not buffers.is_due or (self.accumulating and not self.is_fresh):
             return
         # If no rank holds them, the outputs of forwards that wait were dropped, and no backward can come.
         if self.graphs.is_waiting and self.bits.any([self.graphs.is_held], "whose backward may come")[0]:
             return
-        statistics.broadcast()
+        buffers.broadcast()
 
     def _end(self, forward: ForwardPass) -> None:
         if self.is_backward_open:
             self.recover_raised()
         self.forward = None
         watch_edits(self, is_open=False)
-        if self.statistics.is_active:
-            self.statistics.note_ended()
+        if self.buffers.is_active:
+            self.buffers.note_ended()
         if forward.failed:
             for unit in self.live_units():
                 unit.reshard()
             return
         trace = forward.relative_trace()
-        key = (forward.entry, forward.grad)
+        key = (forward.begun_at, forward.grad)
         recorded = self.recorded.get(key)
         if recorded is None or recorded[0] != trace:
             self.recorded[key] = (trace, points(self.ahead(forward_schedule(trace, keeps_last=forward.grad))))

@@ -119,7 +119,7 @@ class Gather:
         """Cuts the whole buffers into parameters and into what moves."""
         memory = self._memory
         self.whole = whole = WholeBuffers(unit, memory.slots, memory.groups)
-        extended = [segment for each in whole.travelling.values() for segment in each.segments]
+        extended = [segment for each in whole.by_extension.values() for segment in each.segments]
         self._moves = moves_of(whole.rooms, extended, memory.line, memory.unit)
         self.top = len(self._moves[0])
         whole.note_references()
@@ -138,7 +138,7 @@ class Gather:
         for decode in self._moves[self.reference_is_shared][-1].decode:
             decode()
         self.reference_is_shared = True
-        if self.whole.travelling:
+        if self.whole.by_extension:
             try:
                 self.whole.make_products()
             except Exception as error:  # in the user's tensor subclass; `Unit.await_gathered` raises it

@@ -8,9 +8,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_fn.runtime.extended import travels
-from zero_fn.runtime.kind import Kind
+from zero_fn.runtime.fsdp_extensions import gathers_by_extension
 from zero_fn.runtime.leg import Spot
+from zero_fn.runtime.parameter_kind import ParameterKind
 from zero_fn.runtime.slot import Slot
 from zero_fn.storage.pool import BufferPool
 from zero_fn.tiers.compute_copies import ParameterRecord
@@ -66,9 +66,9 @@ class Buffer:
 class Group:
     """The parameters of a unit that are of one kind."""
 
-    def __init__(self, kind: Kind, slots: list[Slot]) -> None:
+    def __init__(self, kind: ParameterKind, slots: list[Slot]) -> None:
         self.kind, self.slots = kind, slots
-        self.whole: Buffer | None = None  # of these placements; None if the group has none (kind.py)
+        self.whole: Buffer | None = None  # of these placements; None if the group has none (parameter_kind.py)
         self.inner: Buffer | None = None
         self._rest: Buffer | None = None
         self.record: ParameterRecord | None = None  # where parameters and gradients rest in other tiers, if they do
@@ -248,9 +248,11 @@ class Group:
 
 def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:
     """The parameters of a unit by kind, in their order; `dtypes` and `devices` at rest. The groups have no memory yet."""
-    by_kind: dict[Kind, list[Slot]] = {}
+    by_kind: dict[ParameterKind, list[Slot]] = {}
     for slot, dtype, device in zip(slots, dtypes, devices, strict=True):
-        by_kind.setdefault(Kind.of(slot.path, slot.home, dtype, device, travels=travels(slot)), []).append(slot)
+        by_kind.setdefault(
+            ParameterKind.of(slot.path, slot.home, dtype, device, by_extension=gathers_by_extension(slot)), []
+        ).append(slot)
     return [Group(kind, members) for kind, members in by_kind.items()]
 
 

@@ -41,7 +41,7 @@ class Memory:
         # Values were assigned to a parameter (`.data =`) in a forward: the next gather follows them.
         self.is_moved = False
         # While moved parameters are taken over: each, and its values where it was moved to. An interrupt in the midst leaves
-        # them here, and the next `follow` takes them over. (moved.py)
+        # them here, and the next `follow` takes them over. (moved_memory.py)
         self.moving: list[tuple[nn.Parameter, Tensor]] | None = None
         self.unit = unit
         self._offloaded = offloaded

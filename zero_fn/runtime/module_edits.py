@@ -1,11 +1,14 @@
 """Functions of torch that edit modules: `module.to(dtype)` and parametrizations in a forward of a unit, and pruning.
 
-Modules see gathered parameters then, under names that hide the resting ones. (shown.py) Routers of transformers cast their
-classifier in each forward (Switch, NLLB-MoE), and PEFT adds its factors to experts by a parametrization that it removes after
-the call (`target_parameters`). Both are done to what the modules see, until the forward ends; what rests stays as it is.
+Modules see gathered parameters then, under names that hide the resting ones
+(visible_parameters.py). Routers of transformers cast their classifier in each forward (Switch,
+NLLB-MoE), and PEFT adds its factors to experts by a parametrization that it removes after the call
+(`target_parameters`). Both are done to what the modules see, until the forward ends; what rests
+stays as it is.
 
-[Note: a parametrization for one call] torch takes the parameter out of the module, keeps it in a list as `original`, and sets
-it to itself, which counts as a change. So it gets another tensor on the same memory, and the list gets the seen one after it.
+[Note: a parametrization for one call] torch takes the parameter out of the module, keeps it in a
+list as `original`, and sets it to itself, which counts as a change. So it gets another tensor on
+the same memory, and the list gets the seen one after it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.nn.utils import parametrize, prune
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import unit_of
-from zero_fn.runtime.unwritten import mark_emptied_buffers, meta_buffers_of
+from zero_fn.runtime.unwritten_memory import mark_emptied_buffers, meta_buffers_of
 
 __all__ = ["watch_modules"]
 
@@ -102,7 +105,7 @@ def _remove_from_seen(module: nn.Module, tensor_name: str, leave_parametrized: b
         tensor = module._buffers.pop(tensor_name)
         _put_back(module._parameters, {**resting, **module._parameters})
         unit = unit_of(slot_of(resting[tensor_name]))
-        if unit is not None and (unit.running or unit.shown.in_backward is not None):
+        if unit is not None and (unit.running or unit.visible.in_backward is not None):
             module.__dict__[tensor_name] = tensor
     return module
 

@@ -61,7 +61,7 @@ def moves_of(
 
     Args:
         wholes: Where the whole parameters of each group lie.
-        extended: What tensor subclasses send (extended.py).
+        extended: What tensor subclasses send (fsdp_extensions.py).
         line: The axes that the unit is sharded over.
         unit: Its name, for errors.
     """

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from torch import nn
 
 from zero_fn.runtime.call import Calls
-from zero_fn.runtime.edits import watch_edits
+from zero_fn.runtime.module_buffers import ModuleBuffers
 from zero_fn.runtime.passes import BackwardPass, ForwardPass, Graphs
-from zero_fn.runtime.statistics import Statistics
+from zero_fn.runtime.resting_edits import watch_edits
 from zero_fn.runtime.unit import Unit
 from zero_fn.tiers.offloaded_state import OffloadedState
 from zero_fn.transport.agree import Unions
@@ -34,7 +34,7 @@ class OpenPass:
         self.depth = PREFETCH_DEPTH  # how many units are gathered ahead of their use
         self.units: list[Callable[[], Unit | None]] = []  # weakly, by index
         self.offloaded = OffloadedState(transport)
-        self.statistics = Statistics(transport, are_local=assignment.buffers == "local")
+        self.buffers = ModuleBuffers(transport, are_local=assignment.buffers == "local")
         self.graphs = Graphs()
         self.bits = Unions(transport)  # what ranks tell one another about a pass
         self.calls = Calls()
@@ -85,12 +85,12 @@ class OpenPass:
         assert unit is not None, f"unit {action.unit} is gone"
         if kind is Unshard:
             # Where whole parameters are registered for a block, forwards gather nothing; backwards of forwards before it do.
-            if self.forward is None or unit.shown.leaves is None:
+            if self.forward is None or unit.visible.leaves is None:
                 unit.unshard()
         elif kind is Await:
             unit.await_gathered()
         elif kind is Fetch:
-            if unit.shown.leaves is None:
+            if unit.visible.leaves is None:
                 unit.gather.fetch()
         elif self.forward is not None:
             self.reshard(unit, grad=self.forward.grad)

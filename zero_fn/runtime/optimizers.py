@@ -144,7 +144,7 @@ def _require_not_replaced(parameter: Tensor, optimizer: Optimizer) -> None:
 
 
 def _has_local_gradients(unit: Unit) -> bool:
-    return unit.shown.leaves is not None or unit.gradients.has_pending()
+    return unit.visible.leaves is not None or unit.gradients.has_pending()
 
 
 def _on_node(slot: Slot) -> StateError:

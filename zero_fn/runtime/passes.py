@@ -20,12 +20,14 @@ from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.unit import Unit
 from zero_fn.values.schedule import (
     Action,
+    Await,
     Enter,
     Event,
     Exit,
     Point,
     Trace,
     Use,
+    actions,
     backward_schedule,
     backward_trace,
     limit_reductions,
@@ -43,13 +45,13 @@ will_execute = torch._C._will_engine_execute_node
 class UnitUse:
     """One forward of a unit."""
 
-    __slots__ = ("__weakref__", "door", "generation", "has_arrived", "has_graph", "key", "node", "reads", "unit")
+    __slots__ = ("__weakref__", "entry", "generation", "has_arrived", "has_graph", "key", "node", "reads", "unit")
     is_read = False
 
-    def __init__(self, unit: Unit, number: int, door: object = None) -> None:
+    def __init__(self, unit: Unit, number: int, entry: object = None) -> None:
         self.unit, self.generation = unit, unit.generation  # that of the parameters which were read
         self.key = Use(unit.index, number)  # in the schedule; -1 if it is in none
-        self.door = door  # whose module was called
+        self.entry = entry  # whose module was called
         # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         self.node: weakref.ref[Any] | None = None
         self.has_graph = False  # whether a backward may pass through it
@@ -96,7 +98,7 @@ class ReadUse(UnitUse):
     is_read = True
 
     def __init__(self, unit: Unit, number: int, reader: UnitUse) -> None:
-        super().__init__(unit, number, reader.door)
+        super().__init__(unit, number, reader.entry)
         self.reader = weakref.proxy(reader)
         self.tensors: list[Tensor] = []  # the whole parameters, as modules see them
         reader.reads = (*getattr(reader, "reads", ()), self)  # its graph holds this, which may have no node
@@ -106,9 +108,9 @@ class ForwardPass:
     """A forward that follows the schedule of the last pass that began at the same unit."""
 
     def __init__(
-        self, entry: tuple[int, str], schedule: tuple[Point, ...] | None, offsets: dict[int, int], *, grad: bool
+        self, begun_at: tuple[int, str], schedule: tuple[Point, ...] | None, offsets: dict[int, int], *, grad: bool
     ) -> None:
-        self.entry, self.grad = entry, grad  # the unit and the method it began at; whether it records a graph
+        self.begun_at, self.grad = begun_at, grad  # the unit and the method it began at; whether it records a graph
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}
         self.depth = 0  # how many units are running
@@ -201,7 +203,10 @@ class Script:
         events = ahead(backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__))
         events = limit_reductions(events, limit=REDUCTIONS_UNDER_WAY)
         self.events = events
-        self.points = points(events)
+        # What comes before the first wait is done at once, on every rank: a rank may reach another unit first.
+        begun = next((at for at, event in enumerate(events) if isinstance(event, Await)), 0)
+        self.first = actions(events[:begun])
+        self.points = points(events[begun:])
         self.enters = {
             point.bracket.use: at for at, point in enumerate(self.points) if isinstance(point.bracket, Enter)
         }
@@ -279,6 +284,7 @@ class BackwardPass:
 
     def actions(self) -> Iterator[Action | None]:
         """The actions of the schedule; None where autograd must come further first."""
+        yield from self.script.first
         for at, (before, bracket, after) in enumerate(self.script.points):
             use, is_enter = bracket.use, isinstance(bracket, Enter)
             while not self.closing:

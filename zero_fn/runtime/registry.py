@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from torch import nn
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.call_hooks import DOORS
-from zero_fn.runtime.door import Door, Method
+from zero_fn.runtime.call_hooks import ENTRY_POINTS
+from zero_fn.runtime.entry_point import EntryPoint, Method
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.unit import Unit
 
-__all__ = ["doors_below", "methods_of", "require_idle", "runs_of", "units_of", "with_parameters"]
+__all__ = ["entry_points_below", "methods_of", "require_idle", "runs_of", "units_of", "with_parameters"]
 
 
-def doors_below(module: nn.Module) -> list[tuple[str, Door]]:
-    """The doors at a module and below it, with module names: two at an anchor with a parameter of another unit."""
-    return [(name, door) for name, child in module.named_modules() for door in child.__dict__.get(DOORS, ())]
+def entry_points_below(module: nn.Module) -> list[tuple[str, EntryPoint]]:
+    """The entry points at a module and below it, with module names: two at an anchor with a parameter of another unit."""
+    return [(name, entry) for name, child in module.named_modules() for entry in child.__dict__.get(ENTRY_POINTS, ())]
 
 
 def methods_of(module: nn.Module) -> list[Method]:
@@ -27,7 +27,7 @@ def methods_of(module: nn.Module) -> list[Method]:
 
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of everything below it, each once."""
-    return list({id(door.unit): door.unit for _, door in doors_below(module)}.values())
+    return list({id(entry.unit): entry.unit for _, entry in entry_points_below(module)}.values())
 
 
 def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.kind import Kind
 from zero_fn.runtime.leg import Spot
+from zero_fn.runtime.parameter_kind import ParameterKind
 from zero_fn.runtime.path import Path
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.segment import Segment
@@ -29,7 +29,7 @@ class Room:
     memory: Tensor  # flat
     starts: Mapping[Slot, int]  # the first element of each parameter, of bytes if it holds codes
     hops: slice  # of the paths: those whose all-gathers complete what is here
-    coded: Kind | None = None  # whose format says how many bytes elements take; None: it has elements
+    coded: ParameterKind | None = None  # whose format says how many bytes elements take; None: it has elements
 
     @property
     def is_inner(self) -> bool:

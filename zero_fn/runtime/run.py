@@ -10,7 +10,7 @@ from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.forward import Forward
 from zero_fn.runtime.open_pass import no_unit
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.whole_step import end_whole
+from zero_fn.runtime.whole_leaves import end_whole
 from zero_fn.transport.line import Line
 from zero_fn.values.assignment import Assignment
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import alone, as_plain, local_of, spec_on
-from zero_fn.runtime.kind import Kind
+from zero_fn.runtime.parameter_kind import ParameterKind
 from zero_fn.runtime.path import Path, path_of
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory, same_place
 from zero_fn.values.grid import Grid, local_part
@@ -23,7 +23,7 @@ from zero_fn.values.home import Home, Stage
 from zero_fn.values.layout import ShardLayout
 
 EXTENSION = "_zero_fn_extension"
-"""An attribute of a parameter: how its class makes what a module sees. (extended.py)"""
+"""An attribute of a parameter: how its class makes what a module sees. (fsdp_extensions.py)"""
 
 __all__ = [
     "EXTENSION",
@@ -102,7 +102,7 @@ class Place:
         self.set_aliases(parameter)
 
     @property
-    def shown(self) -> Tensor | None:
+    def seen(self) -> Tensor | None:
         """What the module sees in place of the registered parameter, if anything."""
         module = self._module()
         return None if module is None else module.__dict__.get(self.attribute)
@@ -148,23 +148,23 @@ class Slot:
             before=known.path if known is not None else None,
         )
         self.is_frozen = not source.requires_grad  # when it was transformed
-        self.kind: Kind  # what it has in common with the others of its group
+        self.kind: ParameterKind  # what it has in common with the others of its group
         self.spec: DTensorSpec | None = None  # placements of parameter and gradient at rest; None on no axis
         self.gradient_spec: DTensorSpec | None = None
         self.is_recast = False  # its dtype at rest has changed since the transform
         # A digest of the whole values, equal on all ranks; None once they were replaced.
         self.initial: int | None = None
-        # How its tensor subclass makes what the module sees; None of plain tensors. (extended.py)
+        # How its tensor subclass makes what the module sees; None of plain tensors. (fsdp_extensions.py)
         self.extension: Any = known.extension if known is not None else getattr(source, EXTENSION, None)
         self.owner: Callable[[], Any] = _no_owner
-        # The last backward (graph task) that is to ignore the user's hooks. (hooks.py)
+        # The last backward (graph task) that is to ignore the user's hooks. (gradient_hooks.py)
         self.deferred_in: int | None = None
         self.parameter: nn.Parameter  # the registered resting one
         self.local: Tensor  # of this rank in that
         self.flat: Tensor  # the same elements, flat, in storage order
         self.gradient_place: TierTensor | None = None  # where its gradient rests, if that is in another tier
 
-    def join(self, kind: Kind) -> None:
+    def join(self, kind: ParameterKind) -> None:
         """Makes it a parameter of this kind: sets its placements."""
         self.is_recast |= hasattr(self, "kind") and kind.dtype != self.kind.dtype
         self.kind = kind

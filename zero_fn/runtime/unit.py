@@ -22,14 +22,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_fn.runtime import moved
+from zero_fn.runtime import moved_memory
+from zero_fn.runtime.call_context import is_swapped, partly_swapped
 from zero_fn.runtime.call_hooks import put_hooks_inside
 from zero_fn.runtime.gather import Gather
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.memory import Memory
-from zero_fn.runtime.odd import is_swapped, partly_swapped
-from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.visible_parameters import VisibleParameters
 
 __all__ = ["Unit", "unit_of"]
 
@@ -56,7 +56,7 @@ class Unit:
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.memory = Memory(str(self), slots, run.transport, run.offloaded, self)
         self.gather = Gather(self.memory)
-        self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
+        self.visible, self.gradients = VisibleParameters(slots), Gradients(slots, run.transport, str(self))
         for slot in slots:
             slot.owner = weakref.ref(self)
         run.adopt(self)
@@ -81,14 +81,14 @@ class Unit:
             StateError: The parameters are evicted, or `functional_call` has put other tensors in their place.
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
-        if self.shown.leaves is not None or moved.is_current(self.memory):
+        if self.visible.leaves is not None or moved_memory.is_current(self.memory):
             return
-        moved.require_in_memory(self.memory, self.name)
-        if is_swapped(self.shown, self.name):
+        moved_memory.require_in_memory(self.memory, self.name)
+        if is_swapped(self.visible, self.name):
             raise partly_swapped(self.name)
         self.reshard()
         self.gather.forget()
-        moved.follow(self.memory)
+        moved_memory.follow(self.memory)
         self.gradients.forget_layout()
         self.memory.moving = None
 
@@ -130,7 +130,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        if self.shown.in_backward is not None:
+        if self.visible.in_backward is not None:
             self.leave_backward()
         if self.memory.away or self.gather.level == self.gather.top:
             self.gather.free()
@@ -145,12 +145,12 @@ class Unit:
         self.running = 0
         self.read = None
         put_hooks_inside(self.inner)
-        self.shown.start_over()
+        self.visible.start_over()
         self.gather.drop()
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
-        is_seen = self.running or self.shown.in_backward is not None
+        is_seen = self.running or self.visible.in_backward is not None
         gather = self.gather
         if gather.level < gather.top or gather.pending is not None or not is_seen:
             self.run.need_in_backward(self)
@@ -159,17 +159,17 @@ class Unit:
 
     def leave_backward(self) -> None:
         """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
-        if (seen := self.shown.in_backward) is not None:
-            self.shown.leave_backward()
-            if self.gather.level == self.gather.top and self.shown.leaves is None:
-                self.shown.require_unchanged(self.name, seen.tensors)
+        if (seen := self.visible.in_backward) is not None:
+            self.visible.leave_backward()
+            if self.gather.level == self.gather.top and self.visible.leaves is None:
+                self.visible.require_unchanged(self.name, seen.tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
     @property
     def is_in_use(self) -> bool:
         """Whether a forward of the unit runs, a block of the user has its parameters whole, or gradients wait."""
-        return self.running > 0 or self.shown.leaves is not None or self.gradients.has_pending()
+        return self.running > 0 or self.visible.leaves is not None or self.gradients.has_pending()
 
     def modules(self) -> list[nn.Module]:
         """The modules that hold its parameters, each once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_fn.errors import StorageError
-from zero_fn.runtime.kind import dtypes_text
+from zero_fn.runtime.parameter_kind import dtypes_text
 from zero_fn.runtime.unit import Unit
 from zero_fn.tiers.tier_tensor import TierTensor, in_memory
 from zero_fn.transport.agree import Outcome, agree, agree_along

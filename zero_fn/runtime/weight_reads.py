@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from zero_fn.runtime.autograd_node import gather
-from zero_fn.runtime.call_hooks import DOORS
+from zero_fn.runtime.call_context import called_outside, has_context, in_compute_dtype, require_run
+from zero_fn.runtime.call_hooks import ENTRY_POINTS
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.odd import called_outside, in_compute_dtype, is_odd, require_run
 from zero_fn.runtime.passes import ReadUse
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Slot
@@ -74,13 +74,13 @@ def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> A
         return registered
     unit, slot = found
     run = run_of(unit)
-    if unit.shown.leaves is not None:
+    if unit.visible.leaves is not None:
         return in_compute_dtype(slot, registered) if run.calls.forward else registered
     if current_graph_task() != -1:
-        door: Any = unit.shown.last_door()
-        was_read = door is not None and door.unit is not unit
+        entry: Any = unit.visible.last_entry()
+        was_read = entry is not None and entry.unit is not unit
         was_read = was_read or any(use.is_read for use in run.graphs.uses_of(unit.index))
-        if was_read and unit.shown.in_backward is None:
+        if was_read and unit.visible.in_backward is None:
             run.need_in_backward(unit, recomputes=True)
     elif run.forward is not None and run.calls.thread == get_ident() and not unit.running:
         _enter(unit, run)
@@ -90,8 +90,8 @@ def _as_read(module: nn.Module | None, name: str, registered: nn.Parameter) -> A
 
 def _place_of(module: nn.Module | None, name: str) -> tuple[Unit, Slot] | None:
     """The unit and the parameter of an attribute of a module, if a pass of the unit is open."""
-    for door in module.__dict__.get(DOORS, ()) if module is not None else ():
-        unit: Unit = door.unit
+    for entry in module.__dict__.get(ENTRY_POINTS, ()) if module is not None else ():
+        unit: Unit = entry.unit
         if run_of(unit).calls.forward or run_of(unit).is_backward_open:
             for slot in unit.slots:
                 if any(place._module() is module and place.attribute == name for place in slot.places):
@@ -104,38 +104,38 @@ def _enter(unit: Unit, run: Run) -> None:
     forward = run.forward
     assert forward is not None
     reader = forward.innermost()
-    if is_odd():
+    if has_context():
         require_run(unit.name, unit.modules()[0])
     for watch in watching.watchers:
         watch.note(Moment.ENTER, unit.name)
     # A weight may be read without gradients first, and be multiplied with later.
     with torch.set_grad_enabled(forward.grad or torch.is_grad_enabled()):
-        use = called_outside(run.enter, unit, reader.door, "read", reader)
+        use = called_outside(run.enter, unit, reader.entry, "read", reader)
         assert isinstance(use, ReadUse)
         use.tensors = called_outside(gather, use)
     unit.read = use
     run.calls.reads.append(use)
-    unit.shown.show(use.tensors)
+    unit.visible.show(use.tensors)
 
 
-def finish_reads(run: Run, door: object) -> None:
-    """Refuses changes of the weights that the forward at a door has read.
+def finish_reads(run: Run, entry: object) -> None:
+    """Refuses changes of the weights that the forward at an entry point has read.
 
     Raises:
         PlacementError: One was changed in place.
     """
     for use in run.calls.reads:
-        if use.door is door:
-            use.unit.shown.require_unchanged(use.unit.name, use.tensors)
+        if use.entry is entry:
+            use.unit.visible.require_unchanged(use.unit.name, use.tensors)
 
 
-def end_reads(run: Run, door: object, *, failed: bool) -> None:
-    """Leaves the units whose weights the forward at a door has read."""
-    if run.calls.reads and run.calls.reads[-1].door is door:
+def end_reads(run: Run, entry: object, *, failed: bool) -> None:
+    """Leaves the units whose weights the forward at an entry point has read."""
+    if run.calls.reads and run.calls.reads[-1].entry is entry:
         try:
             leave_read(run.calls.reads[-1], failed=failed)
         finally:
-            end_reads(run, door, failed=failed)
+            end_reads(run, entry, failed=failed)
 
 
 def leave_read(use: ReadUse, *, failed: bool) -> None:
@@ -145,7 +145,7 @@ def leave_read(use: ReadUse, *, failed: bool) -> None:
     run.calls.reads.remove(use)
     unit.read = None
     use.has_graph = use.node is not None or use.reader.has_graph
-    unit.shown.hide()
+    unit.visible.hide()
     use.tensors.clear()  # memory that somebody holds a part of is not used again
     called_outside(run.leave, use, failed=failed)
     for watch in watching.watchers:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.runtime.extended import Travelling
+from zero_fn.runtime.fsdp_extensions import ExtensionGather
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.rooms import Room, whole_room
-from zero_fn.runtime.saved import remember_buffer
+from zero_fn.runtime.saved_tensor_hooks import remember_buffer
 from zero_fn.runtime.slot import Slot
 
 __all__ = ["Lent", "WholeBuffers"]
@@ -71,7 +71,7 @@ class WholeBuffers:
     def __init__(self, unit: object, slots: Sequence[Slot], groups: Sequence[Group]) -> None:
         """Allocates the buffers that have memory during a use only, and cuts all buffers. `unit` gathers them again."""
         # Parameters, by slot number, whose tensor subclass decides which bytes are sent (`fsdp_pre_all_gather`).
-        self.travelling = {i: Travelling(slot) for i, slot in enumerate(slots) if slot.kind.travels}
+        self.by_extension = {i: ExtensionGather(slot) for i, slot in enumerate(slots) if slot.kind.by_extension}
         self.rooms: dict[Group, Room] = {}
         self.lent: Lent | None = None  # tensors that the next backward may show again, if there are any
         self._unit = weakref.ref(unit)  # which owns this
@@ -79,7 +79,7 @@ class WholeBuffers:
         transient: list[tuple[Tensor, int]] = []  # buffers, and how many parameters each has
         with torch.inference_mode(False):  # the buffers outlive the forward that asks for them
             for group in groups:
-                if group.whole is None or group.kind.travels:
+                if group.whole is None or group.kind.by_extension:
                     continue
                 room = self.rooms[group] = whole_room(group)
                 if not group.kind.is_kept:
@@ -93,21 +93,21 @@ class WholeBuffers:
         # from tensors that are lent.
         self._freed: list[tuple[torch.UntypedStorage, int, int, int]] | None = None
         self._transient = transient
-        for travelling in self.travelling.values():
-            self._add(travelling.outputs)
+        for extended in self.by_extension.values():
+            self._add(extended.outputs)
 
     def note_references(self) -> None:
         """Counts who holds the buffers. To be called once all views were cut that do not leave the unit."""
         # Not those of simulated tensors, memory that torch's allocator did not give, and what a subclass allocates.
         transient, self._transient = self._transient, []
-        if all(type(b) is Tensor and b.untyped_storage().resizable() for b, _ in transient) and not self.travelling:
+        if all(type(b) is Tensor and b.untyped_storage().resizable() for b, _ in transient) and not self.by_extension:
             storages = [(buffer.untyped_storage(), lent) for buffer, lent in transient]
             self._freed = [(each, each.nbytes(), _references(each._cdata), lent) for each, lent in storages]
 
     def make_products(self) -> None:
-        """After the all-gather: tensor subclasses make what modules see from the bytes that arrived. (extended.py)"""
-        for i, travelling in self.travelling.items():
-            self._views[i], made = travelling.arrived()
+        """After the all-gather: tensor subclasses make what modules see from the bytes that arrived. (fsdp_extensions.py)"""
+        for i, extended in self.by_extension.items():
+            self._views[i], made = extended.arrived()
             self._add(made)
 
     def _add(self, made: Sequence[Tensor]) -> None:
@@ -120,8 +120,8 @@ class WholeBuffers:
 
     def tensors(self) -> list[Tensor]:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
-        if self.travelling:
-            return [Travelling.shown(v) if i in self.travelling else v.data for i, v in enumerate(self._views)]
+        if self.by_extension:
+            return [ExtensionGather.marked(v) if i in self.by_extension else v.data for i, v in enumerate(self._views)]
         return [view.data for view in self._views]
 
     def free(self) -> bool:

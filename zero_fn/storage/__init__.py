@@ -10,12 +10,14 @@ pool            memory of large buffers, used again by the next buffer of the si
 
 from zero_fn.storage.host_memory import Slab, whole_pages
 from zero_fn.storage.io import Transfer, Waited, wait_all
-from zero_fn.storage.store import Store
+from zero_fn.storage.store import Store, Stored
 from zero_fn.storage.tier_storage import (
     BUFFERS,
     NOTHING,
     DiskStorage,
+    InMemory,
     StagingBuffers,
+    Stretch,
     TierStorage,
     staging_for,
     staging_form,
@@ -27,9 +29,12 @@ __all__ = [
     "BUFFERS",
     "NOTHING",
     "DiskStorage",
+    "InMemory",
     "Slab",
     "StagingBuffers",
     "Store",
+    "Stored",
+    "Stretch",
     "TierStorage",
     "Transfer",
     "Waited",

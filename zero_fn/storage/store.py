@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero_fn.storage.io import Transfer, wait_all
-from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, staging_form, storage_on
+from zero_fn.storage.tier_storage import BUFFERS, NOTHING, DiskStorage, InMemory, Stretch, staging_form, storage_on
 from zero_fn.values.tiers import Tier, bytes_text
 
 __all__ = ["Store", "Stored"]
 
 
-class Stored(Protocol):
+class Stored:
     """A byte string of a store."""
 
     nbytes: int
-    place: int  # in the store
-    is_stored: bool  # whether it was ever written there
+    place = -1  # in the store; negative before there is one
+    is_stored = False  # whether it was ever written there
 
 
 class Store:
@@ -38,11 +36,10 @@ class Store:
     def __init__(self, tier: Tier | None, what: str) -> None:
         """An empty store. A tier of None is the memory of the device itself."""
         self._storage = storage_on(tier, what) if tier is not None else None
-        self._on_device: list[Tensor] = []
-        self._count = self._largest_nbytes = 0
+        self._on_device: list[InMemory] = []
+        self._count = 0  # of places on a disk
         self._free: dict[int, list[int]] = {}  # places that were given up, by their bytes
-        # Memory of the byte strings used last, by place, the latest at the end, with transfers that are under way there.
-        self._held: dict[int, tuple[Tensor, Sequence[Transfer | None]]] = {}
+        self._held: dict[int, Stretch] = {}  # of those used last, by place, the latest at the end
 
     def __str__(self) -> str:
         taken = bytes_text(self.nbytes)
@@ -53,7 +50,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes taken of the tier."""
-        return self._storage.nbytes if self._storage is not None else sum(map(len, self._on_device))
+        return self._storage.nbytes if self._storage is not None else sum(len(each.memory) for each in self._on_device)
 
     @property
     def buffers_nbytes(self) -> int:
@@ -75,16 +72,16 @@ class Store:
             return
         if self._storage is None:
             places = [len(self._on_device) + number for number in range(len(new))]
-            self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+            rooms = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+            self._on_device += map(InMemory, rooms)
         elif isinstance(self._storage, DiskStorage):
-            # Noted last: one for which there is no room would count for all that come later.
-            counted, largest_nbytes = self._count + len(sizes), max(self._largest_nbytes, *sizes)
-            count, size = staging_form(counted, largest_nbytes)
+            count, size = staging_form(self._count + len(sizes), max(sizes))
             if count > self._storage.stagings.count or size > self._storage.stagings.size:
                 self.forget()  # frees the old buffers first
                 self._storage.stage(size, count)
             places = self._storage.reserve(sizes)
-            self._count, self._largest_nbytes = counted, largest_nbytes
+            # Noted last: those for which there is no room would count for all that come later.
+            self._count += len(sizes)
         else:
             (begin,) = self._storage.reserve([sum(sizes)])
             places = list(accumulate(sizes[:-1], initial=begin))
@@ -95,48 +92,46 @@ class Store:
         """Gives up the place of a byte string on a tier. A finalizer may call it: it waits for nothing."""
         self._free.setdefault(member.nbytes, []).append(member.place)
 
-    def fetch(self, member: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
-        """Memory for a byte string, and the transfers under way there: of its bytes as they come, or as they were written.
+    def fetch(self, member: Stored) -> InMemory:
+        """Memory for a byte string, with the transfers of its bytes as they come, or were written.
+
         The memory of the one that came four before may be taken.
         """
         if self._storage is None:
-            return self._on_device[member.place], ()
+            return self._on_device[member.place]
         if not member.nbytes:
-            return NOTHING, ()
+            return InMemory(NOTHING)
         self._storage.require_own()
-        held = self._held.pop(member.place, None)
-        if held is None:
+        stretch = self._held.pop(member.place, None)
+        if stretch is None:
             if len(self._held) == BUFFERS:
                 self._let_go(next(iter(self._held)))
-            memory = self._storage.borrow(member.place, member.nbytes)
+            stretch = Stretch(self._storage, member.place, member.nbytes)
             try:
-                begun = [self._storage.read(member.place, memory)] if member.is_stored else ()
+                if member.is_stored:
+                    stretch.transfers = [self._storage.read(member.place, stretch.memory)]
             except BaseException:  # nobody else knows of the memory yet
-                self._storage.give_back(memory)
+                stretch.abandon()
                 raise
-            held = memory, begun
-        self._held[member.place] = held
-        return held
+        self._held[member.place] = stretch
+        return stretch
 
     def get(self, member: Stored) -> Tensor:
         """The bytes of a byte string, in memory. Waits."""
-        memory, transfers = self.fetch(member)
+        found = self.fetch(member)
         try:
-            wait_all(transfers)
+            found.wait()
         except BaseException:
             self._let_go(member.place)
             raise
-        return memory[: member.nbytes]
+        return found.memory[: member.nbytes]
 
-    def keep(self, member: Stored, memory: Tensor) -> Sequence[Transfer | None]:
+    def keep(self, member: Stored, found: InMemory) -> InMemory:
         """Begins to write a byte string from its memory, which may be read meanwhile."""
-        if self._storage is None or not member.nbytes:
-            member.is_stored = True
-            return ()
-        transfers = [self._storage.write(member.place, memory)]
+        if self._storage is not None and member.nbytes:
+            found.transfers = [self._storage.write(member.place, found.memory)]
         member.is_stored = True
-        self._held[member.place] = memory, transfers
-        return transfers
+        return found
 
     def forget(self) -> None:
         """Gives up what is in buffers, which cannot be relied on after a failure."""
@@ -145,9 +140,9 @@ class Store:
 
     def _let_go(self, place: int) -> None:
         """Waits for what is under way in the memory of a place, and gives the memory to others."""
-        if place in self._held and self._storage is not None:
-            memory, transfers = self._held.pop(place)
+        stretch = self._held.pop(place, None)
+        if stretch is not None:
             try:
-                wait_all(transfers)
+                stretch.wait()
             finally:
-                self._storage.give_back(memory)
+                stretch.abandon()

@@ -1,7 +1,8 @@
 """Room on a tier, and the host memory through which its bytes pass.
 
-    HostStorage     ranges of slabs, which are used where they lie
+    TierStorage     ranges of slabs, which are used where they lie
     DiskStorage     ranges of unnamed files, one on each path; staging buffers, as large as the largest range read at once
+    Stretch         a range in memory, and the transfers under way between the two
 
 One staging buffer is enough on a CPU: a schedule fetches the next unit after the last one was copied to its gathered buffer.
 With an accelerator that copy is still under way then, so there are two. A fetch out of schedule gets memory of its own, which
@@ -12,15 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zero_fn.errors import StorageError
 from zero_fn.storage.files import SpillFile, extents_of, share_of
 from zero_fn.storage.host_memory import Slab, too_small, whole_pages
-from zero_fn.storage.io import Block, IoBackend, ProcessLocal, Request, Transfer
+from zero_fn.storage.io import Block, IoBackend, ProcessLocal, Request, Transfer, Waited, wait_all
 from zero_fn.storage.uring import io_backend
 from zero_fn.values import watching
 from zero_fn.values.tiers import Cpu, Nvme, Tier, bytes_text, is_accelerator
@@ -30,8 +32,9 @@ __all__ = [
     "BUFFERS",
     "NOTHING",
     "DiskStorage",
-    "HostStorage",
+    "InMemory",
     "StagingBuffers",
+    "Stretch",
     "TierStorage",
     "staging_for",
     "staging_form",
@@ -46,21 +49,44 @@ BUFFERS = 4
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class TierStorage(Protocol):
-    """Ranges of whole pages on a tier. The place of a range is its first byte."""
+class TierStorage:
+    """Ranges of whole pages on a tier: here in memory of the host, where they are used in place.
 
-    nbytes: int  # taken of the tier
-    may_fail: bool  # whether reading may fail on one rank alone: it is a disk, or a step that waits is taken before
+    The place of a range is its first byte.
+    """
 
-    @property
-    def tier(self) -> Tier: ...
+    # Whether a range is used where it lies, without transfers.
+    is_addressable = True
+    # Whether reading may fail on one rank alone: it is a disk, or a step that waits is taken before.
+    may_fail = False
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        """Empty storage. `what` says in errors what it holds."""
+        self.tier = tier
+        self.nbytes = 0  # taken of the tier
+        self._what = what
+        self.stagings = StagingBuffers()
+        self._slabs: list[tuple[int, Slab]] = []  # with their first byte
 
     @property
     def buffers_nbytes(self) -> int:
         """Bytes of host memory taken for staging buffers."""
+        return self.stagings.nbytes
 
     def reserve(self, sizes: list[int]) -> list[int]:
         """Makes room for ranges of these sizes in bytes, and returns their places."""
+        *places, end = accumulate(map(whole_pages, sizes), initial=self.nbytes)
+        if end > self.nbytes:
+            self._grow(end)
+            self.nbytes = end
+        return places
+
+    def _grow(self, end: int) -> None:
+        """Makes room for all bytes before `end`."""
+        assert isinstance(self.tier, Cpu)
+        limit = self.tier.limit_nbytes
+        left = Cpu(self.tier.pinned, None if limit is None else limit - self.nbytes)
+        self._slabs.append((self.nbytes, Slab(end - self.nbytes, left, self._what)))
 
     def stage(self, nbytes: int, count: int) -> None:
         """Makes sure that there are `count` staging buffers of `nbytes` bytes."""
@@ -69,78 +95,96 @@ class TierStorage(Protocol):
         """See `ProcessLocal`. Memory of the host may be used in forked processes, too."""
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
-        """Memory for a range, as bytes, until `give_back`: the range itself, or a staging buffer of whole pages."""
+        """Memory for a range, as bytes, until `give_back`.
+
+        It is the range itself, or a staging buffer of whole pages.
+        """
+        start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
+        return slab.memory[place - start : place - start + nbytes]
 
     def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
-        """Gives back memory from `borrow`. It is used again after a copy of it to the device has ended (`left`), and after
-        transfers that nobody waits for."""
+        """Gives back memory from `borrow`.
+
+        It is used again after a copy of it to the device has ended (`left`), and after transfers
+        that nobody waits for.
+        """
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
         """Begins to read a range that was written as one; None if the memory is the range itself."""
 
     def write(self, place: int, memory: Tensor) -> Transfer | None:
-        """Begins to write a range, from memory that must stay as it is until the transfer was waited for; None if the memory
-        is the range itself."""
+        """Begins to write a range; None if the memory is the range itself.
+
+        The memory must stay as it is until the transfer was waited for.
+        """
+
+
+class InMemory:
+    """Memory, and the transfers under way there."""
+
+    __slots__ = ("memory", "transfers")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.transfers: list[Waited | None] = []
+
+    def wait(self) -> None:
+        """Waits for all transfers, and raises the first failure."""
+        wait_all(self.transfers)
+        self.transfers = []
+
+
+class Stretch(InMemory):
+    """A range of a tier in memory: the range itself, a staging buffer, or memory that was given."""
+
+    __slots__ = ("_storage", "place")
+
+    def __init__(self, storage: TierStorage, place: int, nbytes: int, memory: Tensor | None = None) -> None:
+        """Takes memory for a range. Nothing is read."""
+        if memory is None:
+            memory = storage.borrow(place, nbytes) if nbytes else NOTHING
+        super().__init__(memory)
+        self.place = place
+        self._storage = storage
+
+    def part(self, place: int, nbytes: int) -> Tensor:
+        """The memory of a range that lies within."""
+        return self.memory[place - self.place : place - self.place + nbytes]
+
+    def close(self, left: torch.Event | None = None) -> None:
+        """Waits for transfers, and gives the memory back. `left`: see `TierStorage.give_back`."""
+        with suppress(StorageError):
+            self.wait()
+        self.abandon(left)
+
+    def abandon(self, left: torch.Event | None = None) -> None:
+        """Gives the memory back without waiting for transfers, as a finalizer must.
+
+        Whoever borrows it next waits for them.
+        """
+        memory, self.memory = self.memory, NOTHING
+        self._storage.give_back(memory, left)
 
 
 def storage_on(tier: Tier, what: str) -> TierStorage:
     """Empty storage. `what` says in errors what it holds."""
-    return HostStorage(tier, what) if isinstance(tier, Cpu) else DiskStorage(tier, what)
+    return TierStorage(tier, what) if isinstance(tier, Cpu) else DiskStorage(tier, what)
 
 
-def _places(sizes: list[int], begin: int) -> tuple[list[int], int]:
-    *places, end = accumulate(map(whole_pages, sizes), initial=begin)
-    return places, end
+class DiskStorage(ProcessLocal, TierStorage):
+    """Unnamed files, one on each path. As text it says where it is and how it is read and written."""
 
-
-class HostStorage:
-    """Memory of the host, which is used where it lies. See `TierStorage`."""
-
-    buffers_nbytes = 0
-
-    def __init__(self, tier: Cpu, what: str) -> None:
-        self.tier, self._what, self.nbytes, self.may_fail = tier, what, 0, False
-        self._slabs: list[tuple[int, Slab]] = []  # with their first byte
-
-    def reserve(self, sizes: list[int]) -> list[int]:
-        places, end = _places(sizes, self.nbytes)
-        if end > self.nbytes:
-            limit = self.tier.limit_nbytes
-            left = Cpu(self.tier.pinned, None if limit is None else limit - self.nbytes)
-            self._slabs.append((self.nbytes, Slab(end - self.nbytes, left, self._what)))
-            self.nbytes = end
-        return places
-
-    def stage(self, nbytes: int, count: int) -> None: ...
-
-    def require_own(self) -> None: ...
-
-    def borrow(self, place: int, nbytes: int) -> Tensor:
-        start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
-        return slab.memory[place - start : place - start + nbytes]
-
-    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None: ...
-
-    def read(self, place: int, memory: Tensor) -> None: ...
-
-    def write(self, place: int, memory: Tensor) -> None: ...
-
-
-class DiskStorage(ProcessLocal):
-    """Unnamed files, one on each path. As text it says where it is and how it is read and written. See `TierStorage`."""
-
+    is_addressable = False
     may_fail = True
     _block_type = Block
 
     def __init__(self, tier: Nvme, what: str, backend: IoBackend | None = None) -> None:
         """Makes the files, empty. A `backend` of None is that of the process."""
-        super().__init__()
-        self.tier: Tier = tier
-        self._what, self.nbytes = what, 0
+        ProcessLocal.__init__(self)
+        TierStorage.__init__(self, tier, what)
         self.files = [SpillFile(path, what) for path in tier.paths]
         self._backend = backend or io_backend()
         self._blocks: dict[int, Block] = {}
-        self.stagings = StagingBuffers()
         # Staging buffers to lend, with the copy to the device that must end first.
         self._free: list[tuple[Tensor, torch.Event | None]] = []
         self._lent: dict[int, Tensor] = {}  # those that are lent, by address
@@ -151,24 +195,16 @@ class DiskStorage(ProcessLocal):
         how = "direct" if all(file.is_direct for file in self.files) else "through the page cache"
         return f"{self.tier}, {how} by {self._backend}"
 
-    @property
-    def buffers_nbytes(self) -> int:
-        return self.stagings.nbytes
-
-    def reserve(self, sizes: list[int]) -> list[int]:
-        places, end = _places(sizes, self.nbytes)
-        if end > self.nbytes:
-            self._require_below_limit(end)
-            before = [file.nbytes for file in self.files]
-            try:
-                for number, file in enumerate(self.files):
-                    file.reserve(share_of(number, end, len(self.files)))
-            except BaseException:
-                for file, reserved in zip(self.files, before, strict=True):
-                    file.shrink(reserved)
-                raise
-            self.nbytes = end
-        return places
+    def _grow(self, end: int) -> None:
+        self._require_below_limit(end)
+        before = [file.nbytes for file in self.files]
+        try:
+            for number, file in enumerate(self.files):
+                file.reserve(share_of(number, end, len(self.files)))
+        except BaseException:
+            for file, reserved in zip(self.files, before, strict=True):
+                file.shrink(reserved)
+            raise
 
     def _require_below_limit(self, nbytes: int) -> None:
         if self.tier.limit_nbytes is not None:

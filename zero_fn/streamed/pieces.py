@@ -21,7 +21,7 @@ from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import local_of
 from zero_fn.runtime.bfloat16_step import as_kept, kept_beside, rounding_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.storage import whole_pages
+from zero_fn.storage import Stored, whole_pages
 from zero_fn.storage.stored_files import StoredFiles
 from zero_fn.streamed.inner_optimizer import Schema, kept_by, schema_of
 from zero_fn.streamed.state_codes import Coded, Divided, coded_schema, note_largest
@@ -199,7 +199,7 @@ class ParameterPiece:
         self.coded.encode(name, flat_in(value, self.stride), self.codes(buffer, name))
 
 
-class Chunk:
+class Chunk(Stored):
     """Pieces that are stepped together, because their states are one range of bytes."""
 
     tier: Tier | None = None  # the tier of the states; None is the memory of the device
@@ -213,8 +213,7 @@ class Chunk:
         # parcels_nbytes: bytes of that parcel, of its compute copies and of its gradients, of those that are on a
         # disk.
         self.cuts, self.device, self.parcel, self.parcels_nbytes = cuts, device, parcel, parcels_nbytes
-        self.nbytes = self.place = 0
-        self.is_stored = False  # whether they are stored; false before the first step
+        self.nbytes = 0
         for cut in cuts:
             self.nbytes = cut.lie(self.nbytes)
 

@@ -45,22 +45,22 @@ from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.storage import BUFFERS, Waited, wait_all
 from zero_fn.tiers.record import Record
 
-__all__ = ["ChunkPipeline", "ChunkSource", "Transfers", "Waiting"]
-
-Transfers = Sequence[Waited | None]
-"""What is under way; None was there already."""
+__all__ = ["ChunkPipeline", "ChunkSource", "Waiting"]
 
 
 class ChunkSource(Protocol):
-    """How one part of each chunk (its states, or its parameters and gradients) comes into memory and goes back."""
+    """How one part of each chunk comes into memory and goes back.
 
-    def fetch(self, chunk: Any) -> tuple[Any, Transfers]:
-        """Memory for the part, and what is bringing it there. Called once for each chunk of a pass, in order.
+    The part is its states, or its parameters and gradients.
+    """
+
+    def fetch(self, chunk: Any) -> Waited:
+        """The part in memory, or on its way. Called once for each chunk of a pass, in order.
 
         The memory of the chunk that came four before may be taken: it has been written back.
         """
 
-    def keep(self, chunk: Any, memory: Any) -> Transfers:
+    def keep(self, chunk: Any, part: Any) -> Waited:
         """Begins to put the part back."""
 
     def forget(self) -> None:
@@ -76,8 +76,9 @@ class ChunkPipeline:
         """A pass that has not begun."""
         self.count, self.done = len(order), 0
         self._sources, self._order, self._compute, self._writes = sources, order, compute, writes
-        self._fetches: dict[int, list[tuple[Any, Transfers]]] = {}
-        self._puts: dict[int, list[Transfers]] = {}  # by source
+        # Parts of chunks on their way into memory, and back, in the order of the sources.
+        self._fetches: dict[int, list[Waited]] = {}
+        self._puts: dict[int, list[Waited]] = {}
 
     def run(self) -> None:
         """Visits all chunks."""
@@ -91,7 +92,7 @@ class ChunkPipeline:
         """Begins to bring the next chunks."""
         turn = self.done
         for later in range(turn + len(self._fetches), min(turn + BUFFERS // 2 + 1, self.count)):
-            _wait(self._puts.pop(later - BUFFERS, ()))
+            wait_all(self._puts.pop(later - BUFFERS, ()))
             self._fetches[later] = []
             for source in self._sources:
                 self._fetches[later].append(source.fetch(self._order[later]))
@@ -101,12 +102,12 @@ class ChunkPipeline:
         for turn in range(self.done, count):
             chunk = self._order[turn]
             self.fetch()
-            _wait([transfers for _, transfers in self._fetches[turn]])
-            memory = [part for part, _ in self._fetches.pop(turn)]
-            self._compute(chunk, *memory)
+            wait_all(self._fetches[turn])
+            parts = self._fetches.pop(turn)
+            self._compute(chunk, *parts)
             if self._writes:
                 self._puts[turn] = []
-                for source, part in zip(self._sources, memory, strict=True):
+                for source, part in zip(self._sources, parts, strict=True):
                     self._puts[turn].append(source.keep(chunk, part))
             self.done += 1
 
@@ -114,27 +115,20 @@ class ChunkPipeline:
         """Waits until the chunks that were computed are written back: all parts, or those of one source."""
         for turn in sorted(self._puts):
             if only is None:
-                _wait(self._puts.pop(turn))
+                wait_all(self._puts.pop(turn))
             else:
-                at = self._sources.index(only)
-                transfers, self._puts[turn][at] = self._puts[turn][at], ()
-                wait_all(transfers)
+                self._puts[turn][self._sources.index(only)].wait()
 
     def close(self) -> None:
         """Waits for all transfers. Chunks that were not computed stay as they were."""
         is_whole = self.done == self.count and not self._puts
-        left = [transfers for fetched in self._fetches.values() for _, transfers in fetched]
-        for transfers in (*left, *(each for put in self._puts.values() for each in put)):
+        for parts in (*self._fetches.values(), *self._puts.values()):
             with suppress(StorageError):  # the first failure is the one that is told
-                wait_all(transfers)
+                wait_all(parts)
         self._fetches, self._puts = {}, {}
         if not is_whole:
             for source in self._sources:
                 source.forget()
-
-
-def _wait(transfers: Sequence[Transfers]) -> None:
-    wait_all(transfer for each in transfers for transfer in each)
 
 
 class Waiting(ChunkPipeline):

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.runtime.bfloat16_step import step_dtype_of
-from zero_fn.storage import Store, staging_for
+from zero_fn.storage import InMemory, Store, staging_for
 from zero_fn.streamed.inner_optimizer import stand_in
 from zero_fn.streamed.pieces import Chunk, ParameterPiece, Planner, name_of, rooms_of
-from zero_fn.streamed.pipeline import ChunkPipeline, Transfers
+from zero_fn.streamed.pipeline import ChunkPipeline
 from zero_fn.streamed.state_codes import Divided
 from zero_fn.streamed.tier_places import place_of
 from zero_fn.values.mesh import axes_text
@@ -55,10 +55,10 @@ class States:
                 self.stores[tier] = Store(tier, f"states of {type(planner.inner).__name__}")
             self.stores[tier].reserve(members, device)
 
-        def fill(chunk: Chunk, buffer: Tensor) -> None:
+        def fill(chunk: Chunk, room: InMemory) -> None:
             for cut in chunk.cuts:
                 if states.get(cut.parameter):
-                    cut.keep(buffer, dict(_pieces_of(states[cut.parameter], cut)))
+                    cut.keep(room.memory, dict(_pieces_of(states[cut.parameter], cut)))
 
         filled = [chunk for chunk in self.chunks if any(states.get(cut.parameter) for cut in chunk.cuts)]
         self._visit(filled, fill)
@@ -70,9 +70,9 @@ class States:
         """The states of whole parameters, in memory of their own."""
         found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
 
-        def visit(chunk: Chunk, buffer: Tensor) -> None:
+        def visit(chunk: Chunk, room: InMemory) -> None:
             for cut in chunk.cuts:
-                for name, value in cut.states(buffer).items():
+                for name, value in cut.states(room.memory).items():
                     _join(found[cut.parameter], name, value, cut)
 
         self._visit([chunk for chunk in self.chunks if chunk.is_stored], visit, writes=False)
@@ -122,11 +122,11 @@ class States:
                     fix="cast or replace parameters before the optimizer is built",
                 )
 
-    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfers]:
+    def fetch(self, chunk: Chunk) -> InMemory:
         return self.stores[chunk.tier].fetch(chunk)
 
-    def keep(self, chunk: Chunk, memory: Tensor) -> Transfers:
-        return self.stores[chunk.tier].keep(chunk, memory)
+    def keep(self, chunk: Chunk, part: InMemory) -> InMemory:
+        return self.stores[chunk.tier].keep(chunk, part)
 
     def forget(self) -> None:
         for store in self.stores.values():

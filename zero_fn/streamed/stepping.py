@@ -26,7 +26,7 @@ from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.bfloat16_step import Widened, rounding_of
 from zero_fn.runtime.holding import numbering_of
 from zero_fn.runtime.slot import meshes_of
-from zero_fn.storage import NOTHING
+from zero_fn.storage import NOTHING, InMemory
 from zero_fn.streamed.fused_adam import CodesInPlace, steps_in_one_pass, takes_codes
 from zero_fn.streamed.inner_optimizer import raw_step, stand_in
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
@@ -163,9 +163,10 @@ class _Step:
             for group in inner.param_groups
         ]
 
-    def __call__(self, chunk: Chunk, states: Tensor, window: Window) -> None:
+    def __call__(self, chunk: Chunk, room: InMemory, window: Window) -> None:
         """Steps the parameters of one chunk."""
         self.count += 1
+        states = room.memory
         rooms = {}
         if window.record is not None and chunk.parcel is not None and window.copy.numel():
             rooms = window.record.begin_copy(chunk.parcel, window.copy)

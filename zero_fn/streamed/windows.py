@@ -18,9 +18,8 @@ from torch import Tensor
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.slot import slot_of
-from zero_fn.storage import NOTHING, StagingBuffers, Waited
+from zero_fn.storage import NOTHING, InMemory, StagingBuffers
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
-from zero_fn.streamed.pipeline import Transfers
 from zero_fn.tiers.compute_copies import ParameterRecord
 from zero_fn.tiers.parcels import padded_nbytes
 from zero_fn.tiers.record import Record
@@ -46,15 +45,15 @@ class DeviceCopy:
         self._end.synchronize()
 
 
-class Window:
+class Window(InMemory):
     """The parameters and gradients of one chunk while it is stepped."""
 
     def __init__(self, record: ParameterRecord | None, buffer: Tensor, parcels_nbytes: int) -> None:
+        super().__init__(buffer)
         # Of each piece that has a gradient: in a parcel, as a copy on the host, or where it rests.
         self.values: dict[ParameterPiece, Tensor] = {}
         self.grads: dict[ParameterPiece, Tensor] = {}
         self.record = record
-        self.arriving: list[Waited | None] = []  # transfers into this memory
         # Copies of parameters that go back to an accelerator: each parameter there, and its copy here.
         self.leaving: list[tuple[Tensor, Tensor]] = []
         self._for_parcels, self._for_copies = buffer[:parcels_nbytes], buffer[parcels_nbytes:]
@@ -66,12 +65,12 @@ class Window:
         if record is None:
             return NOTHING
         parcel = record.parcels[index]
-        if record.is_addressable:
+        if record.shelf.is_addressable:
             return record.memory_of(parcel)
         assert parcel.nbytes <= self._for_parcels.numel(), "more than was planned"
         memory, self._for_parcels = self._for_parcels[: parcel.nbytes], self._for_parcels[parcel.nbytes :]
         if is_read:
-            self.arriving.append(record.read_parcel(parcel, memory))
+            self.transfers.append(record.read_parcel(parcel, memory))
         return memory
 
     def bring(self, there: Tensor) -> Tensor | None:
@@ -89,7 +88,7 @@ class Window:
         flat = self._for_copies[:nbytes].view(there.dtype)
         self._for_copies = self._for_copies[padded_nbytes(there.numel(), there.itemsize) :]
         copy = flat.view(there.shape) if not is_dense(there) else flat.as_strided(there.shape, there.stride())
-        self.arriving.append(DeviceCopy(copy, there))
+        self.transfers.append(DeviceCopy(copy, there))
         return copy
 
 
@@ -101,7 +100,7 @@ class Windows:
         self._turn = 0
         self._laid: dict[int, Tensor] = {}
 
-    def fetch(self, chunk: Chunk) -> tuple[Window, Transfers]:
+    def fetch(self, chunk: Chunk) -> Window:
         buffer, nbytes = NOTHING, chunk.window_nbytes
         if nbytes:  # only these chunks take turns: there are no more buffers than such chunks
             self._turn += 1
@@ -125,15 +124,17 @@ class Windows:
                 window.grads[cut] = cut.at(grads, begins[cut.in_parcel], cut.gradient_dtype)
             else:
                 self._show_grad(cut, window)
-        return window, window.arriving
+        return window
 
-    def keep(self, chunk: Chunk, window: Window) -> Transfers:
-        transfers: list[Waited | None] = []
+    def keep(self, chunk: Chunk, window: Window) -> InMemory:
+        going = InMemory(window.memory)  # without the gradients, which may be dropped now
         if window.record is not None and chunk.parcel is not None:
-            transfers.append(window.record.write_parcel(window.record.parcels[chunk.parcel], window.parcel))
+            parcel = window.record.parcels[chunk.parcel]
+            going.transfers.append(window.record.write_parcel(parcel, window.parcel))
             if window.copy.numel():
-                transfers.append(window.record.write_copy(chunk.parcel, window.copy))
-        return [*transfers, *(DeviceCopy(there, copy) for there, copy in window.leaving)]
+                going.transfers.append(window.record.write_copy(chunk.parcel, window.copy))
+        going.transfers += (DeviceCopy(there, copy) for there, copy in window.leaving)
+        return going
 
     def forget(self) -> None:
         """Nothing to do: a window is made anew in every pass."""

@@ -40,20 +40,15 @@ class ParameterRecord(Record):
     def source(self) -> Record:
         """The record that a gather would read: codes or copies, if all of them are up to date; else the originals."""
         self.settle()
-        if self.codes is not None and self._coded == self._versions():
+        if self.codes is not None and self._coded == self.versions():
             return self.codes
         copies = self.copies
-        if copies is None or any(c.version != p.version for c, p in zip(copies.parcels, self.parcels, strict=True)):
-            return self
-        return copies
+        return self if copies is None or copies.versions() != self.versions() else copies
 
     @property
     def read(self) -> Record:
         """The record that was fetched for the gather under way."""
         return next((each for each in (self.codes, self.copies) if each is not None and each.fetched is not None), self)
-
-    def _versions(self) -> list[int]:
-        return [parcel.version for parcel in self.parcels]
 
     def write_codes(self, codes: Mapping[int, Tensor]) -> None:
         """Writes all parameters as they travel, by number, flat. If the disk fails the codes count as out of date: the gather
@@ -62,7 +57,7 @@ class ParameterRecord(Record):
         self._coded = None
         with suppress(StorageError):
             self.codes.write(codes)
-            self._coded = self._versions()
+            self._coded = self.versions()
 
     def fetch_ahead(self) -> None:
         """Begins to read what the next gather reads. `arrived` returns what failed."""
@@ -96,7 +91,7 @@ class ParameterRecord(Record):
         versions = [_NO_VERSION] * len(self.parcels)
         try:
             copies.write({number: self.values(number) for number in range(len(self.forms))})
-            versions = self._versions()
+            versions = self.versions()
         finally:
             for copy, version in zip(copies.parcels, versions, strict=True):
                 copy.version = version
@@ -140,8 +135,9 @@ class Copying:
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
+        version, self._version = self._version, _NO_VERSION  # a transfer fails once only
         wait_all([self._transfer])
-        self._copy.version = self._version
+        self._copy.version = version
 
 
 def _pieces(record: Record, parcel: Parcel, memory: Tensor) -> dict[int, Tensor]:

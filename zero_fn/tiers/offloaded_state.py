@@ -54,19 +54,15 @@ class OffloadedState:
         for what, forms in records.items():
             sizes = [record_nbytes(each) for each in forms]
             self._reserved[what] = self.shelf(what).reserve(sizes)
-            self._stage(what, max(map(staged_nbytes, forms)), device)
+            self.shelf(what).stage(max(map(staged_nbytes, forms)), stagings_for(device.type))
 
     def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
         """The place of the next record: the next one that was reserved, or a new one; none if it will be in files."""
         if self.files is not None and what[0] == "parameters":
             return 0
         reserved = self._reserved.get(what)
-        self._stage(what, staged_nbytes(forms), device)
+        self.shelf(what).stage(staged_nbytes(forms), stagings_for(device.type))
         return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]
-
-    def _stage(self, what: Shelved, nbytes: int, device: torch.device) -> None:
-        if nbytes:
-            self.shelf(what).stage(nbytes, stagings_for(device.type))
 
     def note(self, failure: StorageError | None) -> None:
         """Keeps a failure of a tier until the end of the backward."""
@@ -77,8 +73,7 @@ class OffloadedState:
         those of one record come to the host while those of the record before are written."""
         with self._failing_at_the_end():
             for other in self._writing:
-                if other.writing is not None:
-                    other.writing.go_on(other)
+                other.go_on()
             self._finish_writing(down_to=stagings_for(record.device.type) - 1)
             self._writing.append(record)
             record.begin_writing(values)

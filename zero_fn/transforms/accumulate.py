@@ -12,7 +12,7 @@ from zero_fn.runtime.blocks import Body, UserBlock, opened
 from zero_fn.runtime.registry import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.whole_step import begin_whole, end_whole, local_gradients, register_resting
+from zero_fn.runtime.whole_leaves import begin_whole, end_whole, local_gradients, register_resting
 
 __all__ = ["accumulate"]
 
@@ -79,7 +79,7 @@ def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: boo
         if unshard:
             for run in runs:
                 run.prepare()
-                run.statistics.note_begun()
+                run.buffers.note_begun()
             block.units = [unit for run in runs for unit in run.live_units()]
             begin_whole(block.units)
         yield
@@ -110,9 +110,9 @@ def _require_exact(runs: Sequence[Run]) -> None:
 
 def _take_over(run: Run, *, failed: bool) -> None:
     """The gradients of whole parameters become local sums of the unit."""
-    run.statistics.note_ended()
+    run.buffers.note_ended()
     for unit in run.live_units():
-        if unit.shown.leaves is None:
+        if unit.visible.leaves is None:
             # An error came before the unit was gathered, or an interrupt while it was registered.
             register_resting(unit)
             continue

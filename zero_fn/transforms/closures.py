@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_fn.errors import LayoutError, PlacementError
-from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
+from zero_fn.runtime.gradient_hooks import gradient_hooks, parameter_hooks
 from zero_fn.values.units import NamedParameter
 
 __all__ = ["follow_forwards", "rebound", "refuse_captured"]

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.runtime.extended import Extension, is_product
+from zero_fn.runtime.fsdp_extensions import Extension, is_product
 from zero_fn.runtime.registry import units_of
 from zero_fn.runtime.slot import EXTENSION
 from zero_fn.transforms.substitute import copied

@@ -22,8 +22,8 @@ from zero_fn.runtime.registry import runs_of, units_of
 from zero_fn.runtime.replaced_parameters import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
-from zero_fn.runtime.whole_step import register_resting
+from zero_fn.runtime.unwritten_memory import SHOWN, filled, is_filled
+from zero_fn.runtime.whole_leaves import register_resting
 from zero_fn.transforms.substitute import reserve
 from zero_fn.values.digests import content_digests
 from zero_fn.values.grid import local_part

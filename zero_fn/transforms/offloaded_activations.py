@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.storage import Store
+from zero_fn.storage import InMemory, Store, Stored
 from zero_fn.tiers.side_stream import side_stream
 from zero_fn.values.tiers import Cpu, Tier, is_away
 
@@ -95,15 +95,10 @@ class _Activations(Store):
             end.synchronize()
 
 
-class _ParkedAway(Parked):
+class _ParkedAway(Parked, Stored):
     """A tensor with elements that waits on a disk, and knows the one parked before it."""
 
-    place = -1
-    is_stored = False
-
-    def __init__(
-        self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]
-    ) -> None:
+    def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
         self._store = store
         self._before = before
         self.nbytes = tensor.nbytes
@@ -111,7 +106,7 @@ class _ParkedAway(Parked):
         self._dtype = tensor.dtype
         self._device = tensor.device
         store.reserve([self], tensor.device)
-        self._put(bytes_of(tensor), store.fetch(self)[0])
+        self._put(bytes_of(tensor), store.fetch(self))
 
     def take(self) -> Tensor:
         tensor = self._brought()
@@ -124,10 +119,10 @@ class _ParkedAway(Parked):
         """Begins to bring it back."""
         self._store.fetch(self)
 
-    def _put(self, content: Tensor, memory: Tensor) -> None:
+    def _put(self, content: Tensor, room: InMemory) -> None:
         """Begins to move its bytes to their place."""
-        memory[: self.nbytes].copy_(content)
-        self._store.keep(self, memory)
+        room.memory[: self.nbytes].copy_(content)
+        self._store.keep(self, room)
 
     def _brought(self) -> Tensor:
         tensor = self._empty()
@@ -153,9 +148,9 @@ class _OnHost(_ParkedAway):
                 self._store.copy(bytes_of(tensor), self._memory, after=self._there),
             )
 
-    def _put(self, content: Tensor, memory: Tensor) -> None:
-        self._memory = memory
-        self._there = self._store.copy(memory, content)
+    def _put(self, content: Tensor, room: InMemory) -> None:
+        self._memory = room.memory
+        self._there = self._store.copy(room.memory, content)
 
     def _brought(self) -> Tensor:
         self.fetch()

@@ -24,22 +24,17 @@ from zero_fn.dtensor.refused import note_mesh
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.door import Door, Method, attach, detach
-from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
-from zero_fn.runtime.members import forget_members
+from zero_fn.runtime.entry_point import EntryPoint, Method, attach, detach
+from zero_fn.runtime.gradient_hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.module_edits import watch_modules
+from zero_fn.runtime.module_tree import forget_members
 from zero_fn.runtime.optimizers import watch_optimizers
-from zero_fn.runtime.registry import doors_below, methods_of, require_idle, units_of
-from zero_fn.runtime.replaced_parameters import (
-    Replacement,
-    call_site,
-    note_replacement,
-    replacement_of,
-)
+from zero_fn.runtime.registry import entry_points_below, methods_of, require_idle, units_of
+from zero_fn.runtime.replaced_parameters import Replacement, call_site, note_replacement, replacement_of
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of, slot_of
 from zero_fn.runtime.unit import Unit, unit_of
-from zero_fn.runtime.unwritten import note_meta_buffers
+from zero_fn.runtime.unwritten_memory import note_meta_buffers
 from zero_fn.tiers.parcels import Form
 from zero_fn.tiers.tier_tensor import TierTensor
 from zero_fn.transforms.closures import follow_forwards, rebound, refuse_captured
@@ -71,8 +66,8 @@ def _assignment_of(module: nn.Module) -> Assignment:
         module.forward()
     joined = Assignment()
     runs: dict[int, tuple[str, Run]] = {}
-    for name, door in doors_below(module):
-        runs.setdefault(id(door.run), (name, door.run))
+    for name, entry in entry_points_below(module):
+        runs.setdefault(id(entry.run), (name, entry.run))
     anchors: list[str] = []
     for name, run in runs.values():
         root = run.root()
@@ -406,11 +401,11 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
         if slot.home.compute is not None and slot.dtype.is_floating_point
     }
     compute = computes.pop() if len(computes) == 1 else None
-    attach(Door(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
-    run_of(unit).statistics.watch(anchor)
+    attach(EntryPoint(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
+    run_of(unit).buffers.watch(anchor)
     for module in unit.modules():
         if module is not anchor:
-            attach(Door(module, unit))
+            attach(EntryPoint(module, unit))
 
 
 def _require_untouched_ties(named: list[NamedParameter]) -> None:
@@ -505,7 +500,7 @@ def copied(module: M, parameters: list[NamedParameter]) -> tuple[M, dict[int, An
     """A deep copy that shares the parameters and enters no units; and the copies,
     by the `id` of what was copied."""
     memo: dict[int, Any] = {id(named.parameter): named.parameter for named in parameters}
-    memo.update((id(door), door) for _, door in doors_below(module))
+    memo.update((id(entry), entry) for _, entry in entry_points_below(module))
     memo.update((id(method), method) for method in methods_of(module))
     # Handles: `self.group = mesh.get_group("sp")`.
     memo.update((id(group), group) for group in _world.pg_map)

@@ -16,7 +16,7 @@ from zero_fn.runtime.registry import require_idle, runs_of, units_of, with_param
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.whole_step import begin_whole, end_whole
+from zero_fn.runtime.whole_leaves import begin_whole, end_whole
 from zero_fn.transport.agree import agree_along
 from zero_fn.values.digests import content_digests
 
@@ -74,7 +74,7 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
         run.blocks.append(block)
     begin_whole(units)
     for unit in units:
-        for slot, whole in zip(unit.slots, unit.shown.leaves or (), strict=True):
+        for slot, whole in zip(unit.slots, unit.visible.leaves or (), strict=True):
             if whole.requires_grad:
                 whole.register_post_accumulate_grad_hook(partial(_refuse_gradient, slot))  # type: ignore[no-untyped-call]
     finished = False
@@ -83,7 +83,7 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
         finished = True
     finally:
         for run in runs:
-            run.statistics.note_block()
+            run.buffers.note_block()
         closed = [_close(unit) for unit in units]
         if writeback and finished:
             edited = [list(map(local_of, wholes)) for wholes in closed]

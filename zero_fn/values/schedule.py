@@ -37,6 +37,7 @@ __all__ = [
     "Trace",
     "Unshard",
     "Use",
+    "actions",
     "backward_schedule",
     "backward_trace",
     "fetch_ahead",
@@ -181,12 +182,12 @@ def points(events: Sequence[Event]) -> tuple[Point, ...]:
         assert isinstance(bracket, Enter | Exit)
         waits = (j for j in range(i + 1, following) if isinstance(events[j], Await))
         end = next(waits, following)
-        found.append(Point(_actions(events[start:i]), bracket, _actions(events[i + 1 : end])))
+        found.append(Point(actions(events[start:i]), bracket, actions(events[i + 1 : end])))
         start = end
     return tuple(found)
 
 
-def _actions(events: Sequence[Event]) -> tuple[Action, ...]:
+def actions(events: Sequence[Event]) -> tuple[Action, ...]:
     """Events between two brackets."""
     return tuple(event for event in events if not isinstance(event, BRACKETS))
 

@@ -2,7 +2,9 @@
 which are what the parameters are, whatever wrote them last."""
 
 import errno
+from types import SimpleNamespace
 from typing import TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tests.support.profiles import examples
 from tests.units.storage.disks import answers, failing
 from zero_fn.kernels import library
 from zero_fn.storage import Slab, storage_on, wait_all
-from zero_fn.tiers.compute_copies import ParameterRecord
+from zero_fn.tiers.compute_copies import Copying, ParameterRecord
 from zero_fn.tiers.parcels import PARCEL_NBYTES, Form, record_nbytes
 from zero_fn.tiers.record import Record
 from zero_fn.tiers.tier_tensor import TierTensor
@@ -232,3 +234,14 @@ def test_a_copy_that_a_step_cannot_write_is_not_counted_on(tmp_path, monkeypatch
     assert sum(record.source is record for record in records) == 1
     model.load_state_dict(saved)
     assert torch.equal(model(inputs(1)), zf.precision(net())(inputs(1)))
+
+
+def test_a_copy_whose_write_has_failed_counts_as_outdated_however_often_it_is_waited_for():
+    """A transfer says once that it has failed; who cleans up after a step waits again."""
+    transfer = Mock(wait=Mock(side_effect=[zf.StorageError("The disk failed.", fix="none"), None]))
+    original, copy = SimpleNamespace(version=3), SimpleNamespace(version=-1)
+    copying = Copying(transfer, original, copy)
+    with pytest.raises(zf.StorageError):
+        copying.wait()
+    copying.wait()
+    assert copy.version != original.version

@@ -120,6 +120,25 @@ def test_what_an_interrupt_has_left_unread_is_read_the_next_time(tmp_path, monke
     assert all(record.values(n).eq(n + 1).all() for n in range(2))
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_an_interrupt_has_left_unwritten_is_written_the_next_time(tmp_path, number):
+    """It counted as written, and was what it had been before."""
+    numel = PARCEL_NBYTES // 4
+    record, shelf = recorded(tmp_path, [Form(numel, torch.float32)] * 2)
+    write, turns = shelf.write, iter(range(2))
+
+    def begun(place, memory):
+        if next(turns, None) == number:
+            raise KeyboardInterrupt
+        return write(place, memory)
+
+    shelf.write = begun
+    with pytest.raises(KeyboardInterrupt):
+        record.begin_writing({n: torch.full((numel,), n + 1.0) for n in range(2)})
+    record.arrive()
+    assert all(record.values(n).eq(n + 1).all() for n in range(2))
+
+
 def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path):
     numel = PARCEL_NBYTES // 4
     record, _ = recorded(tmp_path, [Form(3, torch.float32), Form(2 * numel + 7, torch.float32), Form(5, torch.float64)])

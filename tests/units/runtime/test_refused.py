@@ -22,8 +22,8 @@ from tests.support.resident import in_new_process
 from tests.support.versions import IS_2_11
 from tests.support.wholes import full
 from zero_fn.dtensor.refused import ROWS
-from zero_fn.runtime import edits
-from zero_fn.runtime.edits import watch_edits
+from zero_fn.runtime import resting_edits
+from zero_fn.runtime.resting_edits import watch_edits
 
 
 def _left(edit):
@@ -528,7 +528,7 @@ def test_threads_that_open_forwards_lose_no_row_of_one_another(simulated):
     """Each rank is a thread here. What torch has wrong was then given as torch gives it."""
     with alone() as mesh:
         zf.shard_params(nn.Linear(4, 4), mesh)(torch.ones(2, 4))
-    before = {*edits._stock}
+    before = {*resting_edits._stock}
     for schedule in ([], [1], [0, 1]):
         simulated(2, schedule=schedule).run(penalised)
-    assert before <= {*edits._stock} and before <= {*edits._watching}
+    assert before <= {*resting_edits._stock} and before <= {*resting_edits._watching}

@@ -9,26 +9,25 @@ import pytest
 import torch
 
 from zero_fn.errors import TierError
-from zero_fn.storage import DiskStorage, Store
+from zero_fn.storage import DiskStorage, Store, Stored
 from zero_fn.storage.host_memory import Available
 from zero_fn.values.tiers import cpu, nvme
 
 
 @dataclass
-class Filled:
+class Filled(Stored):
     """Bytes of one value."""
 
     value: int
     nbytes: int = 5000
-    place: int = 0
-    is_stored: bool = False
 
 
 def _put(store, *members):
     for member in members:
         store.reserve([member], torch.device("cpu"))
-        memory, _ = store.fetch(member)
-        store.keep(member, memory.fill_(member.value))
+        room = store.fetch(member)
+        room.memory.fill_(member.value)
+        store.keep(member, room)
 
 
 def test_a_place_that_was_read_ahead_and_freed_gives_what_was_put_there_last(tmp_path):
@@ -52,7 +51,7 @@ def test_a_place_on_the_host_is_given_to_as_many_bytes_only():
     first, second = Filled(1, nbytes=100), Filled(2, nbytes=200)
     store.reserve([first, second], torch.device("cpu"))
     for member in (first, second):
-        store.keep(member, store.fetch(member)[0].fill_(member.value))
+        store.fetch(member).memory.fill_(member.value)
     store.free(first)
     _put(store, Filled(3, nbytes=150))
     assert torch.equal(store.get(second), torch.full((200,), 2, dtype=torch.uint8))

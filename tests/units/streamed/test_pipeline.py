@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from zero_fn.storage import BUFFERS
+from zero_fn.storage import BUFFERS, NOTHING, InMemory
 from zero_fn.streamed import windows
 from zero_fn.streamed.pipeline import ChunkPipeline
 
@@ -28,11 +28,11 @@ class _Noting:
 
     def fetch(self, chunk):
         self.log.append(("fetch", chunk))
-        return None, ()
+        return InMemory(NOTHING)
 
     def keep(self, chunk, memory):
         self.log.append(("write", chunk))
-        return [_Under(self.log, chunk)]
+        return _Under(self.log, chunk)
 
     def forget(self):
         raise AssertionError("the pass was whole")

@@ -163,7 +163,7 @@ class ParcelWindow:
             return
         self.close()
         record.settle()
-        if record.is_addressable:
+        if record.shelf.is_addressable:
             self._memory = record.memory_of(parcel)
         else:
             if self._buffers.size < parcel.nbytes:

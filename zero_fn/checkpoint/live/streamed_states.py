@@ -16,6 +16,7 @@ from zero_fn.checkpoint.live.held_tensors import HeldTensor
 from zero_fn.errors import CheckpointError, StateError, StorageError
 from zero_fn.kernels.codes import BLOCK_NUMEL
 from zero_fn.resting import local_of
+from zero_fn.storage import InMemory
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.pieces import Chunk, ParameterPiece
 from zero_fn.streamed.pipeline import ChunkPipeline
@@ -97,25 +98,20 @@ def each_state(
     """
     states = optimizer.states
 
-    def visit(chunk: Chunk, buffer: Tensor) -> None:
+    def visit(chunk: Chunk, room: InMemory) -> None:
         for cut in chunk.cuts:
             for name in cut.fields:
                 if name not in cut.present:
                     continue
                 _require_in_order(cut)
                 if (id(cut.parameter), name) in wanted:
-                    take(
-                        cut.parameter,
-                        name,
-                        cut.piece.start,
-                        cut.value(buffer, name).reshape(-1).cpu(),
-                    )
+                    take(cut.parameter, name, cut.piece.start, cut.value(room.memory, name).reshape(-1).cpu())
                 if (id(cut.parameter), name + CODES) in wanted:
                     take(
                         cut.parameter,
                         name + CODES,
                         cut.piece.start,
-                        cut.laid(cut.codes(buffer, name)).reshape(-1).cpu(),
+                        cut.laid(cut.codes(room.memory, name)).reshape(-1).cpu(),
                     )
 
     ChunkPipeline(
@@ -133,7 +129,7 @@ def fill_states(
     states, steps = optimizer.states, optimizer._steps
     steps.failed = "states could not be loaded"
 
-    def visit(chunk: Chunk, buffer: Tensor) -> None:
+    def visit(chunk: Chunk, room: InMemory) -> None:
         for cut in chunk.cuts:
             dtypes, others = kept.get(id(cut.parameter), ({}, {}))
             # Each piece counts its steps by itself.
@@ -145,8 +141,8 @@ def fill_states(
                 _require_in_order(cut)
                 flat = torch.empty(cut.piece.numel, dtype=dtype)
                 fill(cut.parameter, name, cut.piece.start, flat)
-                values[name] = flat.view(cut.shape).to(buffer.device)
-            cut.keep(buffer, values)
+                values[name] = flat.view(cut.shape).to(room.memory.device)
+            cut.keep(room.memory, values)
 
     ChunkPipeline([states], states.chunks, visit).run()
     steps.failed = None

@@ -60,7 +60,7 @@ def _by_unit(slots: Iterable[Slot]) -> dict[Unit, list[Slot]]:
     found: dict[Unit, list[Slot]] = {}
     for slot in slots:
         unit = unit_of(slot)
-        if unit is not None and unit.shown.leaves is None:
+        if unit is not None and unit.visible.leaves is None:
             found.setdefault(unit, []).append(slot)
     return found
 
@@ -80,7 +80,7 @@ def _show_again(changed: dict[Unit, list[Slot]]) -> None:
                 continue
             for slot, whole in zip(slots, unit.memory.wholes(slots), strict=True):
                 unit.gather.outdate()
-                if (seen := slot.places[0].shown) is not None:
+                if (seen := slot.places[0].seen) is not None:
                     local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
 
 

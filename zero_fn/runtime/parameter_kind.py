@@ -36,13 +36,13 @@ from zero_fn.values.rounding_mode import ParameterRounding
 from zero_fn.values.tiers import Shelved, is_accelerator, is_away
 from zero_fn.values.wire import Records, Wire, is_coded
 
-__all__ = ["Kind", "dtypes_text"]
+__all__ = ["ParameterKind", "dtypes_text"]
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParameterKind:
     """What the parameters of a group have in common."""
 
     home: Home
@@ -51,20 +51,22 @@ class Kind:
     device_type: str  # of the device that computes with them
     hops: tuple[tuple[int, Stage], ...]  # each axis that gradients are summed over: its number, and what it shards
     is_cut: bool  # by any axis
-    travels: bool = False  # their tensor subclass decides which bytes are sent for them (extended.py)
+    by_extension: bool = False  # their tensor subclass decides which bytes are sent for them (fsdp_extensions.py)
     gather: Wire | None = None  # the format in which parameters travel, and gradients; None: as they are
     scatter: Wire | None = None
 
     @classmethod
-    def of(cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device, *, travels: bool = False) -> Kind:
+    def of(
+        cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device, *, by_extension: bool = False
+    ) -> ParameterKind:
         """The kind of a parameter with this path and home. It rests on the device of its mesh, wherever it is now."""
         device_type = path.hops[0].axis.device_type if path.hops else device.type
         if device.type not in (device_type, "meta"):
             device = torch.empty(0, device=device_type).device  # with its index
         hops = tuple((hop.number, hop.stage) for hop in path.hops)
-        has_formats = path.row_numel > 0 and is_coded(home.compute_dtype(dtype)) and not travels
+        has_formats = path.row_numel > 0 and is_coded(home.compute_dtype(dtype)) and not by_extension
         formats = (home.gather, home.scatter if hops else None) if has_formats else (None, None)
-        return cls(home, dtype, device, device_type, hops, path.layout is not None, travels, *formats)
+        return cls(home, dtype, device, device_type, hops, path.layout is not None, by_extension, *formats)
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
@@ -136,7 +138,7 @@ class Kind:
     @cached_property
     def lands(self) -> bool:
         """Whether all that a gather takes is read from a tier into memory of the device: nothing is sent or copied there."""
-        return self.is_away and not is_accelerator(self.device_type) and not self.is_cut and not self.travels
+        return self.is_away and not is_accelerator(self.device_type) and not self.is_cut and not self.by_extension
 
     # -- how they come from rest to whole ---------------------------------------------------------------------------
 
@@ -235,7 +237,7 @@ class Kind:
         return kept * self.dtype.itemsize or own
 
 
-def dtypes_text(kind: Kind) -> str:
+def dtypes_text(kind: ParameterKind) -> str:
     """The dtypes at rest (and how a step is rounded to it), in compute and of gradient sums (and the formats in which
     parameters and gradients travel), as text; and of gradients at rest, if that is another one."""
     found = [(kind.dtype, kind.rounding), (kind.compute_dtype, kind.gather), (kind.sum_dtype, kind.scatter)]

@@ -98,7 +98,7 @@ def refuse_late(root: nn.Module, units: Sequence[Unit]) -> bool:
     Raises:
         PlacementError: A parameter belongs to no unit, or to another place of the model.
     """
-    if any(unit.shown.leaves is not None for unit in units):
+    if any(unit.visible.leaves is not None for unit in units):
         return False
     for name, module in root.named_modules():
         for attribute, parameter in module._parameters.items():

@@ -21,24 +21,24 @@ from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Shown"]
+__all__ = ["VisibleParameters"]
 
 _version = attrgetter("_version")
 
 
 @dataclass(slots=True)
-class ShownInBackward:
+class VisibleInBackward:
     """What modules see from the moment at which backward reaches a unit until the unit is resharded."""
 
     tensors: list[Tensor]
-    door: object  # at which the forward began
+    entry: object  # at which the forward began
     task: int  # the backward that needs them: its graph task
     is_left: bool = (
         False  # a backward nested in that one has run the unit's nodes: resharded once the outer one goes on
     )
 
 
-class Shown:
+class VisibleParameters:
     """What modules see under the names of a unit's parameters."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -59,8 +59,8 @@ class Shown:
         self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
         # Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         self.leaves: list[nn.Parameter] | None = None
-        self.last_door: Callable[[], object] = _no_door  # at which the last forward with gradients began, weakly
-        self.in_backward: ShownInBackward | None = None  # while backward is in the unit
+        self.last_entry: Callable[[], object] = _no_entry  # at which the last forward with gradients began, weakly
+        self.in_backward: VisibleInBackward | None = None  # while backward is in the unit
 
     @uncompiled
     def show(self, tensors: Sequence[Tensor]) -> None:
@@ -82,9 +82,9 @@ class Shown:
         else:
             self._show_registered()
 
-    def show_in_backward(self, tensors: list[Tensor], door: object) -> None:
-        """Lets modules see `tensors` until `leave_backward`, in the backward of a forward that began at `door`."""
-        self.in_backward = ShownInBackward(tensors, door, current_graph_task())
+    def show_in_backward(self, tensors: list[Tensor], entry: object) -> None:
+        """Lets modules see `tensors` until `leave_backward`, in the backward of a forward that began at `entry`."""
+        self.in_backward = VisibleInBackward(tensors, entry, current_graph_task())
         self.show(tensors)
 
     def leave_backward(self) -> None:
@@ -142,5 +142,5 @@ class Shown:
             )
 
 
-def _no_door() -> None:
-    """The last door of a unit that has not run."""
+def _no_entry() -> None:
+    """The last entry point of a unit that has not run."""

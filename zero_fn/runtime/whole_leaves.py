@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import on_spec
-from zero_fn.runtime.odd import in_compute_dtype
+from zero_fn.runtime.call_context import in_compute_dtype
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
@@ -42,7 +42,7 @@ def begin_whole(units: Sequence[Unit]) -> None:
     gathering = [unit.memory.issue_wholes() for unit in units]
     for unit, (wholes, pending) in zip(units, gathering, strict=True):
         pending.wait()
-        unit.shown.leaves = [_registered(slot, whole) for slot, whole in zip(unit.slots, wholes, strict=True)]
+        unit.visible.leaves = [_registered(slot, whole) for slot, whole in zip(unit.slots, wholes, strict=True)]
 
 
 def _registered(slot: Slot, whole: Tensor) -> nn.Parameter:
@@ -56,7 +56,7 @@ def _registered(slot: Slot, whole: Tensor) -> nn.Parameter:
 def end_whole(unit: Unit) -> list[nn.Parameter]:
     """Registers the resting parameters again. Returns the leaves."""
     _hide(unit)
-    leaves, unit.shown.leaves = unit.shown.leaves or [], None
+    leaves, unit.visible.leaves = unit.visible.leaves or [], None
     register_resting(unit)
     return leaves
 
@@ -82,7 +82,7 @@ def local_gradients(unit: Unit, leaves: Sequence[Tensor]) -> list[Tensor | None]
 def see_leaves(unit: Unit) -> list[Tensor]:
     """The leaves as a forward sees them, in the compute dtype; or the tensors that `functional_call` has put in their
     place."""
-    assert unit.shown.leaves is not None
+    assert unit.visible.leaves is not None
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
             return see_leaves(unit)
@@ -102,8 +102,8 @@ def see_leaves(unit: Unit) -> list[Tensor]:
 
 def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor]) -> None:
     """Once backward has reached an output of a forward of the unit, lets modules see the tensors that the forward saw."""
-    assert unit.shown.leaves is not None
-    if all(map(is_, tensors, unit.shown.leaves)):
+    assert unit.visible.leaves is not None
+    if all(map(is_, tensors, unit.visible.leaves)):
         return
     hook = partial(_show_until_the_end, unit, tensors)
     for output in outputs:
@@ -113,8 +113,8 @@ def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor
 
 @uncompiled
 def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> None:
-    if unit.shown.leaves is not None and unit.shown.in_backward is None:
-        unit.shown.show_in_backward(tensors, unit)
+    if unit.visible.leaves is not None and unit.visible.in_backward is None:
+        unit.visible.show_in_backward(tensors, unit)
 
         def end() -> None:
             leave()
@@ -124,5 +124,5 @@ def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> Non
 
 
 def _hide(unit: Unit) -> None:
-    if (seen := unit.shown.in_backward) is not None and seen.door is unit:
+    if (seen := unit.visible.in_backward) is not None and seen.entry is unit:
         unit.leave_backward()

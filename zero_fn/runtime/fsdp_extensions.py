@@ -25,7 +25,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.transport.segment import Segment
 from zero_fn.values.home import Stage
 
-__all__ = ["Extension", "Travelling", "is_product", "travels"]
+__all__ = ["Extension", "ExtensionGather", "gathers_by_extension", "is_product"]
 
 _PRODUCT = "_zero_fn_product"  # an attribute of a tensor
 
@@ -49,7 +49,7 @@ class Extension:
         return replace(self, module=weakref.ref(module))
 
 
-def travels(slot: Slot) -> bool:
+def gathers_by_extension(slot: Slot) -> bool:
     """Whether a parameter is gathered as its class says: if one axis cuts it into equal rows, it rests in memory of the
     device, and it is whole during uses only. Any other parameter is gathered as the plain tensor in it."""
     extension, path = slot.extension, slot.path
@@ -60,7 +60,7 @@ def travels(slot: Slot) -> bool:
     return path.is_in_order and path.numel == path.piece_numel * path.size
 
 
-class Travelling:
+class ExtensionGather:
     """A gather of one parameter as its class says."""
 
     def __init__(self, slot: Slot) -> None:
@@ -111,7 +111,7 @@ class Travelling:
         return whole, [*made, *([whole] if type(whole) is Tensor else [])]
 
     @staticmethod
-    def shown(whole: Tensor) -> Tensor:
+    def marked(whole: Tensor) -> Tensor:
         """A new tensor on the same memory, marked as what the class has made."""
         found = whole.data
         setattr(found, _PRODUCT, True)

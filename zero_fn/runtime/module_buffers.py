@@ -24,12 +24,12 @@ from zero_fn.transport.agree import agree, differ
 from zero_fn.transport.line import Line
 from zero_fn.transport.segment import Segment
 
-__all__ = ["Statistics"]
+__all__ = ["ModuleBuffers"]
 
 _Modes = tuple[bool, ...]
 
 
-class Statistics:
+class ModuleBuffers:
     """The buffers of one transformed module."""
 
     def __init__(self, transport: Line, *, are_local: bool) -> None:

@@ -1,9 +1,9 @@
-"""The door of a transformed module: two hooks, before and after each call, at which units are entered and left.
+"""Entry points of a transformed module: two hooks, before and after a call, at which a unit is entered and left.
 
 The anchor of a unit has them, and so does every other module that holds a parameter of the unit: called alone it enters the
 unit itself, called while the unit runs it steps aside. So any module of a transformed model may be called directly, and
 whoever replaces `module.forward` replaces what runs inside. A method that was declared (`gather_in`) is a callable under its
-name, with the same door.
+name, with the same entry point.
 
 A call that an interrupt has ended is never left here. [Note: interrupted passes] (call.py)
 """
@@ -26,23 +26,23 @@ from torch.utils._pytree import tree_leaves
 from zero_fn.errors import StateError
 from zero_fn.runtime.autograd_node import gather
 from zero_fn.runtime.call import Call, still_runs
-from zero_fn.runtime.call_hooks import DOORS, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
+from zero_fn.runtime.call_context import called_outside, has_context, is_swapped, is_transforming, require_run
+from zero_fn.runtime.call_hooks import ENTRY_POINTS, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.odd import called_outside, is_odd, is_swapped, is_transforming, require_run
 from zero_fn.runtime.passes import UnitUse
 from zero_fn.runtime.run import Run, run_of
-from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_hooks
+from zero_fn.runtime.saved_tensor_hooks import begin_packing, end_packing, is_run_again_by_hooks
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.weight_reads import Parameters, end_reads, finish_reads, leave_read
-from zero_fn.runtime.whole_step import see_leaves, show_in_backward
+from zero_fn.runtime.whole_leaves import see_leaves, show_in_backward
 from zero_fn.values import watching
 from zero_fn.values.watching import Moment
 
-__all__ = ["Door", "Method", "attach", "detach"]
+__all__ = ["EntryPoint", "Method", "attach", "detach"]
 
 
-class Door:
+class EntryPoint:
     """A unit and one of the modules at which it is entered."""
 
     _frames: ClassVar[int] = 2  # from `begin` to the frame that stays until the call has ended
@@ -75,8 +75,8 @@ class Door:
     @uncompiled
     def begin(self) -> bool:
         """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
-        unit, run, odd = self.unit, self.run, is_odd()
-        in_backward = odd and current_graph_task() != -1
+        unit, run, in_context = self.unit, self.run, has_context()
+        in_backward = in_context and current_graph_task() != -1
         if run.calls.forward and not in_backward:
             run.abandon()
         call = self._call
@@ -86,27 +86,29 @@ class Door:
             call.depth += 1
             return False
         if unit.read is not None and not in_backward:
-            unit.shown.require_unchanged(unit.name, unit.read.tensors)
+            unit.visible.require_unchanged(unit.name, unit.read.tensors)
             leave_read(unit.read, failed=False)
-        if unit.running or (unit.shown.leaves is None and is_swapped(unit.shown, unit.name)):
+        if unit.running or (unit.visible.leaves is None and is_swapped(unit.visible, unit.name)):
             return False
         # A checkpoint may recompute a forward from before the block that registered whole parameters.
-        recomputes = in_backward and (unit.shown.leaves is None or bool(run.graphs.uses_of(unit.index)))
+        recomputes = in_backward and (unit.visible.leaves is None or bool(run.graphs.uses_of(unit.index)))
         if recomputes and run.is_recomputing(unit, self):
             return False
         calls = run.calls.backward if in_backward else run.calls.forward
-        call = Call(sys._getframe(self._frames), in_backward=in_backward, is_transforming=odd and is_transforming())
+        call = Call(
+            sys._getframe(self._frames), in_backward=in_backward, is_transforming=in_context and is_transforming()
+        )
         call.is_outermost = not (in_backward or calls)
         calls.append(call)
         if call.is_outermost:
             run.begin_outermost()
         for watch in watching.watchers:
             watch.note(Moment.ENTER, unit.name)
-        if unit.shown.leaves is not None and not recomputes:
+        if unit.visible.leaves is not None and not recomputes:
             self._begin_with_leaves(call)
             return True
         try:
-            if not odd:
+            if not in_context:
                 use = run.enter(unit, self, self.attribute)
             else:
                 require_run(unit.name, self.module)
@@ -118,7 +120,7 @@ class Door:
         call.use, self._call = use, call
         take_hooks_inside(unit.inner, self._module())
         call.tensors = called_outside(gather, use) if call.is_transforming else gather(use)
-        unit.shown.show(call.tensors)
+        unit.visible.show(call.tensors)
         call.has_backward = torch.is_grad_enabled() and not call.is_transforming
         # What is kept between uses may be kept by autograd as well.
         packs = call.has_backward and unit.memory.is_transient
@@ -156,7 +158,7 @@ class Door:
         finally:
             if run.calls.reads:
                 end_reads(run, self, failed=not is_done)
-            self.unit.shown.hide()
+            self.unit.visible.hide()
             if call.use is None:
                 self.unit.running -= 1
             else:
@@ -184,21 +186,21 @@ class Door:
         elif use.node is not None:
             use.has_graph = True
         if not call.is_transforming:
-            unit.shown.require_unchanged(unit.name, call.tensors)
+            unit.visible.require_unchanged(unit.name, call.tensors)
         if self.run.calls.reads:
             finish_reads(self.run, self)
         return output
 
     def _begin_with_leaves(self, call: Call) -> None:
-        """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_step.py)"""
+        """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_leaves.py)"""
         called_outside(self.run.agree)
         call.tensors = see_leaves(self.unit)
         self._call = call
         self.unit.running += 1
         take_hooks_inside(self.unit.inner, self._module())
-        self.unit.shown.show(call.tensors)
+        self.unit.visible.show(call.tensors)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+    def __deepcopy__(self, memo: dict[int, Any]) -> EntryPoint:
         module = copy.deepcopy(self.module, memo)
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -212,7 +214,7 @@ class Door:
         elif any(reference is self._module for reference in self.unit.inner):
             twin.unit.inner.append(twin._module)
         twin.run = run_of(twin.unit)
-        twin.run.statistics.watch(module)
+        twin.run.buffers.watch(module)
         return twin
 
     def __reduce__(self) -> Any:
@@ -222,7 +224,7 @@ class Door:
         )
 
 
-class Method(Door):
+class Method(EntryPoint):
     """Callable in place of a method of a module, which enters a unit."""
 
     _frames = 1
@@ -255,24 +257,24 @@ class Method(Door):
 # -- hooks ----------------------------------------------------------------------------------------------------------
 
 
-def attach(door: Door) -> None:
+def attach(entry: EntryPoint) -> None:
     """Lets calls of a module enter a unit, before the units that were attached to it earlier."""
-    module = door.module
-    earlier = module.__dict__.get(DOORS, ())
-    module.__dict__[DOORS] = (door, *earlier)
+    module = entry.module
+    earlier = module.__dict__.get(ENTRY_POINTS, ())
+    module.__dict__[ENTRY_POINTS] = (entry, *earlier)
     if not earlier:
         put_hooks(module)
         if module._parameters:
             module.__dict__["_parameters"] = Parameters(module._parameters, module)
     for other in earlier:  # at this module two units are entered: its hooks stay
         other.unit.inner = [reference for reference in other.unit.inner if reference is not other._module]
-    if not door.is_anchor and not earlier:
-        door.unit.inner.append(door._module)
+    if not entry.is_anchor and not earlier:
+        entry.unit.inner.append(entry._module)
 
 
 def detach(module: nn.Module) -> None:
     """Lets calls of a module enter no unit any more."""
-    if module.__dict__.pop(DOORS, None) is not None:
+    if module.__dict__.pop(ENTRY_POINTS, None) is not None:
         drop_hooks(module)
         module.__dict__["_parameters"] = dict(module._parameters)
 

@@ -1,6 +1,6 @@
 """Calls of a module that are no plain forward: in a backward, under torch.func, in a dispatch mode, or while torch traces.
 
-A call asks one question, `is_odd`; only if the answer is yes, it asks which. `grad`, `vmap` and `jvp` of torch.func wrap
+A call asks one question, `has_context`; only if the answer is yes, it asks which. `grad`, `vmap` and `jvp` of torch.func wrap
 tensors, and know no saved-tensor hooks. Inside them nothing is packed, and parameters are gathered outside the wrappers. A
 unit in all of whose places `functional_call` has put whole tensors is left to them.
 """
@@ -19,13 +19,13 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.visible_parameters import VisibleParameters
 
 __all__ = [
     "called_outside",
+    "has_context",
     "in_compute_dtype",
-    "is_odd",
     "is_swapped",
     "is_transforming",
     "partly_swapped",
@@ -45,7 +45,7 @@ _EXPORT = (
 )
 
 
-def is_odd() -> bool:
+def has_context() -> bool:
     """Whether a call runs in a backward, under torch.func, in a dispatch mode, or while torch.jit or torch.export traces."""
     return (
         current_graph_task() != -1
@@ -88,14 +88,14 @@ def called_outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) 
         return function(*args, **kwargs)
 
 
-def is_swapped(shown: Shown, unit: str) -> bool:
+def is_swapped(visible: VisibleParameters, unit: str) -> bool:
     """Whether whole tensors stand in for all parameters of a unit at rest.
 
     Raises:
         StateError: They stand in for some only, or one of them rests in parts on several ranks.
     """
     are_swapped = are_at_rest = False
-    for reference, names, slots in shown.by_module:
+    for reference, names, slots in visible.by_module:
         module = reference()
         if module is None:
             continue
