@@ -77,7 +77,10 @@ class Shelf:
         ]:
             rooms = self._rooms_for(large)
         record = rooms[0].record
-        values = {room.number: flat_in(value, room.stride()) for room, value in zip(rooms, large, strict=True)}
+        values = {
+            room.number: flat_in(value, room.stride())
+            for room, value in zip(rooms, large, strict=True)
+        }
         self.finish()
         record.begin_writing(values)
         self._writing = record
@@ -101,7 +104,10 @@ class Shelf:
         (place,) = self.storage.reserve([nbytes])
         self.storage.stage(nbytes, STAGINGS)
         record = Record(self.storage, forms, values[0].device, place)
-        return [TierTensor(record, at, value.shape, dense_stride(value)) for at, value in enumerate(values)]
+        return [
+            TierTensor(record, at, value.shape, dense_stride(value))
+            for at, value in enumerate(values)
+        ]
 
 
 def _record_of(states: Mapping[str, Any]) -> Record | None:

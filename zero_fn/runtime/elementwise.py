@@ -38,7 +38,7 @@ __all__ = ["TORCH_ELEMENTWISE", "is_of_bitsandbytes", "looks_at_whole_tensors", 
 
 TORCH_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset((
     Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop,
-))  # fmt: skip
+))
 """The optimizers of torch that treat every element alone. Classes derived from them are not known to."""
 
 _WORDS = ("muon", "adafactor", "shampoo", "lamb", "galore", "adammini", "novograd", "prodigy", "dadapt", "kfac")
@@ -46,7 +46,7 @@ _NAMES = frozenset({
     "adagc", "adalite", "adamp", "adanorm", "aida", "alice", "apollo", "apolloadamw", "came", "conda", "dash", "dion", "kron",
     "lars", "lorarite", "mars", "psgd", "racs", "ranger21", "scion", "sgdp", "sm3", "soap", "spectral", "splus",
     "stableadamw", "stablespam",
-})  # fmt: skip
+})
 _OPTIONS = ("caution", "cautious")
 """Options that make an elementwise optimizer scale its update by the mean of a mask over the tensor (arXiv:2411.16085)."""
 
@@ -122,8 +122,8 @@ class _LocalGroups:
         optimizer: Any = self._optimizer()
         found = type(optimizer)._init_group(optimizer, group, parameters, *lists)
         rows = [parameters, *(tensors for tensors in lists if len(tensors) == len(parameters))]
-        if TracingContext.try_get() is not None or group["differentiable"]:  # [Note: not in a graph]
-            return found
+        if TracingContext.try_get() is not None or group["differentiable"]:
+            return found  # [Note: not in a graph]
         if Tensor in map(type, lists[0]):  # whole gradients that were assigned
             lists[0][:] = [
                 cut_alike(grad, p) if type(grad) is Tensor and isinstance(p, DTensor) else grad

@@ -58,10 +58,13 @@ class EntryPoint:
         output_dtype: torch.dtype | None = None,
     ) -> None:
         self._module = weakref.ref(module)
-        self.unit, self.run = unit, run_of(unit)
-        self.attribute, self.is_anchor = attribute, is_anchor  # the method: "forward" stands for calls of the module
+        self.unit = unit
+        self.run = run_of(unit)
+        self.attribute = attribute  # the method: "forward" stands for calls of the module
+        self.is_anchor = is_anchor
         # Floating point tensors are cast to these on the way in and out; None leaves them.
-        self.input_dtype, self.output_dtype = input_dtype, output_dtype
+        self.input_dtype = input_dtype
+        self.output_dtype = output_dtype
         self._call: Call | None = None  # the one that entered the unit here, if it has not ended
         if is_anchor:
             unit.anchor = self._module

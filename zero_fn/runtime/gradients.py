@@ -202,14 +202,18 @@ class _GradientPlace:
 
     def __init__(self, number: int, slot: Slot, buffer: int, offset: int) -> None:
         path = slot.path
-        self.number, self.slot, self.buffer = number, slot, buffer  # numbers of the slot and of its buffer
-        self.offset, self.numel = offset, path.gradient_room
+        self.number = number  # of the slot
+        self.slot = slot
+        self.buffer = buffer  # its number
+        self.offset = offset
+        self.numel = path.gradient_room
         start, out_numel = 0, path.local_numel
         if path.layout is None:
             start, out_numel = path.segment(slot.flat).piece_bounds(path.rank)
         elif path.keeps_whole_gradient:
             start = path.start
-        self.out = offset + start, out_numel  # first element, and number, that the reduction of this rank's piece fills
+        # The first element that the reduction of this rank's piece fills, and how many.
+        self.out = offset + start, out_numel
         self.resting = path.local_shape, path.local_stride, offset if path.layout is None else offset + start
         self.is_quick = goes_through_dlpack(slot.flat, path.local_shape)
         self.dtypes = slot.kind.compute_dtype, slot.kind.sum_dtype  # in which addends travel, and those of exact sums

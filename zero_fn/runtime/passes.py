@@ -49,7 +49,8 @@ class UnitUse:
     is_read = False
 
     def __init__(self, unit: Unit, number: int, entry: object = None) -> None:
-        self.unit, self.generation = unit, unit.generation  # that of the parameters which were read
+        self.unit = unit
+        self.generation = unit.generation  # that of the parameters which were read
         self.key = Use(unit.index, number)  # in the schedule; -1 if it is in none
         self.entry = entry  # whose module was called
         # The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
@@ -110,7 +111,8 @@ class ForwardPass:
     def __init__(
         self, begun_at: tuple[int, str], schedule: tuple[Point, ...] | None, offsets: dict[int, int], *, grad: bool
     ) -> None:
-        self.begun_at, self.grad = begun_at, grad  # the unit and the method it began at; whether it records a graph
+        self.begun_at = begun_at  # the unit and the method
+        self.grad = grad  # whether it records a graph
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}
         self.depth = 0  # how many units are running
@@ -241,8 +243,8 @@ class BackwardPass:
         self.waiting = waiting  # the uses that a later backward may pass through, the same on every rank
         self.keeps_graph = keeps_graph  # whether the graph may have another backward (`retain_graph=True`)
         self._at = 0  # the point of the schedule that comes next
-        # The uses whose gradients arrive on this rank, and those that are passed without gradients of their own.
-        self._awaited, self._passed_only = awaited, passed_only
+        self._awaited = awaited  # the uses whose gradients arrive on this rank
+        self._passed_only = passed_only  # those that are passed without gradients of their own
         self._entered = set(entered)
         self._arrived: set[Use] = set()
         self._entered_to = -1  # the last point of the schedule that enters a use which was reached

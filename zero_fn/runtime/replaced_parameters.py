@@ -24,7 +24,8 @@ class Replacement:
     """The replacement of a parameter by a transform."""
 
     def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
-        self.fqn, self.site = fqn, site  # of the parameter; the transform, and the place from which it was called
+        self.fqn = fqn
+        self.site = site  # the transform, and the place from which it was called
         self._successor: weakref.ref[Slot | nn.Parameter] = weakref.ref(slot_of(parameter) or parameter)
 
     def parameter(self) -> nn.Parameter | None:

@@ -132,7 +132,10 @@ class Slot:
     def __init__(
         self, fqn: str, places: list[Place], home: Home, source: Tensor, grid: Grid, stages: tuple[Stage, ...]
     ) -> None:
-        self.fqn, self.places, self.home, self._grid = fqn, places, home, grid  # its first name, and all that hold it
+        self.fqn = fqn  # its first name
+        self.places = places  # all modules that hold it, and under which names
+        self.home = home
+        self._grid = grid
         self.full_shape = tuple(source.shape)  # on all ranks of all axes
         self.model: DTensorSpec | None = model_of(source)  # its placements on model axes; None if it has none
         known = slot_of(source)

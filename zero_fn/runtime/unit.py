@@ -38,13 +38,13 @@ class Unit:
     """The parameters of one anchor module over one or two axes."""
 
     def __init__(self, name: str, index: int, run: Any) -> None:
-        self.name, self.index = name, index  # of the anchor, "" at the root; in schedules, the same on every rank
+        self.name = name  # that of the anchor, "" at the root
+        self.index = index  # its number in schedules, the same on every rank
         self.run = run  # the `Run` that holds it (run.py)
         self.generation = 0  # counts optimizer steps: a gradient computed with older parameters is refused
         self.running = 0  # how many of its forwards are running: more than one when a module calls itself
-        self.read: Any = (
-            None  # the `ReadUse` by which a forward of another unit reads its weights now (weight_reads.py)
-        )
+        # The `ReadUse` by which a forward of another unit reads its weights now. (weight_reads.py)
+        self.read: Any = None
         self.anchor: Callable[[], nn.Module | None] = _no_anchor  # weakly
         # Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (call_hooks.py)
         self.inner: list[weakref.ref[nn.Module]] = []
@@ -56,7 +56,8 @@ class Unit:
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.memory = Memory(str(self), slots, run.transport, run.offloaded, self)
         self.gather = Gather(self.memory)
-        self.visible, self.gradients = VisibleParameters(slots), Gradients(slots, run.transport, str(self))
+        self.visible = VisibleParameters(slots)
+        self.gradients = Gradients(slots, run.transport, str(self))
         for slot in slots:
             slot.owner = weakref.ref(self)
         run.adopt(self)

@@ -43,7 +43,8 @@ class Lent:
     __slots__ = ("_state", "is_shown", "tensors", "trained", "use")
 
     def __init__(self, tensors: list[Tensor], trained: list[bool], use: Any) -> None:
-        self.tensors, self.trained = tensors, trained  # one of each for each slot
+        self.tensors = tensors  # one for each slot
+        self.trained = trained  # whether each is
         self.use = use  # that of their autograd node. It must not hold the unit, which holds this
         self._state = self._state_now()
         self.is_shown = False  # whether modules have seen the tensors since `is_untouched` last returned True

@@ -34,11 +34,13 @@ class CodedGradient:
         this rank; where the first axis cuts nothing, for all."""
         scatter = slot.kind.scatter
         assert scatter is not None
-        self.slot, self.records = slot, scatter.records(slot.path.row_numel)
+        self.slot = slot
+        self.records = scatter.records(slot.path.row_numel)
         local = local if is_coded(local.dtype) else local.float()
         self.rows = local.reshape(-1, slot.path.row_numel).contiguous()  # for the next hop
         self.hops = slot.path.hops
-        self._room, self._first = room, 0  # the first row of the room that is in the hands of this rank
+        self._room = room
+        self._first = 0  # the first row of the room that is in the hands of this rank
         self.shares: dict[int, Segment] = {}  # by hop that cuts nothing the rows that its ranks sum together
 
     def pieces(self, number: int) -> list[Tensor]:

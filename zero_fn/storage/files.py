@@ -43,7 +43,8 @@ class SpillFile:
         self.name = f"{what} in {path}"
         self.nbytes = 0  # reserved on the disk
         try:
-            self.fd, self.is_direct = opened(partial(_unnamed, path))  # direct: past the page cache
+            # is_direct: past the page cache.
+            self.fd, self.is_direct = opened(partial(_unnamed, path))
         except OSError as error:
             raise _not_made(path, what, error) from error
         self.close = weakref.finalize(self, os.close, self.fd)

@@ -87,7 +87,10 @@ class Request:
     def __init__(self, file: OpenFile, offset: int, memory: Tensor, *, is_write: bool) -> None:
         self.file, self.memory, self.is_write = file, memory, is_write
         self.begin = offset
-        self.offset, self.address, self.nbytes = offset, memory.data_ptr(), memory.numel()  # what is left to do
+        # What is left to do.
+        self.offset = offset
+        self.address = memory.data_ptr()
+        self.nbytes = memory.numel()
         self.wanted = self.nbytes  # fewer, where a file ends before its last sector does
         self.is_done = self.nbytes == 0
         self.failure: StorageError | None = None

@@ -225,7 +225,10 @@ class DiskStorage(ProcessLocal, TierStorage):
                 raise
 
     def _take_buffers(self, count: int, size: int) -> None:
-        self._free, self._lent, self.stagings = [], {}, StagingBuffers()  # frees the old buffers first
+        # The old buffers are freed first.
+        self._free = []
+        self._lent = {}
+        self.stagings = StagingBuffers()
         self.stagings = StagingBuffers(count, size, f"buffers of {self._what}")
         self._free = [(view, None) for view in self.stagings.views]
 

@@ -79,7 +79,7 @@ class ParameterPiece:
     __slots__ = (
         "away", "coded", "dtype", "fields", "gradient_dtype", "group", "in_parcel", "numel", "parameter", "piece", "present",
         "resident", "shape", "stride",
-    )  # fmt: skip
+    )
 
     def __init__(self, row: _Stepped, piece: Piece, in_parcel: int | None) -> None:
         local = local_of(row.parameter)
@@ -89,11 +89,13 @@ class ParameterPiece:
                 why="its elements have gaps in memory",
                 fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
             )
-        # piece: the elements of the parameter that are stepped here.
-        # in_parcel: the first byte of the piece in the parcel of the chunk; None if the parameter is in memory.
-        self.parameter, self.group, self.piece, self.in_parcel = row.parameter, row.group, piece, in_parcel
-        # numel, dtype: elements and dtype of the whole parameter on this rank.
-        self.numel, self.dtype = local.numel(), local.dtype
+        self.parameter = row.parameter
+        self.group = row.group
+        self.piece = piece  # the elements of the parameter that are stepped here
+        # The first byte of the piece in the parcel of the chunk; None if the parameter is in memory.
+        self.in_parcel = in_parcel
+        self.numel = local.numel()  # of the whole parameter on this rank
+        self.dtype = local.dtype
         # A row where it is cut: some decay matrices only, by `p.ndim`.
         # The form that the optimizer sees: that of the parameter, or of one row if the parameter is cut.
         self.shape = tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
@@ -207,12 +209,12 @@ class Chunk(Stored):
     def __init__(
         self, cuts: Sequence[ParameterPiece], device: torch.device, parcel: int | None = None, parcels_nbytes: int = 0
     ) -> None:
-        # cuts: the pieces, in the order of their states.
-        # parcel: the number of the parcel in which the parameters, or their gradients, rest; None if both are in
-        # memory.
-        # parcels_nbytes: bytes of that parcel, of its compute copies and of its gradients, of those that are on a
-        # disk.
-        self.cuts, self.device, self.parcel, self.parcels_nbytes = cuts, device, parcel, parcels_nbytes
+        self.cuts = cuts  # the pieces, in the order of their states
+        self.device = device
+        # The number of the parcel in which the parameters, or their gradients, rest; None if both are in memory.
+        self.parcel = parcel
+        # Bytes of that parcel, of its compute copies and of its gradients, of those that are on a disk.
+        self.parcels_nbytes = parcels_nbytes
         self.nbytes = 0
         for cut in cuts:
             self.nbytes = cut.lie(self.nbytes)
@@ -382,7 +384,8 @@ class Planner:
                 if mine:
                     cuts, device = [ParameterPiece(*each) for each in mine], device_of(mine[0][0].parameter)
                     found.append(Chunk(cuts, device, index, sizes[index] if sizes else 0))
-                    if sizes or not isinstance(mine[0][0].tier, Cpu):  # else no part of it passes through a buffer
+                    # Without sizes and on the host, no part of it passes through a buffer.
+                    if sizes or not isinstance(mine[0][0].tier, Cpu):
                         nbytes = max(nbytes, found[-1].nbytes)
             alike[key] = found[before:]
         if nbytes > self.buffer_nbytes:

@@ -35,12 +35,12 @@ from zero_fn.values.strides import dense_stride, flat_in
 __all__ = [
     "CODES", "MOMENTS", "SCALES", "Coded", "Divided", "blocks_of", "coded_schema", "may_be_coded", "note_largest",
     "scales_shape",
-]  # fmt: skip
+]
 
 MOMENTS: Mapping[str, bool] = {
     "exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False, "exp_inf": False, "momentum_buffer": True,
     "square_avg": False, "acc_delta": False, "grad_avg": True, "sum": False,
-}  # fmt: skip
+}
 """States that can be coded, by the names that torch gives them, and whether their values may be below zero."""
 
 CODES, SCALES = ".codes", ".scales"

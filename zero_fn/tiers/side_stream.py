@@ -32,7 +32,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.there, self._back = (torch.Stream(device, priority=-1) for _ in range(2))  # of what is between pieces
+        self.there = torch.Stream(device, priority=-1)
+        self._back = torch.Stream(device, priority=-1)
         self._copying: deque[tuple[torch.Event, list[Tensor]]] = deque()
 
     def copy(self, to: Tensor, source: Tensor, *, after: torch.Event | None = None) -> torch.Event:

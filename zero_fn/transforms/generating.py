@@ -58,9 +58,18 @@ def _together(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _communicates(module: nn.Module) -> bool:
-    """Whether forwards of a module may communicate, from the second one on. The same on every rank."""
-    units = [unit for unit in units_of(module) if run_of(unit).transport.size > 1 and unit.visible.leaves is None]
-    if any(unit.memory.may_fail or group.kind.is_cut for unit in units for group in unit.memory.groups):
+    """Whether forwards of a module may communicate, from the second one on.
+
+    The same on every rank.
+    """
+    units = [
+        unit
+        for unit in units_of(module)
+        if run_of(unit).transport.size > 1 and unit.visible.leaves is None
+    ]
+    if any(
+        unit.memory.may_fail or group.kind.is_cut for unit in units for group in unit.memory.groups
+    ):
         return True
     return any(not run.has_agreed or run.buffers.may_communicate for run in map(run_of, units))
 

@@ -98,7 +98,9 @@ class _Activations(Store):
 class _ParkedAway(Parked, Stored):
     """A tensor with elements that waits on a disk, and knows the one parked before it."""
 
-    def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
+    def __init__(
+        self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]
+    ) -> None:
         self._store = store
         self._before = before
         self.nbytes = tensor.nbytes

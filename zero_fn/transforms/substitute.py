@@ -30,7 +30,12 @@ from zero_fn.runtime.module_edits import watch_modules
 from zero_fn.runtime.module_tree import forget_members
 from zero_fn.runtime.optimizers import watch_optimizers
 from zero_fn.runtime.registry import entry_points_below, methods_of, require_idle, units_of
-from zero_fn.runtime.replaced_parameters import Replacement, call_site, note_replacement, replacement_of
+from zero_fn.runtime.replaced_parameters import (
+    Replacement,
+    call_site,
+    note_replacement,
+    replacement_of,
+)
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of, slot_of
 from zero_fn.runtime.unit import Unit, unit_of

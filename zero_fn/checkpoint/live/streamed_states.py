@@ -105,7 +105,8 @@ def each_state(
                     continue
                 _require_in_order(cut)
                 if (id(cut.parameter), name) in wanted:
-                    take(cut.parameter, name, cut.piece.start, cut.value(room.memory, name).reshape(-1).cpu())
+                    value = cut.value(room.memory, name)
+                    take(cut.parameter, name, cut.piece.start, value.reshape(-1).cpu())
                 if (id(cut.parameter), name + CODES) in wanted:
                     take(
                         cut.parameter,
